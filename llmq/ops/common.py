@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -21,6 +21,11 @@ MAX_COLUMNS = 8192
 # Warps of a block where a row needs fewer, as the kernels have them. Forward passes take many small
 # blocks; backward passes take few large ones, because every block leaves a row of partial sums.
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
+
+# Products of our own in instructions that only these tensor cores have (cu/product_sm90.cuh).
+CAPABILITY = 90
+MULTIPLE = 16  # bytes: of rows of all their matrices
+MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 
 # column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
@@ -284,3 +289,38 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     """Blocks of a kernel that works in OctetTiles: across, down."""
     expect_fp8_multiples(op, rows, columns)
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
+
+
+def runs_own_products(dev: Device, capability: int, sizes: Iterable[int], rank: int) -> bool:
+    """Whether a product of our own for this compute capability runs on a device.
+
+    sizes: what must be multiples, as bytes of rows. rank: of the adapters; 0: none. Where GPUs
+    exchange data, they take multiprocessors from a product, and its grid counts on all of them.
+    """
+    if dev.spec.capability != capability or dev.world_size > 1 or rank > MAX_RANK:
+        return False
+    return all(size % MULTIPLE == 0 for size in sizes)
+
+
+def own_product_blocks(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
+    """Of a persistent grid, in clusters of two. tile: rows and columns of a cluster's result."""
+    return 2 * min(ceil_div(rows, tile[0]) * ceil_div(columns, tile[1]), dev.spec.num_sms // 2)
+
+
+def rank_consts(R: int) -> dict[str, int]:
+    """The constant for adapters of rank R, 0 without them."""
+    return {"RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
+
+
+def expect_adapters(
+    op: str, h: Tensor | None, tail: Tensor | None, M: int, N: int, *, transposed: bool
+) -> int:
+    """R of BF16 h (M, R) and tail (N, R), transposed (R, N); 0 without both."""
+    if h is None and tail is None:
+        return 0
+    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    R = h.shape[1]
+    expect(op, "h", h, BF16, (M, R))
+    expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
+    return R

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import (
+    CAPABILITY,
+    expect_adapters,
+    own_product_blocks,
+    rank_consts,
+    runs_own_products,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
-OP = "matmul_adapted"
-CAPABILITY = 90  # the only one whose tensor cores have these instructions
-MULTIPLE = 16  # bytes: of rows of all matrices
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 384
 TILE = (256, 192)  # of a cluster of two blocks
 SHARED = 5 * 40960 + 8 * 2048 + 12 * 8 + 1024  # stages, chunks of out, barriers, alignment
@@ -48,11 +51,8 @@ MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
 def is_faster(dev: Device, out: Tensor, a: Tensor, h: Tensor) -> bool:
     """Whether this is the way to compute out = a @ b + h @ tail on a device.
 
-    Fp8 codes may be given to it only where their products may sum with fewer bits. Where GPUs
-    exchange data, they take multiprocessors from it, and its grid counts on all of them.
+    Fp8 codes may be given to it only where their products may sum with fewer bits.
     """
-    if dev.spec.capability != CAPABILITY or dev.world_size > 1:
-        return False
     if out.dtype != BF16 or h.dtype != BF16 or a.dtype == F32:
         return False
     (M, N), K, R = out.shape, a.shape[1], h.shape[1]
@@ -60,24 +60,15 @@ def is_faster(dev: Device, out: Tensor, a: Tensor, h: Tensor) -> bool:
     return (
         M >= MIN_ROWS
         and (N >= MIN_COLUMNS or _idle(dev, M, N) * rows[1] <= MOST_IDLE)
-        and R <= MAX_RANK
-        and all(nbytes % MULTIPLE == 0 for nbytes in rows)
+        and runs_own_products(dev, CAPABILITY, rows, R)
     )
-
-
-def _tiles(M: int, N: int) -> int:
-    return ceil_div(M, TILE[0]) * ceil_div(N, TILE[1])
-
-
-def _clusters(dev: Device) -> int:
-    return dev.spec.num_sms // 2
 
 
 def _idle(dev: Device, M: int, N: int) -> float:
     """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    clusters = _clusters(dev)
-    turns = ceil_div(_tiles(M, N), clusters)
-    return turns * clusters * TILE[0] * TILE[1] / (M * N) - 1
+    tiles, clusters = ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2
+    computed = ceil_div(tiles, clusters) * clusters * TILE[0] * TILE[1]
+    return computed / (M * N) - 1
 
 
 def matmul_adapted(
@@ -111,64 +102,35 @@ def matmul_adapted(
     Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    _check(out, a, b, scale_a, scale_b, bias, transposed)
-    (M, N), K, by_rows = out.shape, a.shape[1], transposed and a.dtype == BF16
-    R = _rank(h, tail, M, N, transposed)
-    kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
-    dev.launch(
-        kernels[transposed + by_rows],
-        2 * min(_tiles(M, N), _clusters(dev)),
-        THREADS,
-        (out, a, b, h, tail, scale_a, scale_b, bias, M, N, K),
-        consts={
-            "TRANSPOSED": int(transposed),
-            "RANK": RANK_STEP * ceil_div(R, RANK_STEP),
-            "BIAS": int(bias is not None),
-        },
-        smem=SHARED,
-        flops=2 * M * N * (K + R),
-    )
-
-
-def _check(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    transposed: bool,
-) -> None:
-    """Dtypes and shapes of all but h and tail."""
+    op = "matmul_adapted"
     for name, tensor in (("out", out), ("a", a), ("b", b)):
         if len(tensor.shape) != 2:
-            raise ValueError(f"{OP}: {name} must have 2 dimensions, got {tensor.shape}")
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
     (M, N), K = out.shape, a.shape[1]
     fp8 = a.dtype != BF16
-    expect(OP, "out", out, BF16, (M, N))
+    expect(op, "out", out, BF16, (M, N))
     if fp8:
         for name, tensor in (("a", a), ("b", b)):
             if tensor.dtype not in (E4M3, E5M2):
-                raise TypeError(f"{OP}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
+                raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
         if a.dtype == b.dtype == E5M2:
-            raise TypeError(f"{OP}: a or b must be {E4M3.label}, both are {E5M2.label}")
-        expect(OP, "scale_a", scale_a, F32, (1,))
-        expect(OP, "scale_b", scale_b, F32, (1,))
+            raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+        expect(op, "scale_a", scale_a, F32, (1,))
+        expect(op, "scale_b", scale_b, F32, (1,))
     elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{OP}: only fp8 codes have scales")
-    expect(OP, "a", a, None, (M, K))
-    expect(OP, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
+        raise TypeError(f"{op}: only fp8 codes have scales")
+    expect(op, "a", a, None, (M, K))
+    expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
     if bias is not None:
-        expect(OP, "bias", bias, BF16, (N,))
-
-
-def _rank(h: Tensor | None, tail: Tensor | None, M: int, N: int, transposed: bool) -> int:
-    """R, 0 without h and tail."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(OP, "h", h, BF16, (M, R))
-    expect(OP, "tail", tail, BF16, (R, N) if transposed else (N, R))
-    return R
+        expect(op, "bias", bias, BF16, (N,))
+    R = expect_adapters(op, h, tail, M, N, transposed=transposed)
+    kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
+    dev.launch(
+        kernels[transposed + (transposed and not fp8)],
+        own_product_blocks(dev, M, N, TILE),
+        THREADS,
+        (out, a, b, h, tail, scale_a, scale_b, bias, M, N, K),
+        consts={"TRANSPOSED": int(transposed), "BIAS": int(bias is not None)} | rank_consts(R),
+        smem=SHARED,
+        flops=2 * M * N * (K + R),
+    )

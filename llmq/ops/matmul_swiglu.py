@@ -10,22 +10,30 @@ from __future__ import annotations
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
-from llmq.ops.common import FP8_ARGS, abs_max_consts, fp8_args, fp8_consts
+from llmq.ops.common import (
+    CAPABILITY,
+    FP8_ARGS,
+    MULTIPLE,
+    abs_max_consts,
+    expect_adapters,
+    fp8_args,
+    fp8_consts,
+    own_product_blocks,
+    rank_consts,
+    runs_own_products,
+)
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu.forward"
-CAPABILITY = 90  # the only one whose tensor cores have these instructions
-MULTIPLE = 16  # M and F; and bytes, of which rows of all matrices are a multiple
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 512
 TILE = (256, 96)  # of out, of a cluster of two blocks
 STAGES = 4
 # Pairs of tiles, one tile of up and gate, barriers, alignment.
 SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 6) + 1024
 
-# Measured are 4,096 rows and more, and these columns and more, in fp8 and bf16
-# (tools/gemm_gate.py --swiglu). Fewer rows would leave cores idle in the last turn.
+# Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept, and
+# tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
 MIN_ROWS, MIN_COLUMNS = 2048, 4864
 
 FORWARD = Kernel(
@@ -42,19 +50,13 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
     """Whether this is the way to compute the activation (M, F) of a (M, K) on a device.
 
     rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
-    products may sum with fewer bits. Where GPUs exchange data, they take multiprocessors from it,
-    and its grid counts on all of them.
+    products may sum with fewer bits.
     """
-    if dev.spec.capability != CAPABILITY or dev.world_size > 1 or a.dtype not in (BF16, E4M3):
+    if a.dtype not in (BF16, E4M3):
         return False
     M, K = a.shape
     sizes = (M, F, a.dtype.itemsize * K, 2 * rank)
-    return (
-        M >= MIN_ROWS
-        and F >= MIN_COLUMNS
-        and rank <= MAX_RANK
-        and all(size % MULTIPLE == 0 for size in sizes)
-    )
+    return M >= MIN_ROWS and F >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, sizes, rank)
 
 
 def forward(
@@ -96,12 +98,11 @@ def forward(
     R = _check(up_gate, out, a, b, h, tail, scale_a, scale_b, fp8)
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, F)
     consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
-    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
-    clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
+    consts |= {"GELU": int(gelu)} | rank_consts(R)
     operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
     dev.launch(
         FORWARD,
-        2 * clusters,
+        own_product_blocks(dev, M, F, TILE),
         THREADS,
         (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8)),
         consts=consts,
@@ -140,11 +141,4 @@ def _check(
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{OP}: only fp8 codes have scales")
     expect(OP, "b", b, a.dtype, (N, K))
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(OP, "h", h, BF16, (M, R))
-    expect(OP, "tail", tail, BF16, (N, R))
-    return R
+    return expect_adapters(OP, h, tail, M, N, transposed=False)

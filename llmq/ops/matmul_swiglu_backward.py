@@ -11,15 +11,23 @@ from __future__ import annotations
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
-from llmq.ops.common import FP8_ARGS, abs_max_consts, fp8_args, fp8_consts
+from llmq.ops.common import (
+    CAPABILITY,
+    FP8_ARGS,
+    MULTIPLE,
+    abs_max_consts,
+    expect_adapters,
+    fp8_args,
+    fp8_consts,
+    own_product_blocks,
+    rank_consts,
+    runs_own_products,
+)
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu_backward"
-CAPABILITY = 90  # the only one whose tensor cores have these instructions
-MULTIPLE = 16  # M; and bytes, of which rows of all matrices are a multiple
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
 STAGES, STAGE_BYTES = 4, 40960
@@ -47,22 +55,13 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
     """Whether this is the way to compute the gradient (M, 2F) from a (M, K) on a device.
 
     rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
-    products may sum with fewer bits. Where GPUs exchange data, they take multiprocessors from it,
-    and its grid counts on all of them.
+    products may sum with fewer bits.
     """
-    if dev.spec.capability != CAPABILITY or dev.world_size > 1:
-        return False
-    if a.dtype not in (BF16, E4M3, E5M2):
+    if a.dtype not in (BF16, E4M3, E5M2) or F % COLUMNS:
         return False
     M, K = a.shape
-    rows = (M, a.dtype.itemsize * K, 2 * rank)
-    return (
-        M >= MIN_ROWS
-        and F >= MIN_COLUMNS
-        and F % COLUMNS == 0
-        and rank <= MAX_RANK
-        and all(size % MULTIPLE == 0 for size in rows)
-    )
+    sizes = (M, a.dtype.itemsize * K, 2 * rank)
+    return M >= MIN_ROWS and F >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, sizes, rank)
 
 
 def backward(
@@ -105,12 +104,11 @@ def backward(
     """
     (M, K), F, R = _check(a, b, up_gate, h, tail, scale_a, scale_b)
     consts = _results(d_up_gate, (M, F), abs_max, fp8, out)
-    consts |= {"GELU": int(gelu), "RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
-    clusters = min(ceil_div(M, TILE[0]) * ceil_div(F, TILE[1]), dev.spec.num_sms // 2)
+    consts |= {"GELU": int(gelu)} | rank_consts(R)
     operands = (a, b, h, tail, scale_a, scale_b, up_gate)
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
-        2 * clusters,
+        own_product_blocks(dev, M, F, TILE),
         THREADS,
         (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), out),
         consts=consts,
@@ -145,19 +143,7 @@ def _check(
             f"{OP}: M and F must be multiples of {MULTIPLE} and {COLUMNS}, got {M} and {F}"
         )
     expect(OP, "up_gate", up_gate, BF16, (M, 2 * F))
-    return a.shape, F, _rank(h, tail, M, F)
-
-
-def _rank(h: Tensor | None, tail: Tensor | None, M: int, F: int) -> int:
-    """R, 0 without h and tail."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{OP}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(OP, "h", h, BF16, (M, R))
-    expect(OP, "tail", tail, BF16, (R, F))
-    return R
+    return a.shape, F, expect_adapters(OP, h, tail, M, F, transposed=True)
 
 
 def _results(

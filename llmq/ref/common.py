@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, STEP_SCALARS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8_MAX = {E4M3.numpy: np.float32(E4M3_MAX), E5M2.numpy: np.float32(E5M2_MAX)}
+PRODUCT_ROWS = 1024  # of adapted_product, at a time
 FP8_NAN = 0x7F  # what NVIDIA's conversion writes for NaN, of either sign, in both formats
 
 
@@ -238,3 +240,26 @@ def emit_fp8(
         encode_fp8(out, values, factor, dtype)
         if transposed is not None:
             transposed.view(np.uint8)[:, block] = out.T
+
+
+def adapted_product(
+    a: np.ndarray,
+    right: np.ndarray,
+    h: np.ndarray | None,
+    low: np.ndarray | None,
+    scale_a: np.ndarray | None,
+    scale_b: np.ndarray | None,
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows, and of these scale_a * scale_b * (a @ right) [+ h @ low], not rounded.
+
+    right, low: as they are multiplied, and in the precision that references compute in. a: fp8
+    codes where there are scales.
+    """
+    for start in range(0, len(a), PRODUCT_ROWS):
+        rows = slice(start, start + PRODUCT_ROWS)
+        total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
+        if scale_a is not None:
+            total *= scale_a[0] * scale_b[0]
+        if low is not None:
+            total += compute(h[rows]) @ low
+        yield rows, total

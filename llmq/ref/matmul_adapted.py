@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, decode_fp8
+from llmq.ref.common import adapted_product, compute, decode_fp8
 
 # name: (M, N, K, R, transposed). Forward x @ W^T + h @ B^T, d_x = d_out @ W + d_h @ A.
 CASES = {
@@ -15,8 +15,6 @@ CASES = {
     "qwen7b_up_forward": (4096, 37888, 3584, 32, False),
     "qwen7b_down_d_input": (4096, 18944, 3584, 16, True),
 }
-
-ROWS = 1024  # of a, at a time
 
 
 def matmul_adapted(
@@ -44,13 +42,7 @@ def matmul_adapted(
     if fp8 or not transposed:
         right = right.T
     low = None if tail is None else compute(tail if transposed else tail.T)
-    for start in range(0, M, ROWS):
-        rows = slice(start, start + ROWS)
-        total = (decode_fp8(a[rows]) if fp8 else compute(a[rows])) @ right
-        if fp8:
-            total *= scale_a[0] * scale_b[0]
-        if low is not None:
-            total += compute(h[rows]) @ low
+    for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
         if bias is not None:
             total += compute(bias)
         out[rows] = total

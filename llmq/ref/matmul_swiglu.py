@@ -6,6 +6,7 @@ import numpy as np
 
 from llmq.ref.common import (
     BF16,
+    adapted_product,
     compute,
     decode_fp8,
     emit_fp8,
@@ -22,8 +23,6 @@ CASES = {
     "qwen15b": (32768, 8960, 1536, 0),
     "qwen7b_lora": (4096, 18944, 3584, 32),
 }
-
-ROWS = 1024  # of a, at a time
 
 
 def matmul_swiglu(
@@ -51,18 +50,11 @@ def matmul_swiglu(
 
     Each sum is computed in F32 and rounded to BF16 once; the activation is computed of that.
     """
-    fp8 = scale_a is not None
-    right = (decode_fp8(b) if fp8 else compute(b)).T
+    right = (compute(b) if scale_a is None else decode_fp8(b)).T
     low = None if tail is None else compute(tail).T
     if out is None:
         out = np.empty((M, F), BF16)
-    for start in range(0, M, ROWS):
-        rows = slice(start, start + ROWS)
-        total = (decode_fp8(a[rows]) if fp8 else compute(a[rows])) @ right
-        if fp8:
-            total *= scale_a[0] * scale_b[0]
-        if low is not None:
-            total += compute(h[rows]) @ low
+    for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
         rounded = total.astype(BF16)
         if up_gate is not None:
             up_gate[rows] = rounded

@@ -7,6 +7,7 @@ import numpy as np
 
 from llmq.ref.common import (
     BF16,
+    adapted_product,
     compute,
     decode_fp8,
     emit_fp8,
@@ -25,8 +26,6 @@ CASES = {
     "qwen15b": (32768, 8960, 1536, 0),
     "qwen7b_lora": (4096, 18944, 3584, 16),
 }
-
-ROWS = 1024  # of a, at a time
 
 
 def matmul_swiglu_backward(
@@ -59,13 +58,7 @@ def matmul_swiglu_backward(
     low = None if tail is None else compute(tail)
     if d_up_gate is None:
         d_up_gate = np.empty((M, 2 * F), BF16)
-    for start in range(0, M, ROWS):
-        rows = slice(start, start + ROWS)
-        total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
-        if scale_a is not None:
-            total *= scale_a[0] * scale_b[0]
-        if low is not None:
-            total += compute(h[rows]) @ low
+    for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
         d = compute(total.astype(BF16))
         up, gate = compute(up_gate[rows, :F]), compute(up_gate[rows, F:])
         with np.errstate(over="ignore"):
