@@ -5,8 +5,7 @@
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
 Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
-the MLP's activation makes of y, or its gradient of d_x. Else the adapters' term comes first, and
-W's product adds to it: it waits for memory least.
+the MLP's activation makes of y, or its gradient of d_x.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -142,8 +141,7 @@ class BlockLinear:
             self.linear.forward(out, x, weight, bias, **more)
             return
         joins = fused or self.linear.joins(out, x, weight, parts.hidden)
-        adds = not joins and self.linear.adds
-        if not (joins or adds):
+        if not joins:
             self.linear.forward(out, x, weight, bias)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
@@ -151,9 +149,7 @@ class BlockLinear:
             if joins:
                 self.linear.fused(out, x, weight, parts.hidden, b, bias=bias)
             else:
-                matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=not adds)
-        if adds:
-            self.linear.forward(out, x, weight, bias, accumulate=True)
+                matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
 
     def input_gradient(
         self,
@@ -178,8 +174,7 @@ class BlockLinear:
         joins = fused or (
             not self._probability and self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
         )
-        adds = not joins and self.linear.adds
-        if not (joins or adds):
+        if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
         b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
         self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
@@ -187,13 +182,11 @@ class BlockLinear:
             self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
             return
         if not self._probability:
-            matmul(self.dev, d_x, d_hidden, a, accumulate=not adds)
-        else:
-            with self.dev.scratch("d_dropped", d_x.shape, d_x.dtype) as d_dropped:
-                matmul(self.dev, d_dropped, d_hidden, a)
-                self._dropout(parts, d_x, d_dropped, add=not adds)
-        if adds:
-            self.linear.input_gradient(d_x, d_out, weight, accumulate=True)
+            matmul(self.dev, d_x, d_hidden, a, accumulate=True)
+            return
+        with self.dev.scratch("d_dropped", d_x.shape, d_x.dtype) as d_dropped:
+            matmul(self.dev, d_dropped, d_hidden, a)
+            self._dropout(parts, d_x, d_dropped, add=True)
 
     def needs_input(self, layer: int, key: str, g: BlockGrads) -> bool:
         """Whether weight_gradients needs x."""

@@ -59,7 +59,7 @@ class Linear:
     """The products of linear layers on one device."""
 
     fuses = True  # whether products may be of our own, with more in them, where that is faster
-    adds = True  # whether forward takes an addend, and both ways accumulate
+    adds = True  # whether forward takes an addend
 
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
@@ -134,42 +134,33 @@ class Linear:
         bias: Tensor | None = None,
         *,
         addend: Tensor | None = None,
-        accumulate: bool = False,
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, + addend like out.
 
-        accumulate: out is added, too; not with addend. Fp8 products can write codes, here and in
-        input_gradient, to which neither is added.
+        Fp8 products can write codes, without an addend, here and in input_gradient.
         """
         if isinstance(weight, Fp8):
             matmul_fp8(
-                self.dev, out, x.codes, weight.codes, x.scale, weight.scale, bias=bias,
-                addend=addend, accumulate=accumulate, fast_accumulation=self.fast.forward,
+                self.dev, out, x.codes, weight.codes, x.scale, weight.scale,
+                bias=bias, addend=addend, fast_accumulation=self.fast.forward,
             )  # fmt: skip
         else:
-            added = {"bias": bias, "addend": addend, "accumulate": accumulate}
-            matmul(self.dev, out, x, weight, trans_b=True, **added)
+            matmul(self.dev, out, x, weight, trans_b=True, bias=bias, addend=addend)
 
     def input_gradient(
-        self,
-        d_x: Tensor | ProductCodes,
-        d_out: Operand,
-        weight: Operand,
-        salt: int = 0,
-        *,
-        accumulate: bool = False,
+        self, d_x: Tensor | ProductCodes, d_out: Operand, weight: Operand, salt: int = 0
     ) -> None:
-        """d_x (rows, in_features) = or += d_out (rows, out_features) @ weight.
+        """d_x (rows, in_features) = d_out (rows, out_features) @ weight.
 
         salt: a number of this weight's own, for products that round their operands stochastically.
         """
         if isinstance(weight, Fp8):
             matmul_fp8(
                 self.dev, d_x, d_out.codes, weight.transposed, d_out.scale, weight.scale,
-                accumulate=accumulate, fast_accumulation=self.fast.d_x,
+                fast_accumulation=self.fast.d_x,
             )  # fmt: skip
         else:
-            matmul(self.dev, d_x, d_out, weight, accumulate=accumulate)
+            matmul(self.dev, d_x, d_out, weight)
 
     def weight_gradients(
         self,

@@ -38,7 +38,7 @@ def matmul(
     addend: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """Row-major out = op(a) @ op(b) [+ bias] [+ addend, or with accumulate + out], summed in F32.
+    """Row-major out = op(a) @ op(b) [+ bias] [+ addend], or op(a) @ op(b) + out, summed in F32.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
@@ -46,9 +46,9 @@ def matmul(
                                              many products should be F32
         a           in   F32 or BF16 (M,K)   (K,M) if trans_a
         b           in   as a        (K,N)   (N,K) if trans_b
-        bias        in   as out      (N,)    or None; added to every row
-        addend      in   as out      (M,N)   or None; other memory than out, and not with
-                                             accumulate. Added before the product is rounded
+        bias        in   as out      (N,)    or None; added to every row; not with accumulate
+        addend      in   as out      (M,N)   or None; other memory than out. Added before
+                                             the product is rounded
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -61,7 +61,7 @@ def matmul(
     K = a.shape[0] if trans_a else a.shape[1]
     expect("matmul", "a", a, None, (K, M) if trans_a else (M, K))
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
-    _check_addend("matmul", out, addend, accumulate)
+    _check_added("matmul", out, bias, addend, accumulate)
     if bias is not None:
         expect("matmul", "bias", bias, out.dtype, (N,))
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
@@ -93,13 +93,13 @@ def matmul_fp8(
     Tensor cores before Blackwell know FP8 operands in this one form only, both with K last.
 
     Args (contiguous; M, N and K multiples of 16):
-        out         out  F32 or BF16   (M,N)   with accumulate as in matmul; or codes, as
-                                               ProductCodes has it: E4M3 if a and b are
+        out         out  F32 or BF16   (M,N)   F32 with accumulate; or codes, as ProductCodes has
+                                               it: not with accumulate, E4M3 if a and b are
         a           in   E4M3 or E5M2  (M,K)
         b           in   E4M3 or E5M2  (N,K)   not E5M2 if a is
         scale_a     in   F32           (1,)    16-byte aligned, as every tensor of an arena is
         scale_b     in   F32           (1,)
-        bias        in   BF16          (N,)    or None; added to every row
+        bias        in   BF16          (N,)    or None; added to every row; not with accumulate
         addend      in   as out        (M,N)   or None; as in matmul; not with codes
         accumulate                             out is the addend
         fast_accumulation                      permitted: taken where it is faster. Ada and Hopper
@@ -115,10 +115,11 @@ def matmul_fp8(
     M, N, K = _fp8_sizes(op, out, a, b)
     expect(op, "scale_a", scale_a, F32, (1,))
     expect(op, "scale_b", scale_b, F32, (1,))
-    if (accumulate or addend is not None) and out.dtype not in (F32, BF16):
-        added = "accumulate" if accumulate else "addend"
-        raise TypeError(f"{op}: out must be F32 or BF16 with {added}, got {out.dtype.label}")
-    _check_addend(op, out, addend, accumulate)
+    if accumulate and out.dtype != F32:
+        raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
+    if addend is not None and out.dtype in (E4M3, E5M2):
+        raise TypeError(f"{op}: out must be F32 or BF16 with addend, got {out.dtype.label}")
+    _check_added(op, out, bias, addend, accumulate)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
     operands = (out, a, b, scale_a, scale_b, bias, *of_codes, addend)
@@ -167,9 +168,11 @@ def _expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]
         raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
 
 
-def _check_addend(op: str, out: Tensor, addend: Tensor | None, accumulate: bool) -> None:
-    if addend is None:
-        return
-    if accumulate:
-        raise ValueError(f"{op}: addend and accumulate exclude each other")
-    expect(op, "addend", addend, out.dtype, out.shape)
+def _check_added(
+    op: str, out: Tensor, bias: Tensor | None, addend: Tensor | None, accumulate: bool
+) -> None:
+    for name, tensor in (("bias", bias), ("addend", addend)):
+        if accumulate and tensor is not None:
+            raise ValueError(f"{op}: {name} and accumulate exclude each other")
+    if addend is not None:
+        expect(op, "addend", addend, out.dtype, out.shape)

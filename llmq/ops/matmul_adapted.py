@@ -110,13 +110,7 @@ def matmul_adapted(
     fp8 = a.dtype != BF16
     expect(op, "out", out, BF16, (M, N))
     if fp8:
-        for name, tensor in (("a", a), ("b", b)):
-            if tensor.dtype not in (E4M3, E5M2):
-                raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
-        if a.dtype == b.dtype == E5M2:
-            raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
-        expect(op, "scale_a", scale_a, F32, (1,))
-        expect(op, "scale_b", scale_b, F32, (1,))
+        _expect_codes(op, a, b, scale_a, scale_b)
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
     expect(op, "a", a, None, (M, K))
@@ -134,3 +128,15 @@ def matmul_adapted(
         smem=SHARED,
         flops=2 * M * N * (K + R),
     )
+
+
+def _expect_codes(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype not in (E4M3, E5M2):
+            raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
+    if a.dtype == b.dtype == E5M2:
+        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+    expect(op, "scale_a", scale_a, F32, (1,))
+    expect(op, "scale_b", scale_b, F32, (1,))
