@@ -26,7 +26,7 @@ MIN_ROWS, MIN_COLUMNS = 2048, 8192
 # With fewer columns the last turn of the clusters counts. One without a tile costs the more the
 # longer K is, and what is saved, one reading and writing of the result, does not depend on K: the
 # part of the clusters' tiles that is none, times the bytes of a row of a
-# (tools/gemm_gate.py --tail).
+# (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md).
 MOST_IDLE = 1280
 
 
