@@ -260,7 +260,7 @@ AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without ada
 BOTH = FORWARD | BACKWARD
 # qkv and o in both directions, or in one.
 SHORT, SHORT_FORWARD = {"matmul_adapted": 4}, {"matmul_adapted": 2}
-LORA = {"lora-rank": 16}
+LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
     (H100, LORA, BOTH | SHORT),
@@ -339,6 +339,29 @@ def test_only_what_adapters_multiply_is_a_tensor_beside_its_codes(targets, writt
     works = [item for item in trace if isinstance(item, Work) and item.entry in place]
     tensors = [work.args[place[work.entry]] for work in works]
     assert {x.name.partition(".")[0] for x in tensors if x is not None} == written | {"norm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "norms", "attentions"),
+    [
+        ({}, 4, 2),  # of two blocks and the head, but the first one
+        ({"train": "embeddings"}, 5, 2),
+        ({"train": "norms"}, 5, 2),
+        ({"lora-targets": "o,up"}, 4, 1),
+        ({"lora-targets": "down", "recompute-block": True}, 3, 1),
+    ],
+    ids=str,
+)
+def test_backward_ends_at_the_first_that_is_trained(options, norms, attentions):
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8} | options
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
+    plan = make_plan(config, model, spec_of(H100), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    found = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert (found["norm_backward"], found["attention_backward"]) == (norms, attentions)
+    embeds = "train" in options and options["train"] == "embeddings"
+    assert bool(found["embedding_backward"]) == embeds
 
 
 def test_adapters_within_a_product_take_hardly_any_time():

@@ -155,13 +155,20 @@ class BlockLinear:
         self,
         layer: int,
         key: str,
-        d_x: Tensor | ProductCodes | ActivatedGradient,
+        d_x: Tensor | ProductCodes | ActivatedGradient | None,
         d_out: Operand,
         w: BlockWeights,
         g: BlockGrads,
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
+        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B.
+
+        d_x: None where nobody wants it.
+        """
         weight, parts = getattr(w, key), self._parts.get((layer, key))
+        if d_x is None:
+            if parts is not None:
+                self._output_gradients(key, parts, d_out, w, g)
+            return
         # Also of a tensor: whether the activation is made again changes no bit.
         fused = key == "down" and self.activates(layer, key, d_out, w)
         if parts is None and fused:
@@ -176,8 +183,7 @@ class BlockLinear:
         )
         if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
-        b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
-        self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
+        self._output_gradients(key, parts, d_out, w, g)
         if joins:
             self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
             return
@@ -214,10 +220,12 @@ class BlockLinear:
         with self._dropped(parts, _tensor(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
 
-    def _gradients_of_output(
-        self, parts: _Parts, d_hidden: Tensor, d_b: Accumulator | None, d_out: Tensor, b: Tensor
+    def _output_gradients(
+        self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
         """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
+        d_out, b, d_b = _tensor(d_out), getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
+        d_hidden = self._d_hidden_of(parts)
         dev, spans, scale = self.dev, parts.matrix.spans, self._scale
         at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
         if at_once and d_b is not None:

@@ -121,7 +121,8 @@ class Model:
             with self.dev.range(f"backward {layer}"):
                 w = BlockWeights(**weights.get(name, transposed=True))
                 g = BlockGrads(**grads.full(name))
-                self.blocks.backward(layer, w, g, self.d_residual, self.d_norm)
+                wanted = layer > 0 or grads.wants("embed")
+                self.blocks.backward(layer, w, g, self.d_residual, self.d_norm, wanted=wanted)
             residuals.was_read(layer)
             weights.release(name)
             grads.notify(name)
