@@ -335,7 +335,12 @@ def test_only_what_adapters_multiply_is_a_tensor_beside_its_codes(targets, writt
     config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
     plan = make_plan(config, model, spec_of(RTX_4090), "cudnn", config.gpus)
     ((trace, _),) = plan.micro_steps
-    place = {"norm_forward_residual": 1, "swiglu_forward_fp8": 0, "swiglu_backward_fp8": 0}
+    place = {
+        "norm_forward": 0,
+        "norm_forward_residual": 1,
+        "swiglu_forward_fp8": 0,
+        "swiglu_backward_fp8": 0,
+    }
     works = [item for item in trace if isinstance(item, Work) and item.entry in place]
     tensors = [work.args[place[work.entry]] for work in works]
     assert {x.name.partition(".")[0] for x in tensors if x is not None} == written | {"norm"}
@@ -364,6 +369,28 @@ def test_backward_ends_at_the_first_that_is_trained(options, norms, attentions):
     assert bool(found["embedding_backward"]) == embeds
 
 
+@pytest.mark.parametrize(
+    ("card", "options", "norms"),
+    [
+        (H100, {}, 2),  # the down product's, of the second block's first norm and the final one
+        (H100, {"batch-size": 1}, 4),
+        (RTX_4090, {}, 4),
+        (RTX_4090, {"lora-targets": "q,v"}, 0),
+        (RTX_4090, {"lora-targets": "o"}, 2),
+    ],
+    ids=str,
+)
+def test_norms_add_where_adapters_do(card, options, norms):
+    """Products add to the stream without adapters, or with these in them."""
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 4, "lora-rank": 8}
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
+    plan = make_plan(config, model, spec_of(card), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    found = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert found["norm_forward_residual"] == norms
+
+
 def test_adapters_within_a_product_take_hardly_any_time():
     dev = PlanDevice(spec_of(H100))
     sizes = {"out": (4096, 37888), "a": (4096, 3584), "b": (37888, 3584)}
@@ -374,7 +401,7 @@ def test_adapters_within_a_product_take_hardly_any_time():
         )
         flops, size = 2 * 4096 * 37888 * 3584, out.nbytes + a.nbytes + b.nbytes
         alone = work("main", entry, (out, a, b, 1), flops, size, "matmul")
-        args = (out, a, b, None, None, None, None, None, 4096, 37888, 3584)
+        args = (out, a, b, *[None] * 6, 4096, 37888, 3584)
         both = (flops * 3616 // 3584, size, "matmul_adapted.cu")
         both = work("main", "matmul_adapted", args, *both)
         ratio = Rates(H100).compute(both) / Rates(H100).compute(alone)

@@ -7,8 +7,8 @@
 
 A half (in brackets) turns its input x into a branch of the residual stream: `attention_half.py`,
 `mlp_half.py`. Where norms stand (mostly as above), and where branches are added, is in
-`block_norms.py`: by the last product of a half, or else with a norm, the second one in front of the
-next block or in the head, so that a block's output is split into `residual_att` and a branch.
+`block_norms.py`: by the last product of a half, or else with a norm, that of the second half in
+front of the next block or in the head: a block's output is split into `residual_att` and a branch.
 Activations are (rows, features), rows = B*T.
 
 Backward ends at the first parameter that is trained: `Reach`.
@@ -88,17 +88,21 @@ class Blocks:
             linear = Int8Linear(dev, scalars, options.seq_len)
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.residuals = residuals
-        self.adds = linear.adds and not config.arch.post_norm  # halves add to the stream themselves
+        # Which halves add to the stream themselves.
+        att_adds, self.mlp_adds = (
+            not config.arch.post_norm and linear.adds(key, residuals.final) for key in ("o", "down")
+        )
         kinds, between, branch = recompute_of_layers(options, config.num_layers), None, None
         if any(kind.block for kind in kinds):
             between = dev.alloc("residual_att", shape, dtype, "Activations")
-        if not self.adds:
+        if not (att_adds and self.mlp_adds):
             branch = dev.alloc("branch", shape, dtype, "Activations")
-        before = branch
+        att_branch, before = None if att_adds else branch, None if self.mlp_adds else branch
+        mlp_branch = before
         self.layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             residual, after = residuals.tensors[index], residuals.after(index)
-            stream = Stream(residual, after, between, branch, before)
+            stream = Stream(residual, after, between, att_branch, mlp_branch, before)
             layer = Layer(dev, config, options, index, kind, stream)
             self.layers.append(layer)
             before = layer.mlp_branch
@@ -114,7 +118,7 @@ class Blocks:
         layer, residuals = self.layers[index], self.residuals
         before = self.layers[index - 1].residual_att if index > 0 else None
         with ExitStack() as temps:
-            if keep and not self.adds:
+            if keep and not self.mlp_adds:
                 residuals.write(index)
             x = self.norms.forward(temps, layer.ln1, before, w)
             if keep:
@@ -122,7 +126,7 @@ class Blocks:
             self.attention.forward(temps, layer, w, x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, layer.ln2, layer.residual, w)
-            if keep and self.adds:
+            if keep and self.mlp_adds:
                 residuals.write(index + 1)
             self.mlp.forward(temps, layer, w, x)
 

@@ -26,13 +26,15 @@ def matmul_adapted(
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     M: int,
     N: int,
     K: int,
     *,
     transposed: int,
 ) -> None:
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T] [+ bias].
+    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T] [+ bias (N)]
+    [+ addend (M,N)].
 
     transposed: tail is (R,N), and so is b (K,N), but not fp8 codes. Computed in F32 and rounded to
     out once.
@@ -45,4 +47,6 @@ def matmul_adapted(
     for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
         if bias is not None:
             total += compute(bias)
+        if addend is not None:
+            total += compute(addend[rows])
         out[rows] = total

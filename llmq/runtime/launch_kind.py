@@ -40,6 +40,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", "bf16", FUSED[entry][1]]
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
+        if entry == "matmul_adapted" and tensors[-1] != "-":
+            words.append("addend")
         return Kind("/".join([library, *words]), (m, n, k))
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]

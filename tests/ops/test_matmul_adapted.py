@@ -40,6 +40,7 @@ def arrays_of(rng, case, a, b):
         "scale_a": np.array([0.5], np.float32) if fp8 else None,
         "scale_b": np.array([4.0], np.float32) if fp8 else None,
         "bias": None if transposed else whole(rng, BF16, N),
+        "addend": None if transposed else whole(rng, BF16, M, N),
     }
 
 
@@ -70,6 +71,15 @@ def test_gradients_in_e5m2(hopper, rng, dtypes):
 
 
 @gpu_only
+@pytest.mark.parametrize("added", ["bias", "addend"])
+def test_one_is_added(hopper, rng, added):
+    """The stream has an addend and mostly no bias, gradients of others have neither."""
+    for dtype in (BF16, E4M3):
+        arrays = arrays_of(rng, (2064, 3088, 400, 40, False), dtype, dtype)
+        check(hopper, arrays | {added: None}, False)
+
+
+@gpu_only
 def test_without_adapters(hopper, rng):
     """As what is computed again: the up product, and gradients before the activation's."""
     check(hopper, arrays_of(rng, (304, 208, 144, 0, False), E4M3, E4M3), False)
@@ -89,9 +99,8 @@ def test_where_it_is_faster():
     dev = PlanDevice(replace(GPU_SPEC, num_sms=132))  # an H100's
 
     def faster(dev=dev, M=4096, N=18944, K=3584, R=32, dtype=BF16, out=BF16):
-        shapes = {"out": ((M, N), out), "a": ((M, K), dtype), "h": ((M, R), BF16)}
-        tensors = (dev.alloc(name, *how, "Activations") for name, how in shapes.items())
-        return is_faster(dev, *tensors)
+        out, h = (dev.alloc("t", (M, n), d, "Activations") for n, d in ((N, out), (R, BF16)))
+        return is_faster(dev, out, dtype, K, h)
 
     assert faster() and faster(dtype=E4M3) and faster(R=128)
     assert not faster(M=1024) and not faster(R=136)
@@ -132,6 +141,8 @@ def test_wrong_arguments():
         matmul_adapted(dev, out, a, b, tensor(BF16, 32, 136), tail)
     with pytest.raises(ValueError, match=r"bias must have shape \(48,\)"):
         matmul_adapted(dev, out, a, b, h, tail, bias=tensor(BF16, 32))
+    with pytest.raises(ValueError, match=r"addend must have shape \(32, 48\)"):
+        matmul_adapted(dev, out, a, b, h, tail, addend=tail)
     with pytest.raises(TypeError, match="only fp8 codes have scales"):
         matmul_adapted(dev, out, a, b, h, tail, one, one)
     codes = tensor(E5M2, 32, 64), tensor(E5M2, 48, 64)
