@@ -105,7 +105,7 @@ __device__ __forceinline__ float row_again(bf16* e, float* loss, const bf16* x, 
     return lse;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 exp_rows_finish(bf16* e, bf16* x, f32* __restrict__ losses, f32* __restrict__ lse,
                 f32* __restrict__ factors, const f32* __restrict__ sums,
                 const f32* __restrict__ shift, const f32* __restrict__ target_logits,

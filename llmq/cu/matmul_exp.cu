@@ -76,21 +76,35 @@ private:
 
     // IS_LAST: columns may be >= vocab.
     template <bool IS_LAST> __device__ __forceinline__ void take(unsigned char* line, int column) {
-#pragma unroll 2
-        for (int octet = 0; octet < 8; ++octet) {
-            uint4* const place = reinterpret_cast<uint4*>(word(line, octet));
-            const uint4 x = *place;
-            float y[8] = {lower_half(x.x), upper_half(x.x), lower_half(x.y), upper_half(x.y),
-                          lower_half(x.z), upper_half(x.z), lower_half(x.w), upper_half(x.w)};
+#pragma unroll 1
+        for (int octet = 0; octet < 8; octet += 2) {
+            uint4* places[2];
+            uint4 x[2];
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
-                if (IS_LAST && column + 8 * octet + k >= vocab) { y[k] = 0.0f; }
+            for (int i = 0; i < 2; ++i) {  // both, before one is written
+                places[i] = reinterpret_cast<uint4*>(word(line, octet + i));
+                x[i] = *places[i];
             }
-            sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
-            *place = make_uint4(to_pair(y[0], y[1]), to_pair(y[2], y[3]), to_pair(y[4], y[5]),
-                                to_pair(y[6], y[7]));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                *places[i] = exponentials<IS_LAST>(x[i], column + 8 * (octet + i));
+            }
         }
+    }
+
+    // Of eight logits from this column on.
+    template <bool IS_LAST>
+    __device__ __forceinline__ uint4 exponentials(const uint4& x, int column) {
+        float y[8] = {lower_half(x.x), upper_half(x.x), lower_half(x.y), upper_half(x.y),
+                      lower_half(x.z), upper_half(x.z), lower_half(x.w), upper_half(x.w)};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
+            if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
+        }
+        sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
+        return make_uint4(to_pair(y[0], y[1]), to_pair(y[2], y[3]), to_pair(y[4], y[5]),
+                          to_pair(y[6], y[7]));
     }
 };
 
