@@ -127,6 +127,7 @@ def test_the_facts_about_other_programs_are_found():
         ({"llm.q": 58600}, 74500),
         ({torch: 124300}, 212000),
         ({torch: 49100}, 74500),
+        ({}, 212000),
     ]
     assert peers.peers_of(facts, "another card", runs[0]) == {}
     assert peers.floor_of(facts, "another card", runs[0]) is None

@@ -7,12 +7,14 @@
 
 A run of `llmq train --ckpt-background` on random tokens writes a checkpoint every 2 x interval
 steps. So windows of `interval` steps follow each other, without a checkpoint and with one, written,
-read back and the one before deleted; the first window warms up. The cost is that of each window
-with a checkpoint over the mean of the two beside it: a clock that falls as the GPU warms up is in
-both. A window lasts from the end of the step before it to the end of its last step, as the log has
-them, so that whatever stands between two steps counts. A write that does not end within its window
-is an error, because at this interval a run would wait for it, and the next window would not be free
-of it.
+read back and the one before deleted; the first one warms up. The cost is that of each window with a
+checkpoint over the mean of the two beside it: a clock that falls as the GPU warms up is in both. A
+window lasts from the log's record of the step before it to that of its last step, so that whatever
+stands between two steps counts. It begins a step before its checkpoint: a run writes the record of
+a step when it has enqueued the next one, but at once where a checkpoint follows. A window from
+there would be too long by the difference, and the one before it too short. A write that does not
+end within its window is an error, because at this interval a run would wait for it, and the next
+window would not be free of it.
 
 What is not in the cost: a run that ends while a checkpoint is being written waits for it, once; how
 long one takes is printed. The run is stopped after the last window, without an export.
@@ -49,6 +51,7 @@ from llmq.train.json_log import LogReader
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL = 0.5  # seconds between two looks at the log
+LEAD = 1  # steps of a window in front of its checkpoint
 LINES = 20  # of what a run has said that are shown if it fails
 WRITTEN = re.compile(r"The checkpoint of step (\d+) was written in ([\d.]+) s")
 SAVED = "saving checkpoint to "
@@ -57,19 +60,19 @@ Records = list[dict[str, Any]]
 
 
 class Window(NamedTuple):
-    """Steps first to last, both included. saves: whether a checkpoint is written in it. seconds:
-    from the end of the step before to the end of the last one. median: milliseconds of a step,
-    without what comes between steps. between: seconds that no step took."""
+    """Steps first to last, both included. saved: step of the checkpoint that is written in it, or
+    None. seconds: from the record of the step before to that of the last one. median: milliseconds
+    of a step, without what comes between steps. between: seconds that no step took."""
 
     first: int
     last: int
-    saves: bool
+    saved: int | None
     seconds: float
     median: float
     between: float
 
     def __str__(self) -> str:
-        what = "one" if self.saves else "none"
+        what = "none" if self.saved is None else "one"
         times = f"{self.seconds:.3f} | {self.between:.3f} | {self.median:.1f}"
         return f"| {self.first} to {self.last} | {what} | {times} |"
 
@@ -78,17 +81,18 @@ def windows_of(records: Records, interval: int) -> Iterator[Window]:
     """Those that are complete in a log, without the first one. ValueError where the checkpoint of
     one is not."""
     steps = [record for record in records if record["log"] == "step"]
-    for first in range(interval, len(steps) - interval + 1, interval):
-        saves, inside = first % (2 * interval) == 0, steps[first : first + interval]
-        if saves and seconds_of_write(records, first, inside[-1]["time"]) is None:
+    for first in range(interval - LEAD, len(steps) - interval + 1, interval):
+        step, inside = first + LEAD, steps[first : first + interval]
+        saved = step if step % (2 * interval) == 0 else None
+        if saved and seconds_of_write(records, saved, inside[-1]["time"]) is None:
             raise ValueError(
-                f"the checkpoint of step {first} was not complete {interval} steps later: choose a "
-                "longer --interval or a faster --folder"
+                f"the checkpoint of step {saved} was not complete at the end of its window, step "
+                f"{inside[-1]['step']}: choose a longer --interval or a faster --folder"
             )
         seconds = inside[-1]["time"] - steps[first - 1]["time"]
         times = [step["duration_ms"] for step in inside]
         median, between = statistics.median(times), max(seconds - sum(times) / 1e3, 0.0)
-        yield Window(first, inside[-1]["step"], saves, seconds, median, between)
+        yield Window(first, inside[-1]["step"], saved, seconds, median, between)
 
 
 def seconds_of_write(records: Records, step: int, end: float) -> float | None:
@@ -130,7 +134,7 @@ def summary(windows: list[Window], writes: list[float], interval: int) -> list[s
     lines = ["", "| checkpoints | steps | seconds | seconds per step | median step, ms |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for name, saves in (("none", False), (f"every {interval} steps", True)):
-        own = [window for window in windows if window.saves == saves]
+        own = [window for window in windows if (window.saved is not None) == saves]
         steps, seconds = interval * len(own), sum(window.seconds for window in own)
         median = statistics.median(window.median for window in own)
         lines.append(f"| {name} | {steps} | {seconds:.3f} | {seconds / steps:.5f} | {median:.1f} |")
@@ -213,7 +217,7 @@ def measure(
 def main(
     extra: Annotated[list[str] | None, typer.Argument(help="options of llmq train")] = None,
     model: Annotated[str, typer.Option(help="preset")] = "Qwen2.5-1.5B",
-    interval: Annotated[int, typer.Option(min=1, help="steps between checkpoints")] = 20,
+    interval: Annotated[int, typer.Option(min=LEAD + 1, help="steps between checkpoints")] = 20,
     checkpoints: Annotated[int, typer.Option(min=1, help="that are measured")] = 2,
     folder: Annotated[Path | None, typer.Option(help="of checkpoints")] = None,
     between_steps: Annotated[bool, typer.Option(help="also without --ckpt-background")] = False,
@@ -243,9 +247,9 @@ def main(
             records = measure(run, log, way, interval, count, report)
         windows = list(windows_of(records, interval))[:count]
         writes = [
-            seconds_of_write(records, window.first, float("inf"))
+            seconds_of_write(records, window.saved, float("inf"))
             for window in windows
-            if window.saves
+            if window.saved is not None
         ]
         for line in summary(windows, writes, interval):
             report.say(line)
