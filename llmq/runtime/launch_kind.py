@@ -11,6 +11,7 @@ from llmq.base.tensor import Tensor
 # are among their arguments, and a word for what they do besides.
 FUSED = {
     "matmul_adapted": (1, "adapted"),
+    "matmul_exp": (3, "exp"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
