@@ -12,7 +12,7 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.config.presets import preset
-from llmq.model.linear import Linear
+from llmq.ops.common import CAPABILITY, runs_own_products
 from llmq.rig import child, exchanges, facts, host, ladder, launches, load, rows, steps
 from llmq.rig.findings import words_on
 from llmq.rig.rig import run_rig
@@ -441,7 +441,7 @@ def test_steps_after_one_that_crashes(cache, trained, tmp_path):
 
 def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch):
     def measured(job, options, settle):
-        return {"options": options, "fuses": Linear.fuses}
+        return {"own": runs_own_products(PlanDevice(steps_spec()), CAPABILITY, (), 0)}
 
     monkeypatch.setattr(steps, "_measured", measured)
     work, notes = job(10)
@@ -449,7 +449,7 @@ def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatc
     beside = both[: steps.FIRST]
     assert both[steps.FIRST :] == alone and all(steps.BESIDE in run for run in beside)
     steps.measure(work, runs=[*beside, alone[0]])
-    found = [record["fuses"] for record in notes[-1]["steps"]]
+    found = [record["own"] for record in notes[-1]["steps"]]
     assert found == [False] * steps.FIRST + [True]
 
 

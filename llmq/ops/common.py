@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -26,6 +27,7 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 CAPABILITY = 90
 MULTIPLE = 16  # bytes: of rows of all their matrices
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
+_library_only = False  # within library_products()
 
 # column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
@@ -299,7 +301,18 @@ def runs_own_products(dev: Device, capability: int, sizes: Iterable[int], rank: 
     """
     if dev.spec.capability != capability or dev.world_size > 1 or rank > MAX_RANK:
         return False
-    return all(size % MULTIPLE == 0 for size in sizes)
+    return not _library_only and all(size % MULTIPLE == 0 for size in sizes)
+
+
+@contextmanager
+def library_products() -> Iterator[None]:
+    """Within the block no product is of our own, as none is where GPUs exchange data."""
+    global _library_only
+    before, _library_only = _library_only, True
+    try:
+        yield
+    finally:
+        _library_only = before
 
 
 def own_product_blocks(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:

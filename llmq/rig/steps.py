@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError
 from llmq.bench.measure import idle_share, launch_times, open_trainer, random_batches, timed_steps
 from llmq.config.presets import preset
-from llmq.model.linear import Linear
+from llmq.ops.common import library_products
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
 from llmq.rig.launches import as_in_steps
@@ -142,7 +141,7 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
         start = time.monotonic()
         print(f"  {title_of(options)}", flush=True)
         try:
-            with _library_products() if options.get(BESIDE) else nullcontext():
+            with library_products() if options.get(BESIDE) else nullcontext():
                 record = _measured(job, options, settle)
             record["seconds"] = time.monotonic() - start
             found["steps"].append(record)
@@ -150,16 +149,6 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
             found["refused"][str(index)] = " ".join(str(error).split())
         took.append(time.monotonic() - start)
         job.note(found)
-
-
-@contextmanager
-def _library_products() -> Iterator[None]:
-    """Within the block no product is of our own, as none is where GPUs exchange data."""
-    fuses, Linear.fuses = Linear.fuses, False
-    try:
-        yield
-    finally:
-        Linear.fuses = fuses
 
 
 def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:

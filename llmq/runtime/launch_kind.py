@@ -7,7 +7,6 @@ from typing import NamedTuple
 from llmq.base.dtypes import BF16, E4M3, DType
 from llmq.base.tensor import Tensor
 
-OPERANDS = 6  # arguments of all products of our own: a, b, h and tail of adapters, and two scales
 # Products of our own, which take about as long as the library's of the same matrices: where these
 # are among their arguments, and a word for what they do besides.
 FUSED = {
@@ -17,6 +16,7 @@ FUSED = {
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
 LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
+OPERANDS = 6  # arguments of these: a, b, h and tail of adapters, and two scales
 
 
 class Kind(NamedTuple):
