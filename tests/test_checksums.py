@@ -134,6 +134,21 @@ def test_a_flipped_bit_elsewhere_is_found_when_it_is_read(path):
         file.read_tokens(2 * PIECE_BYTES // 4, 10)
 
 
+@pytest.mark.parametrize("damaged", range(3))
+def test_a_read_compares_each_of_its_pieces(path, damaged):
+    """Also where the others are known already."""
+    flip(path, damaged * PIECE_BYTES + 1032)
+    file = TokenFile(path)
+    for piece in {0, 1, 2} - {damaged}:
+        file.read_tokens(piece * PIECE_BYTES // 4, 10)
+    begin = f"bytes {damaged * PIECE_BYTES} to"
+    with pytest.raises(DataError, match=begin):
+        file.read_tokens(0, 2 * PIECE_BYTES // 4 + 10)
+    near = max(damaged * PIECE_BYTES // 4 - 300, 0)  # from shortly before it to its first bytes
+    with pytest.raises(DataError, match=begin):
+        file.read_tokens(near, 100)
+
+
 def test_any_flipped_bit_of_the_other_files(path):
     docs, sums = path.parent / "a.docs", checksums_path(path)
     for other in (docs, sums):
