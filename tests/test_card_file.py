@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.base.errors import ConfigError
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.commands.cli import _run
 from llmq.config import rig_cards
 from llmq.config.card_file import path_of, read_card_file, record_of, write_card_file
@@ -16,7 +17,7 @@ from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_of_file, rig_card
-from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu_backward
+from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu, matmul_swiglu_backward
 from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured
@@ -24,6 +25,7 @@ from llmq.plan.plan import make_plan
 from llmq.plan.target import target
 from llmq.rig import steps
 from llmq.rig.child import Job
+from llmq.runtime.launch_kind import launch_kind, more_work
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
 from tests.rigs import H100, card_file
@@ -224,9 +226,25 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
 
 
 def kind_of(work):
-    from llmq.runtime.launch_kind import launch_kind
-
     return launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
+
+
+def test_a_product_whose_activation_reads_its_codes():
+    """Only the activation's codes are written besides what the library writes."""
+
+    def call(dev, alloc):
+        a, b = alloc("a", (32768, 1024), E4M3), alloc("b", (2048, 1024), E4M3)
+        one = alloc("scale", (1,), F32)
+        up = ProductCodes(alloc("up", (32768, 2048), E4M3), *[one] * 3, found=alloc("n", (4,), I32))
+        both = alloc("q", (32768, 1024), E4M3), alloc("q_t", (1024, 32768), E4M3)
+        fp8 = Fp8Out(*both, one, alloc("saturated", (1,), I32))
+        return lambda: matmul_swiglu.forward(dev, up, None, a, b, scale_a=one, scale_b=one, fp8=fp8)
+
+    work = traced(call)
+    kind = kind_of(work)
+    assert kind == ("matmul_fp8/1/e4m3/0/e4m3/swiglu", (32768, 2048, 1024))
+    more = more_work(work.entry, work.args, work.device_bytes)
+    assert more.turns and 0 <= more.nbytes - 2 * 32768 * 1024 < 100  # scales
 
 
 def test_kernels_are_on_lines_between_sizes():

@@ -114,6 +114,7 @@ WITHIN = {
     "bf16": {},
     "jit": FAST,
     "delayed": FAST | {"fp8_recipe": "delayed", "gradient_dtype": "e5m2"},
+    "codes": FAST | {"fp8_recipe": "delayed", "mlp_dtype": "e4m3", "gradient_dtype": "e5m2"},
     "adapters": ADAPTERS,
     "adapters, fp8": ADAPTERS | FAST | {"base_dtype": "e4m3"},
     "adapters, delayed": ADAPTERS | FAST | {"base_dtype": "e4m3", "fp8_recipe": "delayed"},

@@ -193,7 +193,9 @@ def all_runs(capability: int) -> list[Run]:
         for gradient in ("e4m3", "e5m2"):
             fields = FP8 | {"gradient_dtype": gradient, "base_dtype": "e4m3"}
             formats_of += [fields, fields | {"fp8_recipe": "delayed"}]
-        runs += [Run("Qwen2.5-7B", tuple((adapted | fields).items())) for fields in formats_of]
+        formats_of = [adapted | fields for fields in formats_of]
+        formats_of.append(FP8 | {"fp8_recipe": "delayed", "mlp_dtype": "e4m3"})
+        runs += [Run("Qwen2.5-7B", tuple(fields.items())) for fields in formats_of]
     return runs
 
 

@@ -123,7 +123,8 @@ def fp8_out(rows: int, features: int, *, codes: bool = True, transposed: bool = 
 
 def product_codes(rows: int, features: int, dtype: DType = E4M3) -> ProductCodes:
     scale, factor, seen = f32(1, value=0.01), f32(1, value=100.0), f32(1, value=1.0)
-    return ProductCodes(Spec((rows, features), dtype), scale, factor, seen, seen, Spec((1,), I32))
+    codes, saturated = Spec((rows, features), dtype), Spec((1,), I32)
+    return ProductCodes(codes, scale, factor, seen, seen, saturated, np.zeros(4, np.int32))
 
 
 def fits_fp8(rows: int, features: int) -> bool:
@@ -356,12 +357,16 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     halves = {"a": bf16(M, K), "b": bf16(2 * F, K)}
     codes = {"a": Spec((M, K), E4M3), "b": Spec((2 * F, K), E4M3), "scale_a": one, "scale_b": one}
     both = {"out": None, "abs_max": abs_max, "fp8": fp8_out(M, F)}
-    return [
+    calls = [
         Call("bf16", matmul_swiglu.forward, low | halves),
         Call("bf16 gelu", matmul_swiglu.forward, low | halves | {"gelu": True}),
         Call("fp8", matmul_swiglu.forward, low | codes),
         Call("fp8 both", matmul_swiglu.forward, low | codes | both),
     ]
+    if not R:
+        both |= {"up_gate": product_codes(M, 2 * F)}
+        calls.append(Call("fp8 codes", matmul_swiglu.forward, codes | both))
+    return calls
 
 
 def nf4_calls(n: int) -> list[Call]:

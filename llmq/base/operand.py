@@ -34,21 +34,24 @@ class ProductCodes(NamedTuple):
     where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
     does what else is to be known of the tensor: a product cannot.
 
-        codes      out    E4M3, E5M2 (rows, features)
+        codes      out    E4M3, E5M2 (rows, features)  or None, if Activated has no use for them
         scale      in     F32        (1,)              positive
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
         abs_max    inout  F32        (1,)              or None; the reader raises it to `largest`
         saturated  inout  I32        (1,)              or None; if `largest` is above MAX * scale,
                                                        the reader adds the number of codes +-MAX
+        found      inout  I32        (4,)              or None, but for matmul_swiglu; zeros, which
+                                                       it leaves as zeros
     """
 
-    codes: Tensor
+    codes: Tensor | None
     scale: Tensor
     factor: Tensor
     largest: Tensor
     abs_max: Tensor | None = None
     saturated: Tensor | None = None
+    found: Tensor | None = None
 
 
 class Target(NamedTuple):
@@ -62,10 +65,11 @@ class Target(NamedTuple):
 class Activated(NamedTuple):
     """What a product writes that has a gated activation behind it: SwiGLU, or with gelu GeGLU.
 
-    up_gate: BF16 (rows, 2F), what the activation is of, or None. act: the activation (rows, F).
+    up_gate: BF16 (rows, 2F), what the activation is of, or None; or its codes, whose reader this
+    is. act: the activation (rows, F).
     """
 
-    up_gate: Tensor | None
+    up_gate: Tensor | ProductCodes | None
     act: Target
     gelu: bool
 

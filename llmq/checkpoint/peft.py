@@ -304,7 +304,7 @@ def _peft_config(
         "lora_alpha": alpha,
         "use_rslora": config.rs,
         "lora_dropout": config.dropout,
-        "target_modules": _target_modules(model, adapters),
+        "target_modules": target_modules(model, adapters),
         "modules_to_save": modules or None,
         "fan_in_fan_out": bool(model.arch.transposed),
         "bias": "none",
@@ -312,7 +312,7 @@ def _peft_config(
     } | ({"ensure_weight_tying": True} if tied else {})
 
 
-def _target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
+def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
     """Names that PEFT finds the modules by: their last part, if no other module has it."""
     every = [m for matrix in adapted_matrices(model, LORA_TARGETS) for m in matrix.modules]
     chosen = [m for matrix in adapted_matrices(model, adapters.targets) for m in matrix.modules]

@@ -206,6 +206,27 @@ template <class Element> struct OctetRows {
     }
 };
 
+// What eight codes stand for.
+template <class Format>
+__device__ __forceinline__ void decode(float (&x)[8], const uint2& codes, float scale) {
+#pragma unroll
+    for (int k = 0; k < 8; k += 2) {
+        const float2 two = from_fp8<Format>((k < 4 ? codes.x : codes.y) >> k % 4 * 8);
+        x[k] = two.x * scale;
+        x[k + 1] = two.y * scale;
+    }
+}
+// How many of them are +-MAX.
+template <class Format> __device__ __forceinline__ u32 largest_codes(const uint2& codes) {
+    const u32 word[2] = {codes.x & 0x7F7F7F7Fu, codes.y & 0x7F7F7F7Fu};
+    u32 count = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        count += (word[k / 4] >> k % 4 * 8 & 0xFFu) == Fp8<Format>::MAX_CODE;
+    }
+    return count;
+}
+
 // What it loads there of codes that a product has written; elements are code * scale.
 template <class Format> struct OctetCodes {
     struct Eight {
@@ -228,13 +249,7 @@ template <class Format> struct OctetCodes {
     __device__ __forceinline__ Eight row(int i) {
         forget(four[i]);
         Eight out;
-        const u32 word[2] = {four[i].x, four[i].y};
-#pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-            const float2 two = from_fp8<Format>(word[k / 4] >> k % 4 * 8);
-            out.v[k] = two.x * scale;
-            out.v[k + 1] = two.y * scale;
-        }
+        decode<Format>(out.v, four[i], scale);
         return out;
     }
     // Whether no element is `least`, a negative number, or below it: in most tensors none can be.
@@ -255,13 +270,7 @@ template <class Format> struct OctetCodes {
     __device__ __forceinline__ u32 largest_codes() const {
         u32 count = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 word[2] = {four[i].x & 0x7F7F7F7Fu, four[i].y & 0x7F7F7F7Fu};
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                count += (word[k / 4] >> k % 4 * 8 & 0xFFu) == Fp8<Format>::MAX_CODE;
-            }
-        }
+        for (int i = 0; i < 4; ++i) { count += ::largest_codes<Format>(four[i]); }
         return count;
     }
 };

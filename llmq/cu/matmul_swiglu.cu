@@ -5,14 +5,16 @@
 //
 // The product is that of product_sm90.cuh: a tile is 96 columns of up and those of gate. Two
 // warpgroups compute the activation of a tile while two others multiply the next one. up_gate is
-// rounded first, so that all bits are those of the product and of swiglu.cu behind it.
+// rounded first, so that all bits are those of the product and of swiglu.cu behind it: to BF16, or
+// with CODED = 1 to codes, of which the activation is computed then.
 //
 // Data     a: A (M, K), b: A (2F, K), h: bf16 (M, R), tail: bf16 (2F, R); RANK: R rounded up to 16;
 //          0: there are no h and tail. scale_a, scale_b: F32 (1), of fp8 codes. up_gate: bf16 (M,
 //          2F), with UP_GATE = 1, out: bf16 (M, F), with OUT = 1; else they may be null. abs_max: F32
 //          (1), with ABS_MAX = 1 raised to the largest |out|; else not touched. codes, transposed,
 //          scale, saturated as in fp8.cuh, of out; codes with CODES = 1, transposed with
-//          TRANSPOSED = 1.
+//          TRANSPOSED = 1. CODED: up_gate is E4M3, without h; up_...: as ProductCodes in
+//          llmq/base/operand.py, up_found I32 (4).
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
 //          tiles; SHARED bytes of dynamic shared memory (ops/matmul_swiglu.py).
 // Cost     4 M F (K + R) FLOPs, and about 25 instructions for each element of out, which hide behind
@@ -30,35 +32,46 @@ constexpr int STAGES = 4, EPILOGUES = 7;
 template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
-using Product = SharedProduct<A, A, false, RANK, false, true, STAGES, EPILOGUES>;
+#if CODED
+using Rounded = e4m3;
+using Octet = uint2;  // eight neighbours
+#else
+using Rounded = bf16;
+using Octet = uint4;
+#endif
+using Product = SharedProduct<A, A, false, RANK, false, true, STAGES, EPILOGUES, Rounded>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
+constexpr bool ACTIVATES = OUT || CODES || TRANSPOSED || ABS_MAX;  // or up_gate alone is wanted
 
 // What an epilogue's thread does with its units: of each 4 rows and 8 columns of out.
 struct Activation {
-    bf16 *up_gate, *out;
+    Rounded* up_gate;
+    bf16* out;
     Q *codes, *transposed;
     int M, F;
     Encoder encoder;
+    float up_scale;           // of CODED, as all that follows
+    const volatile u32* hot;  // of Rounding
+    u32 count = 0;            // codes that are +-MAX,
+    bool counts = false;      // if there may be some
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
                                                SharedAddress lines) {
         const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
         const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
         if (row >= M || column >= F) { return; }  // M and F are multiples of 16
+        if constexpr (CODED) { counts = *hot != 0; }
         uint2 four[4];
 #pragma unroll 1
         for (int i = 0; i < 4; i += 2) {
-            uint4 up[2], gate[2], result[2];
+            Octet up[2], gate[2];
+            uint4 result[2];
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                up[j] = load_shared(word(lines, line + i + j, octet));
-                gate[j] = load_shared(word(lines, line + i + j, octet + 4));
-            }
+            for (int j = 0; j < 2; ++j) { load(up[j], gate[j], lines, line + i + j, octet); }
             const i64 place = (i64)(row + i) * F + column;
             if constexpr (UP_GATE) { keep(place + (i64)(row + i) * F, up, gate); }
-            // Of negative numbers the lowest one has the most bits.
-            const u32 lowest = max_halves(most_of(gate[0]), most_of(gate[1]));
-            if (max(lowest << 16, lowest) < Gate::FAR << 16) {
+            if constexpr (!ACTIVATES) { continue; }
+            if (near(gate)) {
                 activate<false>(result, up, gate);
             } else {
                 activate<true>(result, up, gate);
@@ -76,41 +89,74 @@ struct Activation {
     }
 
 private:
-    static __device__ __forceinline__ SharedAddress word(SharedAddress lines, int line, int index) {
-        return lines + line * LINE + ((index ^ line & 7) << 4);
+    // load: a row's columns of up and of gate. near: all of two rows' gates are above FAR.
+#if CODED
+    __device__ __forceinline__ void load(uint2& up, uint2& gate, SharedAddress lines, int line,
+                                         int octet) {
+        const uint4 word = load_shared(lines + word_of_codes(line, octet));
+        up = first_octet(word), gate = second_octet(word);
+        if (__builtin_expect(counts, 0)) {
+            count += largest_codes<Rounded>(up) + largest_codes<Rounded>(gate);
+        }
     }
+    __device__ __forceinline__ bool near(const uint2 (&gate)[2]) const {
+        float g[2][8], lowest = 0.0f;  // which the compiler keeps for activate
+        numbers(g[0], gate[0]), numbers(g[1], gate[1]);
+        const float far = __uint_as_float(Gate::FAR << 16);
+        if (!(Fp8<Rounded>::MAX * up_scale < -far)) {  // in most tensors none can be
+#pragma unroll
+            for (int k = 0; k < 16; ++k) { lowest = fminf(lowest, g[k / 8][k % 8]); }
+        }
+        return lowest > far;
+    }
+    __device__ __forceinline__ void numbers(float (&x)[8], const uint2& octet) const {
+        decode<Rounded>(x, octet, up_scale);
+    }
+#else
+    __device__ __forceinline__ void load(uint4& up, uint4& gate, SharedAddress lines, int line,
+                                         int octet) const {
+        up = load_shared(lines + line * LINE + ((octet ^ line & 7) << 4));
+        gate = load_shared(lines + line * LINE + ((octet + 4 ^ line & 7) << 4));
+    }
+    __device__ __forceinline__ bool near(const uint4 (&gate)[2]) const {
+        // Of negative numbers the lowest one has the most bits.
+        const u32 lowest = max_halves(most_of(gate[0]), most_of(gate[1]));
+        return max(lowest << 16, lowest) < Gate::FAR << 16;
+    }
+    __device__ __forceinline__ void numbers(float (&x)[8], const uint4& octet) const {
+        const u32 pair[4] = {octet.x, octet.y, octet.z, octet.w};
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) {
+            x[k] = lower_half(pair[k / 2]), x[k + 1] = upper_half(pair[k / 2]);
+        }
+    }
+#endif
 
     // Two rows of up_gate, of which nothing is read soon.
-    __device__ __forceinline__ void keep(i64 place, const uint4 (&up)[2],
-                                         const uint4 (&gate)[2]) const {
+    __device__ __forceinline__ void keep(i64 place, const Octet (&up)[2],
+                                         const Octet (&gate)[2]) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            bf16* to = up_gate + place + (i64)j * 2 * F;
-            __stcs(reinterpret_cast<uint4*>(to), up[j]);
-            __stcs(reinterpret_cast<uint4*>(to + F), gate[j]);
+            Rounded* to = up_gate + place + (i64)j * 2 * F;
+            __stcs(reinterpret_cast<Octet*>(to), up[j]);
+            __stcs(reinterpret_cast<Octet*>(to + F), gate[j]);
         }
     }
 
     // MAY_BE_FAR: see shares.
     template <bool MAY_BE_FAR>
-    static __device__ __forceinline__ void activate(uint4 (&result)[2], const uint4 (&up)[2],
-                                                    const uint4 (&gate)[2]) {
+    __device__ __forceinline__ void activate(uint4 (&result)[2], const Octet (&up)[2],
+                                             const Octet (&gate)[2]) const {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) { result[j] = activate<MAY_BE_FAR>(up[j], gate[j]); }
-    }
-
-    template <bool MAY_BE_FAR>
-    static __device__ __forceinline__ uint4 activate(const uint4& up, const uint4& gate) {
-        const float g[8] = {lower_half(gate.x), upper_half(gate.x), lower_half(gate.y),
-                            upper_half(gate.y), lower_half(gate.z), upper_half(gate.z),
-                            lower_half(gate.w), upper_half(gate.w)};
-        float s[8];
-        shares<Gate, MAY_BE_FAR>(s, g);
-        return make_uint4(
-            to_pair(lower_half(up.x) * (g[0] * s[0]), upper_half(up.x) * (g[1] * s[1])),
-            to_pair(lower_half(up.y) * (g[2] * s[2]), upper_half(up.y) * (g[3] * s[3])),
-            to_pair(lower_half(up.z) * (g[4] * s[4]), upper_half(up.z) * (g[5] * s[5])),
-            to_pair(lower_half(up.w) * (g[6] * s[6]), upper_half(up.w) * (g[7] * s[7])));
+        for (int j = 0; j < 2; ++j) {
+            float g[8], s[8], u[8];
+            numbers(g, gate[j]), numbers(u, up[j]);
+            shares<Gate, MAY_BE_FAR>(s, g);
+            result[j] = make_uint4(to_pair(u[0] * (g[0] * s[0]), u[1] * (g[1] * s[1])),
+                                   to_pair(u[2] * (g[2] * s[2]), u[3] * (g[3] * s[3])),
+                                   to_pair(u[4] * (g[4] * s[4]), u[5] * (g[5] * s[5])),
+                                   to_pair(u[6] * (g[6] * s[6]), u[7] * (g[7] * s[7])));
+        }
     }
 
     // Four rows of eight columns: lanes that have the same columns write 32 bytes of each.
@@ -126,26 +172,44 @@ private:
 };
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
-matmul_swiglu(bf16* up_gate, bf16* out, const __grid_constant__ TensorMap a,
+matmul_swiglu(U* up_gate, bf16* out, const __grid_constant__ TensorMap a,
               const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
               const __grid_constant__ TensorMap tail, const float* scale_a, const float* scale_b,
               int M, int F, int K, float* abs_max, Q* codes, Q* transposed, const float* scale,
-              int* saturated) {
+              int* saturated, const float* up_scale, const float* up_factor, float* up_largest,
+              int* up_found, float* up_abs_max, int* up_saturated) {
     extern __shared__ unsigned char shared[];
+    __shared__ u32 hot;
     const Product product(shared, K);
-    if (threadIdx.x == 0) { product.init(); }
+    if (threadIdx.x == 0) {
+        product.init();
+        if constexpr (CODED) { hot = 0; }
+    }
     cluster_arrive();
     cluster_wait();
     const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+    float largest = 0.0f;
+    u32 count = 0;
     if (warpgroup == 1 || warpgroup == 2) {
-        product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
+        const float sum_scale = Product::SCALED ? *scale_a * *scale_b : 1.0f;
+        largest = product.multiply_tiles(work, warpgroup - 1, sum_scale,
+                                         {CODED ? *up_factor : 1.0f, &hot});
     } else if (warp == 0) {
         if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, F); }
     } else {
-        Activation activation{up_gate, out, codes, transposed, M, F, Encoder(scale)};
+        Activation activation{
+            reinterpret_cast<Rounded*>(up_gate), out, codes, transposed, M, F, Encoder(scale),
+            CODED ? *up_scale : 1.0f, &hot};
         product.take_boxes(work, warp < 4 ? warp - 1 : warp - 9, activation);
         activation.encoder.finish(saturated, abs_max);
+        count = activation.count;
+    }
+    if constexpr (CODED) {
+        if (warp != 0) {
+            finish_codes<e4m3>(largest, count, up_found, gridDim.x * (Product::THREADS / 32 - 1),
+                               *up_scale, up_largest, up_abs_max, up_saturated);
+        }
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

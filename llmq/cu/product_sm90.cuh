@@ -109,24 +109,85 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress st
     wgmma_commit();
 }
 
+// What becomes of results that are codes, in the threads that multiply: of x that of x * factor.
+template <class Format> struct Rounding {
+    float factor;
+    volatile u32* hot;  // in shared memory: not 0 once a code of the block may be +-MAX
+    float largest = 0.0f;  // of all |x|; NaN if one is
+
+    __device__ __forceinline__ u32 four(float a, float b, float c, float d) {
+        const float most = larger(larger(fabsf(a), fabsf(b)), larger(fabsf(c), fabsf(d)));
+        largest = larger(largest, most);  // one step of the chain for four elements
+        return to_fp8<Format>(a * factor, b * factor, c * factor, d * factor);
+    }
+    // Before others see the codes. Values above 0.928 of MAX may be rounded to it.
+    __device__ __forceinline__ void mark() const {
+        if (largest * factor > 0.9f * Fp8<Format>::MAX) { *hot = 1; }
+    }
+};
+
+// Leaves what llmq/base/operand.py says of ProductCodes: newest is their largest. All threads of
+// `warps` warps of the grid call it once, those with largest, of Rounding, and those with the count
+// of codes that are +-MAX. all: both, and warps that have come; the last one leaves zeros, as at first.
+template <class Format>
+__device__ __forceinline__ void finish_codes(float largest, u32 count, i32* all, u32 warps,
+                                             float scale, float* newest, float* abs_max,
+                                             i32* saturated) {
+    const u32 most = __reduce_max_sync(~0u, abs_bits(largest));
+    const u32 sum = __reduce_add_sync(~0u, count);
+    if (threadIdx.x % 32 != 0) { return; }
+    u32* const words = reinterpret_cast<u32*>(all);
+    if (most != 0) { atomicMax(words, most); }
+    if (sum != 0) { atomicAdd(words + 1, sum); }
+    __threadfence();
+    if (atomicAdd(words + 2, 1u) != warps - 1) { return; }
+    __threadfence();
+    const float seen = __uint_as_float(atomicExch(words, 0u));
+    const u32 counted = atomicExch(words + 1, 0u);
+    words[2] = 0;
+    *newest = seen;
+    if (abs_max == nullptr) { return; }
+    store_abs_max(abs_max, seen);
+    if (seen > Fp8<Format>::MAX * scale) { atomicAdd(saturated, (i32)counted); }
+}
+
+// A box of codes: bytes from its start to 16-byte word w of a row, of four. Any eight rows one after
+// the other have one word in different banks, and so have rows r and r + 4 all of theirs.
+__device__ __forceinline__ u32 word_of_codes(u32 row, u32 w) {
+    const u32 pair = row >> 1, turn = pair & 3 | (pair & 2) << 1;
+    return pair * LINE + (((row & 1) << 2 | w) ^ turn) * 16;
+}
+// The codes of the first and of the second eight columns of a word.
+__device__ __forceinline__ uint2 first_octet(const uint4& word) {
+    return make_uint2(__byte_perm(word.x, word.y, 0x5410), __byte_perm(word.z, word.w, 0x5410));
+}
+__device__ __forceinline__ uint2 second_octet(const uint4& word) {
+    return make_uint2(__byte_perm(word.x, word.y, 0x7632), __byte_perm(word.z, word.w, 0x7632));
+}
+
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
 // One thread loads. Two warpgroups multiply one tile together, 64 rows each; they scale it, round it
-// to BF16, put it into shared memory, and go on with the next one. EPILOGUES further warps take the
-// tile from there, each 32 lines of a box, in turns.
+// to Rounded, put it into shared memory, and go on with the next one. EPILOGUES further warps take
+// the tile from there, each 32 lines of a box, in turns.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
 // 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
 // and those 96 of the second one that are `apart` rows further; box b has columns 32 b to 32 b + 31
 // of the first ones, and then those of the second ones.
 //
+// Of codes a line is 64 bytes, which lie as word_of_codes says: word w has the octets of columns w
+// and w + 4 of these eight, two codes of the one and two of the other in turns.
+//
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES>
+          int STAGES, int EPILOGUES, class Rounded = bf16>
 struct SharedProduct {
-    static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * LINE;
+    static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
+    static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
+    static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * BOX_LINE;
     static constexpr int WIDTH = PAIRED ? TILE_COLUMNS / 2 : TILE_COLUMNS;
     static constexpr int THREADS = 512;
     static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
@@ -182,8 +243,10 @@ struct SharedProduct {
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails.
-    __device__ __forceinline__ void multiply_tiles(const Work& work, int me, float scale) const {
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. Returns the
+    // largest |x| of codes.
+    __device__ __forceinline__ float multiply_tiles(const Work& work, int me, float scale,
+                                                    Rounding<Rounded> rounding = {}) const {
         const u32 thread = threadIdx.x % 128;
         Ring<STAGES> ring(0);
         u32 free_parity = 1;  // the boxes are free at first
@@ -215,9 +278,14 @@ struct SharedProduct {
                     if (thread < 2) { barrier_arrive_at(empty + 8 * ring.stage, thread); }
                 }
             }
-            hand_over(d[0], 64 * me, scale, free_parity);
+            if constexpr (MAKES_CODES) {
+                hand_over_codes(d[0], 64 * me, scale, free_parity, rounding);
+            } else {
+                hand_over(d[0], 64 * me, scale, free_parity);
+            }
             free_parity ^= 1;
         }
+        return rounding.largest;
     }
 
     // A warp's 16 rows of a tile into the boxes.
@@ -251,6 +319,36 @@ struct SharedProduct {
         }
     }
 
+    // As hand_over, but codes.
+    __device__ __forceinline__ void hand_over_codes(const float (&d)[96], int first_row, float scale,
+                                                    u32 free_parity,
+                                                    Rounding<Rounded>& rounding) const {
+        static_assert(TAILS == 0, "what is added to codes is not scaled with them");
+        int thread = threadIdx.x % 128;
+        forget(thread);  // as in hand_over
+        const u32 row = first_row + thread / 32 * 16 + thread % 16, word = thread % 32 / 16;
+#pragma unroll
+        for (int b = 0; b < BOXES; ++b) {
+            barrier_wait(taken + 8 * b, free_parity);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                u32 four[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int w = 2 * j + i / 2, below = 2 * (i % 2);
+                    const float* const x = d + 4 * (PAIRED ? 4 * b + w : 8 * b + w) + below;
+                    const float* const y = x + 4 * (PAIRED ? TILE_COLUMNS / 16 : 4);
+                    four[i] = rounding.four(x[0] * scale, x[1] * scale, y[0] * scale, y[1] * scale);
+                }
+                stmatrix_x4(boxes + b * BOX_BYTES + word_of_codes(row, 2 * j + word), four[0],
+                            four[1], four[2], four[3]);
+            }
+            rounding.mark();
+            __syncwarp();
+            if (thread % 32 == 0) { barrier_arrive(ready + 8 * b); }
+        }
+    }
+
     // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
     // lines of box b from that one, of which it reads nothing afterwards.
     template <class WorkOn>
@@ -263,7 +361,7 @@ struct SharedProduct {
             for (; unit < UNITS; unit += EPILOGUES) {
                 const u32 b = unit / PARTS, line = unit % PARTS * 32;
                 barrier_wait(ready + 8 * b, parity);
-                work_on(tile, b, line, boxes + b * BOX_BYTES + line * LINE);
+                work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) { barrier_arrive(taken + 8 * b); }
             }

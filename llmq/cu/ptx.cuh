@@ -118,6 +118,13 @@ __device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int 
     return larger;
 }
 
+// The larger one, or NaN if one is. Compute capability 8.0 and later.
+__device__ __forceinline__ float larger(float a, float b) {
+    float x;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+    return x;
+}
+
 // -- Thread-block clusters (compute capability 9.0 and later) ------------------------------------
 
 // This block's place in its cluster.

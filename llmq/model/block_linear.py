@@ -71,8 +71,9 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
-        # Products that have the activation in them write no codes of what it is of.
-        self._may_activate = config.gated and options.mlp_dtype == options.model_dtype
+        # Of codes, two kernels are faster in backward.
+        coded = options.mlp_dtype != options.model_dtype
+        self._activating = (("up",) if coded else ("up", "down")) if config.gated else ()
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
@@ -107,7 +108,7 @@ class BlockLinear:
         is d_out. Others never. The product of a tensor alone has the same sums there.
         """
         parts, backward = self._parts.get((layer, key)), key == "down"
-        if key not in ("up", "down") or not self._may_activate:
+        if key not in self._activating:
             return False
         # A bias comes before the activation, and dropout before the sum that it is of.
         if w.up_bias is not None if key == "up" else parts and self._probability:

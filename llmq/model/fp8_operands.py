@@ -207,7 +207,9 @@ class Delayed(JustInTime):
     # largest value, and with the scale that follows from it. Another form would need memory that
     # no later step needs.
 
-    def result(self, slot: str, out: Tensor, multiply: Callable[[Result], None]) -> Result:
+    def result(
+        self, slot: str, out: Tensor | None, multiply: Callable[[Result | None], None]
+    ) -> Result | None:
         if not self._coded:
             return super().result(slot, out, multiply)
         codes = self.scales.product(slot, out)

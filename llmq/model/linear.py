@@ -91,7 +91,7 @@ class Linear:
 
     def fused(
         self,
-        out: Tensor | Activated | ActivatedGradient,
+        out: Tensor | ProductCodes | Activated | ActivatedGradient,
         x: Operand,
         weight: Operand,
         h: Tensor | None = None,
@@ -110,7 +110,9 @@ class Linear:
         if isinstance(weight, Fp8):
             codes = weight.transposed if backward else weight.codes
             operands = (x.codes, codes, h, tail, x.scale, weight.scale)
-        if isinstance(out, Activated):
+        if isinstance(out, ProductCodes):
+            matmul_swiglu.forward(self.dev, out, None, *operands)
+        elif isinstance(out, Activated):
             up_gate, to, gelu = out
             matmul_swiglu.forward(
                 self.dev, up_gate, to.out, *operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8

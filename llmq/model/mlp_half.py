@@ -60,16 +60,23 @@ class MlpHalf:
         self.dev, self.operands, self.linear = dev, operands, linear
         self.activate, self.activate_backward = activation(config)
         self.gelu = config.activation == "geglu"
-        coded = options.mlp_dtype == "e4m3"
-        self._gradient_dtype = parse_dtype(options.gradient_dtype) if coded else operands.dtype
+        self._coded = options.mlp_dtype == "e4m3"
+        gradient = options.gradient_dtype
+        self._gradient_dtype = parse_dtype(gradient) if self._coded else operands.dtype
 
     def forward(self, temps: ExitStack, layer: Layer, w: BlockWeights, x: Operand) -> None:
         """layer.mlp_out from x (rows, C)."""
 
         def write(to: Target) -> None:
-            if self.linear.activates(layer.index, "up", x, w):
-                out = Activated(layer.mlp_up.tensor, to, self.gelu)
-                self.linear.forward(layer.index, "up", out, x, w)
+            # Without scales, codes are made twice, and what reads them has to wait.
+            known = self.operands.scales.ready or not self._coded
+            if known and self.linear.activates(layer.index, "up", x, w):
+
+                def activate(mlp_up: Result | None) -> None:
+                    out = Activated(mlp_up, to, self.gelu)
+                    self.linear.forward(layer.index, "up", out, x, w)
+
+                self.operands.result(layer.mlp_up.slot, layer.mlp_up.tensor, activate)
                 return
             with ExitStack() as inner:
                 place = layer.mlp_up.place(self.dev, inner)

@@ -91,8 +91,14 @@ class Operands:
         """Where a kernel writes a tensor of which of_tensor makes an operand later."""
         return Target(out)
 
-    def result(self, slot: str, out: Tensor, multiply: Callable[[Result], None]) -> Result:
-        """What a product writes to `out`, which may be of codes; multiply enqueues it."""
+    def result(
+        self, slot: str, out: Tensor | None, multiply: Callable[[Result | None], None]
+    ) -> Result | None:
+        """What a product writes to `out`, which may be of codes; multiply enqueues it.
+
+        out: None, once scales are ready, of a product that has the activation in it and whose
+        result is not kept.
+        """
         multiply(out)
         return out
 

@@ -132,19 +132,21 @@ class DelayedScales(Scales):
         self.dev.upload(own, np.repeat(values[:, None], STRIDE, axis=1))
         self._limit_of = slots(own, limits)
         self._newest = self._alloc("abs_max.newest", 1, 1)
+        self._found = self.dev.alloc("fp8_found", (4,), I32, "Activations")
+        self.dev.zero(self._found)
 
     def fp8_out(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
         """Where a kernel writes a tensor's codes when scales are known."""
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
-    def product(self, name: str, codes: Tensor, *, again: bool = False) -> ProductCodes:
+    def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
         """Where a product writes a tensor's codes, and what its reader has to find out of it.
 
-        again: it was read before, or is made again.
+        codes: None as `Operands.result` has it. again: it was read before, or is made again.
         """
         known = (self.scale(name), self._factor_of[name], self._largest_of[name])
-        unknown = () if again else (self.abs_max(name), self._saturated_of[name])
-        return ProductCodes(codes, *known, *unknown)
+        unknown = (None, None) if again else (self.abs_max(name), self._saturated_of[name])
+        return ProductCodes(codes, *known, *unknown, self._found)
 
     def settle(self, name: str) -> None:
         """The first scale of a tensor, from its largest value.

@@ -7,8 +7,8 @@ are in the product as in `llmq.ops.matmul_adapted`.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, F32
-from llmq.base.operand import Fp8Out
+from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
@@ -39,9 +39,10 @@ MIN_ROWS, MIN_COLUMNS = 2048, 4864
 FORWARD = Kernel(
     "matmul_swiglu.cu",
     "matmul_swiglu",
-    args="bf16*? up_gate, bf16*? out, const A[128]* a, const A[96]* b, const bf16[128]*? h, "
+    args="U*? up_gate, bf16*? out, const A[128]* a, const A[96]* b, const bf16[128]*? h, "
     "const bf16[96]*? tail, const f32*? scale_a, const f32*? scale_b, i32 M, i32 F, i32 K, "
-    "inout f32*? abs_max, " + FP8_ARGS,
+    "inout f32*? abs_max, " + FP8_ARGS + ", const f32*? up_scale, const f32*? up_factor, "
+    "f32*? up_largest, inout i32*? up_found, inout f32*? up_abs_max, inout i32*? up_saturated",
     capability=CAPABILITY,
 )
 
@@ -61,7 +62,7 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
 
 def forward(
     dev: Device,
-    up_gate: Tensor | None,
+    up_gate: Tensor | ProductCodes | None,
     out: Tensor | None,
     a: Tensor,
     b: Tensor,
@@ -77,11 +78,13 @@ def forward(
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds up_gate, and
-    of `swiglu.forward`, which reads that. With gelu it is GeGLU.
+    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Of codes as up_gate the product is
+    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
 
     Args (contiguous; M and F multiples of 16, rows of multiples of 16 bytes):
-        up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None
-        out         out    BF16            (M,F)   may be None with fp8
+        up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None; or
+                                                   ProductCodes (E4M3) of fp8 codes without h
+        out         out    BF16            (M,F)   may be None with fp8, and with codes
         a           in     BF16 or E4M3    (M,K)
         b           in     as a            (2F,K)  the rows of up, and then those of gate
         h           in     BF16            (M,R)   R at most MAX_RANK; or None
@@ -95,20 +98,44 @@ def forward(
     Raises:  TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
     (M, K), F = a.shape, b.shape[0] // 2
-    R = _check(up_gate, out, a, b, h, tail, scale_a, scale_b, fp8)
+    product, reads = None, out is not None or fp8 is not None
+    if isinstance(up_gate, ProductCodes):
+        product, up_gate = up_gate, up_gate.codes
+    if not reads and (product is None or up_gate is None):
+        raise TypeError(f"{OP}: out, fp8 or codes as up_gate must be given, all are None")
+    R = _check(up_gate, out, a, b, h, tail, scale_a, scale_b, E4M3 if product else BF16)
     consts = abs_max_consts(OP, abs_max) | fp8_consts(OP, fp8, M, F)
     consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
-    consts |= {"GELU": int(gelu)} | rank_consts(R)
+    consts |= {"GELU": int(gelu), "CODED": int(product is not None)} | rank_consts(R)
     operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
+    of_codes = _of_codes(product, a, R, reads)
     dev.launch(
         FORWARD,
         own_product_blocks(dev, M, F, TILE),
         THREADS,
-        (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8)),
+        (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8), *of_codes),
         consts=consts,
         smem=SHARED,
         flops=4 * M * F * (K + R),
     )
+
+
+def _of_codes(
+    product: ProductCodes | None, a: Tensor, R: int, reads: bool
+) -> tuple[Tensor | None, ...]:
+    """The last arguments of the kernel. reads: whether it is the codes' reader."""
+    if product is None:
+        return (None,) * 6
+    if a.dtype != E4M3 or R:
+        raise TypeError(f"{OP}: up_gate can be codes only of a product of fp8 codes, without h")
+    given = {"scale": F32, "factor": F32, "largest": F32, "found": I32}
+    if reads and product.abs_max is not None:
+        given |= {"abs_max": F32, "saturated": I32}
+    for name, dtype in given.items():
+        shape = (4,) if name == "found" else (1,)
+        expect(OP, f"up_gate.{name}", getattr(product, name), dtype, shape)
+    args = [getattr(product, name) for name in given]
+    return (*args, *[None] * (6 - len(args)))
 
 
 def _check(
@@ -120,19 +147,18 @@ def _check(
     tail: Tensor | None,
     scale_a: Tensor | None,
     scale_b: Tensor | None,
-    fp8: Fp8Out | None,
+    dtype: DType,
 ) -> int:
-    """Shapes and dtypes, as forward's; returns R, 0 without h and tail."""
-    if out is None and fp8 is None:
-        raise TypeError(f"{OP}: out or fp8 must be given, both are None")
+    """Shapes and dtypes, as forward's; dtype: up_gate's. Returns R, 0 without h and tail."""
     if b.shape[0] % 2:
         raise ValueError(f"{OP}: b must have rows of up and of gate, got {b.shape}")
     (M, K), N = a.shape, b.shape[0]
     if M % MULTIPLE or N % (2 * MULTIPLE):
         raise ValueError(f"{OP}: M and F must be multiples of {MULTIPLE}, got {M} and {N // 2}")
-    for name, tensor, width in (("up_gate", up_gate, N), ("out", out, N // 2)):
-        if tensor is not None:
-            expect(OP, name, tensor, BF16, (M, width))
+    if up_gate is not None:
+        expect(OP, "up_gate", up_gate, dtype, (M, N))
+    if out is not None:
+        expect(OP, "out", out, BF16, (M, N // 2))
     if a.dtype == E4M3:
         expect(OP, "scale_a", scale_a, F32, (1,))
         expect(OP, "scale_b", scale_b, F32, (1,))

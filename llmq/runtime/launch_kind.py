@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16
+from llmq.base.dtypes import BF16, E4M3, DType
 from llmq.base.tensor import Tensor
 
 # Products of our own, which take about as long as the library's of the same matrices: where these
@@ -37,7 +37,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     tensors = [x.dtype.name if isinstance(x, Tensor) else "-" for x in args if _points(x)]
     if entry in FUSED:
         library, (a, b), (m, n, k) = fused_product(entry, args)
-        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", "bf16", FUSED[entry][1]]
+        out = _result_dtype(entry, args).name
+        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, FUSED[entry][1]]
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
         return Kind("/".join([library, *words]), (m, n, k))
@@ -80,9 +81,17 @@ def more_work(entry: str, args: tuple, device_bytes: int) -> More:
     if entry not in FUSED:
         return More()
     _, (a, b), (m, n, _) = fused_product(entry, args)
-    nbytes = max(device_bytes - a.nbytes - b.nbytes - m * n * BF16.itemsize, 0)
-    codes = [x for x in args if isinstance(x, Tensor) and x.dtype.itemsize == 1]
-    return More(nbytes, turns=len([x for x in codes if x is not a and x is not b]) == 2)
+    result = m * n * _result_dtype(entry, args).itemsize
+    nbytes = max(device_bytes - a.nbytes - b.nbytes - result, 0)
+    behind = args[FUSED[entry][0] + 2 :]
+    codes = [x for x in behind if isinstance(x, Tensor) and x.dtype.itemsize == 1]
+    return More(nbytes, turns=len(codes) == 2)
+
+
+def _result_dtype(entry: str, args: tuple) -> DType:
+    """What the library would write of the product of a launch of FUSED."""
+    has_scale = entry == "matmul_swiglu" and args[-6] is not None  # of codes, see ops/matmul_swiglu
+    return E4M3 if has_scale else BF16
 
 
 def attention_window(file: str, entry: str, args: tuple) -> int:

@@ -56,6 +56,8 @@ static inline unsigned max_halves(unsigned a, unsigned b) {
     return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
 }
 
+static inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+
 // -- Thread-block clusters: both halves of the barrier happen in the second one --------------------
 
 static inline unsigned cluster_rank() { return emulator::block_rank(); }

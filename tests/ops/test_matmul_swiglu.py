@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
-from llmq.base.operand import Fp8Out
+from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.ops import matmul_swiglu, swiglu
+from llmq.ops.matmul import matmul_fp8
 from llmq.ops.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu import CASES
 from llmq.runtime.plan_device import PlanDevice
@@ -101,6 +102,83 @@ def test_low_gates_and_saturation(hopper, rng):
     check(hopper, arrays)
 
 
+def codes_of(M, F, *, scale, abs_max=3.0):
+    """Arrays of ProductCodes, as up_..."""
+    return {
+        "up_codes": np.full((M, 2 * F), 0.75, E4M3.numpy),
+        "up_scale": np.array([scale], np.float32),
+        "up_factor": np.array([1 / np.float32(scale)], np.float32),
+        "up_largest": np.array([1e9], np.float32),
+        "up_abs_max": np.array([abs_max], np.float32),
+        "up_saturated": np.array([5], np.int32),
+        "up_found": np.zeros(4, np.int32),
+    }
+
+
+def product_in(more):
+    """ProductCodes, which it takes out of these."""
+    names = codes_of(16, 16, scale=1)
+    return ProductCodes(**{name.removeprefix("up_"): more.pop(name) for name in names})
+
+
+def one_with_codes(dev, *, a, b, scale_a, scale_b, gelu, out=None, abs_max=None, **more):
+    up = product_in(more)
+    matmul_swiglu.forward(
+        dev, up, out, a, b, None, None, scale_a, scale_b,
+        gelu=gelu, abs_max=abs_max, fp8=fp8_of(**more),
+    )  # fmt: skip
+
+
+def two_with_codes(dev, *, a, b, scale_a, scale_b, gelu, out=None, abs_max=None, **more):
+    """The operations that it replaces; the first one alone if nothing is wanted of the second."""
+    up = product_in(more)
+    matmul_fp8(dev, up, a, b, scale_a, scale_b, fast_accumulation=True)
+    fp8 = fp8_of(**more)
+    if out is not None or fp8 is not None:
+        swiglu.forward(dev, out, up, gelu=gelu, abs_max=abs_max, fp8=fp8)
+
+
+def check_codes(dev, case, *, scale, abs_max=3.0, nan=False, layout="both", keeps=True, gelu=False):
+    """As check, with codes as up_gate; layout: None without the activation. keeps: up_gate."""
+    M, F, *_ = case
+    given = operands_of(np.random.default_rng(1), *case, E4M3)
+    given["scale_b"][:] = 4
+    arrays = {name: x for name, x in given.items() if x is not None}
+    arrays |= codes_of(M, F, scale=scale, abs_max=abs_max)
+    if nan:
+        arrays["a"][-1, 0] = np.nan  # in the last row, of which the first tiles see nothing
+    if layout is not None:
+        arrays |= outputs((M, F), E4M3, layout, np.float32(0.25))
+        arrays["abs_max"] = np.zeros(1, np.float32)
+    want = run(dev, lambda dev, **x: two_with_codes(dev, **x, gelu=gelu), arrays)
+    left_out = {} if keeps else {"up_codes": None}
+    got = run(dev, lambda dev, **x: one_with_codes(dev, **x, gelu=gelu), arrays | left_out)
+    for name in arrays.keys() - left_out.keys():
+        if arrays[name] is not None:
+            both = got[name], want[name]
+            if name not in ("up_largest", "up_abs_max"):  # one NaN is as good as another
+                both = (x.view(np.uint8) for x in both)
+            np.testing.assert_array_equal(*both, name)
+    return want
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_up_gate_as_codes(hopper, case):
+    """Also with low gates, and with values that codes cannot be, or only just."""
+    case = (*SMALL[case][:3], 0)
+    first = check_codes(hopper, case, scale=4.0)
+    assert first["up_saturated"][0] == 5
+    largest = first["up_abs_max"][0]
+    assert largest == first["up_largest"][0] > 3
+    few = check_codes(hopper, case, scale=largest / 449)["up_saturated"][0]
+    assert 5 < few < 50
+    # Codes that are +-MAX, of values that are not beyond it.
+    assert check_codes(hopper, case, scale=largest / 440)["up_saturated"][0] == 5
+    many = check_codes(hopper, case, scale=largest / 4000, keeps=False)
+    assert many["up_saturated"][0] > 200
+    check_codes(hopper, case, scale=largest / 400, abs_max=1e9, nan=True)
+
+
 # What follows are sources of their own, which take long to compile for the emulator.
 gpu_only = pytest.mark.parametrize(
     "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
@@ -123,6 +201,14 @@ def test_with_adapters_and_gelu(hopper, rng, dtype):
     M, F, *_ = case = (2064, 4112, 1040, 72)
     arrays = operands_of(rng, *case, dtype) | results_of(M, F, "both")
     check(hopper, arrays, gelu=True)
+
+
+@gpu_only
+@pytest.mark.parametrize("layout", ["codes", "transposed", "both", None], ids=str)
+def test_codes_on_all_multiprocessors(hopper, layout):
+    """Also of the product alone, as recomputation has it."""
+    for scale in (0.5, 20.0):
+        check_codes(hopper, (2064, 1552, 1040, 0), scale=scale, layout=layout, gelu=scale == 0.5)
 
 
 def test_which_products_it_serves():
@@ -157,7 +243,7 @@ def test_wrong_arguments():
     codes = tensor(E4M3, 32, 64), tensor(E4M3, 96, 64)
     call(*both, *halves, h, tail)
     assert dev.flops["matmul_swiglu"] == 4 * 32 * 48 * (64 + 8)
-    with pytest.raises(TypeError, match="out or fp8 must be given"):
+    with pytest.raises(TypeError, match="out, fp8 or codes as up_gate must be given"):
         call(both[0], None, *halves)
     with pytest.raises(TypeError, match="up_gate must be BF16, got F32"):
         call(tensor(F32, 32, 96), both[1], *halves)
@@ -182,5 +268,17 @@ def test_wrong_arguments():
     fp8 = Fp8Out(tensor(E4M3, 48, 32), None, one, tensor(I32, 1))
     with pytest.raises(ValueError, match="codes must have shape"):
         call(*both, *halves, fp8=fp8)
+    product = ProductCodes(tensor(E4M3, 32, 96), one, one, one, found=tensor(I32, 4))
+    scaled = (*codes, None, None, one, one)
+    call(product, None, *scaled)
+    with pytest.raises(TypeError, match="out, fp8 or codes as up_gate must be given"):
+        call(product._replace(codes=None), None, *scaled)
+    for rest in ((*codes, h, tail, one, one), halves):
+        with pytest.raises(TypeError, match="codes only of a product of fp8 codes, without h"):
+            call(product, None, *rest)
+    with pytest.raises(ValueError, match=r"up_gate must have shape \(32, 96\)"):
+        call(product._replace(codes=codes[0]), None, *scaled)
+    with pytest.raises(TypeError, match=r"up_gate\.found must be a tensor"):
+        call(product._replace(found=None), None, *scaled)
     with pytest.raises(ValueError, match="a must be a matrix with rows of a multiple of 16 bytes"):
         call(*both, tensor(BF16, 32, 60), tensor(BF16, 96, 60))

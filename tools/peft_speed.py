@@ -1,0 +1,356 @@
+#!/usr/bin/env python3
+"""Training adapters beside peft: tokens per second and memory, on one card, from one command.
+
+    PYTHONPATH=. tools/peft_speed.py [--model Qwen2.5-7B] [--batch-size 4] [--out h100_peft.md]
+
+Both sides train adapters of the same matrices of a preset with random weights, on random tokens,
+one micro-batch a step, with clipped gradients and AdamW. They are timed alike: a few steps that
+warm up, then --repeats times --steps steps, between a synchronisation before and one after. peft is
+measured before llmq, waits with nothing but its weights on the card while `llmq bench` makes its
+runs, and is measured again, so that neither side has the colder card; --once: only before, where
+the card is too small for that.
+
+peft's side is what a careful user writes (see PeftSide): transformers' model in bf16, SDPA,
+torch.compile of the forward pass and the loss as a whole, fused AdamW. By default its adapters are
+in fp32, as peft makes them beside a model in bf16 (autocast_adapter_dtype), under torch.autocast,
+so that their products are in bf16; --adapter-dtype bf16 keeps the adapters in bf16, too.
+
+--form: options of llmq, once for each row; the default is FORMS. A side that fails is one line, and
+the other one's rows stay. --out gets the table after each side, so that it has what was found if
+this is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llmq import __version__
+from llmq.base.dtypes import GIB
+from llmq.base.errors import LlmqError
+from llmq.bench.sweep_file import identity
+from llmq.checkpoint.peft import target_modules
+from llmq.config.adapters import adapters_of
+from llmq.config.model import ModelConfig
+from llmq.config.options import TrainConfig
+from llmq.config.options_io import make_config
+from llmq.config.presets import preset
+from tools.faults.table import commit_of_tree
+from tools.peft_side import Peft, PeftJob
+
+ROOT = Path(__file__).resolve().parents[1]
+_DELAYED = "--base-dtype=e4m3 --fp8-recipe=delayed"
+FORMS = (
+    "",
+    _DELAYED,
+    f"{_DELAYED} --head-dtype=e4m3",
+    f"{_DELAYED} --head-dtype=e4m3 --recompute-swiglu --no-keep-transposed",
+)
+"""Options of llmq: beside a model in bf16; in fp8; also the head; and with less memory."""
+Options = dict[str, Any]
+
+
+# -- llmq ----------------------------------------------------------------------------------------
+
+
+def options_of(form: str) -> Options:
+    """`--base-dtype=e4m3 --no-keep-transposed` as keys and values of a file for llmq bench."""
+    found: Options = {}
+    for word in form.split():
+        name, given, value = word.removeprefix("--").partition("=")
+        if not given:
+            name, value = name.removeprefix("no-"), str(not name.startswith("no-"))
+        found[name] = yaml.safe_load(value)
+    return found
+
+
+def llmq_rows(
+    shared: Options, forms: list[str], how: list[str], beside: int
+) -> Iterator[dict[str, Any]]:
+    """What `llmq bench` finds. how: its options. beside: bytes that others have on the card."""
+    with tempfile.TemporaryDirectory() as name:
+        file, out = Path(name) / "runs.yaml", Path(name) / "report"
+        runs = [options_of(form) for form in forms]
+        file.write_text(yaml.safe_dump(shared | {"runs": runs}))
+        command = [sys.executable, "-m", "llmq", "bench", "--config", str(file), "--out", str(out)]
+        paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run([*command, *how], env=environment, stdout=subprocess.DEVNULL)
+        report = out.with_name("report.json")
+        if not report.exists():
+            why = f"llmq bench ended with status {done.returncode} and without a report"
+            yield from ({"form": form, "error": why} for form in forms)
+            return
+        found = json.loads(report.read_text())
+    for form, run in zip(forms, found["runs"], strict=True):  # in the order of the file
+        if run["status"] != "ok":
+            why = f"{run['status']}: {run['message']}"
+            if run["status"] == "does not fit" and beside:
+                why += f"; peft waits with {gib(beside)} GiB, --once ends it before"
+            yield {"form": form, "error": why}
+            continue
+        result = run["result"]
+        row = {name: result[name] for name in ("step_seconds", "first_step_seconds")}
+        used = result["memory"]["used"]
+        row["name"] = found["machine"]["device"]
+        row["used"] = None if used is None else used - beside
+        yield row | {"form": form, "allocated": result["memory"]["planned"], "error": None}
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+def speed(row: dict[str, Any], tokens: int) -> float:
+    """Tokens per second."""
+    return tokens / statistics.median(row["step_seconds"])
+
+
+def gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def table(peft: dict[str, Any] | None, rows: list[dict[str, Any]], tokens: int) -> list[str]:
+    """Lines of Markdown. peft: its row, if it was measured; tokens: of a step."""
+    base = peft if peft is not None and "step_seconds" in peft else None
+    names = "| | options | tok/s | ± | tok/s of peft's | allocated, GiB | reserved, GiB "
+    lines = [names + "| in use, GiB | of peft's memory | start, s |", "| --- " * 10 + "|"]
+    sides = [("peft", peft)] * (peft is not None) + [("llmq", row) for row in rows]
+    failures = []
+    for name, row in sides:
+        if row["error"] is not None:
+            failures += ["", f"{name}{row['form'] and ' ' + row['form']}: {row['error']}"]
+        if "step_seconds" not in row:
+            continue
+        seconds = row["step_seconds"]
+        spread = (max(seconds) - min(seconds)) / statistics.median(seconds)
+        faster = "-" if base is None else f"{speed(row, tokens) / speed(base, tokens):.2f}"
+        less, used = "-", row.get("used")
+        if name == "llmq" and base is not None and used and base.get("allocated"):
+            less = f"{used / base['allocated']:.2f}"
+        sizes = " | ".join(gib(row.get(key)) for key in ("allocated", "reserved", "used"))
+        cells = (name, row["form"], f"{speed(row, tokens):,.0f}", f"{spread:.1%}", faster, sizes)
+        lines.append(f"| {' | '.join(cells)} | {less} | {row['first_step_seconds']:.1f} |")
+    return lines + failures
+
+
+NOTE = """
+tok/s: of the median repeat; ±: the repeats' range over it. allocated: peft's peak of
+torch.cuda.max_memory_allocated, and what `llmq plan` says; reserved: torch's peak of that; in use:
+on the whole GPU, as the driver says, without the other side's. Of peft's memory: what llmq has in
+use over what peft has allocated, the least that peft could run in. start: from the start of the
+process, or of the command of a run, to the end of the first step, compilation included."""
+
+
+@dataclass(kw_only=True)
+class Page:
+    """What is known so far."""
+
+    out: Path | None
+    shared: Options
+    job: PeftJob
+    commit: str
+    date: str
+    peft: Peft | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Markdown."""
+        peft = None if self.peft is None else self.peft.row()
+        turns = [] if self.peft is None else self.peft.turns
+        told = turns[0] if turns else {}
+        names = [row["name"] for row in (*turns, *self.rows) if "name" in row]
+        title = f"{self.shared['model']} with adapters beside peft"
+        versions = {"llmq": self.commit, "Python": platform.python_version()}
+        versions |= told.get("versions", {})
+        tokens = self.job.batch_size * self.job.seq_len
+        size = f"{self.job.batch_size} x {self.job.seq_len:,} tokens a step"
+        targets, times = self.shared["lora-targets"], f"{self.job.repeats} x {self.job.steps} steps"
+        lines = [f"# {title}, {names[0] if names else self.job.device}", ""]
+        lines += [f"`{shlex.join(sys.argv)}`, {self.date}", ""]
+        lines += ["; ".join(f"{name} {version}" for name, version in versions.items()), ""]
+        lines.append(f"Rank {self.job.rank}, targets {targets}; {size}; random weights and tokens;")
+        lines += [f"{times}.", ""]
+        if peft is not None:
+            lines += [peft_settings(self.job, told), ""]
+        lines += table(peft, self.rows, tokens)
+        if len(turns) > 1:
+            each = ", ".join(f"{speed(turn, tokens):,.0f}" for turn in turns)
+            lines += ["", f"peft before and after llmq: {each} tok/s."]
+        return lines + NOTE.splitlines()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something that was to be measured was not."""
+        rows = [*self.rows, *([] if self.peft is None else [self.peft.row()])]
+        return any(row["error"] is not None for row in rows)
+
+    def write(self) -> None:
+        """To the file, if there is one."""
+        if self.out is not None:
+            self.out.write_text("\n".join(self.lines()) + "\n")
+
+
+def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
+    """A sentence about peft's side."""
+    compiled = "not compiled"
+    if job.mode is not None:
+        compiled = f"torch.compile (mode {job.mode}, dynamic=False"
+        if "graphs" in told:
+            compiled += f"; graphs: {told['graphs']}, breaks: {told['breaks']}"
+        compiled += ")"
+    said = [
+        "base in bf16",
+        f"adapters in {job.adapter_dtype}" + " under torch.autocast in bf16" * job.autocast,
+        "SDPA with transformers' mask" if job.windowed else "SDPA with is_causal and no mask",
+        compiled,
+        "gradient checkpointing (not reentrant)" if job.checkpointing else "no checkpointing",
+        f"fused AdamW, gradients clipped at {job.clip:g}" if job.clip else "fused AdamW",
+        "TF32 allowed",
+    ]
+    return f"peft: {'; '.join(said)}."
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def checked(shared: Options, forms: list[str]) -> tuple[ModelConfig, TrainConfig]:
+    """The model, and what all runs share; LlmqError if a run cannot be, or differs in that."""
+    model = preset(shared["model"])
+    base = make_config(shared).validate_with(model)
+    if len({identity(shared | options_of(form)) for form in forms}) < len(forms):
+        raise LlmqError("--form: two of them are the same")
+    for form in forms:
+        config = make_config(shared | options_of(form)).validate_with(model)
+        for flag in shared:
+            name = flag.replace("-", "_")
+            if getattr(config, name) != getattr(base, name):
+                raise LlmqError(f"--form: --{flag} has to be the same on both sides")
+    return model, base
+
+
+def peft_job(model: ModelConfig, config: TrainConfig, **given: Any) -> PeftJob:
+    """What both sides share, as peft and transformers name it."""
+    return PeftJob(
+        document=model.to_hf(),
+        modules=target_modules(model, adapters_of(config)),
+        transposed=bool(model.arch.transposed),
+        windowed=model.windows != {None},
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        clip=config.grad_clip,
+        device=config.device,
+        **given,
+    )
+
+
+def compare(page: Page, forms: list[str], sides: tuple[str, ...], once: bool, limit: float) -> None:
+    """Measure the sides, filling the page."""
+    beside = 0
+    try:
+        if "peft" in sides:
+            page.peft = Peft(page.job, limit)
+            page.peft.receive()
+            page.write()
+            if once or page.peft.error is not None or "llmq" not in sides:
+                page.peft.end()
+            else:
+                beside = page.peft.turns[0].get("waiting", 0)
+        if "llmq" in sides:
+            how = ["--timed-steps", str(page.job.steps), "--repeats", str(page.job.repeats)]
+            for row in llmq_rows(page.shared, forms, how, beside):
+                page.rows.append(row)
+            page.write()
+            if page.peft is not None and not once:
+                page.peft.again()
+    finally:
+        if page.peft is not None:
+            page.peft.end()
+    page.write()
+
+
+def main(
+    model: Annotated[str, typer.Option(help="preset")] = "Qwen2.5-7B",
+    lora_rank: Annotated[int, typer.Option(min=1)] = 16,
+    lora_alpha: Annotated[float | None, typer.Option(help="as the rank, if not given")] = None,
+    lora_targets: Annotated[str, typer.Option(help="as llmq's")] = "all",
+    batch_size: Annotated[int, typer.Option(min=1)] = 4,
+    seq_len: Annotated[int, typer.Option(min=2)] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="of a repeat")] = 5,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    adapter_dtype: Annotated[str, typer.Option(help="peft's: fp32 or bf16")] = "fp32",
+    autocast: Annotated[bool, typer.Option(help="peft's adapters in fp32: bf16 products")] = True,
+    compile_: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
+    compile_mode: Annotated[str, typer.Option(help="of torch.compile")] = "default",
+    gradient_checkpointing: Annotated[bool, typer.Option(help="peft's")] = False,
+    grad_clip: Annotated[float, typer.Option(min=0, help="of both sides; 0: none")] = 1.0,
+    form: Annotated[list[str] | None, typer.Option(help="options of llmq, for a row")] = None,
+    only: Annotated[str | None, typer.Option(help="peft or llmq")] = None,
+    once: Annotated[bool, typer.Option(help="peft only before llmq")] = False,
+    limit: Annotated[float, typer.Option(help="seconds for a turn of peft")] = 300.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="of llmq, where git does not know")] = None,
+    out: Annotated[Path | None, typer.Option(help="file for the page")] = None,
+) -> None:
+    """Measure both sides and print a page of Markdown; exits with 1 if one has failed."""
+    for flag, value, known in (
+        ("--adapter-dtype", adapter_dtype, ("fp32", "bf16")),
+        ("--only", only, (None, "peft", "llmq")),
+        ("--device", device, ("cuda", "cpu")),
+    ):
+        if value not in known:
+            raise SystemExit(f"error: {flag}: {value} is not {' or '.join(filter(None, known))}")
+    forms = list(FORMS) if form is None else form
+    shared: Options = {
+        "device": device, "gpus": 1, "from-scratch": True, "model": model, "lora-rank": lora_rank,
+        "lora-alpha": lora_rank if lora_alpha is None else lora_alpha, "lora-targets": lora_targets,
+        "batch-size": batch_size, "seq-len": seq_len, "grad-accumulation": 1,
+        "grad-clip": grad_clip,
+    }  # fmt: skip
+    try:
+        job = peft_job(
+            *checked(shared, forms),
+            adapter_dtype=adapter_dtype,
+            autocast=autocast and adapter_dtype == "fp32",
+            steps=steps,
+            repeats=repeats,
+            mode=compile_mode if compile_ else None,
+            checkpointing=gradient_checkpointing,
+        )
+        page = Page(
+            out=out,
+            shared=shared,
+            job=job,
+            commit=commit or commit_of_tree() or __version__,
+            date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        )
+        page.write()
+    except (LlmqError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+    sides = ("peft", "llmq") if only is None else (only,)
+    compare(page, forms, sides, once, limit)
+    print("\n".join(page.lines()))
+    if page.failed:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left behind
+    typer.run(main)
