@@ -13,6 +13,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
 from llmq.base.operand import Fp8Out
+from llmq.base.tensor import Tensor
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
@@ -257,17 +258,23 @@ def test_small_products_are_less_efficient():
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
 AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
 BOTH = FORWARD | BACKWARD
-LORA = {"lora-rank": 16}
+# qkv and o in both directions, or in one.
+SHORT, SHORT_FORWARD = {"matmul_adapted": 4}, {"matmul_adapted": 2}
+LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
-    (H100, LORA, BOTH),
-    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH),
-    (H100, LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"}, FORWARD),
+    (H100, LORA, BOTH | SHORT),
+    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH | SHORT),
+    (
+        H100,
+        LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
+        FORWARD | SHORT_FORWARD,
+    ),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
-    (H100, LORA | {"lora-dropout": 0.1}, FORWARD),
+    (H100, LORA | {"lora-dropout": 0.1}, FORWARD | SHORT_FORWARD),
     (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
-    (H100, LORA | {"recompute-ffn": True}, BOTH | AGAIN),
-    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 5}),
+    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | SHORT),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
@@ -298,9 +305,94 @@ def test_where_more_is_within_products(card, options, per_layer):
     plan = make_plan(config, model, spec_of(card), "native", config.gpus)
     ((trace, _),) = plan.micro_steps
     entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    large = config.gpus == 1 and (config.seq_len == 4096 or "gpt2" in config.model)
+    bf16 = config.model_dtype == "bf16"
+    assert entries.pop("matmul_exp", 0) == (large and bf16 and card is H100)  # of logits
     assert {name: entries[name] for name in FUSED if entries[name]} == {
         name: 2 * count for name, count in per_layer.items()
     }
+
+
+@pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])
+def test_only_what_is_trained_has_transposed_codes(train):
+    """The head's gradient, and its input."""
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8}
+    config |= {"head-dtype": "e4m3", "base-dtype": "e4m3", "fp8-recipe": "delayed"} | train
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
+    plan = make_plan(config, model, spec_of(H100), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    works = [item for item in trace if isinstance(item, Work)]
+    tensors = {x.name for work in works for x in work.args if isinstance(x, Tensor)}
+    transposed = {"norm.q_t", "d_logits.q_t"} & tensors
+    assert transposed == ({"norm.q_t", "d_logits.q_t"} if train else set())
+
+
+@pytest.mark.parametrize(
+    ("targets", "written"),
+    [("all", {"ln1", "ln2", "mlp_act", "mlp_up"}), ("q,v", {"ln1"}), ("down", {"mlp_act"})],
+)
+def test_only_what_adapters_multiply_is_a_tensor_beside_its_codes(targets, written):
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8}
+    config |= {"base-dtype": "e4m3", "fp8-recipe": "delayed", "lora-targets": targets}
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
+    plan = make_plan(config, model, spec_of(RTX_4090), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    place = {
+        "norm_forward": 0,
+        "norm_forward_residual": 1,
+        "swiglu_forward_fp8": 0,
+        "swiglu_backward_fp8": 0,
+    }
+    works = [item for item in trace if isinstance(item, Work) and item.entry in place]
+    tensors = [work.args[place[work.entry]] for work in works]
+    assert {x.name.partition(".")[0] for x in tensors if x is not None} == written | {"norm"}
+
+
+@pytest.mark.parametrize(
+    ("options", "norms", "attentions"),
+    [
+        ({}, 4, 2),  # of two blocks and the head, but the first one
+        ({"train": "embeddings"}, 5, 2),
+        ({"train": "norms"}, 5, 2),
+        ({"lora-targets": "o,up"}, 4, 1),
+        ({"lora-targets": "down", "recompute-block": True}, 3, 1),
+    ],
+    ids=str,
+)
+def test_backward_ends_at_the_first_that_is_trained(options, norms, attentions):
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8} | options
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
+    plan = make_plan(config, model, spec_of(H100), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    found = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert (found["norm_backward"], found["attention_backward"]) == (norms, attentions)
+    embeds = "train" in options and options["train"] == "embeddings"
+    assert bool(found["embedding_backward"]) == embeds
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "norms"),
+    [
+        (H100, {}, 2),  # the down product's, of the second block's first norm and the final one
+        (H100, {"batch-size": 1}, 4),
+        (RTX_4090, {}, 4),
+        (RTX_4090, {"lora-targets": "q,v"}, 0),
+        (RTX_4090, {"lora-targets": "o"}, 2),
+    ],
+    ids=str,
+)
+def test_norms_add_where_adapters_do(card, options, norms):
+    """Products add to the stream without adapters, or with these in them."""
+    model = replace(preset("Qwen2.5-7B"), num_layers=2)
+    config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 4, "lora-rank": 8}
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
+    plan = make_plan(config, model, spec_of(card), "cudnn", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    found = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert found["norm_forward_residual"] == norms
 
 
 def test_adapters_within_a_product_take_hardly_any_time():
@@ -313,7 +405,7 @@ def test_adapters_within_a_product_take_hardly_any_time():
         )
         flops, size = 2 * 4096 * 37888 * 3584, out.nbytes + a.nbytes + b.nbytes
         alone = work("main", entry, (out, a, b, 1), flops, size, "matmul")
-        args = (out, a, b, None, None, None, None, 4096, 37888, 3584)
+        args = (out, a, b, *[None] * 6, 4096, 37888, 3584)
         both = (flops * 3616 // 3584, size, "matmul_adapted.cu")
         both = work("main", "matmul_adapted", args, *both)
         ratio = Rates(H100).compute(both) / Rates(H100).compute(alone)

@@ -16,19 +16,24 @@ FROZEN = [
     ALL - {"lm_head", "norm"},
     {"qkv_bias", "o_bias", "up_bias", "down_bias", "ln1", "q_norm", "norm_bias", "positions"},
     {"qkv", "down", "ln2", "ln2_bias", "ln1_bias", "k_norm", "norm", "lm_head"},
+    # Backward ends at the first layer's queries, at its attention's output, at its MLP.
+    FIRST := {"embed", "positions", "ln1", "ln1_bias", "qkv_bias"},
+    FIRST | {"qkv", "q_norm", "k_norm"},
+    FIRST | {"qkv", "q_norm", "k_norm", "o", "o_bias", "ln2", "ln2_bias", "ln2_post"},
 ]
 
 
 def gradients(path, batches, frozen, **options):
     """By name, before and after a step, and the names of frozen parameters."""
     with trainer_for(path, seq_len=T, grad_accumulation=2, **options) as trainer:
-        full = trainer._step.grads.full
-        trainer._step.grads.full = lambda block: {
-            key: grad for key, grad in full(block).items() if key not in frozen
-        }
+        grads, table = trainer._step.grads, trainer._step.table
+        full = grads.full
+        grads.full = lambda block: {k: v for k, v in full(block).items() if k not in frozen}
+        trained = {p.block for s in table for p in s.params if p.key not in frozen}
+        grads.wants = trained.__contains__
         before = trainer.gradients()
         loss = trainer.step(batches).loss
-        names = {p.name for s in trainer._step.table for p in s.params if p.key in frozen}
+        names = {p.name for s in table for p in s.params if p.key in frozen}
         return loss, before, trainer.gradients(), names
 
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from llmq.ops import matmul_adapted, matmul_swiglu, matmul_swiglu_backward
+from llmq.ops import matmul_adapted, matmul_exp, matmul_swiglu, matmul_swiglu_backward
 from llmq.runtime.launch_kind import FUSED
 from tests.covering import pairwise
 from tests.models import exported, random_batch, trainer_for
@@ -42,20 +42,20 @@ def fuse(monkeypatch):
 
 
 def run(name: str, **options):
-    """Results and weights after two steps, and what the second has launched of FUSED."""
+    """Results and weights after two steps, and what the second has launched, by entry."""
     rng, entries = np.random.default_rng(0), Counter()
     with trainer_for(exported(name), model_dtype="bf16", **options) as trainer:
         launch = trainer.dev.launch
 
         def counted(kernel, *args, **kwargs):
-            entries[kernel.entry] += kernel.entry in FUSED
+            entries[kernel.entry] += 1
             launch(kernel, *args, **kwargs)
 
         results = [trainer.step([random_batch(rng, T=T)])]
         with trainer.dev.instead(launch=counted):
             results.append(trainer.step([random_batch(rng, T=T)]))
         assert trainer.usage == trainer.plan.usage
-        return results, trainer.weights(), {name: n for name, n in entries.items() if n}
+        return results, trainer.weights(), entries
 
 
 @cache
@@ -87,4 +87,35 @@ def test_activation_within_products(name, format, recompute, fuse):
         want |= {"matmul_swiglu_backward": 0, "matmul_adapted": adapted + 1}
     if format == "codes":  # which matmul_adapted does not make; in backward the library does
         want = {"matmul_swiglu": 1 + adapted}
-    assert found[2] == {entry: LAYERS * n for entry, n in want.items() if n}
+    want = {entry: LAYERS * n for entry, n in want.items() if n}
+    if adapters:
+        want["matmul_adapted"] -= 1  # nothing is trained in front of the first block's adapters
+    assert {entry: found[2][entry] for entry in FUSED if found[2][entry]} == want
+
+
+HEADS = {
+    "bf16": {},
+    "chunks": {"lmhead_chunks": 3, "z_loss": 1e-2},
+    "fp8 blocks": DELAYED,
+    "frozen": LORA,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_exponentials_within_the_product_of_logits(name, options, fuse):
+    """Of logits with the same bits: what differs is how gradients are rounded, to 8 bits."""
+    want = run(name, **options)
+    fuse(matmul_exp)
+    found = run(name, **options)
+    first, second = zip(want[0], found[0], strict=True)
+    assert first[1].loss == pytest.approx(first[0].loss, rel=1e-6)
+    # Gradients of few tokens, of BF16's 8 bits, or of E4M3's 4 in all blocks.
+    assert first[1].norm == pytest.approx(first[0].norm, rel=1e-2 if options == DELAYED else 3e-3)
+    assert second[1].loss == pytest.approx(second[0].loss, rel=1e-3)
+    chunks = options.get("lmhead_chunks", 1)
+    launched = ["exp_rows_shift", "matmul_exp", "exp_rows_finish", "exp_rows_scale"]
+    assert [found[2][entry] for entry in launched] == [chunks] * len(launched)
+    assert not any(entry.startswith("cross_entropy_forward") for entry in found[2])
+    moved = [not np.array_equal(found[1][key], want[1][key]) for key in want[1]]
+    assert any(moved)  # or it would be the same way

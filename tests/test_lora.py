@@ -222,38 +222,39 @@ def test_ranks_compute_what_one_does(options):
 @pytest.mark.parametrize(
     "options, most",
     [
-        ({}, 0.06),
-        ({"lora_dropout": 0.1}, 0.06),
+        ({}, 0.02),
+        ({"lora_dropout": 0.1}, 0.02),
         # Other roundings before fp8 codes are made are other codes.
-        ({"matmul_dtype": "e4m3", "base_dtype": "e4m3", "fp8_fast_accumulation": "all"}, 0.2),
+        ({"matmul_dtype": "e4m3", "base_dtype": "e4m3", "fp8_fast_accumulation": "all"}, 0.1),
     ],
     ids=["bf16", "dropout", "fp8"],
 )
 def test_adapters_within_products(options, most, monkeypatch):
-    """As beside them, but for BF16's roundings: without the adapters' part it is 20 to 40 %."""
+    """As beside them, but for BF16's roundings: without the adapters' part it is 80 %.
+
+    PiSSA's adapters have a part in the first step, before updates make roundings larger.
+    """
 
     def gradients():
-        more = {"lora_rank": 4, "learning_rate": 1e-2, "model_dtype": "bf16"} | options
+        more = {"lora_rank": 4, "lora_init": "pissa", "model_dtype": "bf16"} | options
         entries = Counter()
-        with trainer_for(exported("qwen3"), **more) as trainer:
+        with trainer_for(exported("qwen2"), **more) as trainer:
             launch = trainer.dev.launch
 
             def counted(kernel, *args, **kwargs):
                 entries[kernel.entry] += 1
                 launch(kernel, *args, **kwargs)
 
-            for batch in batches()[:3]:
-                trainer.step([batch])
             with trainer.dev.instead(launch=counted):
-                trainer.step([batches()[3]])
+                trainer.step(batches()[:1])
             return trainer.gradients(), entries["matmul_adapted"]
 
     want, none = gradients()
     for name, value in {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1}.items():
         monkeypatch.setattr(matmul_adapted, name, value)
     found, count = gradients()
-    layers, directions = 2, 1 if "lora_dropout" in options else 2
-    assert (none, count) == (0, 4 * directions * layers)
+    # In front of the first adapters nothing is trained: qkv's input there has no gradient.
+    assert (none, count) == (0, 4 * 2 if "lora_dropout" in options else 4 * 2 * 2 - 1)
     for name, value in want.items():
         value, other = value.astype(np.float64), found[name].astype(np.float64)
         assert np.linalg.norm(other - value) < most * np.linalg.norm(value), name

@@ -33,7 +33,8 @@ A2A = {"all_to_all_reduce": True}
 COPIES = GATHER | A2A | {"memcpy_send_recv": True}
 MIRRORS = {"mirror_weights": True}
 HEAD = {"head_dtype": "e4m3"}
-ADAPTERS = {"lora_rank": 3, "lora_dropout": 0.2, "train": ("norms",)}
+# o has none, so that one half adds to the stream itself.
+ADAPTERS = {"lora_rank": 3, "lora_dropout": 0.2, "lora_targets": "q,v,up,down", "train": ("norms",)}
 NF4, E4M3 = {"base_dtype": "nf4"}, {"base_dtype": "e4m3"}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies

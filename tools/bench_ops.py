@@ -51,6 +51,7 @@ PRODUCTS = (
     "attention",
     "matmul",
     "matmul_adapted",
+    "matmul_exp",
     "matmul_fp8",
     "matmul_int8",
     "matmul_swiglu",

@@ -40,10 +40,14 @@ SHAPES = {  # M, N, K
     "7B up": (16384, 37888, 3584),
     "7B down, input gradient": (16384, 18944, 3584),
 }
-# M, N, K, R, transposed: of two adapters of rank 16 forward, and of one.
+# M, N, K, R, transposed: of one to three adapters of rank 16.
 TAIL_SHAPES = {
     "7B up": (4096, 37888, 3584, 32, False),
     "7B down, input gradient": (4096, 18944, 3584, 16, True),
+    "7B qkv": (4096, 4608, 3584, 48, False),
+    "7B o": (4096, 3584, 3584, 16, False),
+    "7B qkv, input gradient": (4096, 3584, 4608, 48, True),
+    "7B down": (4096, 3584, 18944, 16, False),
 }
 SCALE = 1e-2  # of both operands' codes
 BATCH = 50  # launches between two looks at the clock

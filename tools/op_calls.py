@@ -42,12 +42,14 @@ from llmq.ops import (
     cross_entropy,
     dropout,
     embedding,
+    exp_rows,
     fill,
     fp8_scale,
     gelu,
     global_norm,
     matmul,
     matmul_adapted,
+    matmul_exp,
     matmul_int8,
     matmul_swiglu,
     matmul_swiglu_backward,
@@ -344,6 +346,30 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     return [Call("bf16", function, halves), Call("fp8", function, codes)]
 
 
+def _exponentials(rows: int, columns: int, K: int, vocab: int) -> dict[str, Any]:
+    """What both operations of a row of logits take."""
+    args = {"e": bf16(rows, columns), "sums": f32(matmul_exp.num_tiles(columns), rows, value=1.0)}
+    args |= {name: f32(rows, value=1.0) for name in ("shift", "target_logits")}
+    return args | {"targets": np.arange(rows, dtype=np.int32) % vocab, "vocab_size": vocab}
+
+
+def exp_rows_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
+    x, weight, vectors = bf16(rows, K), bf16(columns, K), f32(rows, value=1.0)
+    args = _exponentials(rows, columns, K, vocab) | {"x": x, "weight": weight, "z_loss": 0.0}
+    args |= dict.fromkeys(("losses", "lse", "factors"), vectors)
+    of_shift = {name: args[name] for name in ("shift", "x", "weight", "targets")}
+    return [
+        Call("shift", exp_rows.shift, of_shift),
+        Call("finish", exp_rows.finish, args | {"scale_x": True}),
+        Call("scale", exp_rows.scale, {"d": x, "factors": vectors}),
+    ]
+
+
+def matmul_exp_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
+    args = _exponentials(M, N, K, vocab) | {"a": bf16(M, K), "b": bf16(N, K)}
+    return [Call("bf16", matmul_exp.forward, args)]
+
+
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
@@ -606,6 +632,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "cross_entropy": cross_entropy_calls,
     "dropout": dropout_calls,
     "embedding": embedding_calls,
+    "exp_rows": exp_rows_calls,
     "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,
     "gelu": gelu_calls,
@@ -613,6 +640,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
+    "matmul_exp": matmul_exp_calls,
     "matmul_int8": matmul_int8_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,

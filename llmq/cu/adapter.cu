@@ -6,13 +6,13 @@
 //
 // Data     whole: (rows, columns), b: (rows of all spans, rank), T (f32, bf16). Spans ascend, those
 //          that are not used are empty.
-// Launch   256 threads, one for each element that is written.
+// Launch   256 threads, one for each element of b, or for eight of whole, as they are written.
 // Cost     what is written, once; the other one is read where it has a counterpart.
-// Needs    columns >= rank * spans.
+// Needs    columns >= rank * spans, a multiple of 8; fewer than 2^35 elements of whole.
 // Same name  llmq/ops/adapter.py  llmq/ref/adapter.py  tests/ops/test_adapter.py
 #include "common.cuh"
 
-constexpr int MAX_SPANS = 3;
+constexpr int MAX_SPANS = 3, OCTET = 8;  // OCTET: columns of a thread
 
 struct Spans {
     i64 start[MAX_SPANS], stop[MAX_SPANS];
@@ -22,21 +22,32 @@ extern "C" __global__ void __launch_bounds__(256)
 adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale, i32 rank, i32 columns,
                i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2) {
     const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
-    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= rows * columns) { return; }
-    const i64 row = i / columns;
-    const int column = (int)(i % columns);
-    float value = 0.0f;
-    i64 before = 0;  // rows of earlier spans
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x, octets = columns / OCTET;
+    const i64 row = i / octets;
+    if (row >= rows) { return; }
+    const T* from = nullptr;  // the row's elements of b, which stand in columns from `begin` on
+    int begin = 0;
+    i64 before = 0;           // rows of earlier spans
 #pragma unroll
     for (int k = 0; k < MAX_SPANS; ++k) {
-        const int c = column - k * rank;
-        if (row >= spans.start[k] && row < spans.stop[k] && c >= 0 && c < rank) {
-            value = scale * to_f32(b[(before + row - spans.start[k]) * rank + c]);
+        if (row >= spans.start[k] && row < spans.stop[k]) {
+            from = b + (before + row - spans.start[k]) * rank;
+            begin = k * rank;
         }
         before += spans.stop[k] - spans.start[k];
     }
-    whole[i] = from_f32<T>(value);
+    Pack<T, OCTET> out;
+#pragma unroll
+    for (int j = 0; j < OCTET; ++j) {
+        const int c = (int)(i % octets) * OCTET + j - begin;
+        const bool inside = from != nullptr && c >= 0 && c < rank;
+        out.set(j, from_f32<T>(inside ? scale * to_f32(from[c]) : 0.0f));
+    }
+    T* const to = whole + (i64)i * OCTET;
+#pragma unroll
+    for (int k = 0; k < OCTET / Vec<T>::N; ++k) {
+        store_vec(to + k * Vec<T>::N, out.part[k]);  // a product reads it at once
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,6 +1,6 @@
 // matmul_adapted.cu -- a matrix product for Hopper, with the adapters' product in it.
 //
-//   out = scale_a * scale_b * (a @ b^T) + h @ tail^T
+//   out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend
 //
 // h and tail are the last tiles of the sum over K, so that out is written once and rounded once.
 // Fp8 products are added as the tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
@@ -11,10 +11,13 @@
 //
 // Data     out: bf16 (M, N), a: A (M, K), b: B (N, K), of bf16 with TRANSPOSED (K, N). h: bf16
 //          (M, R), tail: bf16 (N, R), with TRANSPOSED (R, N). scale_a, scale_b: F32 (1), of fp8
-//          codes. RANK: R rounded up to 16; 0: there are no h and tail.
+//          codes. RANK: R rounded up to 16; 0: there are no h and tail. bias: bf16 (N), with BIAS.
+//          addend: as out, other memory, with ADDEND.
 // Launch   an even number of blocks of THREADS threads, not more than there are multiprocessors;
 //          SHARED bytes of dynamic shared memory (ops/matmul_adapted.py).
-// Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and 192 of b for each of its tiles.
+// Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and 192 of b for each of its tiles. What
+//          is added comes through the chunk that the result leaves from, a part at a time: the other
+//          warpgroup multiplies meanwhile.
 // Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
 // Same name  llmq/ops/matmul_adapted.py  llmq/ref/matmul_adapted.py
 //            tests/ops/test_matmul_adapted.py
@@ -28,33 +31,61 @@ constexpr bool HALVES = sizeof(A) == 2;  // BF16 operands
 constexpr int STEP_K = LINE / sizeof(A);
 constexpr int TAILS = (RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
 
-// A warp's 16 rows of both halves of a tile, 64 columns at a time through its chunk.
+// A warp's 16 rows of both halves of a tile, 64 columns at a time through its chunk. arrived: the
+// warp's barrier, whose phase is even before and after.
 __device__ __forceinline__ void store(const TensorMap* out, const float (&d)[2][96], const Tile& tile,
-                                      SharedAddress chunk) {
+                                      SharedAddress chunk, const bf16* bias, const TensorMap* addend,
+                                      SharedAddress arrived, int N) {
     const u32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const u32 line = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
+    const int left = N - tile.column;
+    const volatile u32* mine = reinterpret_cast<const u32*>(bias) + tile.column / 2 + lane % 4;
 #pragma unroll
     for (int c = 0; c < 2 * BOXES; ++c) {
         const int half = c / BOXES, box = c % BOXES;
-        if (lane == 0) { stores_have_read(); }
+        u32 more[BOX / 8];  // bias of two of every 8 columns
+        if constexpr (BIAS) {
+#pragma unroll
+            for (int i = 0; i < BOX / 8; ++i) {
+                // Volatile: there are no registers for those of all boxes at once.
+                const int column = BOX * box + 8 * i;
+                more[i] = column < left ? mine[column / 2] : 0;
+            }
+        }
+        const int x = tile.column + BOX * box, y = tile.row + TILE_ROWS / 2 * half + 16 * warp;
+        if (lane == 0) {
+            stores_have_read();
+            if constexpr (ADDEND) {
+                barrier_expect(arrived, CHUNK_BYTES);
+                load_box(chunk, addend, x, y, arrived);
+            }
+        }
         __syncwarp();
+        if constexpr (ADDEND) { barrier_wait(arrived, c & 1); }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+            const SharedAddress word = chunk + line * LINE + ((2 * j + octet ^ line & 7) << 4);
             u32 pairs[4];
+            if constexpr (ADDEND) { ldmatrix_x4(pairs, word); }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float* x = d[half] + 32 * box + 8 * j + 2 * i;
-                const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
-                pairs[i] = *reinterpret_cast<const u32*>(&pair);
+                const float* sum = d[half] + 32 * box + 8 * j + 2 * i;
+                float low = sum[0], high = sum[1];
+                if constexpr (BIAS) {
+                    low += __uint_as_float(more[2 * j + i / 2] << 16);
+                    high += __uint_as_float(more[2 * j + i / 2] & 0xffff0000u);
+                }
+                if constexpr (ADDEND) {
+                    low += lower_half(pairs[i]);
+                    high += upper_half(pairs[i]);
+                }
+                pairs[i] = to_pair(low, high);
             }
-            stmatrix_x4(chunk + line * LINE + ((2 * j + octet ^ line & 7) << 4), pairs[0], pairs[1],
-                        pairs[2], pairs[3]);
+            stmatrix_x4(word, pairs[0], pairs[1], pairs[2], pairs[3]);
         }
         stores_begin();
         __syncwarp();
-        if (lane == 0) {
-            store_box(out, tile.column + BOX * box, tile.row + TILE_ROWS / 2 * half + 16 * warp, chunk);
-        }
+        if (lane == 0) { store_box(out, x, y, chunk); }
     }
 }
 
@@ -62,11 +93,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
 matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap a,
                const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
                const __grid_constant__ TensorMap tail, const float* scale_a, const float* scale_b,
-               int M, int N, int K) {
+               const bf16* bias, const __grid_constant__ TensorMap addend, int M, int N, int K) {
     extern __shared__ unsigned char shared[];
     const SharedAddress stages = (shared_address(shared) + 1023) & ~(SharedAddress)1023;
     const SharedAddress chunks = stages + STAGES * STAGE_BYTES, full = chunks + WARPS * CHUNK_BYTES;
     const SharedAddress empty = full + 8 * STAGES, turn = empty + 8 * STAGES;
+    const SharedAddress arrived = turn + 8 * CONSUMERS;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -74,6 +106,7 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
             barrier_init(empty + 8 * i, 2);  // one consumer of each block
         }
         for (int i = 0; i < CONSUMERS; ++i) { barrier_init(turn + 8 * i, 128); }
+        for (int i = 0; i < WARPS; ++i) { barrier_init(arrived + 8 * i, 1); }
         barriers_ready();
     }
     cluster_arrive();
@@ -144,7 +177,7 @@ matmul_adapted(const __grid_constant__ TensorMap out, const __grid_constant__ Te
                 wgmma_wait<0>();
                 if (thread < 2) { barrier_arrive_at(empty + 8 * ring.stage, thread); }
             }
-            store(&out, d, tile, chunk);
+            store(&out, d, tile, chunk, bias, &addend, arrived + 8 * (me * 4 + thread / 32), N);
         }
         if (thread % 32 == 0) { stores_are_done(); }
     }

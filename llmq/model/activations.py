@@ -80,14 +80,16 @@ class Stream(NamedTuple):
 
     before, after: the residual stream in front of the layer and behind it. between: that between
     the halves of all layers whose whole block is recomputed, where it only has to survive until
-    the next layer begins. branch: what halves put out, of all layers, and branch_before, what the
-    layer in front has put out; None where halves add to the stream themselves.
+    the next layer begins. att_branch, mlp_branch: what halves put out, of all layers, and
+    branch_before, what the layer in front has put out; None where halves add to the stream
+    themselves.
     """
 
     before: Tensor
     after: Tensor
     between: Tensor | None
-    branch: Tensor | None
+    att_branch: Tensor | None
+    mlp_branch: Tensor | None
     branch_before: Tensor | None
 
 
@@ -130,8 +132,8 @@ def _site_stats(
     return stats, norm.alloc_stats(dev, config, f"{name}.post", rows) if post else None
 
 
-def _needed_inputs(config: ModelConfig, options: TrainConfig) -> set[str]:
-    """The matrices whose gradients, or those of their adapters, need their inputs."""
+def needed_inputs(config: ModelConfig, options: TrainConfig) -> set[str]:
+    """The matrices, by key, whose gradients, or those of their adapters, need their inputs."""
     adapters = adapters_of(options)
     if adapters is None:
         return {"qkv", "o", "up", "down"}
@@ -170,7 +172,7 @@ class Layer:
         self._dev, self.index, self.recompute, self.residual = dev, index, recompute, stream.before
         self._is_fp8 = options.matmul_dtype == "e4m3"
         self._keeps_codes = self._is_fp8 and not options.lora_rank  # adapters multiply tensors
-        needed = _needed_inputs(config, options)
+        needed = needed_inputs(config, options)
         (rows, C), B, T = self.residual.shape, options.batch_size, options.seq_len
         Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
         F, r, alloc, activation = config.intermediate_size, recompute, self._alloc, self._activation
@@ -181,13 +183,13 @@ class Layer:
         # A norm behind a half needs its output in backward. Without one in front of it, its input
         # is the stream.
         pre, post = config.arch.pre_norm, config.arch.post_norm
-        att_branch = alloc("att_branch", rows, C) if post and not r.block else stream.branch
-        self.mlp_branch = alloc("mlp_branch", rows, C) if post else stream.branch
-        if stream.branch is None:
+        att_branch = alloc("att_branch", rows, C) if post and not r.block else stream.att_branch
+        self.mlp_branch = alloc("mlp_branch", rows, C) if post else stream.mlp_branch
+        self.att_out, self.mlp_out = HalfOut(att_branch), HalfOut(self.mlp_branch)
+        if att_branch is None:
             self.att_out = HalfOut(self.residual_att, addend=self.residual)
+        if self.mlp_branch is None:
             self.mlp_out = HalfOut(stream.after, addend=self.residual_att)
-        else:
-            self.att_out, self.mlp_out = HalfOut(att_branch), HalfOut(self.mlp_branch)
         # A product that is computed again in fp8 needs its input's codes as they lie, so that its
         # input is made again too.
         kept = pre and not (r.norm or (r.qkv if self._is_fp8 else r.att)) and "qkv" in needed

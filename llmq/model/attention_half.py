@@ -172,17 +172,23 @@ class AttentionHalf:
         g: BlockGrads,
         again: AttentionAgain,
         d_out: Tensor,
-        d_x: Tensor,
+        d_x: Tensor | None,
+        *,
+        heads: bool,
     ) -> None:
-        """d_x (rows, C) and the weights' gradients, from d_out (rows, C)."""
+        """d_x (rows, C), if it is wanted, and the weights' gradients, from d_out (rows, C).
+
+        heads: whether the gradient of queries, keys and values is wanted, for d_x or else.
+        """
         dev, (qkv, qk_raw, att) = self.dev, again.tensors
+        if not heads:
+            self._backward_o(layer, w, g, again, d_out, None)
+            return
         with ExitStack() as temps:
             d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
-                d_o = self.operands.half_gradient(inner, layer.slot("d_att"), d_out)
-                self.linear.input_gradient(layer.index, "o", d_att, d_o, w, g)
-                self.linear.weight_gradients(layer.index, "o", g, g.o_bias, d_o, again.o_input)
+                self._backward_o(layer, w, g, again, d_out, d_att)
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
                     self._by_head(qkv), self.Hq, self.Hkv, self.chunks, self.sights[layer.index],
@@ -191,6 +197,20 @@ class AttentionHalf:
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w, g)
             self.linear.weight_gradients(layer.index, "qkv", g, d_bias, d_product, again.x)
+
+    def _backward_o(
+        self,
+        layer: Layer,
+        w: BlockWeights,
+        g: BlockGrads,
+        again: AttentionAgain,
+        d_out: Tensor,
+        d_att: Tensor | None,
+    ) -> None:
+        with ExitStack() as temps:
+            d_o = self.operands.half_gradient(temps, layer.slot("d_att"), d_out)
+            self.linear.input_gradient(layer.index, "o", d_att, d_o, w, g)
+            self.linear.weight_gradients(layer.index, "o", g, g.o_bias, d_o, again.o_input)
 
     def _backward_positions(
         self,

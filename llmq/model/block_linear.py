@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from llmq.base.dtypes import DType
+from llmq.base.dtypes import E4M3, DType
 from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model.linear import Linear
+from llmq.model.linear import Linear, multiplied
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
@@ -71,6 +71,7 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
+        self._multiplied_dtype = E4M3 if options.matmul_dtype == "e4m3" else dtype
         # Of codes, two kernels are faster in backward.
         coded = options.mlp_dtype != options.model_dtype
         self._activating = (("up",) if coded else ("up", "down")) if config.gated else ()
@@ -93,13 +94,17 @@ class BlockLinear:
         # Of one matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * max(widths),), dtype, "Activations")
 
-    @property
-    def adds(self) -> bool:
-        """Whether forward takes an addend.
+    def adds(self, key: str, out: Tensor) -> bool:
+        """Whether forward takes an addend for an `out` like this one.
 
-        Not with adapters, whose output would be rounded as finely as the addend, not as W's.
+        Not beside adapters that are a product of their own, whose result would be rounded as finely
+        as the addend, not as W's.
         """
-        return self.linear.adds and not self._parts
+        parts = self._parts.get((0, key))
+        if parts is None:
+            return self.linear.adds
+        features = parts.matrix.shape[1]
+        return self.linear.joins(out, self._multiplied_dtype, features, parts.hidden)
 
     def activates(self, layer: int, key: str, x: Operand, w: BlockWeights) -> bool:
         """Whether the activation is part of the product of x beside it.
@@ -127,42 +132,54 @@ class BlockLinear:
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        addend: like out, other memory, or None, as it is where there are adapters. Beside these no
-        product writes codes.
+        addend: like out, other memory, or None, as it is unless `adds`. Beside adapters no product
+        writes codes.
         """
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         # Also of a tensor: what is computed again gets the bits of the first time.
         fused = key == "up" and self.activates(layer, key, x, w)
+        more = {} if addend is None else {"addend": addend}
         if parts is None and fused:
             self.linear.fused(out, x, weight)
             return
         if parts is None:
-            more = {} if addend is None else {"addend": addend}
             self.linear.forward(out, x, weight, bias, **more)
             return
-        joins = fused or (bias is None and self.linear.joins(out, x, weight, parts.hidden))
+        joins = fused or self._joins(out, x, parts.hidden)
         if not joins:
-            self.linear.forward(out, x, weight, bias)
+            self.linear.forward(out, x, weight, bias, **more)
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
         with self._expanded(parts, getattr(w, f"{key}_b")) as b:
             if joins:
-                self.linear.fused(out, x, weight, parts.hidden, b)
+                self.linear.fused(out, x, weight, parts.hidden, b, bias=bias, **more)
             else:
                 matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
+
+    def _joins(self, out: Tensor, x: Operand, h: Tensor, *, backward: bool = False) -> bool:
+        """Whether one product computes out with the adapters' part."""
+        left = multiplied(x)
+        return self.linear.joins(out, left.dtype, left.shape[1], h, backward=backward)
 
     def input_gradient(
         self,
         layer: int,
         key: str,
-        d_x: Tensor | ProductCodes | ActivatedGradient,
+        d_x: Tensor | ProductCodes | ActivatedGradient | None,
         d_out: Operand,
         w: BlockWeights,
         g: BlockGrads,
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B."""
+        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B.
+
+        d_x: None where nobody wants it.
+        """
         weight, parts = getattr(w, key), self._parts.get((layer, key))
+        if d_x is None:
+            if parts is not None:
+                self._output_gradients(key, parts, d_out, w, g)
+            return
         # Also of a tensor: whether the activation is made again changes no bit.
         fused = key == "down" and self.activates(layer, key, d_out, w)
         if parts is None and fused:
@@ -173,12 +190,11 @@ class BlockLinear:
             return
         d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
         joins = fused or (
-            not self._probability and self.linear.joins(d_x, d_out, weight, d_hidden, backward=True)
+            not self._probability and self._joins(d_x, d_out, d_hidden, backward=True)
         )
         if not joins:
             self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
-        b, d_b = getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
-        self._gradients_of_output(parts, d_hidden, d_b, _tensor(d_out), b)
+        self._output_gradients(key, parts, d_out, w, g)
         if joins:
             self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
             return
@@ -215,10 +231,12 @@ class BlockLinear:
         with self._dropped(parts, _tensor(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
 
-    def _gradients_of_output(
-        self, parts: _Parts, d_hidden: Tensor, d_b: Accumulator | None, d_out: Tensor, b: Tensor
+    def _output_gradients(
+        self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
         """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
+        d_out, b, d_b = _tensor(d_out), getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
+        d_hidden = self._d_hidden_of(parts)
         dev, spans, scale = self.dev, parts.matrix.spans, self._scale
         at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
         if at_once and d_b is not None:

@@ -17,11 +17,13 @@ import numpy as np
 from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
+from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
-from llmq.model.activations import Activation, slot
+from llmq.model.activations import Activation, needed_inputs, slot
 from llmq.model.operands import (
     GRADIENTS,
     HEAD,
+    MATRICES,
     NAMES,
     RESULTS,
     Operands,
@@ -36,7 +38,7 @@ MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 
 
 def make_operands(
-    dev: Device, options: TrainConfig, num_layers: int, shape: tuple[int, int]
+    dev: Device, config: ModelConfig, options: TrainConfig, shape: tuple[int, int]
 ) -> Operands:
     """Of a model whose activations have this shape, (rows, C), at the ends of its blocks."""
     dtype = parse_dtype(options.model_dtype)
@@ -46,18 +48,20 @@ def make_operands(
     formats = {name: gradient if name in GRADIENTS else E4M3 for name in NAMES}
     if options.mlp_dtype == "e4m3":
         formats |= dict(zip(RESULTS, (E4M3, gradient), strict=True))
-    limits = {
-        slot(layer, name): MAX[formats[name]] for layer in range(num_layers) for name in formats
-    }
+    layers = range(config.num_layers)
+    limits = {slot(layer, name): MAX[formats[name]] for layer in layers for name in formats}
     products = [name for name in limits if name.rpartition(".")[2] in RESULTS]
     if options.head_dtype == "e4m3":
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
-    keeps = options.lora_rank > 0
+    adapted = None
+    if options.lora_rank:
+        needed = needed_inputs(config, options)
+        adapted = frozenset(name for name in NAMES if MATRICES[name] in needed)
     if options.fp8_recipe == "delayed":
         scales = DelayedScales(dev, limits, products)
-        return Delayed(dev, shape, dtype, formats, scales, keeps_tensors=keeps)
-    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), keeps_tensors=keeps)
+        return Delayed(dev, shape, dtype, formats, scales, adapted=adapted)
+    return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), adapted=adapted)
 
 
 class JustInTime(Operands):
@@ -71,15 +75,19 @@ class JustInTime(Operands):
         formats: Mapping[str, DType],
         scales: Scales,
         *,
-        keeps_tensors: bool = False,
+        adapted: frozenset[str] | None = None,
     ):
         """formats: of codes, by name of a layer's tensor. scales: with a slot for each tensor.
 
-        keeps_tensors: adapters multiply the tensors of blocks too, and nothing but these makes
-        gradients of weights there: no codes are transposed.
+        adapted: the blocks' tensors, by name, that adapters multiply as they are; None where there
+        are none, and gradients of matrices need transposed codes.
         """
         super().__init__(dev, shape, dtype)
-        self.formats, self.scales, self.keeps_tensors = formats, scales, keeps_tensors
+        self.formats, self.scales, self.adapted = formats, scales, adapted
+
+    def _keeps(self, slot: str) -> bool:
+        """Whether the tensor is wanted beside its codes."""
+        return self.adapted is not None and slot.rpartition(".")[2] in self.adapted
 
     def _codes(
         self,
@@ -93,7 +101,7 @@ class JustInTime(Operands):
         """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
         name = slot.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
-        transposed = transposed and not (self.keeps_tensors and name != HEAD)
+        transposed = transposed and (self.adapted is None or name == HEAD)
         if product:
             q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
         if transposed:
@@ -110,7 +118,7 @@ class JustInTime(Operands):
     # -- inputs ----------------------------------------------------------------------------------
 
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        kept = x.place(self.dev, temps) if self.keeps_tensors else None
+        kept = x.place(self.dev, temps) if self._keeps(x.slot) else None
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
         with ExitStack() as inner:
             source = kept or x.place(self.dev, inner)
@@ -126,7 +134,7 @@ class JustInTime(Operands):
     def input_again(
         self, temps: ExitStack, x: Activation, write: Write, *, product: bool
     ) -> Operand:
-        kept = x.place(self.dev, temps) if self.keeps_tensors else None
+        kept = x.place(self.dev, temps) if self._keeps(x.slot) else None
         q, q_t = self._codes(temps, x.slot, x.shape, product=product)
         codes = self.scales.fp8_out_again(x.slot, q, q_t) if q or q_t else None
         write(Target(kept, None, codes))
@@ -169,14 +177,14 @@ class Delayed(JustInTime):
         formats: Mapping[str, DType],
         scales: DelayedScales,
         *,
-        keeps_tensors: bool = False,
+        adapted: frozenset[str] | None = None,
     ):
-        super().__init__(dev, shape, dtype, formats, scales, keeps_tensors=keeps_tensors)
+        super().__init__(dev, shape, dtype, formats, scales, adapted=adapted)
 
         def alloc(layout: str, lies: tuple[int, int]) -> Tensor:
             return dev.alloc(f"d_residual.{layout}", lies, formats["d_mlp"], "Activations")
 
-        q_t = None if keeps_tensors else alloc("q_t", shape[::-1])
+        q_t = alloc("q_t", shape[::-1]) if adapted is None else None
         self._half_gradient = (alloc("q", shape), q_t)
         self._coded = RESULTS[0] in formats  # whether products write codes
 
@@ -188,7 +196,7 @@ class Delayed(JustInTime):
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         if not self.scales.ready:
             return super().input(temps, x, write)
-        kept = x.place(self.dev, temps) if self.keeps_tensors else None
+        kept = x.place(self.dev, temps) if self._keeps(x.slot) else None
         q, _ = self._codes(temps, x.slot, x.shape, transposed=False)
         write(self._direct(x.slot, kept, q, x.codes))
         return self._fp8(x.slot, kept, q, x.codes)
@@ -239,12 +247,12 @@ class Delayed(JustInTime):
         bias: bool,
     ) -> Operand:
         # RoPE backward writes the tensor or its codes.
-        again = self.keeps_tensors and slot.endswith("d_qkv")
+        keeps = self._keeps(slot)
         known = self.scales.ready or (self._coded and slot.endswith("d_mlp_up"))
-        if again or not known:
+        if (keeps and slot.endswith("d_qkv")) or not known:
             return super().gradient(temps, slot, write, shape=shape, out=out, bias=bias)
         q, q_t = self._codes(temps, slot, shape)
-        source = out if bias or self.keeps_tensors else None
+        source = out if bias or keeps else None
         write(self._direct(slot, source, q, q_t))
         return self._fp8(slot, source, q, q_t)
 

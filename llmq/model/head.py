@@ -3,6 +3,9 @@
 In fp8 cross-entropy writes the gradient of the logits as E5M2 codes, whatever format the blocks'
 gradients have: most probabilities of a large vocabulary are below what E4M3 can tell from 0 beside
 the target's -1. Its elements are bounded, so the scale is a constant.
+
+Where `matmul_exp` serves, on Hopper, the product of logits leaves their exponentials, which are the
+gradient but for a factor of each row; the products that use it have their rows multiplied instead.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +26,7 @@ from llmq.model.linear import FAST, Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
-from llmq.ops import cross_entropy, quantize
+from llmq.ops import cross_entropy, exp_rows, matmul_exp, quantize
 from llmq.runtime.device import Device
 
 LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
@@ -31,6 +35,16 @@ LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
 def gradient_scale(z_loss: float) -> float:
     """Of E5M2 codes of d_logits, which are at most 1 + z_loss * lse: a power of two."""
     return 2.0 ** math.ceil(math.log2((1 + z_loss * LARGEST_LSE) / E5M2_MAX))
+
+
+class _Gradient(NamedTuple):
+    """Of logits (rows, Vp): the rows of `values`, each times its factor, F32 (rows,); None: 1.
+
+    Then the input's rows are multiplied by the factors, too, for the weight's gradient.
+    """
+
+    values: Operand
+    factors: Tensor | None = None
 
 
 class Head:
@@ -130,14 +144,23 @@ class Head:
         branch: as in forward. to: the branch's gradient, in d_residual or, with post_norm, d_norm,
         which is scratch before. The loss is the sum over tokens; nothing is divided here.
         """
-        d_logits_of = self._d_logits_fp8 if self.fp8 else self._d_logits
-        d_weight = g.lm_head
+        d_weight, trained = g.lm_head, g.lm_head is not None
         for start, stop in self._chunks():
             with ExitStack() as temps:
-                x = self._input(temps, start, stop, transposed=True)
+                x = self._input(temps, start, stop, transposed=trained)
                 part = targets.rows(start, stop)
-                d_logits = temps.enter_context(d_logits_of(start, stop, x, w.lm_head, part))
-                self.linear.input_gradient(d_norm.rows(start, stop), d_logits, w.lm_head)
+                if self.fp8:
+                    way = self._d_logits_fp8
+                elif matmul_exp.serves(self.dev, x, w.lm_head.shape[0]):
+                    way = self._exponentials
+                else:
+                    way = self._d_logits
+                gradient = way(start, stop, x, w.lm_head, part, trained=trained)
+                d_logits, factors = temps.enter_context(gradient)
+                d_x = d_norm.rows(start, stop)
+                self.linear.input_gradient(d_x, d_logits, w.lm_head)
+                if factors is not None:
+                    exp_rows.scale(self.dev, d_x, factors)
                 self.linear.weight_gradients(d_weight, None, d_logits, x)
             if d_weight is not None:
                 d_weight = d_weight._replace(accumulate=True)
@@ -151,24 +174,77 @@ class Head:
 
     @contextmanager
     def _d_logits(
-        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
-    ) -> Iterator[Operand]:
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        targets: Tensor,
+        *,
+        trained: bool,
+    ) -> Iterator[_Gradient]:
         with self._logits(start, stop, x, lm_head) as logits:
             self._cross_entropy(start, stop, logits, targets)
-            yield logits
+            yield _Gradient(logits)
+
+    @contextmanager
+    def _exponentials(
+        self,
+        start: int,
+        stop: int,
+        x: Tensor,
+        lm_head: Tensor,
+        targets: Tensor,
+        *,
+        trained: bool,
+    ) -> Iterator[_Gradient]:
+        """trained: the matrix, for whose gradient x is multiplied by the factors in place: nobody
+        reads it after the head."""
+        dev, (rows, vocab) = self.dev, (stop - start, lm_head.shape[0])
+        losses, lse = self.losses.rows(start, stop), self.lse.rows(start, stop)
+        size = self.config.vocab_size
+        with ExitStack() as temps:
+            e = temps.enter_context(dev.scratch("logits", (rows, vocab), self.dtype))
+            factors = temps.enter_context(dev.scratch("logits.factors", (rows,), F32))
+            with ExitStack() as inner:
+                shape = (matmul_exp.num_tiles(vocab), rows)
+                sums = inner.enter_context(dev.scratch("logits.sums", shape, F32))
+                shift = inner.enter_context(dev.scratch("logits.shift", (rows,), F32))
+                picked = inner.enter_context(dev.scratch("logits.targets", (rows,), F32))
+                exp_rows.shift(dev, shift, x, lm_head, targets)
+                matmul_exp.forward(dev, e, sums, picked, x, lm_head, shift, targets, size)
+                exp_rows.finish(
+                    dev, e, x, losses, lse, factors, sums, shift, picked, lm_head, targets,
+                    size, self.z_loss, scale_x=trained,
+                )  # fmt: skip
+            yield _Gradient(e, factors)
 
     @contextmanager
     def _d_logits_fp8(
-        self, start: int, stop: int, x: Operand, lm_head: Operand, targets: Tensor
-    ) -> Iterator[Operand]:
-        """The transposed codes take the place of the logits, which are twice as large."""
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        targets: Tensor,
+        *,
+        trained: bool,
+    ) -> Iterator[_Gradient]:
+        """The transposed codes take the place of the logits, which are twice as large.
+
+        trained: the matrix, whose gradient alone needs transposed codes.
+        """
         shape, scale = (stop - start, lm_head.codes.shape[0]), self.gradient_scale
         with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
             with self._logits(start, stop, x, lm_head) as logits:
                 self._cross_entropy(start, stop, logits, targets, codes)
+            if not trained:
+                yield _Gradient(Fp8(source=None, codes=codes, transposed=None, scale=scale))
+                return
             with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
                 quantize.transpose(self.dev, transposed, codes)
-                yield Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
+                values = Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
+                yield _Gradient(values)
 
     def _cross_entropy(
         self, start: int, stop: int, logits: Tensor, targets: Tensor, codes: Tensor | None = None

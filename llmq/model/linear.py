@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32
+from llmq.base.dtypes import E4M3, E5M2, F32, DType
 from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
@@ -50,7 +50,7 @@ FAST = {
 }
 
 
-def _multiplied(x: Operand) -> Tensor:
+def multiplied(x: Operand) -> Tensor:
     """What products multiply as it lies."""
     return x.codes if isinstance(x, Fp8) else x
 
@@ -64,18 +64,21 @@ class Linear:
     def __init__(self, dev: Device, fast: Fast = EXACT):
         self.dev, self.fast = dev, fast
 
-    def _may_fuse(self, weight: Operand, backward: bool) -> bool:
+    def _may_fuse(self, is_fp8: bool, backward: bool) -> bool:
         """Of products of our own: of fp8 codes they always sum with fewer bits."""
         fast = self.fast.d_x if backward else self.fast.forward
-        return self.fuses and (fast or not isinstance(weight, Fp8))
+        return self.fuses and (fast or not is_fp8)
 
     def joins(
-        self, out: Tensor, x: Operand, weight: Operand, h: Tensor, *, backward: bool = False
+        self, out: Tensor, dtype: DType, features: int, h: Tensor, *, backward: bool = False
     ) -> bool:
-        """Whether `fused` is the way to compute out with the adapters' part; its arguments."""
-        if not self._may_fuse(weight, backward):
+        """Whether `fused` is the way to compute out with the adapters' part, h as there.
+
+        dtype, features: of x, as products multiply it.
+        """
+        if not self._may_fuse(dtype in (E4M3, E5M2), backward):
             return False
-        return matmul_adapted.is_faster(self.dev, out, _multiplied(x), h)
+        return matmul_adapted.is_faster(self.dev, out, dtype, features, h)
 
     def activates(
         self, x: Operand, weight: Operand, F: int, rank: int, *, backward: bool = False
@@ -84,10 +87,10 @@ class Linear:
 
         backward: the activation's gradient. rank: R, of the adapters' part; 0: there is none.
         """
-        if not self._may_fuse(weight, backward):
+        if not self._may_fuse(isinstance(weight, Fp8), backward):
             return False
         operation = matmul_swiglu_backward if backward else matmul_swiglu
-        return operation.serves(self.dev, _multiplied(x), F, rank)
+        return operation.serves(self.dev, multiplied(x), F, rank)
 
     def fused(
         self,
@@ -97,14 +100,19 @@ class Linear:
         h: Tensor | None = None,
         tail: Tensor | None = None,
         *,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
         backward: bool = False,
     ) -> None:
-        """out = x @ weight^T + h @ tail^T, rounded once; backward: out = x @ weight + h @ tail.
+        """out = x @ weight^T + h @ tail^T + bias + addend, rounded once.
+
+        backward: out = x @ weight + h @ tail.
 
         Args:
             out, x  (rows, out_features), (rows, in_features); backward: the other way round
             h       (rows, R); or None
             tail    (out_features, R), B; backward: (R, in_features), A; or None
+            addend  like out, which is a tensor then; or None
         """
         operands: tuple[Tensor | None, ...] = (x, weight, h, tail)
         if isinstance(weight, Fp8):
@@ -125,7 +133,9 @@ class Linear:
                 abs_max=to.abs_max, fp8=to.fp8, out=act,
             )  # fmt: skip
         else:
-            matmul_adapted.matmul_adapted(self.dev, out, *operands, transposed=backward)
+            matmul_adapted.matmul_adapted(
+                self.dev, out, *operands, bias=bias, addend=addend, transposed=backward
+            )
 
     def forward(
         self,

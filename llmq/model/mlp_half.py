@@ -109,10 +109,10 @@ class MlpHalf:
         g: BlockGrads,
         again: MlpAgain,
         d_out: Tensor,
-        d_x: Tensor,
+        d_x: Tensor | None,
     ) -> None:
-        """d_x (rows, C) and the weights' gradients, from d_out (rows, C); overwrites mlp_up, but
-        for codes."""
+        """d_x (rows, C), if it is wanted, and the weights' gradients, from d_out (rows, C);
+        overwrites mlp_up, but for codes."""
         mlp_up = again.mlp_up
 
         def write(to: Target) -> None:

@@ -48,7 +48,7 @@ class Model:
         shape = (options.batch_size * options.seq_len, config.hidden_size)
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
-        self.operands = make_operands(dev, options, layers, shape)
+        self.operands = make_operands(dev, config, options, shape)
         shared = (self.residuals, self.operands, options, backend, starts, scalars)
         self.blocks = Blocks(dev, config, *shared)
         self.head = Head(dev, config, self.operands, options, self.residuals.final)
@@ -121,7 +121,8 @@ class Model:
             with self.dev.range(f"backward {layer}"):
                 w = BlockWeights(**weights.get(name, transposed=True))
                 g = BlockGrads(**grads.full(name))
-                self.blocks.backward(layer, w, g, self.d_residual, self.d_norm)
+                wanted = layer > 0 or grads.wants("embed")
+                self.blocks.backward(layer, w, g, self.d_residual, self.d_norm, wanted=wanted)
             residuals.was_read(layer)
             weights.release(name)
             grads.notify(name)

@@ -28,6 +28,8 @@ from llmq.runtime.device import Device
 INPUTS = ("ln1", "att", "ln2", "mlp_act")
 GRADIENTS = ("d_mlp", "d_mlp_up", "d_att", "d_qkv")  # d_mlp, d_att: of the output of that half
 NAMES = INPUTS + GRADIENTS
+MATRICES = dict(zip(NAMES, ("qkv", "o", "up", "down", "down", "up", "o", "qkv"), strict=True))
+"""Whose input, or gradient of whose output, each of NAMES is: its key in a block."""
 RESULTS = ("mlp_up", "d_mlp_act")  # of products, which may write them as codes
 HEAD = "norm"  # the LM head's input
 

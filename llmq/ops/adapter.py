@@ -15,7 +15,7 @@ from itertools import chain
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import MAX_SPANS, Spans, expect_spans, padded_columns
+from llmq.ops.common import COLUMN_MULTIPLE, MAX_SPANS, Spans, expect_spans, padded_columns
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -39,7 +39,7 @@ def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scale: float) ->
     Cost:    whole written once; one launch. A few megabytes.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
     """
-    _launch(dev, EXPAND, (whole, b), whole, b, spans, scale)
+    _launch(dev, EXPAND, (whole, b), whole.size // COLUMN_MULTIPLE, whole, b, spans, scale)
 
 
 def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scale: float) -> None:
@@ -50,13 +50,14 @@ def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scale: float) -
     Cost:    b written once, as much read; one launch.
     Raises:  as expand.
     """
-    _launch(dev, COLLECT, (b, whole), whole, b, spans, scale)
+    _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scale)
 
 
 def _launch(
     dev: Device,
     kernel: Kernel,
     tensors: tuple[Tensor, Tensor],
+    threads: int,
     whole: Tensor,
     b: Tensor,
     spans: Spans,
@@ -71,4 +72,4 @@ def _launch(
     expect("adapter", "whole", whole, None, (rows, columns))
     padding = (0,) * (2 * (MAX_SPANS - len(spans)))
     sizes = (float(scale), rank, columns, rows, *chain(*spans), *padding)
-    dev.launch(kernel, ceil_div(tensors[0].size, THREADS), THREADS, (*tensors, *sizes))
+    dev.launch(kernel, ceil_div(threads, THREADS), THREADS, (*tensors, *sizes))

@@ -6,7 +6,7 @@ which takes longer than its arithmetic.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
@@ -16,15 +16,18 @@ from llmq.ops.common import (
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 384
 TILE = (256, 192)  # of a cluster of two blocks
-SHARED = 5 * 40960 + 8 * 2048 + 12 * 8 + 1024  # stages, chunks of out, barriers, alignment
+SHARED = 5 * 40960 + 8 * 2048 + 20 * 8 + 1024  # stages, chunks of out, barriers, alignment
 
-# Fewer would leave cores idle in the last turn. Measured are 4,096 rows of 18,944 columns and more
-# (tools/gemm_gate.py --tail).
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
+# With fewer columns the last turn of the clusters counts. One without a tile costs the more the
+# longer K is, and what is saved, one reading and writing of the result, does not depend on K: the
+# part of the clusters' tiles that is none, times the bytes of a row of a
+# (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md).
+MOST_IDLE = 1280
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
@@ -34,7 +37,7 @@ def _kernel(b_rows: int, tail_rows: int) -> Kernel:
         "matmul_adapted",
         args=f"bf16[16]* out, const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
         f"const bf16[{tail_rows}]*? tail, const f32*? scale_a, const f32*? scale_b, "
-        "i32 M, i32 N, i32 K",
+        "const bf16*? bias, const bf16[16]*? addend, i32 M, i32 N, i32 K",
         capability=CAPABILITY,
     )
 
@@ -45,16 +48,27 @@ MATMUL_ADAPTED_TAIL_TRANSPOSED = _kernel(INSIDE, OUTSIDE)
 MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
 
 
-def is_faster(dev: Device, out: Tensor, a: Tensor, h: Tensor) -> bool:
-    """Whether this is the way to compute out = a @ b + h @ tail on a device.
+def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool:
+    """Whether this is the way to compute out = a @ b + h @ tail on a device. dtype: of a (M, K).
 
     Fp8 codes may be given to it only where their products may sum with fewer bits.
     """
-    if out.dtype != BF16 or h.dtype != BF16 or a.dtype == F32:
+    if out.dtype != BF16 or h.dtype != BF16 or dtype == F32:
         return False
-    (M, N), K, R = out.shape, a.shape[1], h.shape[1]
-    rows = (2 * N, a.dtype.itemsize * K, 2 * R)
-    return M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, rows, R)
+    (M, N), R = out.shape, h.shape[1]
+    rows = (2 * N, dtype.itemsize * K, 2 * R)
+    return (
+        M >= MIN_ROWS
+        and (N >= MIN_COLUMNS or _idle(dev, M, N) * rows[1] <= MOST_IDLE)
+        and runs_own_products(dev, CAPABILITY, rows, R)
+    )
+
+
+def _idle(dev: Device, M: int, N: int) -> float:
+    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
+    tiles, clusters = ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2
+    computed = ceil_div(tiles, clusters) * clusters * TILE[0] * TILE[1]
+    return computed / (M * N) - 1
 
 
 def matmul_adapted(
@@ -67,11 +81,13 @@ def matmul_adapted(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
     transposed: bool = False,
 ) -> None:
-    """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T, summed in F32, rounded once.
+    """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend, rounded once.
 
-    Fp8 codes are added as with fast accumulation (`ops.matmul.matmul_fp8`).
+    Sums are F32. Fp8 codes are added as with fast accumulation (`ops.matmul.matmul_fp8`).
 
     Args (contiguous; rows multiples of 16 bytes):
         out         out  BF16                 (M,N)
@@ -81,38 +97,60 @@ def matmul_adapted(
         tail        in   BF16                 (N,R)   transposed: (R,N); or None
         scale_a     in   F32                  (1,)    of fp8 codes, else None
         scale_b     in   F32                  (1,)
+        bias        in   BF16                 (N,)    or None
+        addend      in   BF16                 (M,N)   or None; other memory than out
         transposed                                    out = a @ b + h @ tail, but for fp8 codes b
 
     Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_adapted"
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    (M, N), K = out.shape, a.shape[1]
+    M, N, K = _sizes(op, out, a, b)
     fp8 = a.dtype != BF16
-    expect(op, "out", out, BF16, (M, N))
     if fp8:
-        for name, tensor in (("a", a), ("b", b)):
-            if tensor.dtype not in (E4M3, E5M2):
-                raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
-        if a.dtype == b.dtype == E5M2:
-            raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
-        expect(op, "scale_a", scale_a, F32, (1,))
-        expect(op, "scale_b", scale_b, F32, (1,))
+        _expect_codes(op, a, b, scale_a, scale_b)
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
-    expect(op, "a", a, None, (M, K))
     expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
+    for name, tensor, shape in (("bias", bias, (N,)), ("addend", addend, (M, N))):
+        if tensor is not None:
+            expect(op, name, tensor, BF16, shape)
     R = expect_adapters(op, h, tail, M, N, transposed=transposed)
     kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
     dev.launch(
         kernels[transposed + (transposed and not fp8)],
         own_product_blocks(dev, M, N, TILE),
         THREADS,
-        (out, a, b, h, tail, scale_a, scale_b, M, N, K),
-        consts={"TRANSPOSED": int(transposed)} | rank_consts(R),
+        (out, a, b, h, tail, scale_a, scale_b, bias, addend, M, N, K),
+        consts={
+            "TRANSPOSED": int(transposed),
+            "BIAS": int(bias is not None),
+            "ADDEND": int(addend is not None),
+        }
+        | rank_consts(R),
         smem=SHARED,
         flops=2 * M * N * (K + R),
     )
+
+
+def _sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
+    """M, N, K, after out and a have been checked."""
+    for name, tensor in (("out", out), ("a", a), ("b", b)):
+        if len(tensor.shape) != 2:
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+    (M, N), K = out.shape, a.shape[1]
+    expect(op, "out", out, BF16, (M, N))
+    expect(op, "a", a, None, (M, K))
+    return M, N, K
+
+
+def _expect_codes(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype not in (E4M3, E5M2):
+            raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
+    if a.dtype == b.dtype == E5M2:
+        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+    expect(op, "scale_a", scale_a, F32, (1,))
+    expect(op, "scale_b", scale_b, F32, (1,))

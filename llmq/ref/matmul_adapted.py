@@ -25,13 +25,16 @@ def matmul_adapted(
     tail: np.ndarray | None,
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
+    bias: np.ndarray | None,
+    addend: np.ndarray | None,
     M: int,
     N: int,
     K: int,
     *,
     transposed: int,
 ) -> None:
-    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T].
+    """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T] [+ bias (N)]
+    [+ addend (M,N)].
 
     transposed: tail is (R,N), and so is b (K,N), but not fp8 codes. Computed in F32 and rounded to
     out once.
@@ -42,4 +45,8 @@ def matmul_adapted(
         right = right.T
     low = None if tail is None else compute(tail if transposed else tail.T)
     for rows, total in adapted_product(a, right, h, low, scale_a, scale_b):
+        if bias is not None:
+            total += compute(bias)
+        if addend is not None:
+            total += compute(addend[rows])
         out[rows] = total

@@ -90,7 +90,7 @@ class CudaKernels:
     def fast_products(self) -> list[str]:
         """Products of fp8 codes so far that sum with fewer bits, as all of ours do."""
         ours = [source for source in self._loaded if source.entry in FUSED]
-        return [str(source) for source in ours if ("A", "bf16") not in source.types]
+        return [str(source) for source in ours if dict(source.types).get("A", "bf16") != "bf16"]
 
 
 def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:

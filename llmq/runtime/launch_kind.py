@@ -11,6 +11,7 @@ from llmq.base.tensor import Tensor
 # are among their arguments, and a word for what they do besides.
 FUSED = {
     "matmul_adapted": (1, "adapted"),
+    "matmul_exp": (3, "exp"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
@@ -41,6 +42,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, FUSED[entry][1]]
         if library == "matmul_fp8":
             words[:4] = ["1", a.dtype.name, "0"]  # as below
+        if entry == "matmul_adapted" and tensors[-1] != "-":
+            words.append("addend")
         return Kind("/".join([library, *words]), (m, n, k))
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]

@@ -320,6 +320,10 @@ class Gradients:
     def _way(self, name: str) -> _Whole | _InPlace | _Streamed:
         return self._resident if name in self._whole else self._streams
 
+    def wants(self, block: str) -> bool:
+        """Whether any of a block's parameters has a gradient."""
+        return any(p.block == block for slab in self.slabs.values() for p in slab.params)
+
     def load(self, block: str) -> None:
         """Give the block a slot, and start bringing what products add to. One block ahead."""
         step = self._now(f"load({block!r})")

@@ -39,6 +39,8 @@ def arrays_of(rng, case, a, b):
         "tail": whole(rng, BF16, *((R, N) if transposed else (N, R))) if R else None,
         "scale_a": np.array([0.5], np.float32) if fp8 else None,
         "scale_b": np.array([4.0], np.float32) if fp8 else None,
+        "bias": None if transposed else whole(rng, BF16, N),
+        "addend": None if transposed else whole(rng, BF16, M, N),
     }
 
 
@@ -69,6 +71,15 @@ def test_gradients_in_e5m2(hopper, rng, dtypes):
 
 
 @gpu_only
+@pytest.mark.parametrize("added", ["bias", "addend"])
+def test_one_is_added(hopper, rng, added):
+    """The stream has an addend and mostly no bias, gradients of others have neither."""
+    for dtype in (BF16, E4M3):
+        arrays = arrays_of(rng, (2064, 3088, 400, 40, False), dtype, dtype)
+        check(hopper, arrays | {added: None}, False)
+
+
+@gpu_only
 def test_without_adapters(hopper, rng):
     """As what is computed again: the up product, and gradients before the activation's."""
     check(hopper, arrays_of(rng, (304, 208, 144, 0, False), E4M3, E4M3), False)
@@ -85,16 +96,20 @@ def test_all_multiprocessors(hopper, rng, dtype, transposed):
 
 
 def test_where_it_is_faster():
-    dev = PlanDevice(GPU_SPEC)
+    dev = PlanDevice(replace(GPU_SPEC, num_sms=132))  # an H100's
 
     def faster(dev=dev, M=4096, N=18944, K=3584, R=32, dtype=BF16, out=BF16):
-        shapes = {"out": ((M, N), out), "a": ((M, K), dtype), "h": ((M, R), BF16)}
-        tensors = (dev.alloc(name, *how, "Activations") for name, how in shapes.items())
-        return is_faster(dev, *tensors)
+        out, h = (dev.alloc("t", (M, n), d, "Activations") for n, d in ((N, out), (R, BF16)))
+        return is_faster(dev, out, dtype, K, h)
 
     assert faster() and faster(dtype=E4M3) and faster(R=128)
-    assert not faster(N=4096) and not faster(M=1024) and not faster(R=136)
+    assert not faster(M=1024) and not faster(R=136)
     assert not faster(R=12) and not faster(K=3592, dtype=E4M3)  # rows of no multiple of 16 bytes
+    # 5 turns of which the last is 0.6 full: what is idle costs less than it saves if K is short.
+    assert faster(N=3584) and faster(N=3584, K=4608) and faster(N=3584, K=4608, dtype=E4M3)
+    assert not faster(N=3584, K=18944) and not faster(N=3584, K=18944, dtype=E4M3)
+    assert faster(N=3584, K=8192, dtype=E4M3) and not faster(N=3584, K=8192)
+    assert not faster(N=512) and faster(N=512, M=16384)  # the first turn is not full
     assert not faster(dtype=F32) and not faster(out=F32)
     for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
         assert not faster(PlanDevice(spec))
@@ -124,6 +139,10 @@ def test_wrong_arguments():
         matmul_adapted(dev, out, a, b, h, h)
     with pytest.raises(ValueError, match=r"h must be .* with R from 1 to 128"):
         matmul_adapted(dev, out, a, b, tensor(BF16, 32, 136), tail)
+    with pytest.raises(ValueError, match=r"bias must have shape \(48,\)"):
+        matmul_adapted(dev, out, a, b, h, tail, bias=tensor(BF16, 32))
+    with pytest.raises(ValueError, match=r"addend must have shape \(32, 48\)"):
+        matmul_adapted(dev, out, a, b, h, tail, addend=tail)
     with pytest.raises(TypeError, match="only fp8 codes have scales"):
         matmul_adapted(dev, out, a, b, h, tail, one, one)
     codes = tensor(E5M2, 32, 64), tensor(E5M2, 48, 64)

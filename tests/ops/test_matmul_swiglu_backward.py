@@ -91,7 +91,7 @@ def check(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **wanted):
     M, F, K, _ = case
     d_out = np.empty((M, F), BF16.numpy)
     product = [given[name] for name in ("a", "b", "h", "tail", "scale_a", "scale_b")]
-    matmul_adapted(d_out, *product, M, F, K, transposed=1)
+    matmul_adapted(d_out, *product, None, None, M, F, K, transposed=1)
 
     def plain(dev, **tensors):
         if in_place:

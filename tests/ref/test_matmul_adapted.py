@@ -27,14 +27,17 @@ def test_equals_torch(rng, case, fp8):
     scales = [np.array([s], np.float32) for s in (0.3, 0.7)] if fp8 else [None, None]
     factor = float(scales[0][0]) * float(scales[1][0]) if fp8 else 1.0
     right = b64 if transposed and not fp8 else b64.T
+    (bias, bias64), (addend, addend64) = made(BF16, N), made(BF16, M, N)
     want = factor * (a64 @ right) + h64 @ (tail64 if transposed else tail64.T)
+    want += bias64 + addend64
     out = np.full((M, N), np.nan, BF16.numpy)
-    matmul_adapted(out, a, b, h, tail, *scales, M, N, K, transposed=int(transposed))
+    added = (bias, addend)
+    matmul_adapted(out, a, b, h, tail, *scales, *added, M, N, K, transposed=int(transposed))
     np.testing.assert_allclose(out.astype(np.float64), want.numpy(), rtol=2**-8, atol=1e-4)
 
 
 def test_without_adapters(rng):
     a, b = (rng.integers(-3, 4, (16, 32)).astype(BF16.numpy) for _ in range(2))
     out = np.empty((16, 16), np.float32)
-    matmul_adapted(out, a, b, None, None, None, None, 16, 16, 32, transposed=0)
+    matmul_adapted(out, a, b, *[None] * 6, 16, 16, 32, transposed=0)
     np.testing.assert_array_equal(out, a.astype(np.float32) @ b.astype(np.float32).T)

@@ -1,0 +1,133 @@
+// matmul_exp.cu -- the product of logits for Hopper, with their exponentials behind it.
+//
+//   l = bf16(a @ b^T)        e = exp(l - shift of the row)        0 in columns >= vocab
+//
+// The product is that of product_sm90.cuh. While two warpgroups multiply a tile, another one takes
+// the exponentials of the one before, in place in shared memory, from where the copy engine stores
+// them: one warp on each scheduler, with 32 rows of all boxes, a thread one row. So a thread has its
+// row's sum to itself, and swizzled lines keep the threads of a warp from meeting in a bank.
+//
+// Data     e: bf16 (M, N). sums: F32 (ceil(N / 192), M), of e over the columns of a tile, before it
+//          is rounded. target_logits: F32 (M), written where a row has a target. a: bf16 (M, K), b:
+//          bf16 (N, K). shift: F32 (M). targets: I32 (M), negative: none.
+// Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
+//          tiles; SHARED bytes of dynamic shared memory (ops/matmul_exp.py).
+// Cost     2 M N K FLOPs. About 5 instructions and one exponential for each element, which hide
+//          behind the product. Of what a product alone would store, sums are 1 % more.
+// Needs    compute capability 9.0; N and K multiples of 8; targets < vocab <= N.
+// Same name  llmq/ops/matmul_exp.py  llmq/ref/matmul_exp.py  tests/ops/test_matmul_exp.py
+// Source   PTX ISA, as matmul_adapted.cu.
+#include "common.cuh"
+#include "product_sm90.cuh"
+
+constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
+constexpr float LOG2E = 1.4426950408889634f;
+using Product = SharedProduct<bf16, bf16, false, 0, false, false, STAGES, WARPS>;
+
+// What a thread of the epilogue does with its row of a tile, box after box.
+struct Exponentials {
+    const TensorMap* e;
+    f32 *sums, *target_logits;
+    const f32* shift;
+    const i32* targets;
+    int M, N, vocab;
+    unsigned char* dynamic;  // shared memory
+    float sum, offset;       // of the row: so far in this tile; -shift in powers of two
+    int target;
+
+    __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
+                                               SharedAddress lines) {
+        const int lane = threadIdx.x % 32, first_row = tile.row + first_line, row = first_row + lane;
+        const int column = tile.column + BOX * b;
+        if (b == 0) {
+            sum = 0.0f;
+            offset = row < M ? -shift[row] * LOG2E : 0.0f;
+            target = row < M ? targets[row] : -1;
+        }
+        if (column < N) {
+            unsigned char* const line = dynamic + (lines - shared_address(dynamic)) + lane * LINE;
+            const u32 place = target - column;
+            if (place < BOX) {
+                const unsigned char* const from = word(line, place / 8) + place % 8 * sizeof(bf16);
+                target_logits[row] = to_f32(*reinterpret_cast<const bf16*>(from));
+            }
+            if (column + BOX <= vocab) {
+                take<false>(line, column);
+            } else {
+                take<true>(line, column);
+            }
+            stores_begin();
+            __syncwarp();
+            if (lane == 0) {
+                store_box(e, column, first_row, lines);
+                stores_have_read();
+            }
+        }
+        if (b == Product::BOXES - 1 && row < M) {
+            sums[(i64)(tile.column / TILE_COLUMNS) * M + row] = sum;
+        }
+    }
+
+private:
+    // Of the thread's line. index: of 16-byte words.
+    static __device__ __forceinline__ unsigned char* word(unsigned char* line, int index) {
+        return line + ((index ^ threadIdx.x & 7) << 4);
+    }
+
+    // IS_LAST: columns may be >= vocab.
+    template <bool IS_LAST> __device__ __forceinline__ void take(unsigned char* line, int column) {
+#pragma unroll 1
+        for (int octet = 0; octet < 8; octet += 2) {
+            uint4* places[2];
+            uint4 x[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {  // both, before one is written
+                places[i] = reinterpret_cast<uint4*>(word(line, octet + i));
+                x[i] = *places[i];
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                *places[i] = exponentials<IS_LAST>(x[i], column + 8 * (octet + i));
+            }
+        }
+    }
+
+    // Of eight logits from this column on.
+    template <bool IS_LAST>
+    __device__ __forceinline__ uint4 exponentials(const uint4& x, int column) {
+        float y[8] = {lower_half(x.x), upper_half(x.x), lower_half(x.y), upper_half(x.y),
+                      lower_half(x.z), upper_half(x.z), lower_half(x.w), upper_half(x.w)};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
+            if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
+        }
+        sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
+        return make_uint4(to_pair(y[0], y[1]), to_pair(y[2], y[3]), to_pair(y[4], y[5]),
+                          to_pair(y[6], y[7]));
+    }
+};
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
+matmul_exp(const __grid_constant__ TensorMap e, f32* sums, f32* target_logits,
+           const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+           const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab) {
+    extern __shared__ unsigned char dynamic[];
+    const Product product(dynamic, K);
+    if (threadIdx.x == 0) { product.init(); }
+    cluster_arrive();
+    cluster_wait();
+    const Work work(M, N, Product::WIDTH, K * (int)sizeof(bf16));
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        if (threadIdx.x == 0) { product.load(work, &a, &b, &a, &b, TILE_COLUMNS / 2); }
+    } else if (warpgroup < 3) {
+        product.multiply_tiles(work, warpgroup - 1, 1.0f);
+    } else {
+        Exponentials exponentials{&e, sums, target_logits, shift, targets, M, N, vocab, dynamic};
+        product.take_boxes(work, __shfl_sync(~0u, threadIdx.x / 32 % WARPS, 0), exponentials);
+        if (threadIdx.x % 32 == 0) { stores_are_done(); }
+    }
+    cluster_arrive();
+    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+}

@@ -1,0 +1,92 @@
+"""The product of logits for Hopper, with their exponentials behind it: one launch.
+
+What the product leaves in registers is rounded as logits are kept, and their exponentials are
+stored in place of them, so that cross-entropy neither reads nor writes a matrix as large as the
+logits (`llmq.ops.exp_rows` says what is left of it).
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Tensor
+from llmq.ops.common import CAPABILITY, own_product_blocks, runs_own_products
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+OP = "matmul_exp.forward"
+THREADS = 512
+TILE = (256, 192)  # of a cluster of two blocks
+STAGES = 4
+# Pairs of tiles, a tile of logits, barriers, alignment.
+SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 6) + 1024
+
+# Fewer rows would leave multiprocessors idle in the last turn, and gain less than launches cost.
+MIN_ROWS, MIN_COLUMNS = 2048, 8192
+
+FORWARD = Kernel(
+    "matmul_exp.cu",
+    "matmul_exp",
+    args="bf16[32]* e, f32* sums, f32* target_logits, const bf16[128]* a, const bf16[96]* b, "
+    "const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab",
+    capability=CAPABILITY,
+)
+
+
+def serves(dev: Device, a: Tensor, N: int) -> bool:
+    """Whether this is the way to compute the loss of logits (M, N) = a (M, K) @ b^T on a device."""
+    if a.dtype != BF16:
+        return False
+    M, K = a.shape
+    return (
+        M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, (2 * N, 2 * K), 0)
+    )
+
+
+def num_tiles(N: int) -> int:
+    """Sums of a row of N columns."""
+    return ceil_div(N, TILE[1])
+
+
+def forward(
+    dev: Device,
+    e: Tensor,
+    sums: Tensor,
+    target_logits: Tensor,
+    a: Tensor,
+    b: Tensor,
+    shift: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+) -> None:
+    """e = exp(X(a @ b^T) - shift), the sums of its rows by tiles of columns, and some logits.
+
+    Args (contiguous; N and K multiples of 8; X is BF16):
+        e              out  X    (M, N)   columns >= vocab_size are 0
+        sums           out  F32  (num_tiles(N), M)   of e before it is rounded
+        target_logits  out  F32  (M,)     the target's logit; nothing is written of masked rows
+        a              in   X    (M, K)
+        b              in   X    (N, K)
+        shift          in   F32  (M,)     e is infinite where a logit is more than 88 above it
+        targets        in   I32  (M,)     ids in [0, vocab_size); negative: masked
+
+    Cost:    2*M*N*K FLOPs; one launch. Needs compute capability 9.0.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    """
+    (M, K), N = a.shape, b.shape[0]
+    expect(OP, "e", e, BF16, (M, N))
+    expect(OP, "sums", sums, F32, (num_tiles(N), M))
+    expect(OP, "a", a, BF16, (M, K))
+    expect(OP, "b", b, BF16, (N, K))
+    for name, tensor in (("target_logits", target_logits), ("shift", shift)):
+        expect(OP, name, tensor, F32, (M,))
+    expect(OP, "targets", targets, I32, (M,))
+    if not 0 < vocab_size <= N:
+        raise ValueError(f"{OP}: vocab_size must be in [1, {N}], got {vocab_size}")
+    dev.launch(
+        FORWARD,
+        own_product_blocks(dev, M, N, TILE),
+        THREADS,
+        (e, sums, target_logits, a, b, shift, targets, M, N, K, vocab_size),
+        smem=SHARED,
+        flops=2 * M * N * K,
+    )

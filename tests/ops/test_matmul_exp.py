@@ -1,0 +1,130 @@
+"""Exponentials of logits behind their product on a device, against the reference.
+
+Operands are small multiples of 1/8, so that logits have the same bits in any order of sums.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.ops import matmul_exp
+from llmq.ref.matmul_exp import CASES
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import GPU_SPEC, host_device, run
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+# The argument of the exponential, up to 100 in powers of two, is rounded twice; e may then round
+# the other way.
+SUM, E = {"rtol": 2**-16}, {"rtol": 2**-7}
+
+
+@pytest.fixture
+def hopper(dev):
+    if dev.spec.capability != matmul_exp.CAPABILITY:
+        pytest.skip("its instructions are those of compute capability 9.0")
+    return dev
+
+
+def arrays_of(rng, M, N, K, vocab):
+    def eighths(*shape):
+        return (rng.integers(-9, 10, shape) / 8).astype(BF16.numpy)
+
+    targets = rng.integers(0, vocab, M).astype(np.int32)
+    targets[:3] = vocab - 1, 0, 64
+    targets[3::4] = -100
+    return {
+        "e": np.full((M, N), np.nan, BF16.numpy),
+        "sums": np.full((matmul_exp.num_tiles(N), M), np.nan, np.float32),
+        "target_logits": np.full(M, -7, np.float32),
+        "a": eighths(M, K),
+        "b": eighths(N, K),
+        "shift": rng.normal(size=M).astype(np.float32) * 20,
+        "targets": targets,
+    }
+
+
+def check(dev, arrays, vocab):
+    def call(dev, **tensors):
+        matmul_exp.forward(dev, **tensors, vocab_size=vocab)
+
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    np.testing.assert_array_equal(got["target_logits"], want["target_logits"])
+    np.testing.assert_allclose(got["sums"], want["sums"], **SUM)
+    e, expected = got["e"].astype(np.float32), want["e"].astype(np.float32)
+    np.testing.assert_allclose(e, expected, **E, atol=1e-37)  # what is smaller is 0 on a GPU
+    assert not e[:, vocab:].any()
+    return got
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_equals_reference(hopper, rng, case):
+    """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
+    arrays = arrays_of(rng, *case)
+    found = check(hopper, arrays, case[-1])
+    masked = arrays["targets"] < 0
+    assert (found["target_logits"][masked] == -7).all()
+
+
+def test_too_large_and_not_a_number(hopper, rng):
+    """Infinite, not clamped, so that the sum tells; a NaN stays in its row."""
+    arrays = arrays_of(rng, *SMALL["small"])
+    arrays["shift"][5] = -1000
+    arrays["a"][6, 3] = np.nan
+    found = check(hopper, arrays, SMALL["small"][-1])
+    assert np.isinf(found["sums"][0, 5]) and np.isnan(found["sums"][0, 6])
+
+
+@pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_all_multiprocessors(hopper, rng):
+    """Several tiles of each cluster, in several groups of columns; twice the same bits."""
+    *_, vocab = case = (2064, 9000, 1032, 8888)
+    arrays = arrays_of(rng, *case)
+    arrays["b"] = (arrays["b"].astype(np.float32) / 8).astype(BF16.numpy)
+    first, second = (check(hopper, arrays, vocab) for _ in range(2))
+    for name, array in first.items():
+        np.testing.assert_array_equal(array.view(np.uint8), second[name].view(np.uint8))
+
+
+def test_which_products_it_serves():
+    dev = PlanDevice(GPU_SPEC)
+
+    def serves(dev=dev, M=4096, N=151936, K=896, dtype=BF16):
+        return matmul_exp.serves(dev, dev.alloc("a", (M, K), dtype, "Activations"), N)
+
+    assert serves() and serves(N=50304, K=768)
+    assert not serves(dtype=F32) and not serves(M=1024) and not serves(N=4096)
+    assert not serves(K=892) and not serves(N=50300)  # rows of no multiple of 16 bytes
+    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
+        assert not serves(PlanDevice(spec))
+    assert not serves(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(GPU_SPEC)
+
+    def tensor(dtype, *shape):
+        return dev.alloc("t", shape, dtype, "Weights")
+
+    a, b, row, targets = (
+        tensor(BF16, 32, 64),
+        tensor(BF16, 96, 64),
+        tensor(F32, 32),
+        tensor(I32, 32),
+    )
+    e, sums = tensor(BF16, 32, 96), tensor(F32, 1, 32)
+    call = {"e": e, "sums": sums, "target_logits": row, "a": a, "b": b, "shift": row}
+    call |= {"targets": targets, "vocab_size": 90}
+    matmul_exp.forward(dev, **call)
+    assert dev.flops["matmul_exp"] == 2 * 32 * 96 * 64
+    for change, error, match in (
+        ({"e": tensor(F32, 32, 96)}, TypeError, "e must be BF16, got F32"),
+        ({"sums": row}, ValueError, r"sums must have shape \(1, 32\)"),
+        ({"b": tensor(BF16, 96, 32)}, ValueError, r"b must have shape \(96, 64\)"),
+        ({"shift": sums}, ValueError, r"shift must have shape \(32,\)"),
+        ({"targets": row}, TypeError, "targets must be I32, got F32"),
+        ({"vocab_size": 97}, ValueError, r"vocab_size must be in \[1, 96\], got 97"),
+    ):
+        with pytest.raises(error, match=match):
+            matmul_exp.forward(dev, **call | change)
