@@ -7,6 +7,7 @@ import zlib
 
 import numpy as np
 import pytest
+import xxhash
 
 from llmq.base.errors import DataError
 from llmq.data import checksums
@@ -44,14 +45,59 @@ def read_everything(path):
         file.close()
 
 
-def test_bytes_of_the_format(path):
-    data, content = checksums_path(path).read_bytes(), path.read_bytes()
-    docs = (path.parent / "a.docs").read_bytes()
+def sums_of(path, version, sum_of, letter):
+    """The bytes of a `.sums` file. letter: of the checksums' type in `struct`."""
+    content, docs = path.read_bytes(), path.with_suffix(".docs").read_bytes()
     pieces = [content[i : i + PIECE_BYTES] for i in range(0, len(content), PIECE_BYTES)]
-    sums = struct.pack("<4I", *map(zlib.crc32, pieces))
-    head = b"BIN.SUM\n" + struct.pack("<2i2q", 1, 65536, len(content), len(docs))
-    head += struct.pack("<2I", zlib.crc32(docs), zlib.crc32(sums))
-    assert data == head + struct.pack("<I", zlib.crc32(head)) + sums
+    sums = struct.pack(f"<4{letter}", *map(sum_of, pieces))
+    head = b"BIN.SUM\n" + struct.pack("<2i2q", version, 65536, len(content), len(docs))
+    head += struct.pack(f"<2{letter}", sum_of(docs), sum_of(sums))
+    return head + struct.pack(f"<{letter}", sum_of(head)) + sums
+
+
+def test_bytes_of_the_format(path):
+    written = checksums_path(path).read_bytes()
+    assert written == sums_of(path, 2, xxhash.xxh3_64_intdigest, "Q")
+
+
+def test_a_known_file(tmp_path):
+    """The values are those of xxHash 0.8.1 in C: a package with others would make files useless."""
+    tokens = np.arange(2 * PIECE_BYTES // 4) % 1000
+    with TokenWriter(tmp_path / "a.bin", 1000, with_checksums=True) as writer:
+        writer.write(tokens)
+    assert checksums_path(tmp_path / "a.bin").read_bytes() == b"BIN.SUM\n" + bytes.fromhex(
+        "0200000000000100 0004020000000000 ffffffffffffffff"  # version, sizes, no `.docs` file
+        "c294d3380580062d b13e43707afeaa21 8c85dc50a70722fb"  # of no bytes, the pieces', its own
+        "875836acb30d4048 1d630f6e360ab1b9 7c6d73392c86b6a6"
+    )
+
+
+def test_files_of_version_1_are_compared_too(path):
+    """Those have CRC-32."""
+    checksums_path(path).write_bytes(sums_of(path, 1, zlib.crc32, "I"))
+    read_everything(path)
+    assert len(DocumentIndex.read(path)) == 3
+    flip(path, -1)
+    with pytest.raises(DataError, match="bytes 196608 to 262144"):
+        read_everything(path)
+    flip(path.with_suffix(".docs"), -1)
+    with pytest.raises(DataError, match=r"is not the one that 'a\.sums' was written for"):
+        DocumentIndex.read(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"BIN.SUM\n\2", "is no file of checksums"),
+        (b"BIN.SUM\n" + struct.pack("<i", 3) + bytes(44), "has version 3, only 1 and 2 can be"),
+        (b"BIN.SUM\n" + struct.pack("<i", 2), "is damaged"),
+        (b"BIN.SUM\n" + struct.pack("<i", 1) + bytes(32), "is damaged"),
+    ],
+)
+def test_what_is_no_sums_file(path, data, said):
+    checksums_path(path).write_bytes(data)
+    with pytest.raises(DataError, match=rf"^'.*a\.sums' {said}[^\n]*$"):
+        TokenFile(path)
 
 
 def test_tokenize_writes_them_and_patterns_leave_them_out(tmp_path):
@@ -86,6 +132,21 @@ def test_a_flipped_bit_elsewhere_is_found_when_it_is_read(path):
     file.read_tokens(0, 1000)
     with pytest.raises(DataError, match="bytes 131072 to 196608"):
         file.read_tokens(2 * PIECE_BYTES // 4, 10)
+
+
+@pytest.mark.parametrize("damaged", range(3))
+def test_a_read_compares_each_of_its_pieces(path, damaged):
+    """Also where the others are known already."""
+    flip(path, damaged * PIECE_BYTES + 1032)
+    file = TokenFile(path)
+    for piece in {0, 1, 2} - {damaged}:
+        file.read_tokens(piece * PIECE_BYTES // 4, 10)
+    begin = f"bytes {damaged * PIECE_BYTES} to"
+    with pytest.raises(DataError, match=begin):
+        file.read_tokens(0, 2 * PIECE_BYTES // 4 + 10)
+    near = max(damaged * PIECE_BYTES // 4 - 300, 0)  # from shortly before it to its first bytes
+    with pytest.raises(DataError, match=begin):
+        file.read_tokens(near, 100)
 
 
 def test_any_flipped_bit_of_the_other_files(path):

@@ -479,8 +479,10 @@ def test_checksum_cost(tool, capsys):
     tool("checksum_cost").main(mib=1, seq_len=64, micro_batch=4, speed=1000.0, rounds=1)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "an epoch of 1 MiB in rows of 64 tokens, 4 at a time:"
-    assert [line.split()[0] for line in lines[2:4]] == ["memory", "disk"]
-    assert re.fullmatch("from memory, of the time of a run of 1,000 tokens/s: -?[0-9.]+%", lines[4])
+    rows = [re.fullmatch(r"([a-z, ]+?)( +-?[0-9.]+){4}", line)[1] for line in lines[2:6]]
+    assert rows == ["memory", "memory, processor", "disk", "disk, processor"]
+    assert re.fullmatch("from memory, of the time of a run of 1,000 tokens/s: -?[0-9.]+%", lines[6])
+    assert re.fullmatch(r"a piece: read [0-9.]+ us, XXH3 [0-9.]+ us, CRC-32 [0-9.]+ us", lines[7])
 
 
 # -- save_cost -----------------------------------------------------------------------------------

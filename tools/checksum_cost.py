@@ -9,9 +9,12 @@ the order changing from round to round: with the `.sums` file and without it; fr
 system has the file, and from the disk, after the system was asked to forget it (a disk in memory
 does not forget).
 
-Printed are medians over the rounds: of seconds, of what the checksums add to them in the same round
-with its standard error, and of the processor's time. --speed: tokens per second of a run; its
-time for the same tokens is what all of this is compared with in the last line.
+Printed are medians over the rounds: of seconds on the clock and of the processor, and of what the
+checksums add to them in the same round, with its standard error. Where others use the processor,
+too, its time says more. --speed: tokens per second of a run; its time for the same tokens is what
+all of this is compared with. The last line is of a piece alone, by the processor's time: reading it
+from memory once more, which is the least that any checksum costs, and the checksum itself, of this
+version of the files and of the one before.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
+import xxhash
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from llmq.data.checksums import checksums_path
+from llmq.data.checksums import PIECE_BYTES, checksums_path
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import TokenWriter
 
@@ -90,16 +96,33 @@ def measure(
     return found
 
 
-def line(name: str, without: list[Cost], with_sums: list[Cost], tokens: int) -> str:
-    """A row of the table."""
-    more = [100 * (b.wall / a.wall - 1) for a, b in zip(without, with_sums, strict=True)]
+def line(name: str, without: list[float], with_sums: list[float]) -> str:
+    """A row of the table, from seconds of each round."""
+    more = [100 * (b / a - 1) for a, b in zip(without, with_sums, strict=True)]
     error = 1.2533 * statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
-    cpu = [(b.cpu - a.cpu) / tokens for a, b in zip(without, with_sums, strict=True)]
-    walls = [statistics.median(cost.wall for cost in costs) for costs in (without, with_sums)]
     return (
-        f"{name:<10} {walls[0] * 1e3:10.1f} {walls[1] * 1e3:10.1f} {statistics.median(more):8.2f} "
-        f"{error:8.2f} {statistics.median(cpu) * 1e9:12.2f}"
+        f"{name:<18} {statistics.median(without) * 1e3:11.1f} "
+        f"{statistics.median(with_sums) * 1e3:9.1f} {statistics.median(more):8.2f} {error:9.2f}"
     )
+
+
+def times_of_pieces(path: Path) -> list[float]:
+    """Of reading a piece, of its XXH3 and of its CRC-32: medians over pieces, seconds."""
+    buffer = bytearray(PIECE_BYTES)
+    places = np.random.default_rng(0).permutation(path.stat().st_size // PIECE_BYTES).tolist()
+    found: list[list[float]] = [[], [], []]
+    with open(path, "rb", buffering=0) as file:
+        works: list[Callable[[int], object]] = [
+            lambda place: os.preadv(file.fileno(), (buffer,), place * PIECE_BYTES),
+            lambda _: xxhash.xxh3_64_intdigest(buffer),
+            lambda _: zlib.crc32(buffer),
+        ]
+        for place in places:
+            for work, seconds in zip(works, found, strict=True):
+                start = time.thread_time()
+                work(place)
+                seconds.append(time.thread_time() - start)
+    return [statistics.median(seconds) for seconds in found]
 
 
 def main(
@@ -117,16 +140,19 @@ def main(
         write_tokens(path, tokens)
         print(f"an epoch of {mib} MiB in rows of {seq_len} tokens, {micro_batch} at a time:")
         print(
-            f"{'read from':<10} {'without, ms':>10} {'with, ms':>9} {'more, %':>8} {'error, %':>8} "
-            f"{'CPU ns/token':>12}"
+            f"{'read from':<18} {'without, ms':>11} {'with, ms':>9} {'more, %':>8} {'error, %':>9}"
         )
         for name, cold in (("memory", False), ("disk", True)):
             found = measure(path, seq_len, micro_batch, rounds, cold=cold)
-            print(line(name, *found, tokens), flush=True)
-            more = statistics.median(b.wall - a.wall for a, b in zip(*found, strict=True))
+            for kind, title in (("wall", name), ("cpu", f"{name}, processor")):
+                of_kind = ([getattr(cost, kind) for cost in costs] for costs in found)
+                print(line(title, *of_kind), flush=True)
+            more = statistics.median(b.cpu - a.cpu for a, b in zip(*found, strict=True))
             if not cold:
                 of_run = more / (tokens / speed)
+        of_piece = [f"{seconds * 1e6:.1f} us" for seconds in times_of_pieces(path)]
     print(f"from memory, of the time of a run of {speed:,.0f} tokens/s: {of_run:.4%}")
+    print("a piece: read {}, XXH3 {}, CRC-32 {}".format(*of_piece))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """The `.sums` file beside a token file: checksums of its pieces, and of its `.docs` file.
 
-    offset 0     8 bytes  b"BIN.SUM\\n"
-           8     int32    version, 1
-          12     int32    bytes of a piece, PIECE_BYTES; the last one may have fewer
+    offset 0     8 bytes  b"BIN.SUM\n"
+           8     int32    version, 2
+          12     int32    bytes of a piece, a power of two; the last one may have fewer
           16     int64    bytes of the token file
           24     int64    bytes of its `.docs` file, -1 without one
-          32     uint32   CRC-32 of the `.docs` file
-          36     uint32   CRC-32 of all that is here from offset 44 on
-          40     uint32   CRC-32 of the 40 bytes before
-          44     n uint32 CRC-32 of each piece of the token file
+          32     uint64   XXH3 of the `.docs` file
+          40     uint64   XXH3 of all that is here from offset 56 on
+          48     uint64   XXH3 of the 48 bytes before
+          56     n uint64 XXH3 of each piece of the token file
 
-Everything is little-endian. A piece is small, because rows are read in a shuffled order and the
-first one that reads of a piece has to read all of it.
+Everything is little-endian. XXH3 is the one of 64 bits, without a seed. Version 1, which is read
+too, has CRC-32 instead, as uint32. A piece is small, because rows are read in a shuffled order and
+the first one that reads of a piece has to read all of it.
 """
 
 from __future__ import annotations
@@ -19,24 +20,38 @@ from __future__ import annotations
 import functools
 import os
 import struct
+import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, disk_errors, replacing
 from llmq.data.document_file import documents_path
 
 MAGIC = b"BIN.SUM\n"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".sums"
 PIECE_BYTES = 1 << 16
 
-_FIELDS = struct.Struct("<8s2i2q2I")  # and the checksum of these
-_HEADER_BYTES = _FIELDS.size + 4
-_SUM = np.dtype("<u4")
+
+class _Layout(NamedTuple):
+    """What the versions differ in: the function, and how its values are stored."""
+
+    sum_of: Callable[[bytes | memoryview], int]
+    sum_type: np.dtype
+    fields: struct.Struct  # of the header, which ends with their checksum
+
+
+_LAYOUTS = {
+    1: _Layout(zlib.crc32, np.dtype("<u4"), struct.Struct("<8s2i2q2I")),
+    2: _Layout(xxhash.xxh3_64_intdigest, np.dtype("<u8"), struct.Struct("<8s2i2q2Q")),
+}
+_of_thread = threading.local()  # .buffer: what it has read last of a piece
 
 
 def checksums_path(token_file: Path) -> Path:
@@ -46,10 +61,11 @@ def checksums_path(token_file: Path) -> Path:
 
 def write_checksums(token_file: Path) -> None:
     """Write the `.sums` file of a token file and its `.docs` file. Raises LlmqError."""
+    sum_of, sum_type, fields = _LAYOUTS[VERSION]
     with disk_errors(checksums_path(token_file)):
         with open(token_file, "rb", buffering=0) as file:
             pieces = iter(functools.partial(file.read, PIECE_BYTES), b"")
-            sums = np.array([zlib.crc32(piece) for piece in pieces], _SUM).tobytes()
+            sums = np.array([sum_of(piece) for piece in pieces], sum_type).tobytes()
             num_bytes = os.fstat(file.fileno()).st_size
         documents, docs_bytes = documents_path(token_file), -1
         docs = b""
@@ -57,9 +73,10 @@ def write_checksums(token_file: Path) -> None:
             docs = documents.read_bytes()
             docs_bytes = len(docs)
     counts = (PIECE_BYTES, num_bytes, docs_bytes)
-    head = _FIELDS.pack(MAGIC, VERSION, *counts, zlib.crc32(docs), zlib.crc32(sums))
+    head = fields.pack(MAGIC, VERSION, *counts, sum_of(docs), sum_of(sums))
+    own = sum_of(head).to_bytes(sum_type.itemsize, "little")
     with replacing(checksums_path(token_file)) as file:
-        file.write(head + struct.pack("<I", zlib.crc32(head)) + sums)
+        file.write(head + own + sums)
 
 
 class Checksums:
@@ -76,19 +93,30 @@ class Checksums:
             data = path.read_bytes()
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
-        head, sums = data[: _FIELDS.size], data[_HEADER_BYTES:]
-        if not data.startswith(MAGIC) or len(data) < _HEADER_BYTES:
+        if not data.startswith(MAGIC) or len(data) < len(MAGIC) + 4:
             raise self._wrong("is no file of checksums")
-        (own,) = struct.unpack_from("<I", data, _FIELDS.size)
-        _, version, piece, size, self._docs_bytes, self._docs, of_sums = _FIELDS.unpack(head)
-        if zlib.crc32(head) != own or zlib.crc32(sums) != of_sums:
+        (version,) = struct.unpack_from("<i", data, len(MAGIC))
+        if version not in _LAYOUTS:
+            known = " and ".join(map(str, _LAYOUTS))
+            raise self._wrong(f"has version {version}, only {known} can be read")
+        self._sums = self._parse(data, _LAYOUTS[version])
+        # 1: not compared yet. One more, for whoever reads nothing at the end of the file.
+        self._unread = bytearray(b"\1" * len(self._sums) + b"\0")
+
+    def _parse(self, data: bytes, layout: _Layout) -> list[int]:
+        """Set what the header says; returns the checksums of pieces."""
+        sum_of, sum_type, fields = layout
+        at = fields.size + sum_type.itemsize
+        head, own, sums = data[: fields.size], data[fields.size : at], data[at:]
+        if len(data) < at or sum_of(head) != int.from_bytes(own, "little"):
             raise self._wrong("is damaged")
-        if version != VERSION or piece <= 0:
-            raise self._wrong(f"has version {version}, only {VERSION} can be read")
-        if size != num_bytes or len(sums) != -(-size // piece) * _SUM.itemsize:
-            raise self._wrong(f"is of a file of {size} bytes, not of one of {num_bytes}")
-        self._piece, self._sums = piece, np.frombuffer(sums, _SUM).tolist()
-        self._unread = bytearray(b"\1" * len(self._sums))  # 1: not compared yet
+        _, _, piece, size, self._docs_bytes, self._docs, of_sums = fields.unpack(head)
+        if sum_of(sums) != of_sums or piece.bit_count() != 1 or piece < 0:
+            raise self._wrong("is damaged")
+        if size != self.num_bytes or len(sums) != -(-size // piece) * sum_type.itemsize:
+            raise self._wrong(f"is of a file of {size} bytes, not of one of {self.num_bytes}")
+        self._sum_of, self._piece, self._shift = sum_of, piece, piece.bit_length() - 1
+        return np.frombuffer(sums, sum_type).tolist()
 
     def _wrong(self, problem: str) -> DataError:
         return DataError(
@@ -112,20 +140,27 @@ class Checksums:
         stamps = (own.st_mtime_ns, other.st_mtime_ns, own.st_ino, other.st_ino)
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
-    def verify(self, file: BinaryIO, start: int, stop: int) -> None:
+    def verify(self, descriptor: int, start: int, stop: int) -> None:
         """Compare the pieces of bytes [start, stop) that were not read yet.
 
-        file: the token file, unbuffered; its place is lost. DataError names what is damaged.
+        descriptor: of the token file. DataError names what is damaged.
         """
-        first, last = start // self._piece, -(-stop // self._piece)
-        while (first := self._unread.find(1, first, last)) >= 0:
-            self._compare(file, first)
+        unread, shift = self._unread, self._shift
+        first, last = start >> shift, (stop - 1) >> shift
+        # Rows are short and many: mostly this is all there is to do.
+        if unread[first] or unread[last] or last - first > 1:
+            while (first := unread.find(1, first, last + 1)) >= 0:
+                self._compare(descriptor, first)
 
-    def _compare(self, file: BinaryIO, index: int) -> None:
+    def _compare(self, descriptor: int, index: int) -> None:
         begin = index * self._piece
-        file.seek(begin)
-        data = file.read(min(self._piece, self.num_bytes - begin))
-        if zlib.crc32(data) != self._sums[index]:
+        size = min(self._piece, self.num_bytes - begin)
+        # Memory that is given back after each piece would come from the system every time.
+        if len(getattr(_of_thread, "buffer", b"")) < size:
+            _of_thread.buffer = memoryview(bytearray(self._piece))
+        data = _of_thread.buffer[:size]
+        got = os.preadv(descriptor, (data,), begin)
+        if got != size or self._sum_of(data) != self._sums[index]:
             raise DataError(
                 f"'{self.token_file}' is damaged: bytes {begin} to {begin + self._piece} are not "
                 f"those that '{self.path}' was written for: copy both again, tokenize the data "
@@ -140,7 +175,7 @@ class Checksums:
 
     def verify_documents(self, data: bytes, path: Path) -> None:
         """Compare the content of the `.docs` file. DataError."""
-        if (len(data), zlib.crc32(data)) != (self._docs_bytes, self._docs):
+        if (len(data), self._sum_of(data)) != (self._docs_bytes, self._docs):
             raise DataError(
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
                 "or of another token file; copy them together, or tokenize the data again"

@@ -83,7 +83,7 @@ def open_token_files(
 
 
 class TokenFile:
-    """One checked token file. Not shared between threads: the read position is state.
+    """One checked token file. Not shared between threads: to close it ends the reads of others.
 
     path; version; num_tokens; vocab_size (0 = unknown); has_masks; num_bytes (of the whole file).
     checksums: of its pieces, None where no file beside it has them. Pieces are compared with them
@@ -191,15 +191,15 @@ class TokenFile:
         try:
             if self._file is None:
                 self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            descriptor, size = self._file.fileno(), out.nbytes
             if self.checksums is not None:
-                self.checksums.verify(self._file, offset, offset + out.nbytes)
-            self._file.seek(offset)
-            got = self._file.readinto(out)
+                self.checksums.verify(descriptor, offset, offset + size)
+            got = os.preadv(descriptor, (out,), offset)
         except OSError as error:
             raise DataError(f"cannot read '{self.path}': {error.strerror}") from error
-        if got != out.nbytes:
+        if got != size:
             raise DataError(
-                f"'{self.path}' became shorter while it was used: {got} of {out.nbytes} bytes at "
+                f"'{self.path}' became shorter while it was used: {got} of {size} bytes at "
                 f"offset {offset}; restore the file and continue from the last checkpoint"
             )
 
