@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import time
+from copy import deepcopy
 from typing import Any
 
 from llmq.config.card_file import CardFile, this_host
@@ -140,6 +141,6 @@ def report(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def job(seconds: float = 1.0) -> tuple[Job, list[Any]]:
-    """With so much time, and what is noted in it."""
+    """With so much time, and what is noted in it, as it is at that time."""
     notes: list[Any] = []
-    return Job(time.monotonic() + seconds, notes.append), notes
+    return Job(time.monotonic() + seconds, lambda note: notes.append(deepcopy(note))), notes
