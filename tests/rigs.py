@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import time
-from copy import deepcopy
 from typing import Any
 
 from llmq.config.card_file import CardFile, this_host
@@ -143,4 +142,4 @@ def report(parts: dict[str, Any]) -> dict[str, Any]:
 def job(seconds: float = 1.0) -> tuple[Job, list[Any]]:
     """With so much time, and what is noted in it, as it is at that time."""
     notes: list[Any] = []
-    return Job(time.monotonic() + seconds, lambda note: notes.append(deepcopy(note))), notes
+    return Job(time.monotonic() + seconds, lambda note: notes.append(copy.deepcopy(note))), notes
