@@ -8,7 +8,8 @@ Reads the JSON reports of `llmq bench`; runs on cards that llmq/config/cards.py 
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
 has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
 columns are the shares of the kernels' predicted time that are of a kind in the card file, and in
-the same size: the rest follows from their like, or from the data sheet.
+the same size: the rest follows from their like, or from the data sheet. --since leaves out what an
+older program ran.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
     config = make_config(options)
     planned_for = (preset(config.model), spec_of(card), "cudnn", gpus)
     return make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
+
+
+def date_of(report: dict[str, Any], run: dict[str, Any]) -> str:
+    """When it was made, UTC; reports of one invocation may have it for all."""
+    made = report["invocations"][run["invocation"]] if "invocation" in run else report
+    return made.get("date", "")
 
 
 def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
@@ -83,13 +90,16 @@ def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
 def main(
     paths: Annotated[list[Path], typer.Argument(help="Reports of llmq bench, JSON.")],
     card_file: Annotated[Path | None, typer.Option(help="Report of llmq rig, rig.json.")] = None,
+    since: Annotated[str, typer.Option(help="YYYY-MM-DD: only runs from that day on.")] = "",
 ) -> None:
     """Print the table."""
     rig = None if card_file is None else card_from(card_file)
-    command = "tools/predicted.py benchmarks/*.json"
+    given = f"--since {since} " if since else ""
+    command = f"tools/predicted.py {given}benchmarks/*.json"
     head = ["model", "batch", "flags", "measured", "predicted", "difference"]
     if rig is not None:
-        command = f"tools/predicted.py --card-file {card_file} {' '.join(map(str, paths))}"
+        names = " ".join(map(str, paths))
+        command = f"tools/predicted.py --card-file {card_file} {given}{names}"
         head += ["by data sheet", "difference", "kind measured", "in this size"]
     print(f"`{command}`: tokens/s, as measured and as `llmq plan` says\n")
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
@@ -103,7 +113,7 @@ def main(
                 if card.name != CARDS.get(rig.name, rig).name or run["gpus"] > rig.measured.gpus:
                     continue
                 cards = [rig, card]
-            if run["status"] == "ok":
+            if run["status"] == "ok" and date_of(report, run) >= since:
                 line, difference = row(cards, run)
                 differences.append(difference)
                 print(line)
