@@ -67,6 +67,9 @@ class PeftSide:
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        if job.compiled != "none" and job.device == "cuda":
+            import torch._inductor.async_compile  # starts its processes while the model is built
+
         self.torch, self.job, self.tell, self.started = torch, job, tell, started
         torch.manual_seed(0)
         torch.set_float32_matmul_precision("high")  # allows TF32
@@ -117,8 +120,8 @@ class PeftSide:
     def step(self) -> Any:
         """The loss before the update, on the device."""
         torch, job = self.torch, self.job
-        if job.compiled != "none":
-            torch.compiler.cudagraph_mark_step_begin()  # does nothing in most modes
+        if job.compiled != "none" and job.mode != "default":  # other modes may replay CUDA graphs
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(job.device, torch.bfloat16) if job.autocast else nullcontext():
             loss = self.loss_of(self.tokens)
         loss.backward()
@@ -171,11 +174,12 @@ class PeftSide:
         return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     def _versions(self) -> dict[str, str]:
+        """Plain strings: torch has a class of its own, for which the reader would import torch."""
         import peft
         import transformers
 
         modules = {"torch": self.torch, "transformers": transformers, "peft": peft}
-        return {name: module.__version__ for name, module in modules.items()}
+        return {name: str(module.__version__) for name, module in modules.items()}
 
 
 def _in_use(cuda: Any) -> int:

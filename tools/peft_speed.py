@@ -156,7 +156,8 @@ of a run, to the end of the first step, compilation included."""
 
 @dataclass(kw_only=True)
 class Page:
-    """What is known so far. again: llmq's first row, measured after peft; now: what is being done."""
+    """What is known so far. again: llmq's first row, measured after peft. now: what is under way.
+    start: time.monotonic() of the whole."""
 
     out: Path | None
     shared: Options
