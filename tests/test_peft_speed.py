@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -225,24 +224,32 @@ def test_a_row_of_llmq(monkeypatch, run, error):
     result = {"step_seconds": [0.2], "first_step_seconds": 9.0, "loss": 1.0}
     result["memory"] = {"used": 50 * MIB, "planned": 30 * MIB, "as_planned": True}
 
-    def bench(command, env, stdout, timeout):
+    def bench(command, environment, limit):
         file, out = (command[command.index(flag) + 1] for flag in ("--config", "--out"))
         sweep = yaml.safe_load(Path(file).read_text())
-        assert sweep == {"model": "tiny", "runs": [{"base-dtype": "nf4"}]} and timeout == 5
+        assert sweep == {"model": "tiny", "runs": [{"base-dtype": "nf4"}]} and limit == 5
         if run == "late":
-            raise subprocess.TimeoutExpired(command, timeout)
+            return None
         if run is not None:
             report = {"machine": {"device": "a card"}, "runs": [{"result": result} | run]}
             Path(f"{out}.json").write_text(json.dumps(report))
-        return subprocess.CompletedProcess(command, 3)
+        return 3
 
-    monkeypatch.setattr(peft_speed.subprocess, "run", bench)
+    monkeypatch.setattr(peft_speed, "status_of", bench)
     row = {
         "form": "--base-dtype=nf4", "error": None, "name": "a card", "step_seconds": [0.2],
         "first_step_seconds": 9.0, "allocated": 30 * MIB, "used": 50 * MIB,
     }  # fmt: skip
     found = peft_speed.llmq_row({"model": "tiny"}, row["form"], [], 5)
     assert found == (row if error is None else {"form": row["form"], "error": error})
+
+
+def test_a_command_that_takes_too_long_may_end_its_own_process():
+    text = "trap 'kill $!; exit 0' TERM; sleep 60 & wait"
+    assert peft_speed.status_of(["bash", "-c", "exit 7"], {}, limit=60) == 7
+    start = time.monotonic()
+    assert peft_speed.status_of(["bash", "-c", text], {}, limit=0.1) is None
+    assert time.monotonic() - start < peft_speed.GRACE
 
 
 SIZES = {"model": "tiny", "device": "cpu", "batch_size": 1, "seq_len": 8, "lora_rank": 2}

@@ -24,6 +24,7 @@ off; progress goes to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -54,7 +55,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from tools.faults.table import commit_of_tree
-from tools.peft_side import Peft, PeftJob
+from tools.peft_side import GRACE, Peft, PeftJob
 
 ROOT = Path(__file__).resolve().parents[1]
 _DELAYED = "--base-dtype=e4m3 --fp8-recipe=delayed"
@@ -82,6 +83,21 @@ def options_of(form: str) -> Options:
     return found
 
 
+def status_of(command: list[str], environment: dict[str, str], limit: float) -> int | None:
+    """Of its exit; None: it took more than `limit` seconds and was ended, as it is if we are."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        process.terminate()  # llmq bench then ends its run, which has the card
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        process.kill()
+        process.wait()
+
+
 def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[str, Any]:
     """What `llmq bench` finds in at most `limit` seconds. how: its options."""
     failed = {"form": form, "error": f"ended after {limit:.0f} s (--limit)"}
@@ -91,14 +107,12 @@ def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[s
         command = [sys.executable, "-m", "llmq", "bench", "--config", str(file), "--out", str(out)]
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        given = {"env": environment, "stdout": subprocess.DEVNULL, "timeout": limit}
-        try:
-            done = subprocess.run([*command, *how], **given)
-        except subprocess.TimeoutExpired:  # the run's own process ends with that of the command
+        status = status_of([*command, *how], environment, limit)
+        if status is None:
             return failed
         report = out.with_name("report.json")
         if not report.exists():
-            why = f"llmq bench ended with status {done.returncode} and without a report"
+            why = f"llmq bench ended with status {status} and without a report"
             return failed | {"error": why}
         found = json.loads(report.read_text())
     run = found["runs"][0]
