@@ -1,9 +1,10 @@
 """tools/peft_speed.py: peft's side and llmq's, on the CPU, and the page that is made of them."""
 
+import functools
 import json
 import re
-import subprocess
-import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,28 +23,37 @@ TINY = {
 
 
 def job(**changed) -> PeftJob:
-    given = {"adapter_dtype": "fp32", "autocast": True, "steps": 1, "repeats": 2, "mode": None}
-    given |= {"checkpointing": False} | changed
+    given = {"adapter_dtype": "fp32", "autocast": True, "steps": 1, "repeats": 2}
+    given |= {"compiled": "none", "mode": "default", "checkpointing": False} | changed
     shared = TINY | {key: given.pop(key) for key in set(given) & set(TINY)}
     return peft_speed.peft_job(*peft_speed.checked(shared, []), **given)
 
 
-class Here:
+def side_of(job: PeftJob, tell=lambda name: None) -> PeftSide:
+    return PeftSide(job, time.time(), tell)
+
+
+class Here(peft_side.Peft):
     """Stands in for a process of peft, whose start takes seconds."""
 
-    def __init__(self, job, limit):
-        self.turns, self.error, self._side = [], None, PeftSide(job)
-        self.receive = self.again = lambda: self.turns.append(self._side.measure())
-        self.end, self.row = lambda: None, lambda: peft_side.Peft.row(self)
+    def __init__(self, job):
+        self.phases, self.found, self.error, self._job = [("start", 0.0)], None, None, job
+
+    def receive(self, limit, began):
+        def tell(name):
+            self.phases.append((name, self.phases[-1][1] + 0.5))
+            began(name)
+
+        self.found = side_of(self._job, tell).measure()
+
+    def end(self):
+        self.phases.append(("end", self.phases[-1][1] + 0.5))
 
 
 class Connection(list):
-    """Keeps what is sent, and has nobody at its other end."""
+    """Keeps what is sent."""
 
     send = list.append
-
-    def recv(self):
-        raise EOFError
 
 
 @pytest.mark.parametrize("dtype, more", [
@@ -58,7 +68,7 @@ def test_the_step_of_peft_trains_adapters_alone(monkeypatch, dtype, more):
         return attention(*args, **given)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
-    side = PeftSide(job(adapter_dtype=dtype, **more))
+    side = side_of(job(adapter_dtype=dtype, **more))
     named = dict(side.model.named_parameters())
     trained = {name for name, value in named.items() if value.requires_grad}
     matrices = 2 if more.get("lora-targets") else 7
@@ -80,26 +90,87 @@ def test_layers_with_windows_keep_the_mask_of_transformers():
     assert job(model="tiny-gemma3").windowed and not job().windowed
 
 
+def test_all_layers_share_one_compiled_graph(monkeypatch):
+    """Nothing else is compiled but the last norm and the loss, and no loss changes."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    sides = []
+    for compiled in ("none", "layers"):
+        sides.append(side_of(job(compiled=compiled, **{"lora-targets": "q,v"})))
+        torch.manual_seed(1)
+        sides[-1].tokens = torch.randint(256, (2, 16))
+        for name, value in sides[-1].model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(value, std=0.02)
+    assert {type(version) for version in sides[0]._versions().values()} == {str}
+    losses = [[float(side.step()) for _ in range(2)] for side in sides]
+    assert losses[0] == losses[1]
+    assert sides[1]._graphs() == (3, 0)
+
+
+def test_weights_are_made_where_they_stay():
+    """On the meta device nothing can be drawn, so that whatever it is drawn on is another one."""
+    drawn = set()
+
+    class Spy(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.numel() > 1000:
+                drawn.add(out.device.type)
+            return out
+
+    with Spy(), pytest.raises(RuntimeError):  # the optimizer or the step wants numbers
+        side_of(replace(job(), device="meta")).step()
+    assert drawn == {"meta"}
+
+
 def test_an_error_of_peft_is_one_line(monkeypatch, capsys):
-    def fail(job):
+    def fail(job, started, tell):
+        tell("imports")
         raise RuntimeError("no memory\nis left")
 
     monkeypatch.setattr(peft_side, "PeftSide", fail)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
     monkeypatch.setattr(peft_side, "end_with", lambda parent: None)
     sent = Connection()
-    peft_process(sent, job())
-    assert sent == [{"error": "RuntimeError: no memory is left"}]
+    peft_process(sent, job(), 0.0)
+    assert sent == [{"phase": "imports"}, {"error": "RuntimeError: no memory is left"}]
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_process_that_dies_is_one_line(monkeypatch):
-    monkeypatch.setattr(peft_side, "peft_process", sys.exit)
-    peft = peft_side.Peft(None, limit=60)
-    peft.receive()
-    peft.again()
+class Process:
+    """Stands in for one that sends `messages` and then lives on, or is dead."""
+
+    exitcode = 7
+
+    def __init__(self, messages, lives):
+        self._messages, self._lives, self.killed = list(messages), lives, False
+        self.recv = lambda: self._messages.pop(0) if self._messages else self._end()
+        self.poll = lambda seconds: bool(self._messages) or not lives
+        self.Pipe = lambda: (self, self)
+        self.Process = lambda **_: self
+        self.start = self.close = lambda: None
+        self.join = lambda *_: None
+
+    def _end(self):
+        raise EOFError
+
+    def kill(self):
+        self.killed = True
+
+
+@pytest.mark.parametrize("lives, error", [
+    (True, "ended after 9 s, in the phase: model (--limit)"),
+    (False, "its process ended with status 7, in the phase: model"),
+])  # fmt: skip
+def test_a_process_that_dies_or_takes_too_long_is_one_line(monkeypatch, lives, error):
+    process = Process([{"phase": "imports"}, {"phase": "model"}], lives)
+    monkeypatch.setattr(peft_side.multiprocessing, "get_context", lambda _: process)
+    peft, seen = peft_side.Peft(job()), []
+    peft.receive(9, seen.append)
     peft.end()
-    assert re.fullmatch(r"its process ended with status \d+", peft.row()["error"])
+    assert peft.row() == {"form": "", "error": error} and seen == ["imports", "model"]
+    assert process.killed and re.fullmatch(r"start \d.\d, imports \d.\d", peft.seconds())
 
 
 def rows():
@@ -122,13 +193,10 @@ def test_table():
 
 
 def test_the_rows_of_one_side_stay_when_the_other_fails():
-    peft, ours = rows()
+    ours = rows()[1]
     lines = peft_speed.table({"form": "", "error": "its process ended"}, [ours], tokens=1000)
     assert lines[2].startswith("| llmq | --base-dtype=e4m3 | 5,000 | 0.0% | - | 19.00 | - | 20.00")
     assert lines[3:] == ["", "peft: its process ended"]
-    second_turn = peft | {"error": "no result after 9 s (--limit)"}
-    lines = peft_speed.table(second_turn, [], tokens=1000)
-    assert lines[2].startswith("| peft |") and lines[3:] == ["", f"peft: {second_turn['error']}"]
 
 
 def test_forms():
@@ -145,56 +213,101 @@ def test_forms():
     peft_speed.checked(TINY | {"model": "Qwen2.5-7B", "device": "cuda"}, list(peft_speed.FORMS))
 
 
-def test_rows_of_llmq(monkeypatch):
-    """What a report of llmq bench means; a sweep that leaves none."""
+@pytest.mark.parametrize("run, error", [
+    ({"status": "ok"}, None),
+    ({"status": "does not fit", "message": "9 GiB are needed"}, "does not fit: 9 GiB are needed"),
+    (None, "llmq bench ended with status 3 and without a report"),
+    ("late", "ended after 5 s (--limit)"),
+])  # fmt: skip
+def test_a_row_of_llmq(monkeypatch, run, error):
+    """What a report of llmq bench means; one that leaves none; one that takes too long."""
     result = {"step_seconds": [0.2], "first_step_seconds": 9.0, "loss": 1.0}
     result["memory"] = {"used": 50 * MIB, "planned": 30 * MIB, "as_planned": True}
-    ok = {"status": "ok", "result": result}
-    fails = {"status": "does not fit", "message": "9 GiB are needed"}
-    report = {"machine": {"device": "a card"}, "runs": [ok, fails]}
 
-    def bench(command, env, stdout):
+    def bench(command, environment, limit):
         file, out = (command[command.index(flag) + 1] for flag in ("--config", "--out"))
         sweep = yaml.safe_load(Path(file).read_text())
-        assert sweep == {"model": "tiny", "runs": [{}, {"base-dtype": "nf4"}]}
-        if report is not None:
+        assert sweep == {"model": "tiny", "runs": [{"base-dtype": "nf4"}]} and limit == 5
+        if run == "late":
+            return None
+        if run is not None:
+            report = {"machine": {"device": "a card"}, "runs": [{"result": result} | run]}
             Path(f"{out}.json").write_text(json.dumps(report))
-        return subprocess.CompletedProcess(command, 3)
+        return 3
 
-    monkeypatch.setattr(peft_speed.subprocess, "run", bench)
-    forms = ["", "--base-dtype=nf4"]
-    first, second = peft_speed.llmq_rows({"model": "tiny"}, forms, [], beside=20 * MIB)
-    assert first == {
-        "form": "", "error": None, "name": "a card", "step_seconds": [0.2], "used": 30 * MIB,
-        "first_step_seconds": 9.0, "allocated": 30 * MIB,
+    monkeypatch.setattr(peft_speed, "status_of", bench)
+    row = {
+        "form": "--base-dtype=nf4", "error": None, "name": "a card", "step_seconds": [0.2],
+        "first_step_seconds": 9.0, "allocated": 30 * MIB, "used": 50 * MIB,
     }  # fmt: skip
-    hint = "; peft waits with 0.02 GiB, --once ends it before"
-    assert second == {"form": forms[1], "error": "does not fit: 9 GiB are needed" + hint}
-    report = None
-    why = "llmq bench ended with status 3 and without a report"
-    rows = peft_speed.llmq_rows({"model": "tiny"}, forms, [], beside=0)
-    assert [row["error"] for row in rows] == [why, why]
+    found = peft_speed.llmq_row({"model": "tiny"}, row["form"], [], 5)
+    assert found == (row if error is None else {"form": row["form"], "error": error})
+
+
+def test_a_command_that_takes_too_long_may_end_its_own_process():
+    text = "trap 'kill $!; exit 0' TERM; sleep 60 & wait"
+    assert peft_speed.status_of(["bash", "-c", "exit 7"], {}, limit=60) == 7
+    start = time.monotonic()
+    assert peft_speed.status_of(["bash", "-c", text], {}, limit=0.1) is None
+    assert time.monotonic() - start < peft_speed.GRACE
+
+
+SIZES = {"model": "tiny", "device": "cpu", "batch_size": 1, "seq_len": 8, "lora_rank": 2}
 
 
 def test_command(monkeypatch, tmp_path, capsys):
-    """Both sides for real, but for peft's process."""
+    """Both sides; only peft's is real. The page has each row as soon as it is known."""
+    out, pages = tmp_path / "page.md", []
+    given = {"error": None, "step_seconds": [0.5], "first_step_seconds": 0.01, "name": "CPU"}
+
+    def row(shared, form, how, limit):
+        assert 0 < limit < 900 and how == ["--timed-steps", "1", "--repeats", "2"]
+        pages.append(out.read_text())
+        return given | {"form": form}
+
     monkeypatch.setattr(peft_speed, "Peft", Here)
-    out = tmp_path / "page.md"
-    sizes = {"model": "tiny", "device": "cpu", "batch_size": 1, "seq_len": 8, "lora_rank": 2}
-    peft_speed.main(**sizes, steps=1, repeats=2, compile_=False, form=[""], out=out)
+    monkeypatch.setattr(peft_speed, "llmq_row", row)
+    forms = ["", "--base-dtype=nf4"]
+    peft_speed.main(**SIZES, steps=1, repeats=2, compile_="none", form=forms, out=out)
     text = out.read_text()
-    assert text == capsys.readouterr().out and text.startswith("# tiny with adapters beside peft, ")
-    assert "Rank 2, targets all; 1 x 8 tokens a step" in text
+    printed = capsys.readouterr()
+    assert text == printed.out and text.startswith("# tiny with adapters beside peft, CPU")
+    assert "Rank 2, targets all; 1 x 8 tokens a step" in text and "Not the end" not in text
     assert re.search(r"^peft: base in bf16; adapters in fp32 under torch.autocast", text, re.M)
     assert re.search(r"^\| peft \|  \| [0-9,]+ \| [0-9.]+% \| 1.00 \| - \|", text, re.M)
-    assert re.search(r"^\| llmq \|  \| [0-9,]+ \| [0-9.]+% \| [0-9.]+ \| 0.0", text, re.M)
-    assert re.search(r"^peft before and after llmq: [0-9,]+, [0-9,]+ tok/s.$", text, re.M)
+    assert re.search(r"^\| llmq \|  \| 16 \| 0.0% \| [0-9.]+ \|", text, re.M)
+    assert "llmq's first row, measured again after peft: 16 tok/s." in text
+    assert "Seconds of peft's phases: start 0.5, imports 0.5, model 0.5, adapters 0.5, " in text
+    assert [page.count("| llmq |") for page in pages] == [0, 1, 2]
+    now = "this page was written during llmq"
+    assert [page.count(now) for page in pages] == [1, 1, 1] and now + " --base-dtype" in pages[1]
+    said = re.findall(r"^\[ *\d+\.\d s\] (.*)$", printed.err, re.M)
+    assert said[:4] == ["llmq ...", "llmq: 16 tok/s", "llmq --base-dtype=nf4 ...", said[3]]
+    assert said[4:7] == ["peft: start", "peft: imports", "peft: model"]
+    assert said[-1] == "llmq, again: 16 tok/s"
+
+
+def test_a_command_that_is_ended_leaves_its_rows_and_where_it_was(monkeypatch, tmp_path):
+    class Ended(Here):
+        def receive(self, limit, began):
+            began("model")
+            raise SystemExit(1)
+
+    monkeypatch.setattr(peft_speed, "Peft", Ended)
+    monkeypatch.setattr(peft_speed, "llmq_row", lambda *_: rows()[1])
+    with pytest.raises(SystemExit):
+        peft_speed.main(**SIZES, form=[""], out=tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "| llmq | --base-dtype=e4m3 | 40 |" in text
+    assert "Not the end: this page was written during peft's phase: model." in text
+    assert "torch.compile of each layer, the last norm, the loss (mode default" in text
 
 
 def test_command_says_in_one_line_what_is_wrong(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit, match="error: --adapter-dtype: fp8 is not fp32 or bf16"):
         peft_speed.main(adapter_dtype="fp8")
-    monkeypatch.setattr(peft_speed, "llmq_rows", lambda *_: [{"form": "", "error": "failed: no"}])
+    failed = {"form": "", "error": "failed: no"}
+    monkeypatch.setattr(peft_speed, "llmq_row", lambda *_: failed)
     with pytest.raises(SystemExit) as ended:
         peft_speed.main(model="tiny", device="cpu", form=[""], only="llmq")
     assert ended.value.code == 1 and "\nllmq: failed: no\n" in capsys.readouterr().out

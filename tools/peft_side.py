@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -13,8 +14,7 @@ from typing import Any
 
 from llmq.bench.child import end_with
 
-WARM_UP = 3  # steps, of which the first compiles
-WARM_UP_AGAIN = 2
+WARM_UP = ("first step", "second step", "third step")  # the first one compiles
 GRACE = 10  # seconds for a process to end
 LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 
@@ -23,7 +23,8 @@ LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 class PeftJob:
     """What peft's process is told. document: config.json of the model. modules: names of those with
     adapters. transposed: whether their weights are (in, out). windowed: whether some layers attend
-    to a window. mode: of torch.compile; None: as it is. clip: gradient norm, 0: none."""
+    to a window. compiled: "layers", "model" or "none". mode: of torch.compile. clip: gradient norm,
+    0: none."""
 
     document: dict[str, Any]
     modules: list[str]
@@ -37,12 +38,12 @@ class PeftJob:
     seq_len: int
     steps: int
     repeats: int
-    mode: str | None
+    compiled: str
+    mode: str
     checkpointing: bool
     clip: float
     device: str
     parent: int = field(default_factory=os.getpid)
-    started: float = field(default_factory=time.time)
 
 
 class PeftSide:
@@ -54,31 +55,44 @@ class PeftSide:
     - With gradient checkpointing, peft's hook that makes the embeddings require a gradient breaks
       the compiled graph; where checkpoints are not reentrant it is not needed.
     - Without autocast adapters in fp32 would be multiplied in fp32 (TF32).
+
+    started: time.time() when its process was asked for. tell: is called with the name of each phase
+    as it begins.
     """
 
-    def __init__(self, job: PeftJob):
+    def __init__(self, job: PeftJob, started: float, tell: Callable[[str], None]):
+        tell("imports")
         import peft
         import torch
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        self.torch, self.job = torch, job
+        if job.compiled != "none" and job.device == "cuda":
+            import torch._inductor.async_compile  # starts its processes while the model is built
+
+        self.torch, self.job, self.tell, self.started = torch, job, tell, started
+        torch.manual_seed(0)
+        torch.set_float32_matmul_precision("high")  # allows TF32
         AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
         document = dict(job.document)
         config = AutoConfig.for_model(document.pop("model_type"), **document)
         config.use_cache = False
         attention = "sdpa" if job.windowed else "sdpa_causal"
-        with torch.device(job.device):
+        tell("model")
+        with torch.device(job.device):  # weights are drawn where they stay: 7B on the CPU: minutes
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.bfloat16, attn_implementation=attention
             )
+        self._wait()
+        tell("adapters")
         lora = peft.LoraConfig(
             r=job.rank, lora_alpha=job.alpha, target_modules=job.modules, lora_dropout=0.0,
             fan_in_fan_out=job.transposed, task_type="CAUSAL_LM",
         )  # fmt: skip
-        self.model = peft.get_peft_model(
-            model, lora, autocast_adapter_dtype=job.adapter_dtype == "fp32"
-        )
+        with torch.device(job.device):
+            self.model = peft.get_peft_model(
+                model, lora, autocast_adapter_dtype=job.adapter_dtype == "fp32"
+            )
         self.model.train()
         if job.checkpointing:
             model.gradient_checkpointing_enable(
@@ -92,10 +106,12 @@ class PeftSide:
         size = (job.batch_size, job.seq_len)
         self.tokens = torch.randint(config.vocab_size, size, device=job.device)
         self.loss_of = self._loss_of
-        if job.mode is not None:
-            mode = None if job.mode == "default" else job.mode
-            self.loss_of = torch.compile(self._loss_of, dynamic=False, mode=mode)
-        self.first_step_seconds: float | None = None
+        given = {"dynamic": False, "mode": None if job.mode == "default" else job.mode}
+        if job.compiled == "model":
+            self.loss_of = torch.compile(self._loss_of, **given)
+        elif job.compiled == "layers":
+            compile_parts(torch, model, given | {"fullgraph": True})
+        self._wait()
 
     def _loss_of(self, tokens: Any) -> Any:
         """The logits are no result, so that a compiled graph need not keep them."""
@@ -104,8 +120,8 @@ class PeftSide:
     def step(self) -> Any:
         """The loss before the update, on the device."""
         torch, job = self.torch, self.job
-        if job.mode is not None:
-            torch.compiler.cudagraph_mark_step_begin()  # does nothing in most modes
+        if job.compiled != "none" and job.mode != "default":  # other modes may replay CUDA graphs
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(job.device, torch.bfloat16) if job.autocast else nullcontext():
             loss = self.loss_of(self.tokens)
         loss.backward()
@@ -116,13 +132,16 @@ class PeftSide:
         return loss.detach()
 
     def measure(self) -> dict[str, Any]:
-        """Seconds a step of each repeat, and bytes; what the card holds is given back first."""
+        """Seconds a step of each repeat, and bytes."""
         cuda, job = self.torch.cuda, self.job
-        for _ in range(WARM_UP if self.first_step_seconds is None else WARM_UP_AGAIN):
+        first_step_seconds = None
+        for name in WARM_UP:
+            self.tell(name)
             self.step()
             self._wait()
-            if self.first_step_seconds is None:
-                self.first_step_seconds = time.time() - job.started
+            if first_step_seconds is None:
+                first_step_seconds = time.time() - self.started
+        self.tell("timed steps")
         if job.device == "cuda":
             cuda.reset_peak_memory_stats()
         seconds = []
@@ -135,14 +154,12 @@ class PeftSide:
             seconds.append((time.perf_counter() - start) / job.steps)
         if not bool(self.torch.isfinite(loss)):
             raise RuntimeError(f"the loss became {loss.item()}, so its speed means nothing")
-        found = {"step_seconds": seconds, "first_step_seconds": self.first_step_seconds}
+        found = {"step_seconds": seconds, "first_step_seconds": first_step_seconds}
         found |= {"versions": self._versions(), "name": "CPU"}
         if job.device == "cuda":
             found |= {"name": cuda.get_device_name(), "allocated": cuda.max_memory_allocated()}
             found |= {"reserved": cuda.max_memory_reserved(), "used": _in_use(cuda)}
-            cuda.empty_cache()
-            found["waiting"] = _in_use(cuda)
-        if job.mode is not None:
+        if job.compiled != "none":
             found["graphs"], found["breaks"] = self._graphs()
         return found
 
@@ -157,11 +174,12 @@ class PeftSide:
         return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     def _versions(self) -> dict[str, str]:
+        """Plain strings: torch has a class of its own, for which the reader would import torch."""
         import peft
         import transformers
 
         modules = {"torch": self.torch, "transformers": transformers, "peft": peft}
-        return {name: module.__version__ for name, module in modules.items()}
+        return {name: str(module.__version__) for name, module in modules.items()}
 
 
 def _in_use(cuda: Any) -> int:
@@ -169,20 +187,30 @@ def _in_use(cuda: Any) -> int:
     return total - free
 
 
-def peft_process(connection: Connection, job: PeftJob) -> None:
-    """Send what was measured, or {"error": why not}; and again for whatever is received."""
+def compile_parts(torch: Any, model: Any, given: dict[str, Any]) -> None:
+    """Compile each layer, the last norm, and the loss, by themselves, with the options `given`.
+
+    All layers share one graph, so that it is compiled once and not once a layer. For that the first
+    layer's input needs a gradient, too, as the others' do (peft itself asks for that beside
+    checkpoints): less than 0.1 % of a step's work.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.enable_input_require_grads()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.compile(**given)
+    inner = model.base_model
+    getattr(inner, "norm" if hasattr(inner, "norm") else "ln_f").compile(**given)
+    model.loss_function = torch.compile(model.loss_function, **given)
+
+
+def peft_process(connection: Connection, job: PeftJob, started: float) -> None:
+    """Send {"phase": its name} as each begins; then what was measured, or {"error": why not}."""
     end_with(job.parent)
     try:
-        import torch
-
-        torch.manual_seed(0)
-        torch.set_float32_matmul_precision("high")  # allows TF32
-        side = PeftSide(job)
-        while True:
-            connection.send(side.measure())
-            connection.recv()
-    except EOFError:  # nobody wants more
-        return
+        side = PeftSide(job, started, lambda name: connection.send({"phase": name}))
+        connection.send(side.measure())
     except Exception as error:
         traceback.print_exc()
         connection.send({"error": one_line(error)})
@@ -195,50 +223,53 @@ def one_line(error: Exception) -> str:
 
 
 class Peft:
-    """The process of peft. turns: what it has sent; error: why there will be no more."""
+    """The process of peft. phases: their names, and when each began, in seconds from the start.
+    found: what it measured; error: why there is nothing."""
 
-    def __init__(self, job: PeftJob, limit: float):
-        self.turns: list[dict[str, Any]] = []
+    def __init__(self, job: PeftJob):
+        self.phases: list[tuple[str, float]] = [("start", 0.0)]
+        self.found: dict[str, Any] | None = None
         self.error: str | None = None
-        self._limit = limit
+        self._start = time.monotonic()
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=peft_process, args=(other, job))
+        self._process = context.Process(target=peft_process, args=(other, job, time.time()))
         self._process.start()
         other.close()
 
-    def receive(self) -> None:
-        """Wait for a turn."""
+    def receive(self, limit: float, began: Callable[[str], None]) -> None:
+        """Wait until it has measured, failed, or used `limit` seconds; calls began(name) with each
+        phase."""
         try:
-            if not self._connection.poll(self._limit):
-                self.error = f"no result after {self._limit:.0f} s (--limit)"
+            while self._connection.poll(max(0, self._start + limit - time.monotonic())):
+                found = self._connection.recv()
+                if "phase" in found:
+                    self.phases.append((found["phase"], time.monotonic() - self._start))
+                    began(found["phase"])
+                    continue
+                self.error = found.get("error")
+                if self.error is None:
+                    self.phases.append(("end", time.monotonic() - self._start))
+                    self.found = found
                 return
-            found = self._connection.recv()
+            self.error = f"ended after {limit:.0f} s, in the phase: {self.phases[-1][0]} (--limit)"
         except (EOFError, OSError):
             self._process.join(GRACE)
-            self.error = f"its process ended with status {self._process.exitcode}"
-            return
-        self.error = found.get("error")
-        if self.error is None:
-            self.turns.append(found)
-
-    def again(self) -> None:
-        """Another turn, unless one has failed."""
-        if self.error is None:
-            self._connection.send("again")
-            self.receive()
+            status, phase = self._process.exitcode, self.phases[-1][0]
+            self.error = f"its process ended with status {status}, in the phase: {phase}"
 
     def end(self) -> None:
-        """Free what it holds. Where it only waits, it is left to end as torch wants to end."""
+        """Free what it holds. After it has measured, it is left to end as torch wants to end."""
         self._connection.close()
-        self._process.join(GRACE if self.error is None else 0)
+        self._process.join(0 if self.found is None else GRACE)
         self._process.kill()
         self._process.join()
 
     def row(self) -> dict[str, Any]:
-        """Of all turns; only a form and an error where there is none."""
-        found: dict[str, Any] = {"form": "", "error": self.error}
-        if self.turns:
-            found |= self.turns[0]
-            found["step_seconds"] = [s for turn in self.turns for s in turn["step_seconds"]]
-        return found
+        """What it measured; only a form and an error where there is nothing."""
+        return {"form": "", "error": self.error} | (self.found or {})
+
+    def seconds(self) -> str:
+        """`start 2.0, imports 9.1, ...` of the phases that have ended."""
+        spans = zip(self.phases, self.phases[1:], strict=False)
+        return ", ".join(f"{name} {end - begin:.1f}" for (name, begin), (_, end) in spans)

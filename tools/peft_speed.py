@@ -5,23 +5,26 @@
 
 Both sides train adapters of the same matrices of a preset with random weights, on random tokens,
 one micro-batch a step, with clipped gradients and AdamW. They are timed alike: a few steps that
-warm up, then --repeats times --steps steps, between a synchronisation before and one after. peft is
-measured before llmq, waits with nothing but its weights on the card while `llmq bench` makes its
-runs, and is measured again, so that neither side has the colder card; --once: only before, where
-the card is too small for that.
+warm up, then --repeats times --steps steps, between a synchronisation before and one after. llmq's
+rows come first, then peft's, then llmq's first row once more, so that it shows whether the card has
+become slower meanwhile; --once leaves that out.
 
 peft's side is what a careful user writes (see PeftSide): transformers' model in bf16, SDPA,
-torch.compile of the forward pass and the loss as a whole, fused AdamW. By default its adapters are
-in fp32, as peft makes them beside a model in bf16 (autocast_adapter_dtype), under torch.autocast,
-so that their products are in bf16; --adapter-dtype bf16 keeps the adapters in bf16, too.
+torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes them beside a model
+in bf16 (autocast_adapter_dtype), under torch.autocast, so that their products are in bf16;
+--adapter-dtype bf16 keeps the adapters in bf16, too. --compile layers compiles one layer, which all
+layers share, the last norm and the loss; model compiles all layers as one graph, for which torch
+takes minutes.
 
---form: options of llmq, once for each row; the default is FORMS. A side that fails is one line, and
-the other one's rows stay. --out gets the table after each side, so that it has what was found if
-this is cut off.
+--form: options of llmq, once for each row; the default is FORMS. --limit: seconds for everything;
+what runs over it is ended. A side that fails is one line, and the other one's rows stay. --out gets
+each row as it is known, and which phase is under way, so that it says what was found if this is cut
+off; progress goes to stderr.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -31,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +55,7 @@ from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from tools.faults.table import commit_of_tree
-from tools.peft_side import Peft, PeftJob
+from tools.peft_side import GRACE, Peft, PeftJob
 
 ROOT = Path(__file__).resolve().parents[1]
 _DELAYED = "--base-dtype=e4m3 --fp8-recipe=delayed"
@@ -80,37 +83,45 @@ def options_of(form: str) -> Options:
     return found
 
 
-def llmq_rows(
-    shared: Options, forms: list[str], how: list[str], beside: int
-) -> Iterator[dict[str, Any]]:
-    """What `llmq bench` finds. how: its options. beside: bytes that others have on the card."""
+def status_of(command: list[str], environment: dict[str, str], limit: float) -> int | None:
+    """Of its exit; None: it took more than `limit` seconds and was ended, as it is if we are."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        process.terminate()  # llmq bench then ends its run, which has the card
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        process.kill()
+        process.wait()
+
+
+def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[str, Any]:
+    """What `llmq bench` finds in at most `limit` seconds. how: its options."""
+    failed = {"form": form, "error": f"ended after {limit:.0f} s (--limit)"}
     with tempfile.TemporaryDirectory() as name:
         file, out = Path(name) / "runs.yaml", Path(name) / "report"
-        runs = [options_of(form) for form in forms]
-        file.write_text(yaml.safe_dump(shared | {"runs": runs}))
+        file.write_text(yaml.safe_dump(shared | {"runs": [options_of(form)]}))
         command = [sys.executable, "-m", "llmq", "bench", "--config", str(file), "--out", str(out)]
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-        done = subprocess.run([*command, *how], env=environment, stdout=subprocess.DEVNULL)
+        status = status_of([*command, *how], environment, limit)
+        if status is None:
+            return failed
         report = out.with_name("report.json")
         if not report.exists():
-            why = f"llmq bench ended with status {done.returncode} and without a report"
-            yield from ({"form": form, "error": why} for form in forms)
-            return
+            why = f"llmq bench ended with status {status} and without a report"
+            return failed | {"error": why}
         found = json.loads(report.read_text())
-    for form, run in zip(forms, found["runs"], strict=True):  # in the order of the file
-        if run["status"] != "ok":
-            why = f"{run['status']}: {run['message']}"
-            if run["status"] == "does not fit" and beside:
-                why += f"; peft waits with {gib(beside)} GiB, --once ends it before"
-            yield {"form": form, "error": why}
-            continue
-        result = run["result"]
-        row = {name: result[name] for name in ("step_seconds", "first_step_seconds")}
-        used = result["memory"]["used"]
-        row["name"] = found["machine"]["device"]
-        row["used"] = None if used is None else used - beside
-        yield row | {"form": form, "allocated": result["memory"]["planned"], "error": None}
+    run = found["runs"][0]
+    if run["status"] != "ok":
+        return failed | {"error": f"{run['status']}: {run['message']}"}
+    result = run["result"]
+    row = {name: result[name] for name in ("step_seconds", "first_step_seconds")}
+    memory = {"used": result["memory"]["used"], "allocated": result["memory"]["planned"]}
+    return row | memory | {"name": found["machine"]["device"], "form": form, "error": None}
 
 
 # -- the table -----------------------------------------------------------------------------------
@@ -152,14 +163,15 @@ def table(peft: dict[str, Any] | None, rows: list[dict[str, Any]], tokens: int) 
 NOTE = """
 tok/s: of the median repeat; ±: the repeats' range over it. allocated: peft's peak of
 torch.cuda.max_memory_allocated, and what `llmq plan` says; reserved: torch's peak of that; in use:
-on the whole GPU, as the driver says, without the other side's. Of peft's memory: what llmq has in
-use over what peft has allocated, the least that peft could run in. start: from the start of the
-process, or of the command of a run, to the end of the first step, compilation included."""
+on the whole GPU, as the driver says. Of peft's memory: what llmq has in use over what peft has
+allocated, the least that peft could run in. start: from the start of the process, or of the command
+of a run, to the end of the first step, compilation included."""
 
 
 @dataclass(kw_only=True)
 class Page:
-    """What is known so far."""
+    """What is known so far. again: llmq's first row, measured after peft. now: what is under way.
+    start: time.monotonic() of the whole."""
 
     out: Path | None
     shared: Options
@@ -168,13 +180,15 @@ class Page:
     date: str
     peft: Peft | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
+    again: dict[str, Any] | None = None
+    now: str | None = None
+    start: float = field(default_factory=time.monotonic)
 
     def lines(self) -> list[str]:
         """Markdown."""
         peft = None if self.peft is None else self.peft.row()
-        turns = [] if self.peft is None else self.peft.turns
-        told = turns[0] if turns else {}
-        names = [row["name"] for row in (*turns, *self.rows) if "name" in row]
+        told = (self.peft and self.peft.found) or {}
+        names = [row["name"] for row in (told, *self.rows) if "name" in row]
         title = f"{self.shared['model']} with adapters beside peft"
         versions = {"llmq": self.commit, "Python": platform.python_version()}
         versions |= told.get("versions", {})
@@ -189,16 +203,34 @@ class Page:
         if peft is not None:
             lines += [peft_settings(self.job, told), ""]
         lines += table(peft, self.rows, tokens)
-        if len(turns) > 1:
-            each = ", ".join(f"{speed(turn, tokens):,.0f}" for turn in turns)
-            lines += ["", f"peft before and after llmq: {each} tok/s."]
+        if self.peft is not None:
+            lines += ["", f"Seconds of peft's phases: {self.peft.seconds() or 'none has ended'}."]
+        if self.again is not None:
+            after = self.again["error"] or f"{speed(self.again, tokens):,.0f} tok/s"
+            lines += ["", f"llmq's first row, measured again after peft: {after}."]
+        if self.now is not None:
+            lines += ["", f"Not the end: this page was written during {self.now}."]
         return lines + NOTE.splitlines()
 
     @property
     def failed(self) -> bool:
         """Whether something that was to be measured was not."""
-        rows = [*self.rows, *([] if self.peft is None else [self.peft.row()])]
-        return any(row["error"] is not None for row in rows)
+        others = [] if self.peft is None else [self.peft.row()]
+        others += [] if self.again is None else [self.again]
+        return any(row["error"] is not None for row in (*self.rows, *others))
+
+    def tell(self, name: str, row: dict[str, Any]) -> None:
+        """Print a row, and write the page that has it."""
+        said = row["error"]
+        if said is None:
+            said = f"{speed(row, self.job.batch_size * self.job.seq_len):,.0f} tok/s"
+        self.progress(f"{name} {row['form']}".rstrip() + f": {said}", now=None)
+
+    def progress(self, text: str, now: str | None) -> None:
+        """Print a line with the seconds since the start, and write the page."""
+        print(f"[{time.monotonic() - self.start:5.1f} s] {text}", file=sys.stderr, flush=True)
+        self.now = now
+        self.write()
 
     def write(self) -> None:
         """To the file, if there is one."""
@@ -209,8 +241,9 @@ class Page:
 def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
     """A sentence about peft's side."""
     compiled = "not compiled"
-    if job.mode is not None:
-        compiled = f"torch.compile (mode {job.mode}, dynamic=False"
+    if job.compiled != "none":
+        parts = {"model": "model and loss as one", "layers": "each layer, the last norm, the loss"}
+        compiled = f"torch.compile of {parts[job.compiled]} (mode {job.mode}, dynamic=False"
         if "graphs" in told:
             compiled += f"; graphs: {told['graphs']}, breaks: {told['breaks']}"
         compiled += ")"
@@ -262,28 +295,35 @@ def peft_job(model: ModelConfig, config: TrainConfig, **given: Any) -> PeftJob:
 
 
 def compare(page: Page, forms: list[str], sides: tuple[str, ...], once: bool, limit: float) -> None:
-    """Measure the sides, filling the page."""
-    beside = 0
+    """Measure the sides, filling the page. limit: seconds for all of it."""
+    how = ["--timed-steps", str(page.job.steps), "--repeats", str(page.job.repeats)]
+
+    def left() -> float:
+        return max(0.0, page.start + limit - time.monotonic())
+
+    def measured(form: str) -> dict[str, Any]:
+        name = f"llmq {form}".rstrip()
+        page.progress(f"{name} ...", now=name)
+        return llmq_row(page.shared, form, how, left())
+
+    for form in forms if "llmq" in sides else []:
+        page.rows.append(measured(form))
+        page.tell("llmq", page.rows[-1])
+    if "peft" not in sides:
+        return
+    page.peft = Peft(page.job)
     try:
-        if "peft" in sides:
-            page.peft = Peft(page.job, limit)
-            page.peft.receive()
-            page.write()
-            if once or page.peft.error is not None or "llmq" not in sides:
-                page.peft.end()
-            else:
-                beside = page.peft.turns[0].get("waiting", 0)
-        if "llmq" in sides:
-            how = ["--timed-steps", str(page.job.steps), "--repeats", str(page.job.repeats)]
-            for row in llmq_rows(page.shared, forms, how, beside):
-                page.rows.append(row)
-            page.write()
-            if page.peft is not None and not once:
-                page.peft.again()
+        page.progress("peft: start", now="peft's phase: start")
+        page.peft.receive(
+            left(), lambda name: page.progress(f"peft: {name}", now=f"peft's phase: {name}")
+        )
     finally:
-        if page.peft is not None:
-            page.peft.end()
-    page.write()
+        page.peft.end()
+        page.write()
+    page.tell("peft", page.peft.row())
+    if page.rows and page.rows[0]["error"] is None and page.peft.error is None and not once:
+        page.again = measured(page.rows[0]["form"])
+        page.tell("llmq, again", page.again)
 
 
 def main(
@@ -297,14 +337,14 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 3,
     adapter_dtype: Annotated[str, typer.Option(help="peft's: fp32 or bf16")] = "fp32",
     autocast: Annotated[bool, typer.Option(help="peft's adapters in fp32: bf16 products")] = True,
-    compile_: Annotated[bool, typer.Option("--compile/--no-compile")] = True,
+    compile_: Annotated[str, typer.Option("--compile", help="layers, model or none")] = "layers",
     compile_mode: Annotated[str, typer.Option(help="of torch.compile")] = "default",
     gradient_checkpointing: Annotated[bool, typer.Option(help="peft's")] = False,
     grad_clip: Annotated[float, typer.Option(min=0, help="of both sides; 0: none")] = 1.0,
     form: Annotated[list[str] | None, typer.Option(help="options of llmq, for a row")] = None,
     only: Annotated[str | None, typer.Option(help="peft or llmq")] = None,
-    once: Annotated[bool, typer.Option(help="peft only before llmq")] = False,
-    limit: Annotated[float, typer.Option(help="seconds for a turn of peft")] = 300.0,
+    once: Annotated[bool, typer.Option(help="llmq only before peft")] = False,
+    limit: Annotated[float, typer.Option(min=1, help="seconds for everything")] = 900.0,
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
     commit: Annotated[str | None, typer.Option(help="of llmq, where git does not know")] = None,
     out: Annotated[Path | None, typer.Option(help="file for the page")] = None,
@@ -312,6 +352,7 @@ def main(
     """Measure both sides and print a page of Markdown; exits with 1 if one has failed."""
     for flag, value, known in (
         ("--adapter-dtype", adapter_dtype, ("fp32", "bf16")),
+        ("--compile", compile_, ("layers", "model", "none")),
         ("--only", only, (None, "peft", "llmq")),
         ("--device", device, ("cuda", "cpu")),
     ):
@@ -331,7 +372,8 @@ def main(
             autocast=autocast and adapter_dtype == "fp32",
             steps=steps,
             repeats=repeats,
-            mode=compile_mode if compile_ else None,
+            compiled=compile_,
+            mode=compile_mode,
             checkpointing=gradient_checkpointing,
         )
         page = Page(
