@@ -233,6 +233,11 @@ def test_what_is_better(tmp_path):
         again = Best(metric, tmp_path, [metric])
         again.resume(run_id, done)
         assert again.step == step
+    note = (tmp_path / "best.json").read_text()
+    (tmp_path / "best.json").write_text(note.replace('"size": 9', '"size": 1e999'))
+    damaged = Best("arc/acc", tmp_path, ["arc/acc"])
+    damaged.resume(mine, 5)
+    assert damaged.step is None and "1e999" in (tmp_path / "best.json").read_text()
     loss = Best("loss", tmp_path, ["loss"])
     loss.note({"loss": (2.0, 9)}, 5, mine)
     assert loss.improves({"loss": (1.9, 9)}) and not loss.improves({"loss": (2.1, 9)})

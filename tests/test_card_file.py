@@ -304,6 +304,13 @@ def test_what_has_no_like_is_left_to_the_data_sheet():
         assert rig.compute(work) == sheet.compute(work)
 
 
+def test_what_has_other_sizes_is_no_like():
+    of_two = card_file(launches={"matmul/bf16": [[[64, 64], 4e-6]]})
+    assert Rates(card_of_file(of_two)).compute(product(64, 64, 64)) == Rates(CARD).compute(
+        product(64, 64, 64)
+    )
+
+
 def attended(seq_len, dtype=BF16, window=None):
     def call(dev, alloc):
         qkv, out = (

@@ -899,3 +899,9 @@ def test_option_rows_echo_every_option():
     names = {name for name, _ in option_rows(make_config({}), preset("gpt2"))}
     assert {opt.flags[0] for opt in OPTIONS.values()} - renamed <= names
     assert not names & {"total-batch", "steps-per-epoch"}
+
+
+def test_a_value_that_is_missing_is_said():
+    """As of a checkpoint's manifest that somebody has written."""
+    with pytest.raises(ConfigError, match="--fp8-fast-accumulation: has no value"):
+        TrainConfig(fp8_fast_accumulation=None).normalized().validate()

@@ -227,6 +227,12 @@ def test_errors(bpe_folder, tmp_path):
     with pytest.raises(DataError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path)
     HfTokenizer(bpe_folder).save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than any token of the vocabulary"
+    write_json(tmp_path / "tokenizer.json", content)
+    with pytest.raises(DataError, match="cannot read the tokenizer"):  # the library panics
+        load_tokenizer(tmp_path)
+    HfTokenizer(bpe_folder).save(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json"):
         load_tokenizer(tmp_path)

@@ -54,7 +54,7 @@ class Best:
         try:
             found = int(note["step"]), float(note["value"]), int(note["size"])
             known = run.owns(RunId.of(note["run"])) and note["metric"] == self.metric
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity
             return None
         there = known and found[0] <= steps_done and found[0] in checkpoints_by_name(self.directory)
         return found if there else None

@@ -115,7 +115,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             f"--adapter: '{directory}' holds no adapters: cannot read {ADAPTER_CONFIG}: "
             f"{error.strerror}"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LlmqError(f"'{path}' is damaged ({error!r}): copy it again") from error
 
 

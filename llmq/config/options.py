@@ -74,6 +74,8 @@ class TrainConfig(AdapterFields):
         for name, opt in OPTIONS.items():
             if getattr(self, name) is not None:
                 opt.check(getattr(self, name))
+            elif _DEFAULTS[name] is not None:
+                raise ConfigError(f"{opt.flag}: has no value")
         for flag, beta in (("--beta-1", self.beta_1), ("--beta-2", self.beta_2)):
             if beta >= 1:
                 raise ConfigError(f"{flag}: must be less than 1, got {beta}")
@@ -335,6 +337,7 @@ class TrainConfig(AdapterFields):
 
 
 OPTIONS: dict[str, Option] = options_of(TrainConfig)
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 """How each field of TrainConfig is set, by field name, in the order of --help."""
 
 ONCE = ("download", "continue_from", "overwrite", "new_data", "force")

@@ -30,7 +30,11 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
             return _from_vocab_and_merges(folder)
     except DataError:
         raise
-    except Exception as error:  # the library raises plain Exception for whatever it cannot read
+    except BaseException as error:
+        # The library raises plain Exception for whatever it cannot read, and what its Rust did not
+        # expect is not even that.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise DataError(f"cannot read the tokenizer in '{folder}': {error}") from error
     raise DataError(
         f"'{folder}' has neither tokenizer.json nor vocab.json with merges.txt: write them there "

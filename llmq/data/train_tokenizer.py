@@ -121,14 +121,24 @@ def train_tokenizer(
 
 
 def _special_tokens(given: Sequence[str]) -> list[str]:
-    """With the end of a text, in their order. ConfigError for one that is empty or there twice."""
+    """With the end of a text, in their order. ConfigError for one that is empty, no text, or there
+    twice."""
     special = [END_OF_TEXT, *given]
     for token in given:
-        if not token.strip():
+        if not token.strip() or not _is_text(token):
             raise ConfigError(f"--special-token: {token!r} is no token")
         if special.count(token) > 1:
             raise ConfigError(f"--special-token: {token} is there already")
     return special
+
+
+def _is_text(token: str) -> bool:
+    """Python takes bytes of the command line that are no UTF-8 for surrogates."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:

@@ -79,10 +79,11 @@ class Measured:
         return sizes, known[sizes]
 
     def _like(self, kind: Kind) -> Known:
-        """Of the kinds that share the most first words with it."""
+        """Of the kinds that share the most first words with it, and have as many sizes."""
         words = tuple(kind.name.split("/"))
         counts = range(len(words), 0, -1)
-        return next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
+        like = next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
+        return {sizes: times for sizes, times in like.items() if len(sizes) == len(kind.sizes)}
 
     def _product(self, kind: Kind, flops: int, device_bytes: int, besides: float) -> float | None:
         """As its own size took, or at the rate of the nearest ones, the more the nearer they are;

@@ -61,7 +61,7 @@ class Follower:
         for record in self._reader.new_records():
             try:
                 self._take(record)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except (ArithmeticError, KeyError, TypeError, ValueError, AttributeError) as error:
                 raise DataError(
                     f"'{self.log}' is not a log of llmq train: its record of {record['log']} at "
                     f"step {record['step']} is not as it should be ({error!r})"
