@@ -140,6 +140,6 @@ def report(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def job(seconds: float = 1.0) -> tuple[Job, list[Any]]:
-    """With so much time, and what is noted in it."""
+    """With so much time, and what is noted in it, as it is at that time."""
     notes: list[Any] = []
-    return Job(time.monotonic() + seconds, notes.append), notes
+    return Job(time.monotonic() + seconds, lambda note: notes.append(copy.deepcopy(note))), notes

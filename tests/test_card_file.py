@@ -26,7 +26,7 @@ from llmq.plan.plan import make_plan
 from llmq.plan.target import target
 from llmq.rig import steps
 from llmq.rig.child import Job
-from llmq.runtime.launch_kind import launch_kind, more_work
+from llmq.runtime.launch_kind import Kind, launch_kind, more_work
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
 from tests.rigs import H100, card_file
@@ -248,6 +248,21 @@ def test_what_a_product_does_besides_is_by_its_result():
 
 def kind_of(work):
     return launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
+
+
+def test_a_product_with_the_activation_lies_between_depths():
+    """By the time for an element of the result, of the nearest sizes of each depth."""
+    words = "matmul/bf16/0/1/0/bf16/swiglu/bf16,bf16,-"
+    points = [[[4096, 1024, 512], 4e-4], [[8192, 2048, 512], 8e-4], [[4096, 2048, 1536], 2e-3]]
+    known = Measured(card_file(launches=FILE.launches | {words: points}))
+
+    def seconds(depth):
+        return known.seconds(Kind(words, (8192, 4096, depth)), 2 * 8192 * 4096 * depth, 1 << 20)
+
+    assert seconds(512) == pytest.approx(2 * 8e-4)
+    assert seconds(1024) == pytest.approx((2 * 8e-4 + 4 * 2e-3) / 2)
+    assert seconds(1536) == pytest.approx(4 * 2e-3)
+    assert seconds(2048) != pytest.approx(4 * 2e-3 + 6.4e-3 / 2)  # deeper than all: by the rate
 
 
 def test_a_product_whose_activation_reads_its_codes():

@@ -13,9 +13,9 @@ from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.config.presets import preset
 from llmq.ops.common import CAPABILITY, runs_own_products
-from llmq.rig import child, exchanges, facts, host, ladder, launches, load, rows, steps
+from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps
 from llmq.rig.findings import words_on
-from llmq.rig.rig import run_rig
+from llmq.rig.rig import LAST, SHARES, run_rig
 from llmq.runtime.launch_kind import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
@@ -207,6 +207,20 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
     assert report["spec"]["device"] == H100 and report["card_file"]["layout"]
 
 
+@pytest.mark.parametrize(("minutes", "whole_rows"), [(3.0, False), (10.0, True)])
+def test_time_that_is_too_short_for_a_row_goes_to_steps(
+    cache, trained, tmp_path, minutes, whole_rows
+):
+    stand_in = StandIn(results(), takes=0.8)
+    run_rig(tmp_path / "rig", minutes, stand_in, stand_in.clock)
+    name, seconds, _ = stand_in.asked[-1]
+    before = 0.8 * sum(seconds for _, seconds, _ in stand_in.asked[:-1])
+    left = 60 * minutes - before - LAST - child.GRACE
+    assert name == "steps"
+    assert seconds == pytest.approx(SHARES["steps"] * 60 * minutes if whole_rows else left)
+    assert bool(trained) == whole_rows
+
+
 def test_parts_that_hang_or_fail_leave_a_report(cache, trained, tmp_path):
     parts = results()
     del parts["bus"], parts["load"]
@@ -330,6 +344,16 @@ def test_what_nvml_does_not_tell_is_left_out(tmp_path):
     assert found == {"name": H100, "pcie_width": 8, "power_limit": 450.0}
 
 
+def test_the_bus_of_a_single_gpu_is_noted(monkeypatch):
+    rates = {"in": [55.0], "out": [54.0], "both": [48.0], "pageable": [7.0, 10.0]}
+    monkeypatch.setattr(bus, "together", lambda api, gpus: rates)
+    monkeypatch.setattr("llmq.runtime.cuda_api.load", lambda: SimpleNamespace(runtime=None))
+    work, notes = job()
+    bus.measure(work, gpus=1)
+    assert notes[-1]["alone"] == [rates]
+    assert notes[-1]["at_once"] == {"1": {way: rates[way] for way in bus.WAYS}}
+
+
 def test_load_settles_at_the_end_of_its_series():
     series = {
         "seconds": [1, 2, 3, 4, 5, 6],
@@ -420,6 +444,15 @@ def test_all_steps_are_runs_of_a_quarter_that_can_be_planned():
             options["vocab-size"] / whole.vocab_size,
         )
         assert quarters == pytest.approx((0.25, 0.25), rel=0.01)
+    for fp8 in (True, False):
+        told = {
+            (word, "lora-rank" in run)
+            for run in steps.runs(fp8)
+            for word in run.values()
+            if word in ("int8", "nf4", "jit")
+        }
+        with_fp8 = {("jit", False), ("jit", True)} if fp8 else set()
+        assert told == {("int8", False), ("int8", True), ("nf4", True)} | with_fp8
 
 
 def test_steps_after_one_that_crashes(cache, trained, tmp_path):

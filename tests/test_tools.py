@@ -340,8 +340,8 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     (tmp_path / "some.json").write_text(json.dumps(report | {"runs": report["runs"][-2:]}))
     (tmp_path / "rig.json").write_text(json.dumps(record_of(card_file())))
 
-    def printed(rig):
-        tool("predicted").main([tmp_path / "some.json"], rig)
+    def printed(rig, since=""):
+        tool("predicted").main([tmp_path / "some.json"], rig, since)
         return capsys.readouterr().out
 
     rows = [line.strip("| ").split(" | ") for line in printed(None).splitlines()]
@@ -351,8 +351,13 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     assert 0.8 < guess / measured < 1.2
     # By a card file, beside the same by the data sheet; and how many of them are close.
     *lines, _, last = printed(tmp_path / "rig.json").splitlines()
-    assert lines[-1].strip("| ").split(" | ")[6:] == rows[-1][4:]
+    cells = lines[-1].strip("| ").split(" | ")
+    kind, same_size = (int(cell.removesuffix(" %")) for cell in cells[8:])
+    assert cells[6:8] == rows[-1][4:] and 0 <= same_size <= kind < 100
     assert last.startswith("rates measured on this rig") and "of 2 within 5 %" in last
+    day = report["invocations"][0]["date"][:10]
+    told = [printed(None, since).splitlines() for since in (day, f"{day} 24", "")]
+    assert told[0][2:] == told[2][2:] and len(told[1]) == len(told[0]) - 2
 
 
 def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch, tmp_path):

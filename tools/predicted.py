@@ -6,7 +6,10 @@
 
 Reads the JSON reports of `llmq bench`; runs on cards that llmq/config/cards.py does not know are
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
-has or fewer, are shown, predicted by what was measured there, and again by the data sheet.
+has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
+columns are the shares of the kernels' predicted time that are of a kind in the card file, and in
+the same size: the rest follows from their like, or from the data sheet. --since leaves out what an
+older program ran.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from llmq.config.cards import CARDS, Card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_from
-from llmq.plan.cost import step_time
+from llmq.plan.cost import Rates, step_time
 from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
+from llmq.runtime.launch_kind import launch_kind
+from llmq.runtime.plan_device import Work
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
 PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
@@ -33,6 +38,31 @@ def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
     config = make_config(options)
     planned_for = (preset(config.model), spec_of(card), "cudnn", gpus)
     return make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
+
+
+def date_of(report: dict[str, Any], run: dict[str, Any]) -> str:
+    """When it was made, UTC; reports of one invocation may have it for all."""
+    made = report["invocations"][run["invocation"]] if "invocation" in run else report
+    return made.get("date", "")
+
+
+def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
+    """Of the predicted time of the main stream's kernels: of those whose kind is in the card file,
+    and of those in the same size, too."""
+    known = {
+        name: {tuple(sizes) for sizes, _ in points}
+        for name, points in card.measured.launches.items()
+    }
+    rates, total, kinds, same = Rates(card, nccl=plan.nccl), 0.0, 0.0, 0.0
+    for trace, count in [*plan.micro_steps, (plan.update, 1)]:
+        for work in trace:
+            if isinstance(work, Work) and work.stream == "main":
+                kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
+                seconds = count * rates.compute(work)
+                total += seconds
+                kinds += seconds * (kind.name in known)
+                same += seconds * (kind.sizes in known.get(kind.name, ()))
+    return kinds / total, same / total
 
 
 def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
@@ -52,20 +82,25 @@ def row(cards: list[Card], run: dict[str, Any]) -> tuple[str, float]:
         guess = plan.tokens / step_time(plan, card).total
         differences.append(100 * (guess / measured - 1))
         cells += [f"{guess:,.0f}", f"{differences[-1]:+.1f} %"]
+    if cards[0].measured is not None:
+        cells += [f"{100 * share:.0f} %" for share in measured_shares(plan, cards[0])]
     return f"| {' | '.join(cells)} |", differences[0]
 
 
 def main(
     paths: Annotated[list[Path], typer.Argument(help="Reports of llmq bench, JSON.")],
     card_file: Annotated[Path | None, typer.Option(help="Report of llmq rig, rig.json.")] = None,
+    since: Annotated[str, typer.Option(help="YYYY-MM-DD: only runs from that day on.")] = "",
 ) -> None:
     """Print the table."""
     rig = None if card_file is None else card_from(card_file)
-    command = "tools/predicted.py benchmarks/*.json"
+    given = f"--since {since} " if since else ""
+    command = f"tools/predicted.py {given}benchmarks/*.json"
     head = ["model", "batch", "flags", "measured", "predicted", "difference"]
     if rig is not None:
-        command = "tools/predicted.py --card-file rig.json benchmarks/*.json"
-        head += ["by data sheet", "difference"]
+        names = " ".join(map(str, paths))
+        command = f"tools/predicted.py --card-file {card_file} {given}{names}"
+        head += ["by data sheet", "difference", "kind measured", "in this size"]
     print(f"`{command}`: tokens/s, as measured and as `llmq plan` says\n")
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     differences = []
@@ -78,7 +113,7 @@ def main(
                 if card.name != CARDS.get(rig.name, rig).name or run["gpus"] > rig.measured.gpus:
                     continue
                 cards = [rig, card]
-            if run["status"] == "ok":
+            if run["status"] == "ok" and date_of(report, run) >= since:
                 line, difference = row(cards, run)
                 differences.append(difference)
                 print(line)

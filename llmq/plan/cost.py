@@ -40,8 +40,9 @@ HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
 # Of the part of the peak that bf16 products reach, what products of signed bytes do: they use the
-# tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Not measured.
-INT8_SHARE = {90: 0.5, 100: 0.25}
+# tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Hopper's is from
+# benchmarks/h100_int8.md; the others are not measured.
+INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
 
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured

@@ -17,8 +17,8 @@ TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
 # What products of ours move beside a product's own matrices takes so many times as long as it would
 # take alone; the second one where codes are written in both layouts, which is more to compute.
-# Of LoRA about what benchmarks/h100_lora_profile.txt has; the second one is from times under load
-# that are not kept: tools/gemm_gate.py --swiglu measures it.
+# About the means of benchmarks/h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with
+# codes in both layouts, 1.1 to 1.7 times.
 EXPOSED, EXPOSED_TURNED = 0.9, 1.5
 NOTHING = More()
 
@@ -85,7 +85,8 @@ class Measured:
         return next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
 
     def _product(self, kind: Kind, flops: int, device_bytes: int, besides: float) -> float | None:
-        """As its own size took, or at the rate of the nearest ones, the more the nearer they are.
+        """As its own size took, or at the rate of the nearest ones, the more the nearer they are;
+        one of LONGER by its depth, between two others.
 
         The last wave of tiles, half empty as it is on average, counts as work. besides: seconds
         that it takes for what a product does not do, which is by the size of the result.
@@ -93,9 +94,13 @@ class Measured:
         known = self._like(kind)
         if not known:
             return None
-        itself = tuple(kind.name.split("/")) in self._by_words  # does that, too
+        words = tuple(kind.name.split("/"))
+        itself = words in self._by_words  # does that, too
         if kind.sizes in known:
             return known[kind.sizes] + (0.0 if itself else besides)
+        between = _between_depths(known, kind.sizes)
+        if itself and between is not None and not set(LONGER).isdisjoint(words):
+            return between
         distances = {sizes: _distance(sizes, kind.sizes) for sizes in known}
         near = sorted(distances, key=distances.__getitem__)[:NEAREST]
         weights = [1 / distances[sizes] for sizes in near]
@@ -141,6 +146,22 @@ def half_wave(depth: int, num_sms: int) -> int:
 def _product_alone(seconds: float, besides: float) -> float:
     """Of these seconds; what a product does besides is hidden where it would be more than half."""
     return max(seconds - besides, seconds / 2)
+
+
+def _between_depths(known: Known, sizes: tuple[int, ...]) -> float | None:
+    """By the time for an element of the result, on the line between depths, whose nearest sizes
+    count; None where it is deeper than all, or less deep."""
+    depth = sizes[2]
+    near: dict[int, tuple[int, ...]] = {}
+    for other in sorted(known, key=lambda other: _distance(other[:2], sizes[:2]), reverse=True):
+        near[other[2]] = other
+    less = max((d for d in near if d <= depth), default=None)
+    more = min((d for d in near if d >= depth), default=None)
+    if less is None or more is None:
+        return None
+    left, right = (known[near[d]] / math.prod(near[d][:2]) for d in (less, more))
+    share = (depth - less) / (more - less) if more > less else 0.0
+    return (left + share * (right - left)) * math.prod(sizes[:2])
 
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:

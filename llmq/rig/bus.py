@@ -145,6 +145,7 @@ def measure(job: Job, *, gpus: int, **_: Any) -> None:
         found["alone"].append(together(api, [gpu]))
         job.note(found)
     found["at_once"]["1"] = {way: [found["alone"][0][way][0]] for way in WAYS}
+    job.note(found)
     for count in range(2, gpus + 1):
         if job.left > 0:
             found["at_once"][str(count)] = together(api, range(count))

@@ -26,7 +26,8 @@ from llmq.rig.picture import draw
 MINUTES = 10.0
 LAST = 10.0  # seconds that the report takes
 SHORTEST = 5.0  # seconds that every part gets while there is time
-# Of the time, at most; rows of llm.q's table have what is left.
+# Of the time, at most; rows of llm.q's table have what is left. Steps have that, too, where it is
+# not enough for a row: plans need them more.
 SHARES = {
     "facts": 0.03,
     "host": 0.03,
@@ -157,7 +158,10 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
     measured["ladder"] = rig.part("ladder", {})
     measured["steps"] = []
     share = SHARES["steps"] + (SHARES["exchanges"] if gpus == 1 else 0)
-    _measure_steps(rig, steps.runs(fp8, gpus), rig.elapsed + share * rig.seconds)
+    seconds = share * rig.seconds
+    if rig.left - seconds < rows.WHOLE:
+        seconds = rig.left
+    _measure_steps(rig, steps.runs(fp8, gpus), rig.elapsed + seconds)
 
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:

@@ -27,6 +27,7 @@ STEP = 1.5  # seconds of a timed step, about: fewer micro-steps than a real one 
 REPEATS = 3
 START = 25.0  # seconds until the first step, and for what is timed beside the steps
 SHORTEST = START + REPEATS * STEP  # seconds that a row takes at least
+WHOLE = START + SECONDS  # and one that is not cut short, about
 
 
 def rows(fp8: bool, gpus: int) -> Iterator[dict[str, Any]]:

@@ -53,6 +53,7 @@ HALF = {"recompute-swiglu": True, "recompute-layers": "0-3"}
 MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
+INT8 = {"matmul-dtype": "int8"}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
 
 
@@ -85,7 +86,8 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
         quarter(large, **LORA),
         quarter(large, **WHOLE | HALF | many),
         quarter(large, **LORA | NF4),
-        quarter(mid, **WHOLE | {"matmul-dtype": "int8"}),
+        quarter(mid, **WHOLE | INT8),
+        quarter(large, **LORA | INT8),
         quarter(mid, **WHOLE | {"batch-size": 8}),
         quarter(small, **WHOLE | {"batch-size": 4}),
         quarter(large, **WHOLE | {"batch-size": 2}),
@@ -99,8 +101,10 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
     ]
     second = [
         quarter(large, **LORA | CODES | HALF),
+        quarter(large, **LORA | {"base-dtype": "e4m3"} | JIT | HALF),
         quarter(large, **WHOLE | FP8 | HALF | many | {"mlp-dtype": "e4m3"}),
         quarter(mid, **WHOLE | FP8 | JIT),
+        *bf16[4:6],
         quarter(large, **WHOLE | FP8 | FAST | AGAIN | many),
         quarter(small, **WHOLE | FP8 | FAST | MOMENTS),
         quarter(larger, **WHOLE | FP8 | many),
@@ -108,7 +112,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
     few = [(mid, 8), (small, 4), (large, 2)]
     third = [quarter(model, **WHOLE | FP8 | {"batch-size": batch}) for model, batch in few]
     last = [quarter(mid, **WHOLE | FP8 | EXACT), *bf16[6:]]
-    return [*first, *bf16[:3], *second, *bf16[3:6], *third, *last]
+    return [*first, *bf16[:3], *second, bf16[3], *third, *last]
 
 
 def title_of(options: dict[str, Any]) -> str:
