@@ -222,15 +222,21 @@ def test_memory_is_what_the_kept_runs_have_used():
 
 
 def test_any_gpu_is_planned_to_need_what_each_one_needs():
-    """Also those whose products leave the activation to a kernel of its own, and its scratch."""
-    more = {"batch-size": 16, "seq-len": 1024, "lmhead-chunks": 64, "lora-rank": 16, "gpus": 1}
-    config = make_config(FULL | more | {"device": "cuda"})
-    model = replace(preset(config.model), num_layers=1)
-    h100, ada, anyone = (
-        make_plan(config, model, spec).usage.device_bytes
-        for spec in (spec_of(find_card("h100")), spec_of(find_card("4090")), PLAN_SPEC)
-    )
+    """Also those whose products leave the activation to a kernel of its own, and its scratch; and
+    those whose product of logits leaves exponentials, and their sums."""
+
+    def needed(**more):
+        config = make_config(FULL | {"seq-len": 1024, "gpus": 1, "device": "cuda"} | more)
+        model = replace(preset(config.model), num_layers=1)
+        return [
+            make_plan(config, model, spec).usage.device_bytes
+            for spec in (spec_of(find_card("h100")), spec_of(find_card("4090")), PLAN_SPEC)
+        ]
+
+    h100, ada, anyone = needed(**{"batch-size": 16, "lmhead-chunks": 64, "lora-rank": 16})
     assert h100 < ada <= anyone
+    h100, ada, anyone = needed(**{"batch-size": 32, "head-dtype": "bf16"})
+    assert ada < h100 <= anyone
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Reach(NamedTuple):
     def of(cls, g: BlockGrads, *, block_in: bool) -> Reach:
         """block_in: whether the gradient of the block's input is wanted."""
         between = (
-            (g.ln1, g.ln1_bias),
+            (g.ln1_post, g.ln1, g.ln1_bias),
             (g.qkv, g.qkv_bias, g.q_norm, g.k_norm, g.qkv_a),
             (g.o, g.o_bias, g.o_a),
             (g.ln2_post, g.ln2, g.ln2_bias),

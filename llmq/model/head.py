@@ -47,6 +47,15 @@ class _Gradient(NamedTuple):
     factors: Tensor | None = None
 
 
+class _Chunk(NamedTuple):
+    """Rows start to stop: x (rows, C), the final norm's output, and targets (rows,)."""
+
+    start: int
+    stop: int
+    x: Operand
+    targets: Tensor
+
+
 class Head:
     """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
 
@@ -148,14 +157,14 @@ class Head:
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=trained)
-                part = targets.rows(start, stop)
+                chunk = _Chunk(start, stop, x, targets.rows(start, stop))
                 if self.fp8:
                     way = self._d_logits_fp8
                 elif matmul_exp.serves(self.dev, x, w.lm_head.shape[0]):
                     way = self._exponentials
                 else:
                     way = self._d_logits
-                gradient = way(start, stop, x, w.lm_head, part, trained=trained)
+                gradient = way(chunk, w.lm_head, trained=trained)
                 d_logits, factors = temps.enter_context(gradient)
                 d_x = d_norm.rows(start, stop)
                 self.linear.input_gradient(d_x, d_logits, w.lm_head)
@@ -173,33 +182,18 @@ class Head:
             self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
 
     @contextmanager
-    def _d_logits(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        targets: Tensor,
-        *,
-        trained: bool,
-    ) -> Iterator[_Gradient]:
-        with self._logits(start, stop, x, lm_head) as logits:
-            self._cross_entropy(start, stop, logits, targets)
+    def _d_logits(self, chunk: _Chunk, lm_head: Operand, *, trained: bool) -> Iterator[_Gradient]:
+        with self._logits(chunk.start, chunk.stop, chunk.x, lm_head) as logits:
+            self._cross_entropy(chunk, logits)
             yield _Gradient(logits)
 
     @contextmanager
     def _exponentials(
-        self,
-        start: int,
-        stop: int,
-        x: Tensor,
-        lm_head: Tensor,
-        targets: Tensor,
-        *,
-        trained: bool,
+        self, chunk: _Chunk, lm_head: Tensor, *, trained: bool
     ) -> Iterator[_Gradient]:
         """trained: the matrix, for whose gradient x is multiplied by the factors in place: nobody
         reads it after the head."""
+        start, stop, x, targets = chunk
         dev, (rows, vocab) = self.dev, (stop - start, lm_head.shape[0])
         losses, lse = self.losses.rows(start, stop), self.lse.rows(start, stop)
         size = self.config.vocab_size
@@ -221,23 +215,17 @@ class Head:
 
     @contextmanager
     def _d_logits_fp8(
-        self,
-        start: int,
-        stop: int,
-        x: Operand,
-        lm_head: Operand,
-        targets: Tensor,
-        *,
-        trained: bool,
+        self, chunk: _Chunk, lm_head: Operand, *, trained: bool
     ) -> Iterator[_Gradient]:
         """The transposed codes take the place of the logits, which are twice as large.
 
         trained: the matrix, whose gradient alone needs transposed codes.
         """
+        start, stop, x, _ = chunk
         shape, scale = (stop - start, lm_head.codes.shape[0]), self.gradient_scale
         with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
             with self._logits(start, stop, x, lm_head) as logits:
-                self._cross_entropy(start, stop, logits, targets, codes)
+                self._cross_entropy(chunk, logits, codes)
             if not trained:
                 yield _Gradient(Fp8(source=None, codes=codes, transposed=None, scale=scale))
                 return
@@ -246,10 +234,9 @@ class Head:
                 values = Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
                 yield _Gradient(values)
 
-    def _cross_entropy(
-        self, start: int, stop: int, logits: Tensor, targets: Tensor, codes: Tensor | None = None
-    ) -> None:
+    def _cross_entropy(self, chunk: _Chunk, logits: Tensor, codes: Tensor | None = None) -> None:
         """Losses; and the gradient in place of the logits, or as codes."""
+        start, stop, _, targets = chunk
         cross_entropy.forward_backward(
             self.dev,
             logits,

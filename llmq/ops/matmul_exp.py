@@ -12,6 +12,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY, own_product_blocks, runs_own_products
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.machine import PLAN_SPEC
 
 OP = "matmul_exp.forward"
 THREADS = 512
@@ -33,12 +34,16 @@ FORWARD = Kernel(
 
 
 def serves(dev: Device, a: Tensor, N: int) -> bool:
-    """Whether this is the way to compute the loss of logits (M, N) = a (M, K) @ b^T on a device."""
+    """Whether this is the way to compute the loss of logits (M, N) = a (M, K) @ b^T on a device.
+
+    A plan for any GPU has it, too: it takes more scratch than the other way.
+    """
     if a.dtype != BF16:
         return False
-    M, K = a.shape
+    (M, K), any_gpu = a.shape, dev.spec == PLAN_SPEC
+    capability = PLAN_SPEC.capability if any_gpu else CAPABILITY
     return (
-        M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, (2 * N, 2 * K), 0)
+        M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, capability, (2 * N, 2 * K), 0)
     )
 
 

@@ -18,8 +18,8 @@ from llmq.runtime.world import World
 # A card that `llmq plan` assumes where none is named: as many multiprocessors as any real card has
 # (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'
 # gradients may take more on a small card), and the largest workspace for the library. Not Hopper's
-# capability, whose products have more in them and need less scratch than two kernels elsewhere, but
-# for the sums of logits' exponentials, 1 % of these.
+# capability, whose products have more in them and need less scratch than two kernels elsewhere; the
+# one that needs more is planned here, too (`ops/matmul_exp.py`).
 PLAN_SPEC = DeviceSpec(
     name="any GPU", capability=100, num_sms=192, memory=0, library_workspace=32 * MIB
 )
