@@ -159,7 +159,8 @@ def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
 
 def _left(report: dict[str, Any]) -> str:
     left = report.get("left", 0)
-    return f"{left} runs are still to be made: `llmq bench --resume` goes on." if left else ""
+    runs = "1 run is" if left == 1 else f"{left} runs are"
+    return f"{runs} still to be made: `llmq bench --resume` goes on." if left else ""
 
 
 def _heading(report: dict[str, Any]) -> str:

@@ -278,13 +278,15 @@ class Option:
             raise ConfigError(f"{self.flag}: {error}") from None
 
     def check(self, value: Any) -> None:
-        """Raise ConfigError unless the value is within choices and limits."""
+        """Raise ConfigError unless there is a value, within choices and limits."""
+        if value is None:
+            raise ConfigError(f"{self.flag}: has no value")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag}: expected {' or '.join(self.choices)}, got {value!r}")
         if self.min is not None and value < self.min:
             raise ConfigError(f"{self.flag}: must be at least {self.min}, got {value}")
         largest = _LARGEST if self.max is None and self.parse is parse_int else self.max
-        if largest is not None and value is not None and value > largest:
+        if largest is not None and value > largest:
             raise ConfigError(f"{self.flag}: must be at most {largest}, got {value}")
 
 

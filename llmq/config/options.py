@@ -72,10 +72,8 @@ class TrainConfig(AdapterFields):
     def validate(self) -> TrainConfig:
         """Return self; ConfigError names a flag that is out of range or contradicts another."""
         for name, opt in OPTIONS.items():
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or _DEFAULTS[name] is not None:
                 opt.check(getattr(self, name))
-            elif _DEFAULTS[name] is not None:
-                raise ConfigError(f"{opt.flag}: has no value")
         for flag, beta in (("--beta-1", self.beta_1), ("--beta-2", self.beta_2)):
             if beta >= 1:
                 raise ConfigError(f"{flag}: must be less than 1, got {beta}")
