@@ -901,7 +901,14 @@ def test_option_rows_echo_every_option():
     assert not names & {"total-batch", "steps-per-epoch"}
 
 
-def test_a_value_that_is_missing_is_said():
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fp8_fast_accumulation": None}, "--fp8-fast-accumulation: has no value"),
+        ({"z_loss": 1e308}, r"--z-loss: must be at most 1000\.0, got 1e\+308"),
+    ],
+)
+def test_values_of_a_manifest_are_checked(options, said):
     """As of a checkpoint's manifest that somebody has written."""
-    with pytest.raises(ConfigError, match="--fp8-fast-accumulation: has no value"):
-        TrainConfig(fp8_fast_accumulation=None).normalized().validate()
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig(**options).normalized().validate()

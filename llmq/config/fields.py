@@ -201,7 +201,11 @@ class Fields:
         _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
     )
     z_loss: float = option(
-        _OPTIMIZER, 0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0
+        _OPTIMIZER,
+        0.0,
+        "Weight of the squared log-sum-exp of the logits in the loss",
+        min=0,
+        max=1e3,
     )
 
     eval_task: tuple[str, ...] = option(
