@@ -590,6 +590,9 @@ def test_a_checkpoint_named_like_another_step(tmp_path):
     save(tmp_path, step=80)
     assert [path.name for path in clean_old(tmp_path, 1, -1, saved=80)] == ["step_00000007"]
     assert listing(tmp_path) == ["step_00000080", "step_9"]
+    manifest = renamed / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": "6"'))
+    assert '"step": "6"' in manifest.read_text() and len(list_checkpoints(tmp_path)) == 2
     os.rename(renamed, tmp_path / "step_best")
     assert find_checkpoint(tmp_path).name == "step_00000080"
 

@@ -362,6 +362,7 @@ def test_counts_of_long_documents(tmp_path, chatml):
         ({"text": "x"}, "no field 'messages' in a record of the format messages"),
         ({"messages": "x"}, "field 'messages' is a text that is no JSON: "),
         ({"messages": {}}, "field 'messages' is a dict, not a list"),
+        ({"messages": ""}, "field 'messages' holds no list"),
         ({"messages": ["x"]}, "message 1 is a str, not an object"),
         ({"messages": [{"content": "x"}]}, "message 1 has no role"),
         ({"messages": [*QA, {"role": "user"}]}, "message 3 (user) has no content"),

@@ -72,7 +72,7 @@ def _named_step(path: Path) -> int | None:
 def _recorded(path: Path) -> dict[str, Any]:
     """Step and run of a complete checkpoint; {} if it is damaged."""
     run = json_object(path / MANIFEST).get("run")
-    return run if isinstance(run, dict) else {}
+    return run if isinstance(run, dict) and type(run.get("step", 0)) is int else {}
 
 
 def checkpoint_owner(path: Path) -> RunId | None:

@@ -185,6 +185,8 @@ def _parsed(record: dict[str, Any], name: str, kind: type) -> Any:
 
 def _messages(record: dict[str, Any], name: str) -> list[Message]:
     values = _parsed(record, name, list)
+    if values is None:  # the text was
+        raise DataError(f"field '{name}' holds no list")
     found = []
     for number, value in enumerate(values, 1):
         if not isinstance(value, dict):
