@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmq.ops.common import CAPABILITY
 from tests.emulator import device as emulator
 from tests.harness import SIZES
 
@@ -79,3 +80,11 @@ def dev(request):
     device = CudaDevice(0, SIZES, tune=False)
     yield device
     device.close()
+
+
+@pytest.fixture
+def hopper(dev):
+    """`dev`, where it has the instructions of our own products."""
+    if dev.spec.capability != CAPABILITY:
+        pytest.skip(f"its instructions are those of compute capability {CAPABILITY}")
+    return dev

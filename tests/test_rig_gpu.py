@@ -75,4 +75,4 @@ def test_steps_of_a_quarter_of_a_model():
     products = [name for name in found["launches"] if name.startswith("matmul/bf16")]
     assert len(products) >= 3 and found["tokens_per_second"] > 0
     # How they add up is not looked at: other tests use the GPU meanwhile.
-    assert found["idle"] < 1
+    assert -1 < found["idle"] < 1

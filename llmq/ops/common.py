@@ -27,6 +27,10 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 CAPABILITY = 90
 MULTIPLE = 16  # bytes: of rows of all their matrices
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
+# With work behind them, in warps of its own: threads, and bytes of stages, of a tile's three boxes,
+# barriers and alignment.
+PRODUCT_THREADS, PRODUCT_STAGES, STAGE_BYTES, BOXES_BYTES = 512, 4, 40960, 3 * 16384
+PRODUCT_SHARED = PRODUCT_STAGES * STAGE_BYTES + BOXES_BYTES + 8 * (2 * PRODUCT_STAGES + 6) + 1024
 _library_only = False  # within library_products()
 
 # column_sum of cu/bias.cu: columns and threads of one block.

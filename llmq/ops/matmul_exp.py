@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import CAPABILITY, own_product_blocks, runs_own_products
+from llmq.ops.common import (
+    CAPABILITY,
+    PRODUCT_SHARED,
+    PRODUCT_THREADS,
+    own_product_blocks,
+    runs_own_products,
+)
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.machine import PLAN_SPEC
 
 OP = "matmul_exp.forward"
-THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
-STAGES = 4
-# Pairs of tiles, a tile of logits, barriers, alignment.
-SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 6) + 1024
 
 # Fewer rows would leave multiprocessors idle in the last turn, and gain less than launches cost.
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
@@ -90,8 +92,8 @@ def forward(
     dev.launch(
         FORWARD,
         own_product_blocks(dev, M, N, TILE),
-        THREADS,
+        PRODUCT_THREADS,
         (e, sums, target_logits, a, b, shift, targets, M, N, K, vocab_size),
-        smem=SHARED,
+        smem=PRODUCT_SHARED,
         flops=2 * M * N * K,
     )

@@ -14,6 +14,8 @@ from llmq.ops.common import (
     CAPABILITY,
     FP8_ARGS,
     MULTIPLE,
+    PRODUCT_SHARED,
+    PRODUCT_THREADS,
     abs_max_consts,
     expect_adapters,
     fp8_args,
@@ -26,11 +28,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu.forward"
-THREADS = 512
 TILE = (256, 96)  # of out, of a cluster of two blocks
-STAGES = 4
-# Pairs of tiles, one tile of up and gate, barriers, alignment.
-SHARED = STAGES * 40960 + 3 * 16384 + 8 * (2 * STAGES + 6) + 1024
 
 # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept, and
 # tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
@@ -112,10 +110,10 @@ def forward(
     dev.launch(
         FORWARD,
         own_product_blocks(dev, M, F, TILE),
-        THREADS,
+        PRODUCT_THREADS,
         (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8), *of_codes),
         consts=consts,
-        smem=SHARED,
+        smem=PRODUCT_SHARED,
         flops=4 * M * F * (K + R),
     )
 

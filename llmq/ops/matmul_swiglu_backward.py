@@ -12,9 +12,13 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
+    BOXES_BYTES,
     CAPABILITY,
     FP8_ARGS,
     MULTIPLE,
+    PRODUCT_STAGES,
+    PRODUCT_THREADS,
+    STAGE_BYTES,
     abs_max_consts,
     expect_adapters,
     fp8_args,
@@ -28,10 +32,8 @@ from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu_backward"
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
-THREADS = 512
 TILE = (256, 192)  # of a cluster of two blocks
-STAGES, STAGE_BYTES = 4, 40960
-BOXES, BOX_BYTES, TURNED_BYTES = 3, 16384, 8192
+TURNED_BYTES = 8192
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
 MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
 
@@ -109,7 +111,7 @@ def backward(
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
         own_product_blocks(dev, M, F, TILE),
-        THREADS,
+        PRODUCT_THREADS,
         (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), out),
         consts=consts,
         smem=_shared(consts),
@@ -166,5 +168,5 @@ def _results(
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
     turned = 2 * consts["TRANSPOSED"] * TURNED_BYTES
-    tiles = STAGES * STAGE_BYTES + BOXES * BOX_BYTES + turned
+    tiles = PRODUCT_STAGES * STAGE_BYTES + BOXES_BYTES + turned
     return tiles + 8 * BARRIERS + 1024

@@ -9,23 +9,13 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
-from llmq.ops.matmul_adapted import CAPABILITY, is_faster, matmul_adapted
+from llmq.ops.matmul_adapted import is_faster, matmul_adapted
 from llmq.ref.matmul_adapted import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared
+from tests.own_products import devices_without, whole
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
-
-
-@pytest.fixture
-def hopper(dev):
-    if dev.spec.capability != CAPABILITY:
-        pytest.skip("its instructions are those of compute capability 9.0")
-    return dev
-
-
-def whole(rng, dtype, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32).astype(dtype.numpy)
 
 
 def arrays_of(rng, case, a, b):
@@ -111,9 +101,7 @@ def test_where_it_is_faster():
     assert faster(N=3584, K=8192, dtype=E4M3) and not faster(N=3584, K=8192)
     assert not faster(N=512) and faster(N=512, M=16384)  # the first turn is not full
     assert not faster(dtype=F32) and not faster(out=F32)
-    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
-        assert not faster(PlanDevice(spec))
-    assert not faster(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+    assert not any(faster(other) for other in devices_without())
 
 
 def test_wrong_arguments():

@@ -3,8 +3,6 @@
 Operands are small multiples of 1/8, so that logits have the same bits in any order of sums.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -13,18 +11,12 @@ from llmq.ops import matmul_exp
 from llmq.ref.matmul_exp import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
+from tests.own_products import devices_without
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 # The argument of the exponential, up to 100 in powers of two, is rounded twice; e may then round
 # the other way.
 SUM, E = {"rtol": 2**-16}, {"rtol": 2**-7}
-
-
-@pytest.fixture
-def hopper(dev):
-    if dev.spec.capability != matmul_exp.CAPABILITY:
-        pytest.skip("its instructions are those of compute capability 9.0")
-    return dev
 
 
 def arrays_of(rng, M, N, K, vocab):
@@ -96,9 +88,7 @@ def test_which_products_it_serves():
     assert serves() and serves(N=50304, K=768)
     assert not serves(dtype=F32) and not serves(M=1024) and not serves(N=4096)
     assert not serves(K=892) and not serves(N=50300)  # rows of no multiple of 16 bytes
-    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
-        assert not serves(PlanDevice(spec))
-    assert not serves(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+    assert not any(serves(other) for other in devices_without())
 
 
 def test_wrong_arguments():

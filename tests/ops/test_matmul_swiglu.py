@@ -3,8 +3,6 @@
 Operands are small integers, so that sums are exact in any order.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -17,19 +15,9 @@ from llmq.ref.matmul_swiglu import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.fp8_out import outputs
 from tests.harness import GPU_SPEC, run
+from tests.own_products import devices_without, whole
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
-
-
-@pytest.fixture
-def hopper(dev):
-    if dev.spec.capability != matmul_swiglu.CAPABILITY:
-        pytest.skip("its instructions are those of compute capability 9.0")
-    return dev
-
-
-def whole(rng, dtype, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32).astype(dtype.numpy)
 
 
 def operands_of(rng, M, F, K, R, dtype):
@@ -223,9 +211,7 @@ def test_which_products_it_serves():
     assert not serves(M=4104) and not serves(F=18952)  # codes of both layouts
     assert not serves(rank=12) and not serves(K=3592)  # rows of no multiple of 16 bytes
     assert not serves(dtype=F32) and not serves(dtype=E5M2)
-    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
-        assert not serves(PlanDevice(spec))
-    assert not serves(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+    assert not any(serves(other) for other in devices_without())
 
 
 def test_wrong_arguments():

@@ -4,7 +4,6 @@ Operands of the product are small integers, so that its sums are exact in any or
 computes the activation's gradient of what the reference makes of them, so that all bits are equal.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,24 +12,14 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
 from llmq.ops import matmul_swiglu_backward, swiglu
-from llmq.ops.matmul_swiglu_backward import CAPABILITY, backward
+from llmq.ops.matmul_swiglu_backward import backward
 from llmq.ref.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu_backward import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, run
+from tests.own_products import devices_without, whole
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
-
-
-@pytest.fixture
-def hopper(dev):
-    if dev.spec.capability != CAPABILITY:
-        pytest.skip("its instructions are those of compute capability 9.0")
-    return dev
-
-
-def whole(rng, dtype, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32).astype(dtype.numpy)
 
 
 def operands(rng, case, left):
@@ -168,9 +157,7 @@ def test_where_it_serves():
     assert not serves(M=1024) and not serves(F=2816) and not serves(dtype=F32)
     assert not serves(M=4104) and not serves(F=18960)  # what a warp has of a tile
     assert not serves(rank=136) and not serves(rank=12) and not serves(K=3592)
-    for spec in (replace(GPU_SPEC, capability=89), replace(GPU_SPEC, capability=100)):
-        assert not serves(PlanDevice(spec))
-    assert not serves(PlanDevice(GPU_SPEC, rank=0, world_size=2))
+    assert not any(serves(other) for other in devices_without())
 
 
 def test_wrong_arguments():
