@@ -6,8 +6,6 @@ which takes longer than its arithmetic.
 
 from __future__ import annotations
 
-from functools import cache
-
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -39,7 +37,7 @@ MOST_IDLE = 2400
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
-    """b_rows, tail_rows: of the half of a tile of b or tail, or with K outside of 64 columns."""
+    """b_rows, tail_rows: of the half of a tile of b or tail."""
     return Kernel(
         "matmul_adapted.cu",
         "matmul_adapted",
@@ -50,20 +48,23 @@ def _kernel(b_rows: int, tail_rows: int) -> Kernel:
     )
 
 
-INSIDE, OUTSIDE = 96, 32  # K of a tile of b or tail is the inner dimension, or the outer one
+# Rows of the half of a tile where K is the inner dimension, and of 64 columns where it is not.
+INSIDE, INSIDE_WIDE, OUTSIDE = NARROW // 2, WIDE // 2, 32
 MATMUL_ADAPTED = _kernel(INSIDE, INSIDE)
+MATMUL_ADAPTED_WIDE = _kernel(INSIDE_WIDE, INSIDE_WIDE)
 MATMUL_ADAPTED_TAIL_TRANSPOSED = _kernel(INSIDE, OUTSIDE)
+MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE = _kernel(INSIDE_WIDE, OUTSIDE)
 MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
 
 
-@cache
 def _kernel_of(columns: int, b_outside: bool, tail_outside: bool) -> Kernel:
-    """Of tiles of so many columns."""
-    if columns == NARROW:
-        kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
-        return kernels[b_outside + tail_outside]
-    inside = columns // 2
-    return _kernel(OUTSIDE if b_outside else inside, OUTSIDE if tail_outside else inside)
+    """Where b's K is the outer dimension, tail's is, too."""
+    if b_outside:
+        return MATMUL_ADAPTED_TRANSPOSED
+    if tail_outside:
+        tails = (MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE)
+        return tails[columns == WIDE]
+    return (MATMUL_ADAPTED, MATMUL_ADAPTED_WIDE)[columns == WIDE]
 
 
 def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool:
