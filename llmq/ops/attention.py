@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llmq.base.dtypes import BF16, F32, U8, DType
 from llmq.base.tensor import Tensor
+from llmq.ops import attention_backward as hopper
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
@@ -185,8 +186,7 @@ def forward(
     flops = 2 * batch * num_heads * sight.pairs(seq_len) * head_dim
     if backend == "cudnn":
         with dev.scratch("cudnn_workspace", (FORWARD_WORKSPACE_BYTES,), U8) as workspace:
-            args = (out, lse, qkv, *sizes, workspace)
-            dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
+            dev.launch(CUDNN_FORWARD, 1, 1, (out, lse, qkv, *sizes, workspace), flops=flops)
         return
     tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
     dev.launch(
@@ -251,14 +251,20 @@ def backward(
             f"{chunks}"
         )
     sight = sight.within(op, batch, seq_len, backend)
-    heads = (batch, seq_len, num_heads, head_dim)
-    tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
+    tensors = (
+        d_qkv,
+        *(x.view(*qkv.shape[:2], num_heads, head_dim) for x in (d_out, out)),
+        lse,
+        qkv,
+    )
     step, parts = split(batch, chunks)
     for start in range(0, batch, step):
         stop = min(start + step, batch)
         part, seen = tuple(x.rows(start, stop) for x in tensors), sight.rows(start, stop)
         if backend == "cudnn":
             _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
+        elif hopper.is_for(dev, qkv.dtype, seq_len, head_dim, seen):
+            hopper.backward(dev, *part, num_heads, num_kv_heads)
         else:
             _backward_native(dev, part, num_heads, num_kv_heads, seen)
 

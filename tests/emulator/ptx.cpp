@@ -194,12 +194,20 @@ void barrier_init(SharedAddress address, unsigned arrivals) {
 struct Load {
     SharedAddress to, barrier;
     unsigned rank;
-    const TensorMap* map;
+    const TensorMap* map;  // null: `bytes` in a row
     int x, y;
+    const void* from;
+    unsigned bytes;
 };
 static std::vector<Load> loads;
 
 static void land(const Load& load) {
+    if (!load.map) {
+        std::memcpy((void*)load.to, load.from, load.bytes);
+        barrier_at(load.barrier, load.rank).bytes -= load.bytes;
+        look_at(load.barrier, load.rank);
+        return;
+    }
     const TensorMap& map = *load.map;
     for (int r = 0; r < map.box_rows; ++r) {
         for (int c = 0; c < map.width(); ++c) {
@@ -216,16 +224,24 @@ static void land(const Load& load) {
     look_at(load.barrier, load.rank);
 }
 
+static void start(const Load& load) {
+    std::memset(emulator::map_shared((char*)load.to, load.rank), emulator::POISON, load.bytes);
+    const bool awaited = std::any_of(sleepers.begin(), sleepers.end(), [&](const Sleeper& s) {
+        return s.rank == load.rank && s.barrier == load.barrier;
+    });
+    if (awaited) { land(load); } else { loads.push_back(load); }
+}
+
 void start_load(SharedAddress to, const TensorMap* map, int x, int y, SharedAddress barrier,
                 unsigned rank) {
     check(to % 128 == 0, "a box's address is not a multiple of 128");
-    const int bytes = 128 * map->box_rows;
-    std::memset(emulator::map_shared((char*)to, rank), emulator::POISON, bytes);
-    const Load load{to, barrier, rank, map, x, y};
-    const bool awaited = std::any_of(sleepers.begin(), sleepers.end(), [&](const Sleeper& s) {
-        return s.rank == rank && s.barrier == barrier;
-    });
-    if (awaited) { land(load); } else { loads.push_back(load); }
+    start({to, barrier, rank, map, x, y, nullptr, (unsigned)(128 * map->box_rows)});
+}
+
+void start_load(SharedAddress to, const void* from, unsigned bytes, SharedAddress barrier) {
+    check(to % 16 == 0 && (size_t)from % 16 == 0 && bytes % 16 == 0,
+          "cp.async.bulk: addresses and size must be multiples of 16");
+    start({to, barrier, emulator::block_rank(), nullptr, 0, 0, from, bytes});
 }
 
 void wait_at(SharedAddress address, unsigned parity) {
@@ -285,6 +301,21 @@ struct ProductQueue {
     std::vector<Product> open;
 };
 static std::vector<ProductQueue> product_queues;
+
+LeftRows gather_left(const Registers4& a) {
+    return warp_exchange<LeftRows>(~0u, a, [](const Registers4* const* in, LeftRows* const* out) {
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int t = 0; t < 4; ++t) {
+                for (int i = 0; i < 4; ++i) {
+                    for (int j = 0; j < 2; ++j) {
+                        out[lane]->x[i % 2][2 * t + 8 * (i / 2) + j] =
+                            bf16_half(in[lane / 4 * 4 + t]->r[i], j);
+                    }
+                }
+            }
+        }
+    });
+}
 
 void add_product(const Product& product) { mine(product_queues).open.push_back(product); }
 

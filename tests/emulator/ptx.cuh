@@ -98,6 +98,10 @@ static inline void load_box_for(SharedAddress to, const TensorMap* map, int x, i
         if (blocks >> rank & 1) { ptx::start_load(to, map, x, y, barrier, rank); }
     }
 }
+static inline void load_bytes(SharedAddress to, const void* from, unsigned bytes,
+                              SharedAddress barrier) {
+    ptx::start_load(to, from, bytes, barrier);
+}
 static inline void store_box(const TensorMap* map, int x, int y, SharedAddress from) {
     ptx::start_store(map, x, y, from);
 }
@@ -115,9 +119,19 @@ static inline void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, in
     static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
     ptx::add_product({d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>});
 }
+template <int COLUMNS, bool K_OUTSIDE>
+static inline void wgmma_left(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Descriptor b,
+                              int add) {
+    ptx::Product product{d, {}, b, add, ptx::compute<COLUMNS, __nv_bfloat16, __nv_bfloat16, K_OUTSIDE>};
+    product.left = ptx::gather_left({{a[0], a[1], a[2], a[3]}});
+    product.in_registers = true;
+    ptx::add_product(product);
+}
 static inline void wgmma_begin() {}
 static inline void wgmma_commit() { ptx::products_commit(); }
 template <int PENDING> static inline void wgmma_wait() { ptx::finish_products(PENDING); }
+
+template <int COUNT> static inline void arrived(float (&)[COUNT]) {}
 
 static inline void stmatrix_x4(SharedAddress row, unsigned a, unsigned b, unsigned c, unsigned d) {
     ptx::store_matrices(row, {{a, b, c, d}});
@@ -131,3 +145,4 @@ static inline unsigned long long global_time() { return ptx::time(); }
 static inline void forget(uint4&) {}
 static inline void forget(uint2&) {}
 static inline void forget(int&) {}
+static inline void forget(unsigned&) {}

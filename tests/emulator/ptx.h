@@ -76,6 +76,7 @@ namespace ptx {
 
 void start_load(SharedAddress to, const TensorMap* map, int x, int y, SharedAddress barrier,
                 unsigned rank);
+void start_load(SharedAddress to, const void* from, unsigned bytes, SharedAddress barrier);
 void start_store(const TensorMap* map, int x, int y, SharedAddress from);
 void finish_stores(size_t pending = 0);
 
@@ -91,11 +92,19 @@ struct Descriptor {
 
 namespace ptx {
 
+// The two rows of a left operand in registers that a thread's results are of.
+struct LeftRows {
+    float x[2][16];
+};
+LeftRows gather_left(const Registers4& a);
+
 struct Product {
     float* d;
     Descriptor a, b;
     int add;
     void (*compute)(const Product&);
+    bool in_registers = false;  // of a
+    LeftRows left;
 };
 void add_product(const Product& product);
 void products_commit();
@@ -115,7 +124,10 @@ static void compute(const Product& p) {
     float a[2][INNER], b[INNER];
     for (int half = 0; half < 2; ++half) {
         for (int k = 0; k < INNER; ++k) {
-            a[half][k] = element<Left>(row_of(p.a, 16 * warp + g + 8 * half) + k * sizeof(Left));
+            a[half][k] = p.in_registers
+                             ? p.left.x[half][k % 16]
+                             : element<Left>(row_of(p.a, 16 * warp + g + 8 * half) +
+                                             k * sizeof(Left));
         }
     }
     for (int j = 0; j < COLUMNS / 8; ++j) {

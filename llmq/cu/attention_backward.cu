@@ -1,0 +1,473 @@
+// attention_backward.cu -- gradient of causal self-attention on Hopper, in products of warpgroups.
+//
+//   P = exp(q k^T / sqrt(Hd) - lse);  dS = P * (d_out v^T - delta), both 0 for later keys
+//   d_v = P^T d_out;   d_k = dS^T q / sqrt(Hd);   d_q = dS k / sqrt(Hd)
+//
+// attention_gradient: a block of the persistent grid has tiles of 128 rows, keys or queries, of one
+// head, each of two warpgroups 64 of them. They walk over the rows of the other side in steps of 64,
+// which one thread keeps on their way (TMA), in a ring of stages. Blocks take tiles in the order in
+// which they get to them: keys first, which take longest. Scores never leave registers: rounded to
+// BF16 they are the left operand of the next product. Tiles of keys compute them transposed.
+//
+// Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
+//          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
+//          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
+//          sums of d_out * out; next: I32 (1,), tiles that are taken. HEAD_DIM 64 or 128. T a multiple of
+//          64. Sums are F32; P and dS are rounded before they are multiplied.
+// Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in next. gradient:
+//          384 threads, at most as many blocks as multiprocessors; shared memory as
+//          llmq/ops/attention_backward.py says.
+// Cost     7 B Hq T^2 HEAD_DIM FLOPs: 4 products in tiles of keys, 3 in those of queries, so that
+//          every element is summed by one thread in a fixed order.
+// Needs    sm_90a. lse of the forward.
+// Same name  llmq/ops/attention_backward.py  llmq/ref/attention_backward.py
+//            tests/ops/test_attention_backward.py
+#include "common.cuh"
+#include "ptx.cuh"
+
+constexpr int D = HEAD_DIM;
+constexpr int ROWS = 64, LINE = 128, BOX_BYTES = ROWS * LINE;  // of a box: 64 rows, 64 columns
+constexpr int BOXES = D / 64, TILE_BYTES = BOXES * BOX_BYTES;  // of 64 rows of a head
+constexpr int OWN_BYTES = 4 * TILE_BYTES;                      // two tensors, two warpgroups each
+constexpr int STAGE_BYTES = 2 * TILE_BYTES, STATISTICS_BYTES = 2 * ROWS * 4;
+constexpr int SCORES = ROWS / 2;  // of a thread: 64 x 64 by 128 threads
+constexpr int DELTA_LANES = 8;    // threads that share a row of attention_statistics
+constexpr int WARPS = 8;          // that multiply
+enum { SHARED, KEPT, LOADED };  // what LEFT may be: where left operands of scores are
+constexpr bool EARLY = D == 64;   // dV before dS is computed, where there are registers for both
+constexpr float LOG2E = 1.4426950408889634f;
+static_assert(D == 64 || D == 128, "there are no registers for larger heads");
+static_assert(STAGES >= 3, "one is held until the next one's scores are there, one may be skipped");
+
+struct Ring {
+    u32 stage = 0, parity;
+    __device__ __forceinline__ explicit Ring(u32 parity) : parity(parity) {}
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Sizes {
+    int seq_len, num_heads, num_kv_heads, batches;
+    __device__ __forceinline__ int blocks() const { return seq_len / ROWS; }
+    __device__ __forceinline__ int tiles() const { return (blocks() + 1) / 2; }
+    __device__ __forceinline__ int group() const { return num_heads / num_kv_heads; }
+    __device__ __forceinline__ int key_items() const { return tiles() * batches * num_kv_heads; }
+    __device__ __forceinline__ int items() const {
+        return key_items() + tiles() * batches * num_heads;
+    }
+};
+
+// A tile's place, and over which blocks of 64 rows of the other side its block walks.
+struct Item {
+    bool keys;
+    int batch, head, kv_head;  // head: the first query head of those that have to do with it
+    int block;                 // of 64 rows, of the first warpgroup; the other one has the next
+    int first, end, heads;
+
+    __device__ __forceinline__ Item(int item, const Sizes& sizes) {
+        const int tiles = sizes.tiles(), key_items = sizes.key_items();
+        keys = item < key_items;
+        if (!keys) { item -= key_items; }
+        // Tiles of one head are neighbours, so that they find what they read in L2, the longest first.
+        const int strip = item / tiles, tile = item % tiles;
+        block = 2 * (keys ? tile : tiles - 1 - tile);
+        const int strips = keys ? sizes.num_kv_heads : sizes.num_heads;
+        batch = strip / strips;
+        head = strip % strips * (keys ? sizes.group() : 1);
+        kv_head = head / sizes.group();
+        first = keys ? block : 0;
+        end = keys ? sizes.blocks() : min(block + 2, sizes.blocks());
+        heads = keys ? sizes.group() : 1;
+    }
+};
+
+// What a block has in shared memory: addresses of tiles and of barriers.
+struct Memory {
+    char* base;  // of own, 1024-byte aligned
+    SharedAddress own, stages, statistics, full, empty, own_full, own_empty, read, items;
+
+    __device__ __forceinline__ explicit Memory(char* shared) {
+        base = shared + ((1024 - (u32)(shared_address(shared) & 1023)) & 1023);
+        own = shared_address(base);
+        stages = own + 2 * OWN_BYTES;
+        statistics = stages + STAGES * STAGE_BYTES;
+        full = statistics + STAGES * STATISTICS_BYTES;
+        empty = full + 8 * STAGES;
+        own_full = empty + 8 * STAGES;
+        own_empty = own_full + 16;
+        read = own_empty + 16;
+        items = read + 16;
+    }
+    template <class X> __device__ __forceinline__ X* at(SharedAddress address) const {
+        return reinterpret_cast<X*>(base + (address - own));
+    }
+};
+
+// -- The thread that loads ------------------------------------------------------------------------
+
+// The boxes of 64 rows of a head.
+__device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map, int column, int row,
+                                          SharedAddress arrived) {
+#pragma unroll
+    for (int i = 0; i < BOXES; ++i) {
+        load_box(to + i * BOX_BYTES, map, column + 64 * i, row, arrived);
+    }
+}
+
+__device__ __forceinline__ void load_items(const Memory& memory, const Sizes& sizes, i32* next,
+                                           const float* statistics, const TensorMap* qkv,
+                                           const TensorMap* d_out) {
+    Ring ring(1);  // the first wait for an empty stage is over at once
+    const int values = (sizes.num_heads + sizes.num_kv_heads) * D, keys = sizes.num_heads * D;
+    int number = atomicAdd(next, 1);
+    for (u32 turn = 0;; ++turn) {
+        const u32 slot = turn & 1;
+        const SharedAddress own = memory.own + slot * OWN_BYTES;
+        const SharedAddress arrived = memory.own_full + 8 * slot;
+        barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);
+        *memory.at<int>(memory.items + 4 * slot) = number;
+        if (number >= sizes.items()) {
+            barrier_arrive(arrived);
+            return;
+        }
+        const Item item(number, sizes);
+        number = atomicAdd(next, 1);  // needed later
+        const int row = item.batch * sizes.seq_len, column = item.kv_head * D;
+        const int present = min(2, sizes.blocks() - item.block);
+        barrier_expect(arrived, present * 2 * TILE_BYTES);
+#pragma unroll 1
+        for (int i = 0; i < present; ++i) {
+            const int y = row + (item.block + i) * ROWS;
+            const SharedAddress a = own + i * TILE_BYTES, b = a + 2 * TILE_BYTES;
+            load_tile(a, qkv, item.keys ? keys + column : item.head * D, y, arrived);
+            load_tile(b, item.keys ? qkv : d_out, item.keys ? values + column : item.head * D, y,
+                      arrived);
+        }
+#pragma unroll 1
+        for (int n = 0; n < item.heads; ++n) {
+            const int head = item.head + n;
+            const float* of_head = statistics + ((i64)item.batch * sizes.num_heads + head) *
+                                                    sizes.seq_len * 2;
+#pragma unroll 1
+            for (int block = item.first; block < item.end; ++block, ring.next()) {
+                const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES;
+                const SharedAddress arrived = memory.full + 8 * ring.stage;
+                const int y = row + block * ROWS;
+                barrier_wait(memory.empty + 8 * ring.stage, ring.parity);
+                barrier_expect(arrived, STAGE_BYTES + (item.keys ? STATISTICS_BYTES : 0));
+                load_tile(x, qkv, item.keys ? head * D : keys + column, y, arrived);
+                load_tile(x + TILE_BYTES, item.keys ? d_out : qkv,
+                          item.keys ? head * D : values + column, y, arrived);
+                if (item.keys) {
+                    load_bytes(memory.statistics + ring.stage * STATISTICS_BYTES,
+                               of_head + block * 2 * ROWS, STATISTICS_BYTES, arrived);
+                }
+            }
+        }
+    }
+}
+
+// -- The warpgroups that multiply -----------------------------------------------------------------
+
+// 64 rows of a head as a left operand.
+struct Left {
+    u32 words[LEFT == KEPT ? D / 16 : 1][4];
+    SharedAddress tile;
+
+    __device__ __forceinline__ explicit Left(SharedAddress tile) : tile(tile) {
+        if constexpr (LEFT == KEPT) {
+#pragma unroll
+            for (int k = 0; k < D / 16; ++k) { load(words[k], k); }
+        }
+    }
+    __device__ __forceinline__ void load(u32 (&to)[4], int k) const {
+        const u32 thread = threadIdx.x % 128, lane = thread % 32;
+        const SharedAddress row = tile + (thread / 32 * 16 + lane % 16) * LINE;
+        ldmatrix_x4(to, row + k / 4 * BOX_BYTES + ((k % 4 * 2 + lane / 16 ^ lane & 7) << 4));
+    }
+};
+
+// scores = left step^T [+ scores], over HEAD_DIM. zero: is 0. Registers of a left operand that stay the same
+// over a loop are given to others by ptxas 12.9, so that they are copied for every product.
+template <bool ADD>
+__device__ __forceinline__ void multiply_rows(float (&scores)[SCORES], const Left& left,
+                                              SharedAddress step, u32 zero) {
+    const Descriptor right = k_inside(step), tile = k_inside(left.tile);
+    u32 words[LEFT == SHARED ? 1 : D / 16][4];
+    if constexpr (LEFT != SHARED) {
+#pragma unroll
+        for (int k = 0; k < D / 16; ++k) {
+            if constexpr (LEFT == KEPT) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) { words[k][i] = left.words[k][i] ^ zero; }
+            } else {
+                left.load(words[k], k);
+            }
+        }
+    }
+    wgmma_begin();
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+        const int at = k / 4 * (BOX_BYTES / 16) + k % 4 * 2;
+        if constexpr (LEFT == SHARED) {
+            wgmma<ROWS, bf16, bf16, false>(scores, tile + at, right + at, ADD || k > 0);
+        } else {
+            wgmma_left<ROWS, false>(scores, words[k], right + at, ADD || k > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+// sum += left step: left is 64 x 64, step has 64 rows of a head.
+__device__ __forceinline__ void multiply_columns(float (&sum)[D / 2], const u32 (&left)[4][4],
+                                                 SharedAddress step) {
+    const Descriptor right = k_outside(step, BOX_BYTES);
+#pragma unroll
+    for (int k = 0; k < ROWS / 16; ++k) {
+        wgmma_left<D, true>(sum, left[k], right + k * (16 * LINE / 16), 1);
+    }
+    wgmma_commit();
+}
+
+__device__ __forceinline__ u32 to_pair(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
+// A sum's layout is the left operand's: two times 8 columns are what one product takes of it.
+__device__ __forceinline__ void round_left(u32 (&left)[4][4], const float (&x)[SCORES]) {
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; ++i) { left[i / 4][i % 4] = to_pair(x[2 * i], x[2 * i + 1]); }
+}
+
+// This warp's 16 rows of the sum, times factor, through its part of a tile that nobody reads.
+__device__ __forceinline__ void store_rows(const TensorMap* map, int column, int row,
+                                           const float (&sum)[D / 2], float factor,
+                                           SharedAddress tile) {
+    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const SharedAddress rows = tile + warp * 16 * LINE, line = rows + lane % 16 * LINE;
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j) {  // 16 columns
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            pairs[i] = to_pair(sum[8 * j + 2 * i] * factor, sum[8 * j + 2 * i + 1] * factor);
+        }
+        stmatrix_x4(line + j / 4 * BOX_BYTES + ((j % 4 * 2 + lane / 16 ^ lane & 7) << 4), pairs[0],
+                    pairs[1], pairs[2], pairs[3]);
+    }
+    stores_begin();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+        for (int i = 0; i < BOXES; ++i) {
+            store_box(map, column + 64 * i, row + 16 * warp, rows + i * BOX_BYTES);
+        }
+    }
+}
+
+// Every warp says that it has read something.
+__device__ __forceinline__ void release(SharedAddress barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) { barrier_arrive(barrier); }
+}
+
+// Warpgroup `me`'s part of a tile: with x, y the rows of a step (Q, dO of keys; K, V of queries)
+//   P, dP = own x^T, own y^T;   d_y += P y (of keys: dV);   d_x += dS x (dK or dQ)
+template <bool KEYS>
+__device__ __forceinline__ void compute(const Item& item, const Sizes& sizes, const Memory& memory,
+                                        int me, u32 turn, Ring& ring, const float* statistics,
+                                        const TensorMap* d_qkv) {
+    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const SharedAddress own = memory.own + (turn & 1) * OWN_BYTES + me * TILE_BYTES;
+    const SharedAddress a_tile = own, b_tile = own + 2 * TILE_BYTES;
+    const int block = item.block + me;
+    const bool present = block < sizes.blocks();
+    const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
+    const Left a(a_tile), b(b_tile);
+    float d_x[D / 2], d_y[KEYS ? D / 2 : 1];
+#pragma unroll
+    for (float& x : d_x) { x = 0.0f; }
+#pragma unroll
+    for (float& x : d_y) { x = 0.0f; }
+    float row_lse[2] = {}, row_delta[2] = {};
+    if (!KEYS && present) {
+        const float* const of_block =
+            statistics + ((i64)(item.batch * sizes.num_heads + item.head) * sizes.blocks() + block) *
+                             (2 * ROWS) + warp * 16 + lane / 4;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_lse[r] = __ldg(of_block + 8 * r);
+            row_delta[r] = __ldg(of_block + 8 * r + ROWS);
+        }
+    }
+
+    SharedAddress held = 0;  // the barrier of the last step's stage, whose products may still run
+#pragma unroll 1
+    for (int n = 0; n < item.heads; ++n) {
+#pragma unroll 1
+        for (int step = item.first; step < item.end; ++step, ring.next()) {
+            const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES, y = x + TILE_BYTES;
+            const SharedAddress emptied = memory.empty + 8 * ring.stage;
+            barrier_wait(memory.full + 8 * ring.stage, ring.parity);
+            if (!present || (KEYS ? step < block : step > block)) {
+                release(emptied);
+                continue;
+            }
+            float p[SCORES], d_s[SCORES];
+            u32 zero = (u32)step >> 31;
+            if constexpr (LEFT == KEPT) { forget(zero); }
+            multiply_rows<false>(p, a, x, zero);
+            const float2* const lse = memory.at<const float2>(
+                memory.statistics + ring.stage * STATISTICS_BYTES) + lane % 4;
+            const float2* const delta = lse + ROWS / 2;
+#pragma unroll
+            for (int j = 0; j < SCORES / 4; ++j) {
+                const float2 d = KEYS ? delta[4 * j] : make_float2(0.0f, 0.0f);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    d_s[4 * j + i] = KEYS ? (i % 2 ? d.y : d.x) : row_delta[i / 2];
+                }
+            }
+            multiply_rows<true>(d_s, b, y, zero);
+            wgmma_wait<1>();
+            arrived(p);
+            if (held) { release(held); }
+            held = emptied;
+            if (step == block) {
+#pragma unroll
+                for (int i = 0; i < SCORES; ++i) {
+                    const int row = warp * 16 + lane / 4 + (i / 2 % 2) * 8;
+                    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+                    if (KEYS ? row > column : column > row) { p[i] = -INFINITY; }
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < SCORES / 4; ++j) {
+                const float2 l = KEYS ? lse[4 * j] : make_float2(0.0f, 0.0f);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float shift = KEYS ? (i % 2 ? l.y : l.x) : row_lse[i / 2];
+                    p[4 * j + i] = exp2_approx(fmaf(p[4 * j + i], scale_log2, -shift));
+                }
+            }
+            u32 left_p[4][4], left_s[4][4];
+            if constexpr (KEYS && EARLY) {
+                round_left(left_p, p);
+                wgmma_begin();
+                multiply_columns(d_y, left_p, y);
+                wgmma_wait<1>();
+            } else {
+                arrived(p);  // computed before what follows is waited for
+                wgmma_wait<0>();
+            }
+            arrived(d_s);
+#pragma unroll
+            for (int i = 0; i < SCORES; ++i) { d_s[i] *= p[i]; }
+            round_left(left_s, d_s);
+            if constexpr (KEYS && !EARLY) { round_left(left_p, p); }
+            wgmma_begin();
+            if constexpr (KEYS && !EARLY) { multiply_columns(d_y, left_p, y); }
+            multiply_columns(d_x, left_s, x);
+        }
+    }
+    wgmma_wait<0>();
+    arrived(d_x);
+    if (held) { release(held); }
+    if (present) {
+        if constexpr (KEYS) { arrived(d_y); }
+        if constexpr (LEFT == SHARED) {  // until all warps have read this one's rows
+            release(memory.read + 8 * me);
+            barrier_wait(memory.read + 8 * me, turn & 1);
+        }
+        const int row = item.batch * sizes.seq_len + block * ROWS;
+        const int head = KEYS ? sizes.num_heads + item.kv_head : item.head;
+        store_rows(d_qkv, head * D, row, d_x, scale, a_tile);
+        if constexpr (KEYS) {
+            store_rows(d_qkv, (head + sizes.num_kv_heads) * D, row, d_y, 1.0f, b_tile);
+        }
+        if (lane == 0) { stores_have_read(); }
+    } else if (LEFT == SHARED) {
+        release(memory.read + 8 * me);  // a phase an item
+    }
+    release(memory.own_empty + 8 * (turn & 1));
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constant__ TensorMap d_out,
+                   const float* __restrict__ statistics, const __grid_constant__ TensorMap qkv,
+                   i32* next, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads) {
+    extern __shared__ char shared[];
+    const Memory memory(shared);
+    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches};
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(memory.full + 8 * i, 1);
+            barrier_init(memory.empty + 8 * i, WARPS);
+        }
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(memory.own_full + 8 * i, 1);
+            barrier_init(memory.own_empty + 8 * i, WARPS);
+            barrier_init(memory.read + 8 * i, WARPS / 2);
+        }
+        barriers_ready();
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        give_registers<40>();
+        if (threadIdx.x == 0) { load_items(memory, sizes, next, statistics, &qkv, &d_out); }
+    } else {
+        take_registers<232>();
+        Ring ring(0);
+#pragma unroll 1
+        for (u32 turn = 0;; ++turn) {
+            barrier_wait(memory.own_full + 8 * (turn & 1), turn >> 1 & 1);
+            const int number = *memory.at<volatile int>(memory.items + 4 * (turn & 1));
+            if (number >= sizes.items()) { break; }
+            const Item item(number, sizes);
+            if (item.keys) {
+                compute<true>(item, sizes, memory, warpgroup - 1, turn, ring, statistics, &d_qkv);
+            } else {
+                compute<false>(item, sizes, memory, warpgroup - 1, turn, ring, statistics, &d_qkv);
+            }
+        }
+        if (threadIdx.x % 32 == 0) { stores_are_done(); }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+attention_statistics(float* __restrict__ statistics, i32* __restrict__ next,
+                     const bf16* __restrict__ d_out, const bf16* __restrict__ out,
+                     const float* __restrict__ lse, i32 seq_len, i32 num_heads) {
+    constexpr int VECTORS = D / 8 / DELTA_LANES;
+    const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
+    const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
+    const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) { *next = 0; }
+    float sum = 0.0f;
+    if (row < rows) {
+#pragma unroll
+        for (int n = 0; n < VECTORS; ++n) {
+            const i64 at = (first_row + row) * D + (n * DELTA_LANES + lane) * 8;
+            const Vec<bf16> a = load_vec(d_out + at), b = load_vec(out + at);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) { sum = fmaf(to_f32(a[i]), to_f32(b[i]), sum); }
+        }
+    }
+#pragma unroll
+    for (int mask = DELTA_LANES / 2; mask > 0; mask >>= 1) {
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+    }
+    if (row < rows && lane == 0) {
+        const int token = row / num_heads, head = row % num_heads;
+        const i64 of_head = first_row + (i64)head * seq_len;
+        float* const to = statistics + (of_head + token / ROWS * ROWS) * 2 + token % ROWS;
+        to[0] = lse[of_head + token] * LOG2E;
+        to[ROWS] = -sum;
+    }
+}

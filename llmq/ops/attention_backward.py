@@ -1,0 +1,104 @@
+"""The backward of attention on Hopper, in products of its warpgroups (cu/attention_backward.cu)."""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, F32, I32, DType
+from llmq.base.tensor import Tensor
+from llmq.ops.common import CAPABILITY
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div
+from llmq.runtime.sight import Sight
+
+ROWS = 64  # of a warpgroup's part of a tile, and of a step
+THREADS = 384
+STATISTICS_THREADS = 256
+STATISTICS_LANES = 8  # threads that share a row
+LEFT = 0
+STAGES = {64: 6, 128: 3}  # by head size: steps that are in shared memory or on their way to it
+
+STATISTICS = Kernel(
+    "attention_backward.cu",
+    "attention_statistics",
+    "f32* statistics, i32* next, const bf16* d_out, const bf16* out, const f32* lse, "
+    "i32 seq_len, i32 num_heads",
+)
+GRADIENT = Kernel(
+    "attention_backward.cu",
+    "attention_gradient",
+    "bf16[16]* d_qkv, const bf16[64]* d_out, const f32* statistics, const bf16[64]* qkv, "
+    "inout i32* next, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads",
+    capability=CAPABILITY,
+)
+
+
+def is_for(dev: Device, dtype: DType, seq_len: int, head_dim: int, sight: Sight) -> bool:
+    """Whether this is the way to compute a gradient on a device: sequences are whole steps, queries
+    see all that is before them."""
+    return (
+        dev.spec.capability == CAPABILITY
+        and dtype == BF16
+        and head_dim in STAGES
+        and seq_len % ROWS == 0
+        and not sight.masked
+    )
+
+
+def shared_bytes(head_dim: int) -> int:
+    """Dynamic shared memory of a block of attention_gradient."""
+    stages, tile = STAGES[head_dim], ROWS * head_dim * BF16.itemsize
+    own, step, statistics = 2 * 4 * tile, 2 * tile, 2 * ROWS * F32.itemsize
+    barriers = 8 * (2 * stages + 3 * 2) + 2 * I32.itemsize  # and the tiles' numbers
+    return own + stages * (step + statistics) + barriers + 1024  # to begin at a multiple of that
+
+
+def backward(
+    dev: Device,
+    d_qkv: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Gradient of attention where is_for() is true; as ops.attention.backward, which checks.
+
+    Args (contiguous):
+        d_qkv       out  BF16 (B,T,Hq+2*Hkv,Hd)   every element is written
+        d_out, out  in   BF16 (B,T,Hq,Hd)
+        lse         in   F32  (B,Hq,T)            of the forward
+        qkv         in   BF16 (B,T,Hq+2*Hkv,Hd)
+
+    Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes.
+    """
+    batch, seq_len, _, head_dim = qkv.shape
+    consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim], "LEFT": LEFT}
+    tiles = ceil_div(seq_len, 2 * ROWS) * batch * (num_heads + num_kv_heads)
+    shape = (batch, num_heads, seq_len // ROWS, 2, ROWS)
+
+    def matrix(x: Tensor) -> Tensor:
+        return x.view(batch * seq_len, x.size // (batch * seq_len))
+
+    with (
+        dev.scratch("attention_statistics", shape, F32) as statistics,
+        dev.scratch("attention_next", (1,), I32) as next_tile,
+    ):
+        dev.launch(
+            STATISTICS,
+            (ceil_div(seq_len * num_heads * STATISTICS_LANES, STATISTICS_THREADS), batch),
+            STATISTICS_THREADS,
+            (statistics, next_tile, d_out, out, lse, seq_len, num_heads),
+            consts=consts,
+        )
+        dev.launch(
+            GRADIENT,
+            min(tiles, dev.spec.num_sms),
+            THREADS,
+            (
+                *(matrix(d_qkv), matrix(d_out), statistics, matrix(qkv), next_tile),
+                *(batch, seq_len, num_heads, num_kv_heads),
+            ),
+            consts=consts,
+            smem=shared_bytes(head_dim),
+            flops=7 * batch * num_heads * seq_len**2 * head_dim,
+        )
