@@ -52,7 +52,7 @@ struct Ring {
 
 struct Sizes {
     int seq_len, num_heads, num_kv_heads, batches;
-    __device__ __forceinline__ int blocks() const { return seq_len / ROWS; }
+    __device__ __forceinline__ int blocks() const { return (u32)seq_len / ROWS; }
     __device__ __forceinline__ int tiles() const { return (blocks() + 1) / 2; }
     __device__ __forceinline__ int group() const { return num_heads / num_kv_heads; }
     __device__ __forceinline__ int key_items() const { return tiles() * batches * num_kv_heads; }
@@ -62,48 +62,48 @@ struct Sizes {
 };
 
 // A tile's place, and over which blocks of 64 rows of the other side its block walks.
-struct Item {
-    bool keys;
-    int batch, head, kv_head;  // head: the first query head of those that have to do with it
-    int block;                 // of 64 rows, of the first warpgroup; the other one has the next
+struct alignas(16) Item {
+    int kind;         // QUERIES, KEYS, or NOTHING, when all tiles are taken
+    int batch, head;  // head: the first query head of those that have to do with it
+    int to;           // the head of d_qkv, of keys dV's is num_kv_heads further
+    int block;        // of 64 rows, of the first warpgroup; the other one has the next
     int first, end, heads;
-
-    __device__ __forceinline__ Item(int item, const Sizes& sizes) {
-        const int tiles = sizes.tiles(), key_items = sizes.key_items();
-        keys = item < key_items;
-        if (!keys) { item -= key_items; }
-        // Tiles of one head are neighbours, so that they find what they read in L2, the longest first.
-        const int strip = item / tiles, tile = item % tiles;
-        block = 2 * (keys ? tile : tiles - 1 - tile);
-        const int strips = keys ? sizes.num_kv_heads : sizes.num_heads;
-        batch = strip / strips;
-        head = strip % strips * (keys ? sizes.group() : 1);
-        kv_head = head / sizes.group();
-        first = keys ? block : 0;
-        end = keys ? sizes.blocks() : min(block + 2, sizes.blocks());
-        heads = keys ? sizes.group() : 1;
-    }
 };
+enum { QUERIES, KEYS, NOTHING };
+
+__device__ __forceinline__ Item item_of(int number, const Sizes& sizes) {
+    const int tiles = sizes.tiles(), key_items = sizes.key_items();
+    if (number >= sizes.items()) { return {NOTHING}; }
+    const bool keys = number < key_items;
+    if (!keys) { number -= key_items; }
+    // Tiles of one head are neighbours, so that they find what they read in L2, the longest first.
+    const int strip = number / tiles, tile = number % tiles;
+    const int block = 2 * (keys ? tile : tiles - 1 - tile);
+    const int strips = keys ? sizes.num_kv_heads : sizes.num_heads;
+    const int batch = strip / strips, head = strip % strips;
+    if (keys) {
+        const int group = sizes.group();
+        return {KEYS, batch, head * group, sizes.num_heads + head, block, block, sizes.blocks(), group};
+    }
+    return {QUERIES, batch, head, head, block, 0, min(block + 2, sizes.blocks()), 1};
+}
 
 // What a block has in shared memory: addresses of tiles and of barriers.
 struct Memory {
-    char* base;  // of own, 1024-byte aligned
     SharedAddress own, stages, statistics, full, empty, own_full, own_empty, read, items;
 
-    __device__ __forceinline__ explicit Memory(char* shared) {
-        base = shared + ((1024 - (u32)(shared_address(shared) & 1023)) & 1023);
-        own = shared_address(base);
+    __device__ __forceinline__ explicit Memory(const void* shared) {
+        SharedAddress start = shared_address(shared);
+        forget(start);  // or addresses would be held, for which there are no registers
+        own = (start + 1023) & ~(SharedAddress)1023;
         stages = own + 2 * OWN_BYTES;
         statistics = stages + STAGES * STAGE_BYTES;
-        full = statistics + STAGES * STATISTICS_BYTES;
+        items = statistics + STAGES * STATISTICS_BYTES;
+        full = items + 2 * sizeof(Item);
         empty = full + 8 * STAGES;
         own_full = empty + 8 * STAGES;
         own_empty = own_full + 16;
         read = own_empty + 16;
-        items = read + 16;
-    }
-    template <class X> __device__ __forceinline__ X* at(SharedAddress address) const {
-        return reinterpret_cast<X*>(base + (address - own));
     }
 };
 
@@ -122,47 +122,50 @@ __device__ __forceinline__ void load_items(const Memory& memory, const Sizes& si
                                            const float* statistics, const TensorMap* qkv,
                                            const TensorMap* d_out) {
     Ring ring(1);  // the first wait for an empty stage is over at once
-    const int values = (sizes.num_heads + sizes.num_kv_heads) * D, keys = sizes.num_heads * D;
     int number = atomicAdd(next, 1);
     for (u32 turn = 0;; ++turn) {
         const u32 slot = turn & 1;
-        const SharedAddress own = memory.own + slot * OWN_BYTES;
         const SharedAddress arrived = memory.own_full + 8 * slot;
+        const Item item = item_of(number, sizes);
         barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);
-        *memory.at<int>(memory.items + 4 * slot) = number;
-        if (number >= sizes.items()) {
+        const SharedAddress to = memory.items + slot * sizeof(Item);
+        store_shared(to, make_uint4(item.kind, item.batch, item.head, item.to));
+        store_shared(to + 16, make_uint4(item.block, item.first, item.end, item.heads));
+        if (item.kind == NOTHING) {
             barrier_arrive(arrived);
             return;
         }
-        const Item item(number, sizes);
         number = atomicAdd(next, 1);  // needed later
-        const int row = item.batch * sizes.seq_len, column = item.kv_head * D;
+        const bool keys = item.kind == KEYS;
+        const int row = item.batch * sizes.seq_len;
+        const int key_head = keys ? item.to : sizes.num_heads + item.head / sizes.group();
+        const int k_column = key_head * D, v_column = k_column + sizes.num_kv_heads * D;
         const int present = min(2, sizes.blocks() - item.block);
         barrier_expect(arrived, present * 2 * TILE_BYTES);
 #pragma unroll 1
         for (int i = 0; i < present; ++i) {
             const int y = row + (item.block + i) * ROWS;
-            const SharedAddress a = own + i * TILE_BYTES, b = a + 2 * TILE_BYTES;
-            load_tile(a, qkv, item.keys ? keys + column : item.head * D, y, arrived);
-            load_tile(b, item.keys ? qkv : d_out, item.keys ? values + column : item.head * D, y,
+            const SharedAddress a = memory.own + slot * OWN_BYTES + i * TILE_BYTES;
+            load_tile(a, qkv, keys ? k_column : item.head * D, y, arrived);
+            load_tile(a + 2 * TILE_BYTES, keys ? qkv : d_out, keys ? v_column : item.head * D, y,
                       arrived);
         }
 #pragma unroll 1
         for (int n = 0; n < item.heads; ++n) {
             const int head = item.head + n;
-            const float* of_head = statistics + ((i64)item.batch * sizes.num_heads + head) *
-                                                    sizes.seq_len * 2;
+            const float* of_head =
+                statistics + (i64)(item.batch * sizes.num_heads + head) * sizes.seq_len * 2;
 #pragma unroll 1
             for (int block = item.first; block < item.end; ++block, ring.next()) {
                 const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES;
                 const SharedAddress arrived = memory.full + 8 * ring.stage;
                 const int y = row + block * ROWS;
                 barrier_wait(memory.empty + 8 * ring.stage, ring.parity);
-                barrier_expect(arrived, STAGE_BYTES + (item.keys ? STATISTICS_BYTES : 0));
-                load_tile(x, qkv, item.keys ? head * D : keys + column, y, arrived);
-                load_tile(x + TILE_BYTES, item.keys ? d_out : qkv,
-                          item.keys ? head * D : values + column, y, arrived);
-                if (item.keys) {
+                barrier_expect(arrived, STAGE_BYTES + (keys ? STATISTICS_BYTES : 0));
+                load_tile(x, qkv, keys ? head * D : k_column, y, arrived);
+                load_tile(x + TILE_BYTES, keys ? d_out : qkv, keys ? head * D : v_column, y,
+                          arrived);
+                if (keys) {
                     load_bytes(memory.statistics + ring.stage * STATISTICS_BYTES,
                                of_head + block * 2 * ROWS, STATISTICS_BYTES, arrived);
                 }
@@ -172,6 +175,13 @@ __device__ __forceinline__ void load_items(const Memory& memory, const Sizes& si
 }
 
 // -- The warpgroups that multiply -----------------------------------------------------------------
+
+// Of its warpgroup. What is derived from it is derived again: there are no registers to keep it.
+__device__ __forceinline__ u32 this_thread() {
+    u32 thread = threadIdx.x % 128;
+    forget(thread);
+    return thread;
+}
 
 // 64 rows of a head as a left operand.
 struct Left {
@@ -185,7 +195,7 @@ struct Left {
         }
     }
     __device__ __forceinline__ void load(u32 (&to)[4], int k) const {
-        const u32 thread = threadIdx.x % 128, lane = thread % 32;
+        const u32 thread = this_thread(), lane = thread % 32;
         const SharedAddress row = tile + (thread / 32 * 16 + lane % 16) * LINE;
         ldmatrix_x4(to, row + k / 4 * BOX_BYTES + ((k % 4 * 2 + lane / 16 ^ lane & 7) << 4));
     }
@@ -239,16 +249,16 @@ __device__ __forceinline__ u32 to_pair(float low, float high) {
 }
 
 // A sum's layout is the left operand's: two times 8 columns are what one product takes of it.
-__device__ __forceinline__ void round_left(u32 (&left)[4][4], const float (&x)[SCORES]) {
+__device__ __forceinline__ void round_left(u32 (&left)[4], const float* x) {
 #pragma unroll
-    for (int i = 0; i < SCORES / 2; ++i) { left[i / 4][i % 4] = to_pair(x[2 * i], x[2 * i + 1]); }
+    for (int i = 0; i < 4; ++i) { left[i] = to_pair(x[2 * i], x[2 * i + 1]); }
 }
 
 // This warp's 16 rows of the sum, times factor, through its part of a tile that nobody reads.
 __device__ __forceinline__ void store_rows(const TensorMap* map, int column, int row,
                                            const float (&sum)[D / 2], float factor,
                                            SharedAddress tile) {
-    const u32 warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+    const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
     const SharedAddress rows = tile + warp * 16 * LINE, line = rows + lane % 16 * LINE;
 #pragma unroll
     for (int j = 0; j < D / 16; ++j) {  // 16 columns
@@ -276,26 +286,46 @@ __device__ __forceinline__ void release(SharedAddress barrier) {
     if (threadIdx.x % 32 == 0) { barrier_arrive(barrier); }
 }
 
+// Of a turn, as the thread that loads has left it.
+__device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
+    const SharedAddress from = memory.items + (turn & 1) * sizeof(Item);
+    const uint4 a = load_shared(from), b = load_shared(from + 16);
+    return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
+}
+
+// Steps with which a warpgroup does nothing.
+__device__ __forceinline__ void pass_by(const Memory& memory, Ring& ring, int steps) {
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i, ring.next()) {
+        barrier_wait(memory.full + 8 * ring.stage, ring.parity);
+        release(memory.empty + 8 * ring.stage);
+    }
+}
+
 // Warpgroup `me`'s part of a tile: with x, y the rows of a step (Q, dO of keys; K, V of queries)
 //   P, dP = own x^T, own y^T;   d_y += P y (of keys: dV);   d_x += dS x (dK or dQ)
-template <bool KEYS>
-__device__ __forceinline__ void compute(const Item& item, const Sizes& sizes, const Memory& memory,
-                                        int me, u32 turn, Ring& ring, const float* statistics,
+template <bool IS_KEYS>
+__device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me, u32 turn,
+                                        Ring& ring, const float* statistics,
                                         const TensorMap* d_qkv) {
-    const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    forget(me);
+    forget(sizes.seq_len);
+    const Memory memory(shared);
+    const Item item = item_at(memory, turn);
+    const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
     const SharedAddress own = memory.own + (turn & 1) * OWN_BYTES + me * TILE_BYTES;
     const SharedAddress a_tile = own, b_tile = own + 2 * TILE_BYTES;
     const int block = item.block + me;
     const bool present = block < sizes.blocks();
     const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
     const Left a(a_tile), b(b_tile);
-    float d_x[D / 2], d_y[KEYS ? D / 2 : 1];
+    float d_x[D / 2], d_y[IS_KEYS ? D / 2 : 1];
 #pragma unroll
     for (float& x : d_x) { x = 0.0f; }
 #pragma unroll
     for (float& x : d_y) { x = 0.0f; }
     float row_lse[2] = {}, row_delta[2] = {};
-    if (!KEYS && present) {
+    if (!IS_KEYS && present) {
         const float* const of_block =
             statistics + ((i64)(item.batch * sizes.num_heads + item.head) * sizes.blocks() + block) *
                              (2 * ROWS) + warp * 16 + lane / 4;
@@ -307,57 +337,59 @@ __device__ __forceinline__ void compute(const Item& item, const Sizes& sizes, co
     }
 
     SharedAddress held = 0;  // the barrier of the last step's stage, whose products may still run
+    // The steps in which this warpgroup's rows have something to do with those of the other side.
+    const int begin = IS_KEYS ? block : item.first;
+    const int stop = IS_KEYS ? item.end : present ? min(block + 1, item.end) : item.first;
 #pragma unroll 1
     for (int n = 0; n < item.heads; ++n) {
+        pass_by(memory, ring, begin - item.first);
 #pragma unroll 1
-        for (int step = item.first; step < item.end; ++step, ring.next()) {
+        for (int step = begin; step < stop; ++step, ring.next()) {
             const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES, y = x + TILE_BYTES;
-            const SharedAddress emptied = memory.empty + 8 * ring.stage;
             barrier_wait(memory.full + 8 * ring.stage, ring.parity);
-            if (!present || (KEYS ? step < block : step > block)) {
-                release(emptied);
-                continue;
-            }
             float p[SCORES], d_s[SCORES];
             u32 zero = (u32)step >> 31;
             if constexpr (LEFT == KEPT) { forget(zero); }
             multiply_rows<false>(p, a, x, zero);
-            const float2* const lse = memory.at<const float2>(
-                memory.statistics + ring.stage * STATISTICS_BYTES) + lane % 4;
-            const float2* const delta = lse + ROWS / 2;
+            wgmma_wait<1>();  // or the last step's left operands would still take registers
+            if (held) { release(held); }
+            held = memory.empty + 8 * ring.stage;
+            const SharedAddress lse =
+                memory.statistics + ring.stage * STATISTICS_BYTES + threadIdx.x % 4 * 8;
+            const SharedAddress delta = lse + 4 * ROWS;
 #pragma unroll
             for (int j = 0; j < SCORES / 4; ++j) {
-                const float2 d = KEYS ? delta[4 * j] : make_float2(0.0f, 0.0f);
+                const float2 d = IS_KEYS ? load_shared_pair(delta + 32 * j) : make_float2(0.0f, 0.0f);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    d_s[4 * j + i] = KEYS ? (i % 2 ? d.y : d.x) : row_delta[i / 2];
+                    d_s[4 * j + i] = IS_KEYS ? (i % 2 ? d.y : d.x) : row_delta[i / 2];
                 }
             }
             multiply_rows<true>(d_s, b, y, zero);
             wgmma_wait<1>();
             arrived(p);
-            if (held) { release(held); }
-            held = emptied;
             if (step == block) {
+                const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
 #pragma unroll
                 for (int i = 0; i < SCORES; ++i) {
                     const int row = warp * 16 + lane / 4 + (i / 2 % 2) * 8;
                     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    if (KEYS ? row > column : column > row) { p[i] = -INFINITY; }
+                    if (IS_KEYS ? row > column : column > row) { p[i] = -INFINITY; }
                 }
             }
 #pragma unroll
             for (int j = 0; j < SCORES / 4; ++j) {
-                const float2 l = KEYS ? lse[4 * j] : make_float2(0.0f, 0.0f);
+                const float2 l = IS_KEYS ? load_shared_pair(lse + 32 * j) : make_float2(0.0f, 0.0f);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float shift = KEYS ? (i % 2 ? l.y : l.x) : row_lse[i / 2];
+                    const float shift = IS_KEYS ? (i % 2 ? l.y : l.x) : row_lse[i / 2];
                     p[4 * j + i] = exp2_approx(fmaf(p[4 * j + i], scale_log2, -shift));
                 }
             }
             u32 left_p[4][4], left_s[4][4];
-            if constexpr (KEYS && EARLY) {
-                round_left(left_p, p);
+            if constexpr (IS_KEYS && EARLY) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) { round_left(left_p[k], p + 8 * k); }
                 wgmma_begin();
                 multiply_columns(d_y, left_p, y);
                 wgmma_wait<1>();
@@ -367,30 +399,34 @@ __device__ __forceinline__ void compute(const Item& item, const Sizes& sizes, co
             }
             arrived(d_s);
 #pragma unroll
-            for (int i = 0; i < SCORES; ++i) { d_s[i] *= p[i]; }
-            round_left(left_s, d_s);
-            if constexpr (KEYS && !EARLY) { round_left(left_p, p); }
+            for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                for (int i = 8 * k; i < 8 * k + 8; ++i) { d_s[i] *= p[i]; }
+                round_left(left_s[k], d_s + 8 * k);
+                if constexpr (IS_KEYS && !EARLY) { round_left(left_p[k], p + 8 * k); }
+            }
             wgmma_begin();
-            if constexpr (KEYS && !EARLY) { multiply_columns(d_y, left_p, y); }
+            if constexpr (IS_KEYS && !EARLY) { multiply_columns(d_y, left_p, y); }
             multiply_columns(d_x, left_s, x);
         }
+        pass_by(memory, ring, item.end - stop);
     }
     wgmma_wait<0>();
     arrived(d_x);
     if (held) { release(held); }
     if (present) {
-        if constexpr (KEYS) { arrived(d_y); }
+        if constexpr (IS_KEYS) { arrived(d_y); }
         if constexpr (LEFT == SHARED) {  // until all warps have read this one's rows
             release(memory.read + 8 * me);
             barrier_wait(memory.read + 8 * me, turn & 1);
         }
-        const int row = item.batch * sizes.seq_len + block * ROWS;
-        const int head = KEYS ? sizes.num_heads + item.kv_head : item.head;
-        store_rows(d_qkv, head * D, row, d_x, scale, a_tile);
-        if constexpr (KEYS) {
-            store_rows(d_qkv, (head + sizes.num_kv_heads) * D, row, d_y, 1.0f, b_tile);
+        const Item item = item_at(memory, turn);  // again: there were no registers for it
+        const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
+        store_rows(d_qkv, item.to * D, row, d_x, scale, a_tile);
+        if constexpr (IS_KEYS) {
+            store_rows(d_qkv, (item.to + sizes.num_kv_heads) * D, row, d_y, 1.0f, b_tile);
         }
-        if (lane == 0) { stores_have_read(); }
+        if (threadIdx.x % 32 == 0) { stores_have_read(); }
     } else if (LEFT == SHARED) {
         release(memory.read + 8 * me);  // a phase an item
     }
@@ -402,10 +438,10 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
                    const float* __restrict__ statistics, const __grid_constant__ TensorMap qkv,
                    i32* next, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads) {
     extern __shared__ char shared[];
-    const Memory memory(shared);
     const Sizes sizes{seq_len, num_heads, num_kv_heads, batches};
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
+        const Memory memory(shared);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(memory.full + 8 * i, 1);
             barrier_init(memory.empty + 8 * i, WARPS);
@@ -419,21 +455,21 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
     }
     __syncthreads();
     if (warpgroup == 0) {
-        give_registers<40>();
-        if (threadIdx.x == 0) { load_items(memory, sizes, next, statistics, &qkv, &d_out); }
+        give_registers<32>();
+        if (threadIdx.x == 0) { load_items(Memory(shared), sizes, next, statistics, &qkv, &d_out); }
     } else {
-        take_registers<232>();
+        take_registers<240>();
         Ring ring(0);
 #pragma unroll 1
         for (u32 turn = 0;; ++turn) {
+            const Memory memory(shared);
             barrier_wait(memory.own_full + 8 * (turn & 1), turn >> 1 & 1);
-            const int number = *memory.at<volatile int>(memory.items + 4 * (turn & 1));
-            if (number >= sizes.items()) { break; }
-            const Item item(number, sizes);
-            if (item.keys) {
-                compute<true>(item, sizes, memory, warpgroup - 1, turn, ring, statistics, &d_qkv);
+            const int kind = item_at(memory, turn).kind;
+            if (kind == NOTHING) { break; }
+            if (kind == KEYS) {
+                compute<true>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv);
             } else {
-                compute<false>(item, sizes, memory, warpgroup - 1, turn, ring, statistics, &d_qkv);
+                compute<false>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv);
             }
         }
         if (threadIdx.x % 32 == 0) { stores_are_done(); }

@@ -50,6 +50,20 @@ __device__ __forceinline__ uint4 load_shared(SharedAddress from) {
     return x;
 }
 
+// 8 bytes, aligned.
+__device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+// The inverse of load_shared.
+__device__ __forceinline__ void store_shared(SharedAddress to, const uint4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
 // d += a b, BF16 products summed in F32; fragments as above.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {

@@ -47,7 +47,7 @@ def shared_bytes(head_dim: int) -> int:
     """Dynamic shared memory of a block of attention_gradient."""
     stages, tile = STAGES[head_dim], ROWS * head_dim * BF16.itemsize
     own, step, statistics = 2 * 4 * tile, 2 * tile, 2 * ROWS * F32.itemsize
-    barriers = 8 * (2 * stages + 3 * 2) + 2 * I32.itemsize  # and the tiles' numbers
+    barriers = 8 * (2 * stages + 3 * 2) + 2 * 32  # and where tiles are
     return own + stages * (step + statistics) + barriers + 1024  # to begin at a multiple of that
 
 

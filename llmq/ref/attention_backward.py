@@ -22,7 +22,7 @@ CASES = {
 
 def attention_statistics(
     statistics: np.ndarray,
-    next: np.ndarray,  # noqa: A002
+    taken: np.ndarray,
     d_out: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
@@ -31,14 +31,14 @@ def attention_statistics(
 ) -> None:
     """statistics (B, Hq, T / 64, 2, 64) = lse * log2(e), minus the sum of d_out * out over Hd.
 
-    lse: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). next: I32 (1,), becomes 0.
+    lse: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (1,), becomes 0.
     """
     delta = np.empty(lse.shape, np.float32)
     attention_delta(delta, d_out, out, seq_len, num_heads)
     blocks = (*lse.shape[:2], seq_len // ROWS, ROWS)
     statistics[..., 0, :] = (lse * LOG2E).reshape(blocks)
     statistics[..., 1, :] = -delta.reshape(blocks)
-    next[...] = 0
+    taken[...] = 0
 
 
 def attention_gradient(
@@ -46,14 +46,14 @@ def attention_gradient(
     d_out: np.ndarray,
     statistics: np.ndarray,
     qkv: np.ndarray,
-    next: np.ndarray,  # noqa: A002
+    taken: np.ndarray,
     batches: int,
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
     """The whole gradient d_qkv. d_qkv, qkv: (B * T, (Hq + 2 Hkv) * Hd); d_out: (B * T, Hq * Hd);
-    statistics, next: of attention_statistics; next is not used here."""
+    statistics, taken: of attention_statistics; taken is not used here."""
     shape = (batches, num_heads, seq_len)
     lse = (statistics[..., 0, :] / LOG2E).reshape(shape)
     delta = -statistics[..., 1, :].reshape(shape)

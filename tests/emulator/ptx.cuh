@@ -19,6 +19,16 @@ static inline uint4 load_shared(SharedAddress from) {
     return *(const uint4*)from;
 }
 
+static inline float2 load_shared_pair(SharedAddress from) {
+    ptx::check(from % 8 == 0, "ld.shared: an address is not a multiple of 8");
+    return *(const float2*)from;
+}
+
+static inline void store_shared(SharedAddress to, const uint4& x) {
+    ptx::check(to % 16 == 0, "st.shared: an address is not a multiple of 16");
+    *(uint4*)to = x;
+}
+
 static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
@@ -146,3 +156,4 @@ static inline void forget(uint4&) {}
 static inline void forget(uint2&) {}
 static inline void forget(int&) {}
 static inline void forget(unsigned&) {}
+static inline void forget(SharedAddress&) {}
