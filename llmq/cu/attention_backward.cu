@@ -5,7 +5,7 @@
 //
 // attention_gradient: a block of the persistent grid has tiles of 128 rows, keys or queries, of one
 // head, each of two warpgroups 64 of them. They walk over the rows of the other side in steps of 64,
-// which one thread keeps on their way (TMA), in a ring of stages. Blocks take tiles in the order in
+// which one thread keeps on their way (TMA), in a ring of stages; another one loads tiles. Blocks take tiles in the order in
 // which they get to them: keys first, which take longest. Scores never leave registers: rounded to
 // BF16 they are the left operand of the next product. Tiles of keys compute them transposed.
 //
@@ -33,7 +33,7 @@ constexpr int STAGE_BYTES = 2 * TILE_BYTES, STATISTICS_BYTES = 2 * ROWS * 4;
 constexpr int SCORES = ROWS / 2;  // of a thread: 64 x 64 by 128 threads
 constexpr int DELTA_LANES = 8;    // threads that share a row of attention_statistics
 constexpr int WARPS = 8;          // that multiply
-enum { SHARED, KEPT, LOADED };  // what LEFT may be: where left operands of scores are
+constexpr int LOADER_REGISTERS = D == 64 ? 40 : 24;  // of 168 a thread at launch
 constexpr bool EARLY = D == 64;   // dV before dS is computed, where there are registers for both
 constexpr float LOG2E = 1.4426950408889634f;
 static_assert(D == 64 || D == 128, "there are no registers for larger heads");
@@ -107,7 +107,14 @@ struct Memory {
     }
 };
 
-// -- The thread that loads ------------------------------------------------------------------------
+// The tile of a turn, as the thread that takes them has left it.
+__device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
+    const SharedAddress from = memory.items + (turn & 1) * sizeof(Item);
+    const uint4 a = load_shared(from), b = load_shared(from + 16);
+    return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
+}
+
+// -- The threads that load ------------------------------------------------------------------------
 
 // The boxes of 64 rows of a head.
 __device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map, int column, int row,
@@ -118,16 +125,17 @@ __device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map
     }
 }
 
-__device__ __forceinline__ void load_items(const Memory& memory, const Sizes& sizes, i32* next,
-                                           const float* statistics, const TensorMap* qkv,
-                                           const TensorMap* d_out) {
-    Ring ring(1);  // the first wait for an empty stage is over at once
+// Takes tiles, says which, and loads their own rows.
+__device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* next,
+                                         const TensorMap* qkv, const TensorMap* d_out) {
     int number = atomicAdd(next, 1);
+#pragma unroll 1
     for (u32 turn = 0;; ++turn) {
+        const Memory memory(shared);
         const u32 slot = turn & 1;
         const SharedAddress arrived = memory.own_full + 8 * slot;
         const Item item = item_of(number, sizes);
-        barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);
+        barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);  // at first it is
         const SharedAddress to = memory.items + slot * sizeof(Item);
         store_shared(to, make_uint4(item.kind, item.batch, item.head, item.to));
         store_shared(to + 16, make_uint4(item.block, item.first, item.end, item.heads));
@@ -136,39 +144,63 @@ __device__ __forceinline__ void load_items(const Memory& memory, const Sizes& si
             return;
         }
         number = atomicAdd(next, 1);  // needed later
-        const bool keys = item.kind == KEYS;
-        const int row = item.batch * sizes.seq_len;
-        const int key_head = keys ? item.to : sizes.num_heads + item.head / sizes.group();
-        const int k_column = key_head * D, v_column = k_column + sizes.num_kv_heads * D;
+        forget(sizes.num_kv_heads);
+        forget(sizes.seq_len);
+        const int column = item.to * D;
+        const int other = item.kind == KEYS ? column + sizes.num_kv_heads * D : column;
         const int present = min(2, sizes.blocks() - item.block);
         barrier_expect(arrived, present * 2 * TILE_BYTES);
 #pragma unroll 1
         for (int i = 0; i < present; ++i) {
-            const int y = row + (item.block + i) * ROWS;
-            const SharedAddress a = memory.own + slot * OWN_BYTES + i * TILE_BYTES;
-            load_tile(a, qkv, keys ? k_column : item.head * D, y, arrived);
-            load_tile(a + 2 * TILE_BYTES, keys ? qkv : d_out, keys ? v_column : item.head * D, y,
-                      arrived);
+            const int row = item.batch * sizes.seq_len + (item.block + i) * ROWS;
+            const SharedAddress tile = memory.own + slot * OWN_BYTES + i * TILE_BYTES;
+            load_tile(tile, qkv, column, row, arrived);
+            load_tile(tile + 2 * TILE_BYTES, item.kind == KEYS ? qkv : d_out, other, row, arrived);
         }
+    }
+}
+
+// Loads what these tiles' warpgroups walk over.
+__device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, const float* statistics,
+                                           const TensorMap* qkv, const TensorMap* d_out) {
+    Ring ring(1);  // the first wait for an empty stage is over at once
 #pragma unroll 1
-        for (int n = 0; n < item.heads; ++n) {
-            const int head = item.head + n;
-            const float* of_head =
-                statistics + (i64)(item.batch * sizes.num_heads + head) * sizes.seq_len * 2;
+    for (u32 turn = 0;; ++turn) {
+        const Memory memory(shared);
+        barrier_wait(memory.own_full + 8 * (turn & 1), turn >> 1 & 1);
+        const Item item = item_at(memory, turn);
+        barrier_arrive(memory.own_empty + 8 * (turn & 1));
+        if (item.kind == NOTHING) { return; }
+        const bool keys = item.kind == KEYS;
+        forget(sizes.num_heads);
+        forget(sizes.num_kv_heads);
+        forget(sizes.seq_len);
+        // The head of qkv; blocks of all sequences, and what is to be added for those of statistics.
+        int head = keys ? item.head : sizes.num_heads + item.head / sizes.group();
+        const int before = item.batch * sizes.blocks(), length = item.end - item.first;
+        int block = before + item.first;
+        int ahead = (item.batch * (sizes.num_heads - 1) + item.head) * sizes.blocks();
 #pragma unroll 1
-            for (int block = item.first; block < item.end; ++block, ring.next()) {
-                const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES;
-                const SharedAddress arrived = memory.full + 8 * ring.stage;
-                const int y = row + block * ROWS;
-                barrier_wait(memory.empty + 8 * ring.stage, ring.parity);
-                barrier_expect(arrived, STAGE_BYTES + (keys ? STATISTICS_BYTES : 0));
-                load_tile(x, qkv, keys ? head * D : k_column, y, arrived);
-                load_tile(x + TILE_BYTES, keys ? d_out : qkv, keys ? head * D : v_column, y,
+        for (int left = item.heads * length; left > 0; --left, ring.next()) {
+            forget(sizes.num_kv_heads);
+            const Memory memory(shared);
+            const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES;
+            const SharedAddress arrived = memory.full + 8 * ring.stage;
+            barrier_wait(memory.empty + 8 * ring.stage, ring.parity);
+            barrier_expect(arrived, STAGE_BYTES + (keys ? STATISTICS_BYTES : 0));
+            load_tile(x, qkv, head * D, block * ROWS, arrived);
+            if (keys) {
+                load_tile(x + TILE_BYTES, d_out, head * D, block * ROWS, arrived);
+                load_bytes(memory.statistics + ring.stage * STATISTICS_BYTES,
+                           statistics + (i64)(ahead + block) * (2 * ROWS), STATISTICS_BYTES, arrived);
+            } else {
+                load_tile(x + TILE_BYTES, qkv, (head + sizes.num_kv_heads) * D, block * ROWS,
                           arrived);
-                if (keys) {
-                    load_bytes(memory.statistics + ring.stage * STATISTICS_BYTES,
-                               of_head + block * 2 * ROWS, STATISTICS_BYTES, arrived);
-                }
+            }
+            if (++block == before + item.end) {  // the next head of the group
+                block -= length;
+                ahead += sizes.blocks();
+                ++head;
             }
         }
     }
@@ -183,51 +215,16 @@ __device__ __forceinline__ u32 this_thread() {
     return thread;
 }
 
-// 64 rows of a head as a left operand.
-struct Left {
-    u32 words[LEFT == KEPT ? D / 16 : 1][4];
-    SharedAddress tile;
-
-    __device__ __forceinline__ explicit Left(SharedAddress tile) : tile(tile) {
-        if constexpr (LEFT == KEPT) {
-#pragma unroll
-            for (int k = 0; k < D / 16; ++k) { load(words[k], k); }
-        }
-    }
-    __device__ __forceinline__ void load(u32 (&to)[4], int k) const {
-        const u32 thread = this_thread(), lane = thread % 32;
-        const SharedAddress row = tile + (thread / 32 * 16 + lane % 16) * LINE;
-        ldmatrix_x4(to, row + k / 4 * BOX_BYTES + ((k % 4 * 2 + lane / 16 ^ lane & 7) << 4));
-    }
-};
-
-// scores = left step^T [+ scores], over HEAD_DIM. zero: is 0. Registers of a left operand that stay the same
-// over a loop are given to others by ptxas 12.9, so that they are copied for every product.
+// scores = left step^T [+ scores], over HEAD_DIM, of 64 rows of a head each.
 template <bool ADD>
-__device__ __forceinline__ void multiply_rows(float (&scores)[SCORES], const Left& left,
-                                              SharedAddress step, u32 zero) {
-    const Descriptor right = k_inside(step), tile = k_inside(left.tile);
-    u32 words[LEFT == SHARED ? 1 : D / 16][4];
-    if constexpr (LEFT != SHARED) {
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
-            if constexpr (LEFT == KEPT) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) { words[k][i] = left.words[k][i] ^ zero; }
-            } else {
-                left.load(words[k], k);
-            }
-        }
-    }
+__device__ __forceinline__ void multiply_rows(float (&scores)[SCORES], SharedAddress left,
+                                              SharedAddress step) {
+    const Descriptor a = k_inside(left), b = k_inside(step);
     wgmma_begin();
 #pragma unroll
     for (int k = 0; k < D / 16; ++k) {
         const int at = k / 4 * (BOX_BYTES / 16) + k % 4 * 2;
-        if constexpr (LEFT == SHARED) {
-            wgmma<ROWS, bf16, bf16, false>(scores, tile + at, right + at, ADD || k > 0);
-        } else {
-            wgmma_left<ROWS, false>(scores, words[k], right + at, ADD || k > 0);
-        }
+        wgmma<ROWS, bf16, bf16, false>(scores, a + at, b + at, ADD || k > 0);
     }
     wgmma_commit();
 }
@@ -286,13 +283,6 @@ __device__ __forceinline__ void release(SharedAddress barrier) {
     if (threadIdx.x % 32 == 0) { barrier_arrive(barrier); }
 }
 
-// Of a turn, as the thread that loads has left it.
-__device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
-    const SharedAddress from = memory.items + (turn & 1) * sizeof(Item);
-    const uint4 a = load_shared(from), b = load_shared(from + 16);
-    return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
-}
-
 // Steps with which a warpgroup does nothing.
 __device__ __forceinline__ void pass_by(const Memory& memory, Ring& ring, int steps) {
 #pragma unroll 1
@@ -318,7 +308,6 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     const int block = item.block + me;
     const bool present = block < sizes.blocks();
     const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
-    const Left a(a_tile), b(b_tile);
     float d_x[D / 2], d_y[IS_KEYS ? D / 2 : 1];
 #pragma unroll
     for (float& x : d_x) { x = 0.0f; }
@@ -348,9 +337,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
             const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES, y = x + TILE_BYTES;
             barrier_wait(memory.full + 8 * ring.stage, ring.parity);
             float p[SCORES], d_s[SCORES];
-            u32 zero = (u32)step >> 31;
-            if constexpr (LEFT == KEPT) { forget(zero); }
-            multiply_rows<false>(p, a, x, zero);
+            multiply_rows<false>(p, a_tile, x);
             wgmma_wait<1>();  // or the last step's left operands would still take registers
             if (held) { release(held); }
             held = memory.empty + 8 * ring.stage;
@@ -365,7 +352,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
                     d_s[4 * j + i] = IS_KEYS ? (i % 2 ? d.y : d.x) : row_delta[i / 2];
                 }
             }
-            multiply_rows<true>(d_s, b, y, zero);
+            multiply_rows<true>(d_s, b_tile, y);
             wgmma_wait<1>();
             arrived(p);
             if (step == block) {
@@ -416,10 +403,8 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     if (held) { release(held); }
     if (present) {
         if constexpr (IS_KEYS) { arrived(d_y); }
-        if constexpr (LEFT == SHARED) {  // until all warps have read this one's rows
-            release(memory.read + 8 * me);
-            barrier_wait(memory.read + 8 * me, turn & 1);
-        }
+        release(memory.read + 8 * me);  // until all warps have read this one's rows
+        barrier_wait(memory.read + 8 * me, turn & 1);
         const Item item = item_at(memory, turn);  // again: there were no registers for it
         const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
         store_rows(d_qkv, item.to * D, row, d_x, scale, a_tile);
@@ -427,7 +412,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
             store_rows(d_qkv, (item.to + sizes.num_kv_heads) * D, row, d_y, 1.0f, b_tile);
         }
         if (threadIdx.x % 32 == 0) { stores_have_read(); }
-    } else if (LEFT == SHARED) {
+    } else {
         release(memory.read + 8 * me);  // a phase an item
     }
     release(memory.own_empty + 8 * (turn & 1));
@@ -448,17 +433,18 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
         }
         for (int i = 0; i < 2; ++i) {
             barrier_init(memory.own_full + 8 * i, 1);
-            barrier_init(memory.own_empty + 8 * i, WARPS);
+            barrier_init(memory.own_empty + 8 * i, WARPS + 1);  // and load_steps
             barrier_init(memory.read + 8 * i, WARPS / 2);
         }
         barriers_ready();
     }
     __syncthreads();
     if (warpgroup == 0) {
-        give_registers<32>();
-        if (threadIdx.x == 0) { load_items(Memory(shared), sizes, next, statistics, &qkv, &d_out); }
+        give_registers<LOADER_REGISTERS>();
+        if (threadIdx.x == 0) { load_own(shared, sizes, next, &qkv, &d_out); }
+        if (threadIdx.x == 32) { load_steps(shared, sizes, statistics, &qkv, &d_out); }
     } else {
-        take_registers<240>();
+        take_registers<252 - LOADER_REGISTERS / 2>();
         Ring ring(0);
 #pragma unroll 1
         for (u32 turn = 0;; ++turn) {
