@@ -292,8 +292,178 @@ __device__ __forceinline__ void pass_by(const Memory& memory, Ring& ring, int st
     }
 }
 
-// Warpgroup `me`'s part of a tile: with x, y the rows of a step (Q, dO of keys; K, V of queries)
+// What a thread's two rows are shifted by, where a tile is of queries.
+struct RowStatistics {
+    float lse[2], delta[2];
+};
+
+// d_s = -delta, which the product of a step is added to. step: address of its statistics.
+template <bool IS_KEYS>
+__device__ __forceinline__ void begin_d_s(float (&d_s)[SCORES], SharedAddress step,
+                                          const RowStatistics& rows) {
+#pragma unroll
+    for (int j = 0; j < SCORES / 4; ++j) {
+        float2 d = make_float2(0.0f, 0.0f);
+        if (IS_KEYS) { d = load_shared_pair(step + 4 * ROWS + 32 * j + threadIdx.x % 4 * 8); }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            d_s[4 * j + i] = IS_KEYS ? (i % 2 ? d.y : d.x) : rows.delta[i / 2];
+        }
+    }
+}
+
+// p = exp(scores / sqrt(HEAD_DIM) - lse), on the diagonal 0 for keys after their query.
+template <bool IS_KEYS>
+__device__ __forceinline__ void to_probabilities(float (&p)[SCORES], SharedAddress step,
+                                                 const RowStatistics& rows, bool diagonal) {
+    constexpr float SCALE = LOG2E / (D == 64 ? 8.0f : 11.313708498984761f);
+    if (diagonal) {
+        const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
+#pragma unroll
+        for (int i = 0; i < SCORES; ++i) {
+            const int row = warp * 16 + lane / 4 + (i / 2 % 2) * 8;
+            const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            if (IS_KEYS ? row > column : column > row) { p[i] = -INFINITY; }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < SCORES / 4; ++j) {
+        float2 l = make_float2(0.0f, 0.0f);
+        if (IS_KEYS) { l = load_shared_pair(step + 32 * j + threadIdx.x % 4 * 8); }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float shift = IS_KEYS ? (i % 2 ? l.y : l.x) : rows.lse[i / 2];
+            p[4 * j + i] = exp2_approx(fmaf(p[4 * j + i], SCALE, -shift));
+        }
+    }
+}
+
+// A warpgroup's part of a tile: block `block` of 64 rows, with x, y those of a step (Q, dO of keys;
+// K, V of queries)
 //   P, dP = own x^T, own y^T;   d_y += P y (of keys: dV);   d_x += dS x (dK or dQ)
+// in the steps from begin to stop of each head.
+template <bool IS_KEYS> struct Walk {
+    const Memory& memory;
+    SharedAddress a_tile, b_tile;
+    int block, begin, stop, before, behind, heads;  // before, behind: steps that are passed by
+    RowStatistics rows;
+
+    __device__ __forceinline__ SharedAddress x(u32 stage) const {
+        return memory.stages + stage * STAGE_BYTES;
+    }
+    __device__ __forceinline__ SharedAddress statistics(u32 stage) const {
+        return memory.statistics + stage * STATISTICS_BYTES;
+    }
+
+    // A step after the other.
+    __device__ __forceinline__ void run(float (&d_x)[D / 2], float (&d_y)[IS_KEYS ? D / 2 : 1],
+                                        Ring& ring) const {
+        SharedAddress held = 0;  // the barrier of the last step's stage: its products may still run
+#pragma unroll 1
+        for (int n = 0; n < heads; ++n) {
+            pass_by(memory, ring, before);
+#pragma unroll 1
+            for (int step = begin; step < stop; ++step, ring.next()) {
+                const SharedAddress x = this->x(ring.stage), y = x + TILE_BYTES;
+                barrier_wait(memory.full + 8 * ring.stage, ring.parity);
+                float p[SCORES], d_s[SCORES];
+                multiply_rows<false>(p, a_tile, x);
+                wgmma_wait<1>();  // or the last step's left operands would still take registers
+                if (held) { release(held); }
+                held = memory.empty + 8 * ring.stage;
+                begin_d_s<IS_KEYS>(d_s, statistics(ring.stage), rows);
+                multiply_rows<true>(d_s, b_tile, y);
+                wgmma_wait<1>();
+                arrived(p);
+                to_probabilities<IS_KEYS>(p, statistics(ring.stage), rows, step == block);
+                u32 left_p[4][4], left_s[4][4];
+                if constexpr (IS_KEYS && EARLY) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) { round_left(left_p[k], p + 8 * k); }
+                    wgmma_begin();
+                    multiply_columns(d_y, left_p, y);
+                    wgmma_wait<1>();
+                } else {
+                    arrived(p);  // computed before what follows is waited for
+                    wgmma_wait<0>();
+                }
+                arrived(d_s);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                    for (int i = 8 * k; i < 8 * k + 8; ++i) { d_s[i] *= p[i]; }
+                    round_left(left_s[k], d_s + 8 * k);
+                    if constexpr (IS_KEYS && !EARLY) { round_left(left_p[k], p + 8 * k); }
+                }
+                wgmma_begin();
+                if constexpr (IS_KEYS && !EARLY) { multiply_columns(d_y, left_p, y); }
+                multiply_columns(d_x, left_s, x);
+            }
+            pass_by(memory, ring, behind);
+        }
+        wgmma_wait<0>();
+        if (held) { release(held); }
+    }
+
+    // The same, but a step's d_x is computed behind the next one's scores, which are waited for.
+    __device__ __forceinline__ void run_ahead(float (&d_x)[D / 2],
+                                              float (&d_y)[IS_KEYS ? D / 2 : 1],
+                                              Ring& ring) const {
+        SharedAddress held = 0, last_x = a_tile;
+        u32 left_p[4][4], left_s[4][4] = {};
+#pragma unroll 1
+        for (int n = 0; n < heads; ++n) {
+            pass_by(memory, ring, before);
+#pragma unroll 1
+            for (int step = begin; step < stop; ++step, ring.next()) {
+                const SharedAddress x = this->x(ring.stage), y = x + TILE_BYTES;
+                barrier_wait(memory.full + 8 * ring.stage, ring.parity);
+                float p[SCORES], d_s[SCORES];
+                multiply_rows<false>(p, a_tile, x);
+                if (held) {
+                    multiply_columns(d_x, left_s, last_x);
+                } else {
+                    wgmma_commit();  // no group less
+                }
+                if constexpr (IS_KEYS) { wgmma_wait<2>(); }
+                begin_d_s<IS_KEYS>(d_s, statistics(ring.stage), rows);
+                multiply_rows<true>(d_s, b_tile, y);
+                wgmma_wait<2>();
+                arrived(p);
+                to_probabilities<IS_KEYS>(p, statistics(ring.stage), rows, step == block);
+                if constexpr (IS_KEYS) {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) { round_left(left_p[k], p + 8 * k); }
+                    wgmma_begin();
+                    multiply_columns(d_y, left_p, y);
+                    wgmma_wait<1>();
+                } else {
+                    arrived(p);  // computed before what follows is waited for
+                    wgmma_wait<0>();
+                }
+                arrived(d_s);
+                if (held) { release(held); }
+                held = memory.empty + 8 * ring.stage;
+                last_x = x;
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+#pragma unroll
+                    for (int i = 8 * k; i < 8 * k + 8; ++i) { d_s[i] *= p[i]; }
+                    round_left(left_s[k], d_s + 8 * k);
+                }
+            }
+            pass_by(memory, ring, behind);
+        }
+        if (held) {
+            wgmma_begin();
+            multiply_columns(d_x, left_s, last_x);
+            wgmma_wait<0>();
+            release(held);
+        }
+    }
+};
+
+// Warpgroup `me`'s part of a tile.
 template <bool IS_KEYS>
 __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me, u32 turn,
                                         Ring& ring, const float* statistics,
@@ -301,119 +471,52 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     forget(me);
     forget(sizes.seq_len);
     const Memory memory(shared);
-    const Item item = item_at(memory, turn);
-    const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
     const SharedAddress own = memory.own + (turn & 1) * OWN_BYTES + me * TILE_BYTES;
-    const SharedAddress a_tile = own, b_tile = own + 2 * TILE_BYTES;
+    const Item item = item_at(memory, turn);
     const int block = item.block + me;
     const bool present = block < sizes.blocks();
-    const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
     float d_x[D / 2], d_y[IS_KEYS ? D / 2 : 1];
 #pragma unroll
     for (float& x : d_x) { x = 0.0f; }
 #pragma unroll
     for (float& x : d_y) { x = 0.0f; }
-    float row_lse[2] = {}, row_delta[2] = {};
+    RowStatistics rows = {};
     if (!IS_KEYS && present) {
-        const float* const of_block =
-            statistics + ((i64)(item.batch * sizes.num_heads + item.head) * sizes.blocks() + block) *
-                             (2 * ROWS) + warp * 16 + lane / 4;
+        const u32 thread = this_thread();
+        const float* const of_row =
+            statistics + thread / 32 * 16 + thread % 32 / 4 +
+            ((i64)(item.batch * sizes.num_heads + item.head) * sizes.blocks() + block) * (2 * ROWS);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            row_lse[r] = __ldg(of_block + 8 * r);
-            row_delta[r] = __ldg(of_block + 8 * r + ROWS);
+            rows.lse[r] = __ldg(of_row + 8 * r);
+            rows.delta[r] = __ldg(of_row + 8 * r + ROWS);
         }
     }
-
-    SharedAddress held = 0;  // the barrier of the last step's stage, whose products may still run
-    // The steps in which this warpgroup's rows have something to do with those of the other side.
-    const int begin = IS_KEYS ? block : item.first;
-    const int stop = IS_KEYS ? item.end : present ? min(block + 1, item.end) : item.first;
-#pragma unroll 1
-    for (int n = 0; n < item.heads; ++n) {
-        pass_by(memory, ring, begin - item.first);
-#pragma unroll 1
-        for (int step = begin; step < stop; ++step, ring.next()) {
-            const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES, y = x + TILE_BYTES;
-            barrier_wait(memory.full + 8 * ring.stage, ring.parity);
-            float p[SCORES], d_s[SCORES];
-            multiply_rows<false>(p, a_tile, x);
-            wgmma_wait<1>();  // or the last step's left operands would still take registers
-            if (held) { release(held); }
-            held = memory.empty + 8 * ring.stage;
-            const SharedAddress lse =
-                memory.statistics + ring.stage * STATISTICS_BYTES + threadIdx.x % 4 * 8;
-            const SharedAddress delta = lse + 4 * ROWS;
-#pragma unroll
-            for (int j = 0; j < SCORES / 4; ++j) {
-                const float2 d = IS_KEYS ? load_shared_pair(delta + 32 * j) : make_float2(0.0f, 0.0f);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    d_s[4 * j + i] = IS_KEYS ? (i % 2 ? d.y : d.x) : row_delta[i / 2];
-                }
-            }
-            multiply_rows<true>(d_s, b_tile, y);
-            wgmma_wait<1>();
-            arrived(p);
-            if (step == block) {
-                const u32 thread = this_thread(), warp = thread / 32, lane = thread % 32;
-#pragma unroll
-                for (int i = 0; i < SCORES; ++i) {
-                    const int row = warp * 16 + lane / 4 + (i / 2 % 2) * 8;
-                    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    if (IS_KEYS ? row > column : column > row) { p[i] = -INFINITY; }
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < SCORES / 4; ++j) {
-                const float2 l = IS_KEYS ? load_shared_pair(lse + 32 * j) : make_float2(0.0f, 0.0f);
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float shift = IS_KEYS ? (i % 2 ? l.y : l.x) : row_lse[i / 2];
-                    p[4 * j + i] = exp2_approx(fmaf(p[4 * j + i], scale_log2, -shift));
-                }
-            }
-            u32 left_p[4][4], left_s[4][4];
-            if constexpr (IS_KEYS && EARLY) {
-#pragma unroll
-                for (int k = 0; k < 4; ++k) { round_left(left_p[k], p + 8 * k); }
-                wgmma_begin();
-                multiply_columns(d_y, left_p, y);
-                wgmma_wait<1>();
-            } else {
-                arrived(p);  // computed before what follows is waited for
-                wgmma_wait<0>();
-            }
-            arrived(d_s);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                for (int i = 8 * k; i < 8 * k + 8; ++i) { d_s[i] *= p[i]; }
-                round_left(left_s[k], d_s + 8 * k);
-                if constexpr (IS_KEYS && !EARLY) { round_left(left_p[k], p + 8 * k); }
-            }
-            wgmma_begin();
-            if constexpr (IS_KEYS && !EARLY) { multiply_columns(d_y, left_p, y); }
-            multiply_columns(d_x, left_s, x);
+    {
+        // The steps in which these rows have something to do with those of the other side.
+        const int begin = IS_KEYS ? block : item.first;
+        const int stop = IS_KEYS ? item.end : present ? min(block + 1, item.end) : item.first;
+        const Walk<IS_KEYS> walk{memory, own,  own + 2 * TILE_BYTES, block, begin,
+                                 stop,   begin - item.first, item.end - stop, item.heads, rows};
+        if constexpr (IS_KEYS ? AHEAD >= 2 && EARLY : AHEAD) {
+            walk.run_ahead(d_x, d_y, ring);
+        } else {
+            walk.run(d_x, d_y, ring);
         }
-        pass_by(memory, ring, item.end - stop);
     }
-    wgmma_wait<0>();
     arrived(d_x);
-    if (held) { release(held); }
+    if constexpr (IS_KEYS) { arrived(d_y); }
+    release(memory.read + 8 * me);  // until all warps have read this one's rows
+    barrier_wait(memory.read + 8 * me, turn & 1);
     if (present) {
-        if constexpr (IS_KEYS) { arrived(d_y); }
-        release(memory.read + 8 * me);  // until all warps have read this one's rows
-        barrier_wait(memory.read + 8 * me, turn & 1);
         const Item item = item_at(memory, turn);  // again: there were no registers for it
         const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
-        store_rows(d_qkv, item.to * D, row, d_x, scale, a_tile);
+        store_rows(d_qkv, item.to * D, row, d_x, rsqrtf((float)D), own);
         if constexpr (IS_KEYS) {
-            store_rows(d_qkv, (item.to + sizes.num_kv_heads) * D, row, d_y, 1.0f, b_tile);
+            const int column = (item.to + sizes.num_kv_heads) * D;
+            store_rows(d_qkv, column, row, d_y, 1.0f, own + 2 * TILE_BYTES);
         }
         if (threadIdx.x % 32 == 0) { stores_have_read(); }
-    } else {
-        release(memory.read + 8 * me);  // a phase an item
     }
     release(memory.own_empty + 8 * (turn & 1));
 }

@@ -13,6 +13,7 @@ ROWS = 64  # of a warpgroup's part of a tile, and of a step
 THREADS = 384
 STATISTICS_THREADS = 256
 STATISTICS_LANES = 8  # threads that share a row
+AHEAD = 1  # of queries: a step's dQ is computed behind the next one's scores
 STAGES = {64: 6, 128: 3}  # by head size: steps that are in shared memory or on their way to it
 
 STATISTICS = Kernel(
@@ -71,7 +72,7 @@ def backward(
     Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes.
     """
     batch, seq_len, _, head_dim = qkv.shape
-    consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim]}
+    consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim], "AHEAD": AHEAD}
     tiles = ceil_div(seq_len, 2 * ROWS) * batch * (num_heads + num_kv_heads)
     shape = (batch, num_heads, seq_len // ROWS, 2, ROWS)
 
