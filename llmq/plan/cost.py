@@ -20,7 +20,7 @@ from llmq.plan.plan import Plan
 from llmq.plan.rig_links import RigLinks
 from llmq.plan.small_grids import small_grids
 from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import FUSED, attention_window, fused_product, launch_kind, more_work
+from llmq.runtime.launch_kind import FUSED, attention_sizes, fused_product, launch_kind, more_work
 from llmq.runtime.plan_device import Trace, Work
 
 # Files of matrix products.
@@ -91,6 +91,8 @@ NATIVE_ATTENTION = {
         64: Attention(3.44e12, 423, 256),
         MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
     },
+    # Not measured: what its products and its exponentials should take.
+    "attention_gradient": {MAX_HEAD_DIM: Attention(4.0e12, 128, None)},
 }
 
 
@@ -241,11 +243,9 @@ class Rates:
         return max(work.flops / rate, memory) + last_wave
 
     def _attention(self, work: Work) -> float:
-        x = work.args[0]  # (B, T, heads, head_dim)
-        if x.dtype == F32:
+        if work.args[0].dtype == F32:
             return work.flops / (F32_RATE * self.card.num_sms)
-        window = attention_window(work.file, work.entry, work.args)
-        sizes = (work.flops, x.shape[1], x.shape[3], window)
+        sizes = (work.flops, *attention_sizes(work.file, work.entry, work.args))
         seconds = self._attention_of(work.file, work.entry, *sizes, self._visible)
         return seconds * self._small_grids(work)
 
