@@ -192,21 +192,20 @@ exp_codes_turn(e5m2* __restrict__ turned, const e5m2* __restrict__ codes,
     const i64 row = tile_row + warp * 16 + four_rows * 4;
     const int column = tile_column + group * 16;
     uint4 loaded[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) { loaded[i] = make_uint4(0, 0, 0, 0); }
     float4 factor = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     int4 target = make_int4(-1, -1, -1, -1);
-    if (row < rows) {
+    if (row < rows && column < columns) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            loaded[i] = load_packed_stream(codes + (row + i) * columns + column);
+        }
         factor = *reinterpret_cast<const float4*>(factors + row);
         target = *reinterpret_cast<const int4*>(targets + row);
     }
     const float of_row[4] = {factor.x, factor.y, factor.z, factor.w};
     const int target_of[4] = {target.x, target.y, target.z, target.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        loaded[i] = make_uint4(0, 0, 0, 0);
-        if (row < rows && column < columns) {
-            loaded[i] = load_packed_stream(codes + (row + i) * columns + column);
-        }
-    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float by = of_row[i] * over_scale;
