@@ -27,7 +27,7 @@
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
 constexpr float LOG2E = 1.4426950408889634f;
-using Product = SharedProduct<e4m3, e4m3, false, 0, false, false, STAGES, WARPS>;
+using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS>;
 
 // What a thread of the epilogue does with its row of a tile, box after box. row: of all but a; beyond
 // the last one of a it is M.

@@ -29,7 +29,7 @@ MIN_ROWS, MIN_COLUMNS = 2048, 8192
 FORWARD = Kernel(
     "matmul_exp_codes.cu",
     "matmul_exp_codes",
-    args="e5m2* e, f32* sums, f32* target_logits, const e4m3[128]* a, const e4m3[96]* b, "
+    args="e5m2* e, f32* sums, f32* target_logits, const A[128]* a, const B[96]* b, "
     "const f32* scale_a, const f32* scale_b, const f32* shift, const i32* targets, "
     "i32 M, i32 N, i32 K, i32 vocab",
     capability=CAPABILITY,
@@ -38,7 +38,7 @@ FORWARD = Kernel(
 AGAIN = Kernel(
     "matmul_exp_codes.cu",
     "exp_codes_again",
-    args="few e5m2* e, few const e4m3[128]* a, few const e4m3[96]* b, const f32* scale_a, "
+    args="few e5m2* e, few const A[128]* a, few const B[96]* b, const f32* scale_a, "
     "const f32* scale_b, few const f32* shift, few const i32* targets, few const i32* rows, "
     "i32 M, i32 N, i32 K, i32 vocab",
     capability=CAPABILITY,
