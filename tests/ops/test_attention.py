@@ -13,6 +13,7 @@ from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cudnn import backward_workspace_bytes, divided_workspace_bytes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.plan_device import PlanDevice
+from tests.conftest import gpu_problem
 from tests.harness import GPU_SPEC, host_device, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
@@ -485,6 +486,7 @@ def test_wrong_arguments():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
 @pytest.mark.parametrize("case, window", [("qwen05b", 128), ("qwen15b", 128), ("qwen15b", None)])
 def test_the_choice_is_what_was_measured(monkeypatch, tmp_path, case, window):
     """On Hopper, where a run times nothing: cuDNN, but for backward with a window."""
