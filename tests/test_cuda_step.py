@@ -59,6 +59,7 @@ def path(request, tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("path", ["qwen2_untied"], indirect=True)  # with a window
 def test_what_is_timed_is_kept(path, monkeypatch, tmp_path_factory):
     """As on cards on which attention was not measured, and on those that may have block scales."""
     monkeypatch.setattr(attention_choice, "MEASURED", 0)
