@@ -99,6 +99,9 @@ def _choose(
     sight: Sight,
 ) -> None:
     """One of these backends' ways. Chunks tell no choice from another, as they change no bit."""
+    if len(backends) == 1:
+        ways[backends[0]]()
+        return
     batch, seq_len, heads, head_dim = qkv.shape
     window = "" if sight.window is None else f" window {sight.window}"
     sizes = f"{num_heads}/{(heads - num_heads) // 2} heads of {head_dim}"

@@ -6,11 +6,13 @@ On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8, DType
 from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
+from llmq.runtime.arena import ALIGN
 from llmq.runtime.block_scales import BLOCK, SCALARS, scales_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -150,13 +152,25 @@ def matmul_fp8(
     operands = (out, a, b, scale_a, scale_b, bias, addend)
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        ways = {"per-tensor": partial(_per_tensor, dev, operands, of_codes, workspace, sizes)}
+        per_tensor = partial(_per_tensor, dev, operands, of_codes, workspace, sizes)
         if out.dtype not in (E4M3, E5M2) and _may_be_block_scaled(dev, a, b):
-            ways["block-scaled"] = partial(_block_scaled, dev, operands, workspace, sizes)
-        types = (a.dtype, b.dtype, out.dtype)
-        flags = (bias is not None, accumulate, workspace.nbytes, fast_accumulation)
-        product = Product(M, N, K, False, True, *types, *flags, addend=addend is not None)
-        dev.choose(f"{op} {product}", ways, kept=out if accumulate else None)
+            _choose(dev, per_tensor, operands, workspace, sizes)
+        else:
+            per_tensor()
+
+
+def _choose(
+    dev: Device, per_tensor: Callable[[], None], operands: tuple, workspace: Tensor, sizes: tuple
+) -> None:
+    """The product by the faster of two ways; operands, sizes: as of _block_scaled."""
+    out, a, b, _, _, bias, addend = operands
+    *matrices, accumulate, fast = sizes
+    types = (False, True, a.dtype, b.dtype, out.dtype)
+    flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast))
+    product = Product(*matrices, *types, *flags, addend=addend is not None)
+    block_scaled = partial(_block_scaled, dev, operands, workspace, sizes)
+    ways = {"per-tensor": per_tensor, "block-scaled": block_scaled}
+    dev.choose(f"matmul_fp8 {product}", ways, kept=out if accumulate else None)
 
 
 def _per_tensor(
@@ -193,11 +207,11 @@ def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple)
     """
     out, a, b, scale_a, scale_b, bias, addend = operands
     M, N, K, accumulate, _ = sizes
-    count, of_scalars = _block_scales_bytes(a, b), SCALARS * F32.itemsize
+    count = _block_scales_bytes(a, b)  # a multiple of ALIGN
     scales = workspace.rows(0, count)
     at = workspace.offset + count
     scalars = Tensor("scalars", (SCALARS,), F32, workspace.storage, at)
-    rest = workspace.rows(count + of_scalars, workspace.nbytes)
+    rest = workspace.rows(count + ALIGN, workspace.nbytes)
     beta = 1.0 if accumulate or addend is not None else 0.0
     dev.launch(
         BLOCK_SCALES,

@@ -167,7 +167,7 @@ class CudaDevice(Device):
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
     ) -> None:
-        if len(ways) == 1 or not self._tune:
+        if not self._tune:
             super().choose(work, ways)
             return
         if self._choices is None:

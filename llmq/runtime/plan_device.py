@@ -74,6 +74,7 @@ class PlanDevice(Device):
         self._trace: Trace | None = None  # of the graph that is being run
         self._part = ""
         self._counts = True  # launches, that is; not their memory
+        self._chosen: set[tuple[str, int]] = set()  # work with several ways, and where on the stack
 
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
@@ -81,6 +82,10 @@ class PlanDevice(Device):
         """There is memory and code for all ways; the first one is what counts as launched."""
         first, *others = ways.values()
         first()
+        here = work, self.stack.used
+        if here in self._chosen:  # its memory and code are there
+            return
+        self._chosen.add(here)
         before, self._counts = self._counts, False
         for way in others:
             way()
