@@ -16,6 +16,7 @@ from llmq.runtime.choices import Choices
 from llmq.runtime.cublaslt import CublasLt
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.launch_kind import launch_kind
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, MIB, host_device, run
 from tests.runtime.fake_cublaslt import STREAM, FakeCublasLt, FakeCuda
@@ -32,6 +33,7 @@ class Blackwell(HostDevice):
         super().__init__(SIZES, poison=True)
         algorithm_file._files.clear()  # a new process
         self.spec, self.library, self.launched = SPEC, library, []
+        self.kinds = set()
         how = {"cache_path": path, "cuda": FakeCuda(library)}
         self.lt = CublasLt("GPU", tune=True, library=library, **how)
         self.ways = Choices("GPU", **how)
@@ -41,6 +43,8 @@ class Blackwell(HostDevice):
 
     def launch(self, kernel, grid, block, args, **options):
         self.launched.append(kernel.entry)
+        if kernel.file == "matmul":
+            self.kinds.add(launch_kind(kernel.file, kernel.entry, args, 0, 0))
         if kernel.file != "matmul":
             super().launch(kernel, grid, block, args, **options)
             return
@@ -100,7 +104,8 @@ def test_the_same_product(case):
     dev = blackwell()
     got, entry = product(dev, arrays, accumulate)
     want, _ = product(host_device(), arrays, accumulate)
-    assert entry == "matmul_mxfp8"
+    assert entry == "matmul_mxfp8" and "matmul_fp8" in dev.launched
+    assert len(dev.kinds) == 1  # what a rig measures of either is that of the product
     error = np.abs(got.astype(np.float32) - want.astype(np.float32)).max()
     # F32 sums of up to 160 products in another order; a result in BF16 is rounded once more.
     assert error <= (2.0**-7 if got.dtype == BF16.numpy else 1e-6) * np.abs(want).max()
