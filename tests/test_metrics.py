@@ -395,14 +395,16 @@ def test_ways_that_were_chosen(reporter):
     chosen = {"attention.forward 2x64": "cudnn", "attention.backward 2x64": "native"}
     chosen |= {"matmul_fp8 a": "block-scaled", "matmul_fp8 b": "per-tensor"}
     chosen |= {"matmul_fp8 c": "block-scaled"}
-    reporter.choices(3, {}, chosen)
+    reporter.choices(3, {"a": True, "b": False, "d": True}, chosen)
     assert reporter.view.lines == [
+        "  fast accumulation: 1 of 2 fp8 products that may",  # "a" does not run as one of them
         "  attention.forward: cudnn",
         "  attention.backward: native",
         "  matmul_fp8: 2 block-scaled, 1 per-tensor",
     ]
     reporter.close()
-    (record,) = logged(reporter)
+    fast, record = logged(reporter)
+    assert fast["fast_products"] == {"b": False, "d": True}
     assert (record["log"], record["step"], record["choices"]) == ("choices", 3, chosen)
 
 

@@ -7,7 +7,8 @@ On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8, DType
 from llmq.base.operand import ProductCodes
@@ -166,11 +167,17 @@ def _choose(
     out, a, b, _, _, bias, addend = operands
     *matrices, accumulate, fast = sizes
     types = (False, True, a.dtype, b.dtype, out.dtype)
-    flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast))
-    product = Product(*matrices, *types, *flags, addend=addend is not None)
+    flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast), addend is not None)
     block_scaled = partial(_block_scaled, dev, operands, workspace, sizes)
     ways = {"per-tensor": per_tensor, "block-scaled": block_scaled}
-    dev.choose(f"matmul_fp8 {product}", ways, kept=out if accumulate else None)
+    work = _work(*matrices, *types, *flags)
+    dev.choose(work, ways, kept=out if accumulate else None)
+
+
+@cache  # the same few, launch after launch
+def _work(*product: Any) -> str:
+    """What tells this product's choice from others; arguments: those of Product."""
+    return f"matmul_fp8 {Product(*product)}"
 
 
 def _per_tensor(
@@ -197,7 +204,7 @@ def _may_be_block_scaled(dev: Device, a: Tensor, b: Tensor) -> bool:
 
 def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
     """For both: they are the same bytes."""
-    return max(scales_bytes(*a.shape), scales_bytes(*b.shape))
+    return scales_bytes(max(a.shape[0], b.shape[0]), a.shape[1])
 
 
 def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple) -> None:

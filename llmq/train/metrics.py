@@ -292,8 +292,9 @@ class Reporter:
 
     def choices(self, step: int, fast: dict[str, bool], chosen: dict[str, str]) -> None:
         """fast: as fast_products. chosen: of work that has several ways the one it takes, see
-        Device.choose."""
-        self.fast_products(step, fast)
+        Device.choose. A product that takes another way was only timed, whatever its sums have."""
+        others = {work for work, way in chosen.items() if way != "per-tensor"}
+        self.fast_products(step, {p: f for p, f in fast.items() if f"matmul_fp8 {p}" not in others})
         if chosen:
             counts: dict[str, Counter[str]] = {}
             for work, way in chosen.items():
