@@ -12,6 +12,7 @@ from llmq.base.tensor import Tensor
 FUSED = {
     "matmul_adapted": (1, "adapted"),
     "matmul_exp": (3, "exp"),
+    "matmul_exp_codes": (3, "exp"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
@@ -46,6 +47,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         if entry == "matmul_adapted" and tensors[-1] != "-":
             words.append("addend")
         return Kind("/".join([library, *words]), (m, n, k))
+    if entry == "matmul_mxfp8":  # whichever is faster of the two
+        entry = "matmul_fp8"
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]
@@ -112,7 +115,11 @@ def attention_sizes(file: str, entry: str, args: tuple) -> tuple[int, int, int]:
         seq_len, num_heads, num_kv_heads = args[-3:]
         return seq_len, args[0].shape[1] // (num_heads + 2 * num_kv_heads), seq_len
     _, seq_len, _, head_dim = args[0].shape
-    return seq_len, head_dim, args[-2 if (file, entry) == ("attention", "attention_forward") else -1]
+    return (
+        seq_len,
+        head_dim,
+        args[-2 if (file, entry) == ("attention", "attention_forward") else -1],
+    )
 
 
 def library_heads(file: str, entry: str, args: tuple) -> tuple[int, int, int] | None:
