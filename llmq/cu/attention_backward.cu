@@ -12,9 +12,9 @@
 // Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
 //          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
 //          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
-//          sums of d_out * out; next: I32 (1,), tiles that are taken. HEAD_DIM 64 or 128. T a multiple of
+//          sums of d_out * out; taken: I32 (1,), how many tiles are. HEAD_DIM 64 or 128. T a multiple of
 //          64. Sums are F32; P and dS are rounded before they are multiplied.
-// Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in next. gradient:
+// Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention_backward.py says.
 // Cost     7 B Hq T^2 HEAD_DIM FLOPs: 4 products in tiles of keys, 3 in those of queries, so that
@@ -126,9 +126,9 @@ __device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map
 }
 
 // Takes tiles, says which, and loads their own rows.
-__device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* next,
+__device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* taken,
                                          const TensorMap* qkv, const TensorMap* d_out) {
-    int number = atomicAdd(next, 1);
+    int number = atomicAdd(taken, 1);
 #pragma unroll 1
     for (u32 turn = 0;; ++turn) {
         const Memory memory(shared);
@@ -143,7 +143,7 @@ __device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* n
             barrier_arrive(arrived);
             return;
         }
-        number = atomicAdd(next, 1);  // needed later
+        number = atomicAdd(taken, 1);  // needed later
         forget(sizes.num_kv_heads);
         forget(sizes.seq_len);
         const int column = item.to * D;
@@ -524,7 +524,7 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constant__ TensorMap d_out,
                    const float* __restrict__ statistics, const __grid_constant__ TensorMap qkv,
-                   i32* next, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads) {
+                   i32* taken, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads) {
     extern __shared__ char shared[];
     const Sizes sizes{seq_len, num_heads, num_kv_heads, batches};
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -544,7 +544,7 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
     __syncthreads();
     if (warpgroup == 0) {
         give_registers<LOADER_REGISTERS>();
-        if (threadIdx.x == 0) { load_own(shared, sizes, next, &qkv, &d_out); }
+        if (threadIdx.x == 0) { load_own(shared, sizes, taken, &qkv, &d_out); }
         if (threadIdx.x == 32) { load_steps(shared, sizes, statistics, &qkv, &d_out); }
     } else {
         take_registers<252 - LOADER_REGISTERS / 2>();
@@ -566,14 +566,14 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-attention_statistics(float* __restrict__ statistics, i32* __restrict__ next,
+attention_statistics(float* __restrict__ statistics, i32* __restrict__ taken,
                      const bf16* __restrict__ d_out, const bf16* __restrict__ out,
                      const float* __restrict__ lse, i32 seq_len, i32 num_heads) {
     constexpr int VECTORS = D / 8 / DELTA_LANES;
     const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
     const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
     const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) { *next = 0; }
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) { *taken = 0; }
     float sum = 0.0f;
     if (row < rows) {
 #pragma unroll

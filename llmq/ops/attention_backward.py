@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32, I32, DType
+from collections.abc import Callable
+
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
-from llmq.runtime.sight import Sight
+from llmq.runtime.sight import ALL, Sight
 
 ROWS = 64  # of a warpgroup's part of a tile, and of a step
 THREADS = 384
@@ -19,28 +21,28 @@ STAGES = {64: 6, 128: 3}  # by head size: steps that are in shared memory or on 
 STATISTICS = Kernel(
     "attention_backward.cu",
     "attention_statistics",
-    "f32* statistics, i32* next, const bf16* d_out, const bf16* out, const f32* lse, "
+    "f32* statistics, i32* taken, const bf16* d_out, const bf16* out, const f32* lse, "
     "i32 seq_len, i32 num_heads",
 )
 GRADIENT = Kernel(
     "attention_backward.cu",
     "attention_gradient",
     "bf16[16]* d_qkv, const bf16[64]* d_out, const f32* statistics, const bf16[64]* qkv, "
-    "inout i32* next, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads",
+    "inout i32* taken, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads",
     capability=CAPABILITY,
 )
 
 
-def is_for(dev: Device, dtype: DType, seq_len: int, head_dim: int, sight: Sight) -> bool:
-    """Whether this is the way to compute a gradient on a device: sequences are whole steps, queries
-    see all that is before them."""
-    return (
-        dev.spec.capability == CAPABILITY
-        and dtype == BF16
-        and head_dim in STAGES
-        and seq_len % ROWS == 0
-        and not sight.masked
-    )
+def chosen(dev: Device, qkv: Tensor, sight: Sight) -> Callable[..., None] | None:
+    """backward(), where it is the way to compute a gradient on a device; else None. Sequences are
+    whole steps there, and queries see all that is before them.
+
+    qkv: (B,T,Hq+2*Hkv,Hd), as of ops.attention.backward.
+    """
+    _, seq_len, _, head_dim = qkv.shape
+    sees_all = sight.starts is None and (sight.window or seq_len) >= seq_len
+    fits = qkv.dtype == BF16 and head_dim in STAGES and seq_len % ROWS == 0
+    return backward if dev.spec.capability == CAPABILITY and fits and sees_all else None
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -52,18 +54,11 @@ def shared_bytes(head_dim: int) -> int:
 
 
 def backward(
-    dev: Device,
-    d_qkv: Tensor,
-    d_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
+    dev: Device, tensors: tuple, num_heads: int, num_kv_heads: int, sight: Sight = ALL
 ) -> None:
-    """Gradient of attention where is_for() is true; as ops.attention.backward, which checks.
+    """Gradient of attention, for ops.attention.backward, which checks: `own` in there.
 
-    Args (contiguous):
+    Args: sight, which hides nothing, and tensors (contiguous):
         d_qkv       out  BF16 (B,T,Hq+2*Hkv,Hd)   every element is written
         d_out, out  in   BF16 (B,T,Hq,Hd)
         lse         in   F32  (B,Hq,T)            of the forward
@@ -71,6 +66,7 @@ def backward(
 
     Cost:    7*B*Hq*T*T*Hd FLOPs; two launches; workspace 8*B*Hq*T bytes.
     """
+    d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
     consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim], "AHEAD": AHEAD}
     tiles = ceil_div(seq_len, 2 * ROWS) * batch * (num_heads + num_kv_heads)
@@ -81,13 +77,13 @@ def backward(
 
     with (
         dev.scratch("attention_statistics", shape, F32) as statistics,
-        dev.scratch("attention_next", (1,), I32) as next_tile,
+        dev.scratch("attention_taken", (1,), I32) as taken,
     ):
         dev.launch(
             STATISTICS,
             (ceil_div(seq_len * num_heads * STATISTICS_LANES, STATISTICS_THREADS), batch),
             STATISTICS_THREADS,
-            (statistics, next_tile, d_out, out, lse, seq_len, num_heads),
+            (statistics, taken, d_out, out, lse, seq_len, num_heads),
             consts=consts,
         )
         dev.launch(
@@ -95,7 +91,7 @@ def backward(
             min(tiles, dev.spec.num_sms),
             THREADS,
             (
-                *(matrix(d_qkv), matrix(d_out), statistics, matrix(qkv), next_tile),
+                *(matrix(d_qkv), matrix(d_out), statistics, matrix(qkv), taken),
                 *(batch, seq_len, num_heads, num_kv_heads),
             ),
             consts=consts,

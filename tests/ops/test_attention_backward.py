@@ -5,6 +5,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.ops import attention, attention_backward
+from llmq.ops.common import CAPABILITY
 from llmq.ref.attention_backward import CASES
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.sight import Sight
@@ -15,7 +16,7 @@ SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen
 NORM_ERROR, MAX_ERROR = 2**-8, 2**-6
 
 
-def gradient(dev, qkv, d_out, heads, kv_heads, chunks=1):
+def gradient(dev, qkv, d_out, heads, kv_heads, chunks=1, chosen=attention_backward.chosen):
     batch, seq_len, _, head_dim = qkv.shape
     out = np.full((batch, seq_len, heads, head_dim), np.nan, qkv.dtype)
     lse = np.full((batch, heads, seq_len), np.nan, np.float32)
@@ -27,7 +28,11 @@ def gradient(dev, qkv, d_out, heads, kv_heads, chunks=1):
     arrays = {"d_qkv": np.full(qkv.shape, np.nan, qkv.dtype), "d_out": d_out, **forward}
 
     def call(dev, **tensors):
-        attention.backward(dev, **tensors, num_heads=heads, num_kv_heads=kv_heads, chunks=chunks)
+        own = chosen(dev, tensors["qkv"], Sight())
+        if chosen is attention_backward.chosen:
+            assert (own is None) == (dev.spec.capability != CAPABILITY)
+        options = {"num_heads": heads, "num_kv_heads": kv_heads, "chunks": chunks, "own": own}
+        attention.backward(dev, **tensors, **options)
 
     return run(dev, call, arrays)["d_qkv"]
 
@@ -66,19 +71,22 @@ def test_sequences_change_no_bit(hopper, rng):
 
 def test_which_gradients_it_computes():
     dev = PlanDevice(GPU_SPEC)
-    takes = attention_backward.is_for
-    assert takes(dev, BF16, 1024, 64, Sight()) and takes(dev, BF16, 64, 128, Sight())
-    assert not takes(dev, F32, 1024, 64, Sight()) and not takes(dev, BF16, 1000, 64, Sight())
-    assert not takes(dev, BF16, 1024, 96, Sight())
-    assert not takes(dev, BF16, 1024, 64, Sight(window=100))
+
+    def takes(dtype, seq_len, head_dim, window=None):
+        qkv = dev.alloc("qkv", (1, seq_len, 4, head_dim), dtype, "Activations")
+        return attention_backward.chosen(dev, qkv, Sight(window=window)) is not None
+
+    assert takes(BF16, 1024, 64) and takes(BF16, 64, 128) and takes(BF16, 64, 128, window=64)
+    assert not takes(F32, 1024, 64) and not takes(BF16, 1000, 64) and not takes(BF16, 1024, 96)
+    assert not takes(BF16, 1024, 64, window=100)
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("case", [(3, 1024, 14, 2, 64), (2, 1984, 12, 2, 128)], ids=str)
-def test_equals_other_kernels_again_and_again(hopper, rng, case, monkeypatch):
+def test_equals_other_kernels_again_and_again(hopper, rng, case):
     qkv, d_out = arrays_of(rng, case)
     got = gradient(hopper, qkv, d_out, *case[2:4])
     for _ in range(3):
         np.testing.assert_array_equal(gradient(hopper, qkv, d_out, *case[2:4]), got)
-    monkeypatch.setattr(attention_backward, "is_for", lambda *args: False)
-    compare(got, gradient(hopper, qkv, d_out, *case[2:4]), *case[2:4])
+    others = gradient(hopper, qkv, d_out, *case[2:4], chosen=lambda *args: None)
+    compare(got, others, *case[2:4])
