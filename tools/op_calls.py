@@ -36,6 +36,7 @@ from llmq.ops import (
     adapter,
     adapter_backward,
     attention,
+    attention_backward,
     bias,
     clock,
     convert,
@@ -233,6 +234,15 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
         Call("forward documents", _forward_documents, forward | starts, flops=2 * square),
         Call("backward documents", _backward_documents, backward | starts, flops=5 * square),
     ]
+
+
+def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    """FLOPs without what the kernel computes twice."""
+    out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
+    args = {"d_qkv": qkv, "d_out": out, "out": out, "qkv": qkv, "num_heads": Hq}
+    args |= {"lse": f32(B, Hq, T, value=float(np.log(T))), "num_kv_heads": Hkv}  # as above
+    args["own"] = attention_backward.backward
+    return [Call("backward", attention.backward, args, flops=5 * B * Hq * T * T * Hd)]
 
 
 def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
@@ -655,6 +665,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "adapter": adapter_calls,
     "adapter_backward": adapter_backward_calls,
     "attention": attention_calls,
+    "attention_backward": attention_backward_calls,
     "bias": bias_calls,
     "clock": clock_calls,
     "convert": convert_calls,
