@@ -1,7 +1,7 @@
 // product_sm90.cuh -- what the matrix products for Hopper share: tiles, their ring, the main loop.
 //
-// A block computes tiles of 128 rows and 192 columns, left (M, K) times right (N, K), or (K, N) with
-// K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of `right`,
+// A block computes tiles of 128 rows and 192 columns, left (M, K) times right (N, K), or (K, M) and
+// (K, N) with K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of `right`,
 // of which each loads a half for both. Grids are persistent; tiles go through a group of columns of
 // tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their way (TMA),
 // in a ring of stages.
@@ -65,15 +65,22 @@ struct Tile {
 
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
 // blocks. apart: rows of `right` from the first block's half to the second one's; K inside.
-template <bool K_OUTSIDE>
+template <bool RIGHT_OUTSIDE, bool LEFT_OUTSIDE = false>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
                                           const Tile& tile, u32 rank,
                                           int apart = TILE_COLUMNS / 2) {
     barrier_expect(arrived, STAGE_BYTES);
-    load_box(stage, left, k, tile.row, arrived);
+    if constexpr (LEFT_OUTSIDE) {
+#pragma unroll
+        for (int r = 0; r < TILE_ROWS / BOX; ++r) {
+            load_box(stage + r * BOX * LINE, left, tile.row + r * BOX, k, arrived);
+        }
+    } else {
+        load_box(stage, left, k, tile.row, arrived);
+    }
     const SharedAddress to = stage + LEFT_BYTES;
-    if constexpr (K_OUTSIDE) {
+    if constexpr (RIGHT_OUTSIDE) {
 #pragma unroll
         for (int c = 0; c < TILE_COLUMNS / BOX; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
@@ -87,22 +94,24 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
 
 // d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
 // first_row. add: else d = for the first slice.
-template <class Left, class Right, bool K_OUTSIDE, int COUNT>
+template <class Left, class Right, bool RIGHT_OUTSIDE, bool LEFT_OUTSIDE = false, int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress stage, int first_row,
                                          int slices, int add) {
-    const Descriptor top = k_inside(stage + first_row * LINE);
-    const SharedAddress tile = stage + LEFT_BYTES;
-    const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
-    constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // of a slice, in 16 bytes
-    constexpr int NEXT = 64 * LINE / 16;                  // of 64 rows
+    const SharedAddress from = stage + first_row * LINE, tile = stage + LEFT_BYTES;
+    const Descriptor top = LEFT_OUTSIDE ? k_outside(from, BOX * LINE) : k_inside(from);
+    const Descriptor right = RIGHT_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
+    constexpr int INSIDE = 2, OUTSIDE = 16 * LINE / 16;  // from one slice to the next, in 16 bytes
+    constexpr int LEFT_STEP = LEFT_OUTSIDE ? OUTSIDE : INSIDE;
+    constexpr int RIGHT_STEP = RIGHT_OUTSIDE ? OUTSIDE : INSIDE;
+    constexpr int NEXT = 64 * LINE / 16;  // of 64 rows
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) {
         if (i < slices) {
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
-                wgmma_192<Left, Right, K_OUTSIDE>(d[m], top + (NEXT * m + 2 * i), right + STEP * i,
-                                                  add | i);
+                wgmma_192<Left, Right, RIGHT_OUTSIDE, LEFT_OUTSIDE>(
+                    d[m], top + (NEXT * m + LEFT_STEP * i), right + RIGHT_STEP * i, add | i);
             }
         }
     }
@@ -182,8 +191,12 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
+//
+// IN_PARTS: the tensor cores' sums of some steps are added up in F32. LEFT_OUTSIDE: left is BF16
+// (K, M), and right (K, N).
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES, class Rounded = bf16>
+          int STAGES, int EPILOGUES, class Rounded = bf16, bool IN_PARTS = false,
+          bool LEFT_OUTSIDE = false>
 struct SharedProduct {
     static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
     static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
@@ -233,8 +246,8 @@ struct SharedProduct {
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 if (k < steps) {
-                    load_pair<RIGHT_OUTSIDE>(stage, arrived, left, right, k * STEP_K, tile,
-                                             work.rank, apart);
+                    load_pair<RIGHT_OUTSIDE, LEFT_OUTSIDE>(stage, arrived, left, right, k * STEP_K,
+                                                           tile, work.rank, apart);
                 } else {
                     load_pair<TAIL_OUTSIDE>(stage, arrived, h, tail, (k - steps) * TAIL_K, tile,
                                             work.rank, apart);
@@ -243,27 +256,32 @@ struct SharedProduct {
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. Returns the
-    // largest |x| of codes.
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. part: steps,
+    // at least 2, with IN_PARTS. Returns the largest |x| of codes.
     __device__ __forceinline__ float multiply_tiles(const Work& work, int me, float scale,
-                                                    Rounding<Rounded> rounding = {}) const {
+                                                    Rounding<Rounded> rounding = {},
+                                                    int part = 0) const {
         const u32 thread = threadIdx.x % 128;
         Ring<STAGES> ring(0);
         u32 free_parity = 1;  // the boxes are free at first
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             float d[1][96];
-            SharedAddress before = empty;
+            if constexpr (IN_PARTS) {
+                float more[1][96];
+#pragma unroll
+                for (int i = 0; i < 96; ++i) { d[0][i] = 0.0f; }
+                // One warpgroup adds while the other one has products on their way.
+                int count = me == 0 ? part : part / 2;
 #pragma unroll 1
-            for (int k = 0; k < steps; ++k, ring.next()) {
-                barrier_wait(full + 8 * ring.stage, ring.parity);
-                multiply<Left, Right, RIGHT_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 64 * me,
-                                                     SLICES, k);
-                wgmma_wait<1>();
-                if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
-                before = empty + 8 * ring.stage;
+                for (int left = steps; left > 0; left -= count, count = part) {
+                    count = min(count, left);
+                    multiply_steps(more, ring, me, count);
+#pragma unroll
+                    for (int i = 0; i < 96; ++i) { d[0][i] += more[0][i]; }
+                }
+            } else {
+                multiply_steps(d, ring, me, steps);
             }
-            wgmma_wait<0>();
-            if (thread < 2) { barrier_arrive_at(before, thread); }
             if constexpr (TAILS > 0) {
                 if constexpr (SCALED) {
 #pragma unroll
@@ -286,6 +304,24 @@ struct SharedProduct {
             free_parity ^= 1;
         }
         return rounding.largest;
+    }
+
+    // d = the sum of so many steps, of a warpgroup's rows.
+    __device__ __forceinline__ void multiply_steps(float (&d)[1][96], Ring<STAGES>& ring, int me,
+                                                   int count) const {
+        const u32 thread = threadIdx.x % 128;
+        SharedAddress before = empty;
+#pragma unroll 1
+        for (int k = 0; k < count; ++k, ring.next()) {
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            multiply<Left, Right, RIGHT_OUTSIDE, LEFT_OUTSIDE>(
+                d, stages + ring.stage * STAGE_BYTES, 64 * me, SLICES, k);
+            wgmma_wait<1>();
+            if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
+            before = empty + 8 * ring.stage;
+        }
+        wgmma_wait<0>();
+        if (thread < 2) { barrier_arrive_at(before, thread); }
     }
 
     // A warp's 16 rows of a tile into the boxes.

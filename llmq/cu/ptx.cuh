@@ -280,11 +280,14 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
           PTX_8(64), PTX_8(72), PTX_8(80), PTX_8(88)                                           \
         : "l"(a), "l"(b), "r"(add))
 
-// Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16, and moves by 16 rows.
-template <class Left, class Right, bool K_OUTSIDE>
+// Left, Right: the formats of a and b. B_OUTSIDE, A_OUTSIDE: whether K is, of both or of b, which are
+// BF16 then, and move by 16 rows.
+template <class Left, class Right, bool B_OUTSIDE, bool A_OUTSIDE = false>
 __device__ __forceinline__ void wgmma_192(float (&d)[96], Descriptor a, Descriptor b, int add) {
     if constexpr (sizeof(Left) == 2) {
-        if constexpr (K_OUTSIDE) {
+        if constexpr (A_OUTSIDE) {
+            PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 1, 1");
+        } else if constexpr (B_OUTSIDE) {
             PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 0, 1");
         } else {
             PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 0, 0");

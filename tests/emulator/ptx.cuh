@@ -110,10 +110,11 @@ static inline void stores_are_done() { ptx::finish_stores(); }
 static inline Descriptor k_inside(SharedAddress tile) { return {tile, 0}; }
 static inline Descriptor k_outside(SharedAddress tile, unsigned chunk) { return {tile, chunk}; }
 
-template <class Left, class Right, bool K_OUTSIDE>
+template <class Left, class Right, bool B_OUTSIDE, bool A_OUTSIDE = false>
 static inline void wgmma_192(float (&d)[96], Descriptor a, Descriptor b, int add) {
-    static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
-    ptx::add_product({d, a, b, add, ptx::compute_192<Left, Right, K_OUTSIDE>});
+    static_assert(sizeof(Left) == sizeof(Right) && (!B_OUTSIDE || sizeof(Right) == 2));
+    static_assert(B_OUTSIDE || !A_OUTSIDE);
+    ptx::add_product({d, a, b, add, ptx::compute_192<Left, Right, B_OUTSIDE, A_OUTSIDE>});
 }
 static inline void wgmma_begin() {}
 static inline void wgmma_commit() { ptx::products_commit(); }
