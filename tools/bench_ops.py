@@ -53,6 +53,7 @@ PRODUCTS = (
     "matmul_adapted",
     "matmul_exp",
     "matmul_fp8",
+    "matmul_gradient",
     "matmul_int8",
     "matmul_swiglu",
     "matmul_swiglu_backward",

@@ -50,6 +50,7 @@ from llmq.ops import (
     matmul,
     matmul_adapted,
     matmul_exp,
+    matmul_gradient,
     matmul_int8,
     matmul_swiglu,
     matmul_swiglu_backward,
@@ -370,6 +371,17 @@ def matmul_exp_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
     return [Call("bf16", matmul_exp.forward, args)]
 
 
+def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
+    one, acc = f32(1, value=1.0), {"acc": gradient(M, N)}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
+    function = matmul_gradient.add
+    return [
+        Call("bf16", function, acc | {"a": bf16(K, M), "b": bf16(K, N)}),
+        Call("fp8", function, acc | codes),
+        Call("fp8 fast", function, acc | codes | {"fast_accumulation": True}),
+    ]
+
+
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
@@ -641,6 +653,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
     "matmul_exp": matmul_exp_calls,
+    "matmul_gradient": matmul_gradient_calls,
     "matmul_int8": matmul_int8_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import BF16
-from llmq.ref.matmul import matmul, matmul_fp8
-from llmq.ref.reduce import reduce_sum
+from llmq.ref.common import (
+    BF16,
+    adapted_product,
+    compute,
+    decode_fp8,
+    gradient_seed,
+    random_bits,
+    round_stochastic,
+)
 
 # name: (M, N, K): of d_W = d_out^T @ x.
 CASES = {
@@ -39,13 +45,14 @@ def matmul_gradient(
     Without scales a is (K,M) and b (K,N). A sum is rounded stochastically. part_steps: how a GPU
     sums; here it is in F32.
     """
-    product = np.empty((M, N), BF16) if accumulate else d
-    if scale_a is None:
-        matmul(product, a, b, None, None, None, M, N, K, trans_a=1, trans_b=0, accumulate=0)
-    else:
-        nothing = (None,) * 5  # bias, codes, addend, workspace
-        matmul_fp8(
-            product, a, b, scale_a, scale_b, *nothing, M, N, K, accumulate=0, fast_accumulation=0
-        )
-    if accumulate:
-        reduce_sum(d, product, *[None] * 7, scalars, 1, salt, 0, M * N)
+    left, right = (a.T, compute(b)) if scale_a is None else (a, decode_fp8(b).T)
+    seed = gradient_seed(scalars, salt)
+    for rows, total in adapted_product(left, right, None, None, scale_a, scale_b):
+        product = total.astype(BF16)
+        if accumulate:
+            index = np.arange(total.size, dtype=np.uint64).reshape(-1, N) + np.uint64(
+                rows.start * N
+            )
+            total = compute(d[rows]) + compute(product)
+            product = round_stochastic(total, random_bits(seed, index))
+        d[rows] = product
