@@ -296,21 +296,45 @@ FUSED_WHERE = [
 ]
 
 
-@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
-def test_where_more_is_within_products(card, options, per_layer):
-    """Adapters, or the activation beside a product."""
+def entries_of(card, options):
+    """A configuration of 7B, and the launches of a micro-step with two layers, by entry."""
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
     config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
     model = replace(preset(config.model), num_layers=2)
     plan = make_plan(config, model, spec_of(card), "native", config.gpus)
     ((trace, _),) = plan.micro_steps
-    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    return config, Counter(item.entry for item in trace if isinstance(item, Work))
+
+
+@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
+def test_where_more_is_within_products(card, options, per_layer):
+    """Adapters, or the activation beside a product."""
+    config, entries = entries_of(card, options)
+    del entries["matmul_gradient"]
     large = config.gpus == 1 and (config.seq_len == 4096 or "gpt2" in config.model)
     bf16 = config.model_dtype == "bf16"
     assert entries.pop("matmul_exp", 0) == (large and bf16 and card is H100)  # of logits
     assert {name: entries[name] for name in FUSED if entries[name]} == {
         name: 2 * count for name, count in per_layer.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "count"),
+    [
+        (H100, {}, 3 * 2 + 1),  # qkv, up, down and the head; o's tiles leave a fifth idle
+        (H100, DELAYED, 3 * 2 + 1),
+        (H100, DELAYED | {"head-dtype": "e4m3", "gradient-dtype": "e5m2"}, 3 * 2 + 1),
+        (H100, {"seq-len": 2048}, 0),
+        (H100, {"grad-accum-dtype": "fp32"}, 0),
+        (H100, {"matmul-dtype": "int8"}, 1),  # the head's
+        (H100, {"gpus": 2}, 0),
+        (H100, LORA, 0),
+        (RTX_4090, {}, 0),
+    ],
+)
+def test_where_gradients_are_within_products(card, options, count):
+    assert entries_of(card, options)[1]["matmul_gradient"] == count
 
 
 @pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])

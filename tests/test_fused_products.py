@@ -152,6 +152,9 @@ def test_gradients_within_products(options, fuse):
         np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
     assert found[2]["matmul_gradient"] == 2 * (4 * LAYERS + options.get("lmhead_chunks", 1))
     assert want[2]["reduce_sum"] and not found[2]["reduce_sum"]
+    options = options | {"shard_gradients": True, "offload_gradients": True}
+    streamed = run("qwen3", grad_accumulation=2, **options)
+    assert streamed[0] == want[0] and streamed[2]["matmul_gradient"]
 
 
 def test_gradients_in_f32_are_added_by_the_library(fuse):
