@@ -26,7 +26,7 @@
 #include "product_sm90.cuh"
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
-// Of a thread, with EXACT: two sums of each element do not fit into what all could have alike.
+// Of a thread: with EXACT two sums of each element do not fit into what all could have alike.
 constexpr int LOADER_REGISTERS = 24, PRODUCT_REGISTERS = 216, EPILOGUE_REGISTERS = 56;
 constexpr bool OUTSIDE = sizeof(A) == 2;
 using Product =
@@ -92,17 +92,20 @@ matmul_gradient(bf16* d, const __grid_constant__ TensorMap a, const __grid_const
     const Work work(M, N, Product::WIDTH, K * (int)sizeof(A));
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
-        if constexpr (EXACT) { give_registers<LOADER_REGISTERS>(); }
+        give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) { product.load(work, &a, &b, &a, &b, TILE_COLUMNS / 2); }
     } else if (warpgroup < 3) {
-        if constexpr (EXACT) { take_registers<PRODUCT_REGISTERS>(); }
+        take_registers<PRODUCT_REGISTERS>();
         const float scale = Product::SCALED ? *scale_a * *scale_b : 1.0f;
         product.multiply_tiles(work, warpgroup - 1, scale, {}, part_steps);
+        // The warps of the epilogue have the first units of the last tile, these the other ones.
+        const Addition addition{d, M, N, accumulate != 0, gradient_seed(scalars, salt)};
+        product.take_last(work, __shfl_sync(~0u, threadIdx.x / 32, 0), addition);
     } else {
-        if constexpr (EXACT) { give_registers<EPILOGUE_REGISTERS>(); }
-        const u32 seed = gradient_seed(scalars, salt);
-        Addition addition{d, M, N, accumulate != 0, seed};
-        product.take_boxes(work, __shfl_sync(~0u, threadIdx.x / 32 % WARPS, 0), addition);
+        give_registers<EPILOGUE_REGISTERS>();
+        const Addition addition{d, M, N, accumulate != 0, gradient_seed(scalars, salt)};
+        const int me = __shfl_sync(~0u, threadIdx.x / 32 % WARPS, 0);
+        product.take_boxes<true>(work, me, addition);
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

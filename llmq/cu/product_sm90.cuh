@@ -386,15 +386,16 @@ struct SharedProduct {
     }
 
     // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
-    // lines of box b from that one, of which it reads nothing afterwards.
-    template <class WorkOn>
+    // lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
+    // takes its first unit alone, the others are the multiplying warps' (take_last).
+    template <bool HELPED = false, class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
-        constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;
         u32 unit = me, parity = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
+            const bool alone = !HELPED || t + work.clusters < work.tiles;
 #pragma unroll 1
-            for (; unit < UNITS; unit += EPILOGUES) {
+            for (; unit < UNITS; unit += alone ? EPILOGUES : UNITS) {
                 const u32 b = unit / PARTS, line = unit % PARTS * 32;
                 barrier_wait(ready + 8 * b, parity);
                 work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
@@ -405,6 +406,21 @@ struct SharedProduct {
             parity ^= 1;
         }
     }
+
+    // By a warp that has multiplied all tiles: one unit of the last one.
+    template <class WorkOn>
+    __device__ __forceinline__ void take_last(const Work& work, u32 unit, WorkOn& work_on) const {
+        static_assert(UNITS == EPILOGUES + 8, "a unit for each warp");
+        if (work.cluster >= work.tiles) { return; }
+        const int before = (work.tiles - 1 - work.cluster) / work.clusters;  // tiles
+        const Tile tile(work.cluster + before * work.clusters, work);
+        const u32 b = unit / PARTS, line = unit % PARTS * 32;
+        barrier_wait(ready + 8 * b, before & 1);
+        work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
+    }
+
+private:
+    static constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;  // of a tile
 };
 
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
