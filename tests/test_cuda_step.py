@@ -140,8 +140,8 @@ def test_more_within_products(tmp_path, formats, name, monkeypatch):
     for operation in (matmul_adapted, matmul_exp, matmul_swiglu, matmul_swiglu_backward):
         monkeypatch.setattr(operation, "MIN_ROWS", 1)
         monkeypatch.setattr(operation, "MIN_COLUMNS", 1)
-    monkeypatch.setattr(matmul_gradient, "MIN_DEPTH", 1)
-    monkeypatch.setattr(matmul_gradient, "LEAST_USED", 0)
+    for name in ("MIN_DEPTH", "LEAST_USED", "LEAST_FILLED"):
+        monkeypatch.setattr(matmul_gradient, name, 0)
     within = run(tmp_path, **formats)
     for got, want in zip(within[0], beside[0], strict=True):
         np.testing.assert_allclose(got.loss, want.loss, rtol=2e-3)  # BF16 keeps 8 bits

@@ -41,7 +41,7 @@ def fuse(monkeypatch):
     def fuse(*operations):
         for operation in operations:
             monkeypatch.setattr(operation, "CAPABILITY", 0)
-            for name in ("MIN_ROWS", "MIN_COLUMNS", "MIN_DEPTH", "LEAST_USED"):
+            for name in ("MIN_ROWS", "MIN_COLUMNS", "MIN_DEPTH", "LEAST_USED", "LEAST_FILLED"):
                 if hasattr(operation, name):
                     monkeypatch.setattr(operation, name, 0)
         monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160

@@ -238,10 +238,8 @@ def test_any_gpu_is_planned_to_need_what_each_one_needs():
 
     h100, ada, anyone = needed(**{"batch-size": 16, "lmhead-chunks": 64, "lora-rank": 16})
     assert h100 < ada <= anyone
-    h100, ada, anyone = needed(**{"batch-size": 32, "head-dtype": "bf16", "lora-rank": 16})
+    h100, ada, anyone = needed(**{"batch-size": 32, "head-dtype": "bf16"})
     assert ada < h100 <= anyone
-    h100, ada, anyone = needed(**{"batch-size": 32, "head-dtype": "bf16"})  # and its gradient
-    assert h100 < ada <= anyone
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ TILE = (256, 192)  # of a cluster of two blocks
 PART_STEPS = 4
 
 MIN_DEPTH = 4096  # of what the sums are over: a shorter product hides less of the addition
-# Of the result's elements among those of all turns of the clusters. The library divides sums among
-# multiprocessors where its tiles would leave more of them idle than the addition costs.
-LEAST_USED = 0.8
+# Of the turns of all clusters that are work, and of the tiles' elements that are there. The library
+# divides sums among multiprocessors where turns would be wasted, and has tiles of other sizes.
+LEAST_USED, LEAST_FILLED = 0.8, 0.95
 
 
 def _kernels(a_rows: int, b_rows: int) -> tuple[Kernel, Kernel]:
@@ -60,14 +60,23 @@ def serves(dev: Device, target: Tensor, dtype: DType, K: int) -> bool:
         return False
     (M, N), fp8 = target.shape, dtype == E4M3
     sizes = (2 * N, K) if fp8 else (2 * N, 2 * M)
-    return runs_own_products(dev, CAPABILITY, sizes, 0) and _used(dev, M, N) >= LEAST_USED
+    if not runs_own_products(dev, CAPABILITY, sizes, 0):
+        return False
+    used, filled = _share_of_turns(dev, M, N), _share_of_tiles(M, N)
+    return used >= LEAST_USED and filled >= LEAST_FILLED
 
 
-def _used(dev: Device, M: int, N: int) -> float:
-    """Of the elements of all tiles that the clusters have time for, those that are there."""
-    clusters = dev.spec.num_sms // 2
-    turns = ceil_div(ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), clusters)
-    return M * N / (turns * clusters * TILE[0] * TILE[1])
+def _share_of_turns(dev: Device, M: int, N: int) -> float:
+    tiles, clusters = _tiles(M, N), dev.spec.num_sms // 2
+    return tiles / (ceil_div(tiles, clusters) * clusters)
+
+
+def _share_of_tiles(M: int, N: int) -> float:
+    return M * N / (_tiles(M, N) * TILE[0] * TILE[1])
+
+
+def _tiles(M: int, N: int) -> int:
+    return ceil_div(M, TILE[0]) * ceil_div(N, TILE[1])
 
 
 def add(

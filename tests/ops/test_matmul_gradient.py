@@ -87,7 +87,9 @@ def test_which_gradients_it_serves():
 
     assert serves() and serves(dtype=BF16) and serves(M=1536, N=8960) and serves(M=2048)
     assert serves(M=3584, N=18944, K=16384) and serves(M=37888, N=3584, K=16384)
+    assert serves(M=4608, N=3584, K=16384) and serves(M=22016, N=2048)
     assert not serves(M=1536)  # 48 tiles for 66 clusters, which the library divides
+    assert not serves(M=9728, N=896)  # whose last column of tiles is two thirds full
     assert not serves(target=F32) and not serves(dtype=F32) and not serves(K=2048)
     assert not serves(K=32776) and not serves(N=1532)  # rows of no multiple of 16 bytes
     assert not any(serves(other) for other in devices_without())
