@@ -258,23 +258,23 @@ def test_small_products_are_less_efficient():
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
 AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
 BOTH = FORWARD | BACKWARD
-# qkv and o in both directions, or in one.
-SHORT, SHORT_FORWARD = {"matmul_adapted": 4}, {"matmul_adapted": 2}
+# qkv, o and the MLP's other product, in both directions or in one.
+OTHERS, OTHERS_FORWARD = {"matmul_adapted": 6}, {"matmul_adapted": 3}
 LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
-    (H100, LORA, BOTH | SHORT),
-    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH | SHORT),
+    (H100, LORA, BOTH | OTHERS),
+    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH | OTHERS),
     (
         H100,
         LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
-        FORWARD | SHORT_FORWARD,
+        FORWARD | OTHERS_FORWARD,
     ),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
-    (H100, LORA | {"lora-dropout": 0.1}, FORWARD | SHORT_FORWARD),
+    (H100, LORA | {"lora-dropout": 0.1}, FORWARD | OTHERS_FORWARD),
     (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
-    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 5}),
-    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | SHORT),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 7}),
+    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | OTHERS),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
@@ -402,7 +402,7 @@ def test_backward_ends_at_the_first_that_is_trained(options, norms, attentions):
 @pytest.mark.parametrize(
     ("card", "options", "norms"),
     [
-        (H100, {}, 2),  # the down product's, of the second block's first norm and the final one
+        (H100, {}, 0),
         (H100, {"batch-size": 1}, 4),
         (RTX_4090, {}, 4),
         (RTX_4090, {"lora-targets": "q,v"}, 0),

@@ -23,6 +23,8 @@
 //            tests/ops/test_matmul_gradient.py
 // Source   PTX ISA, as matmul_adapted.cu.
 #include "common.cuh"
+
+constexpr int TILE_COLUMNS = 192;
 #include "product_sm90.cuh"
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
