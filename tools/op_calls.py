@@ -376,7 +376,6 @@ def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
     codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
     function = matmul_gradient.add
     return [
-        Call("bf16", function, acc | {"a": bf16(K, M), "b": bf16(K, N)}),
         Call("fp8", function, acc | codes),
         Call("fp8 fast", function, acc | codes | {"fast_accumulation": True}),
     ]

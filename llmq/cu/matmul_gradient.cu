@@ -1,6 +1,6 @@
 // matmul_gradient.cu -- a weight's gradient for Hopper: a product that is added to what is stored.
 //
-//   x = bf16(scale_a * scale_b * (a @ b^T)), of BF16 operands bf16(a^T @ b)
+//   x = bf16(scale_a * scale_b * (a @ b^T)), of fp8 codes
 //   d = accumulate ? round(d + x) : x
 //
 // d + x is rounded stochastically, by the random number of the element. So the bits are those of the
@@ -10,9 +10,9 @@
 // one add the one before, from shared memory, to the gradient in device memory, 32 rows of a box at a
 // time: 8 lanes have a row's 64 columns, which are a line of memory.
 //
-// Data     d: bf16 (M, N). Fp8 codes a: A (M, K), b: B (N, K), with scale_a, scale_b: F32 (1); or a,
-//          b: bf16 (K, M), (K, N), without scales. part_steps: with EXACT, of how many steps of 128
-//          bytes of K the tensor cores' sums are added up by themselves.
+// Data     d: bf16 (M, N). Fp8 codes a: A (M, K), b: B (N, K); scale_a, scale_b: F32 (1).
+//          part_steps: with EXACT, of how many steps of 128 of K the tensor cores' sums are added up
+//          by themselves.
 // Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
 //          tiles; SHARED bytes of dynamic shared memory (ops/matmul_gradient.py).
 // Cost     2 M N K FLOPs. d is written once, and read once if it is added to; about 20 instructions
@@ -30,9 +30,7 @@ constexpr int TILE_COLUMNS = 192;
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
 // Of a thread: with EXACT two sums of each element do not fit into what all could have alike.
 constexpr int LOADER_REGISTERS = 24, PRODUCT_REGISTERS = 216, EPILOGUE_REGISTERS = 56;
-constexpr bool OUTSIDE = sizeof(A) == 2;
-using Product =
-    SharedProduct<A, B, OUTSIDE, 0, false, false, STAGES, WARPS, bf16, EXACT, OUTSIDE>;
+using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS, bf16, EXACT>;
 
 // What a warp of the epilogue does with its 32 rows of a box.
 struct Addition {
@@ -91,15 +89,14 @@ matmul_gradient(bf16* d, const __grid_constant__ TensorMap a, const __grid_const
     if (threadIdx.x == 0) { product.init(); }
     cluster_arrive();
     cluster_wait();
-    const Work work(M, N, Product::WIDTH, K * (int)sizeof(A));
+    const Work work(M, N, Product::WIDTH, K);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) { product.load(work, &a, &b, &a, &b, TILE_COLUMNS / 2); }
     } else if (warpgroup < 3) {
         take_registers<PRODUCT_REGISTERS>();
-        const float scale = Product::SCALED ? *scale_a * *scale_b : 1.0f;
-        product.multiply_tiles(work, warpgroup - 1, scale, {}, part_steps);
+        product.multiply_tiles(work, warpgroup - 1, *scale_a * *scale_b, {}, part_steps);
         // The warps of the epilogue have the first units of the last tile, these the other ones.
         const Addition addition{d, M, N, accumulate != 0, gradient_seed(scalars, salt)};
         product.take_last(work, __shfl_sync(~0u, threadIdx.x / 32, 0), addition);

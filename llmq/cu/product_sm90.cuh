@@ -1,10 +1,10 @@
 // product_sm90.cuh -- what the matrix products for Hopper share: tiles, their ring, the main loop.
 //
 // A block computes tiles of 128 rows and TILE_COLUMNS columns, left (M, K) times right (N, K), or
-// (K, M) and (K, N) with K outside. Clusters of two blocks have neighbouring rows of `left` and the
-// same tile of `right`, of which each loads a half for both. Grids are persistent; tiles go through a
-// group of columns of tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles
-// on their way (TMA), in a ring of stages.
+// (K, N) with K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of
+// `right`, of which each loads a half for both. Grids are persistent; tiles go through a group of
+// columns of tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their
+// way (TMA), in a ring of stages.
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
 // one of those. TILE_COLUMNS, 192, 224 or 256, is a constant of the file that includes it.
@@ -67,23 +67,16 @@ struct Tile {
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
 // blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
 // outside the last box may have more columns than the tile, of which nothing is read.
-template <bool RIGHT_OUTSIDE, bool LEFT_OUTSIDE = false>
+template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
                                           const Tile& tile, u32 rank,
                                           int apart = TILE_COLUMNS / 2) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
-    barrier_expect(arrived, LEFT_BYTES + (RIGHT_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
-    if constexpr (LEFT_OUTSIDE) {
-#pragma unroll
-        for (int r = 0; r < TILE_ROWS / BOX; ++r) {
-            load_box(stage + r * BOX * LINE, left, tile.row + r * BOX, k, arrived);
-        }
-    } else {
-        load_box(stage, left, k, tile.row, arrived);
-    }
+    barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
+    load_box(stage, left, k, tile.row, arrived);
     const SharedAddress to = stage + LEFT_BYTES;
-    if constexpr (RIGHT_OUTSIDE) {
+    if constexpr (K_OUTSIDE) {
 #pragma unroll
         for (int c = 0; c < TILE_BOXES; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
@@ -96,24 +89,22 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
 
 // d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
 // first_row. add: else d = for the first slice.
-template <class Left, class Right, bool RIGHT_OUTSIDE, bool LEFT_OUTSIDE = false, int COUNT>
+template <class Left, class Right, bool K_OUTSIDE, int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress stage,
                                          int first_row, int slices, int add) {
-    const SharedAddress from = stage + first_row * LINE, tile = stage + LEFT_BYTES;
-    const Descriptor top = LEFT_OUTSIDE ? k_outside(from, BOX * LINE) : k_inside(from);
-    const Descriptor right = RIGHT_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
-    constexpr int INSIDE = 2, OUTSIDE = 16 * LINE / 16;  // from one slice to the next, in 16 bytes
-    constexpr int LEFT_STEP = LEFT_OUTSIDE ? OUTSIDE : INSIDE;
-    constexpr int RIGHT_STEP = RIGHT_OUTSIDE ? OUTSIDE : INSIDE;
-    constexpr int NEXT = 64 * LINE / 16;  // of 64 rows
+    const Descriptor top = k_inside(stage + first_row * LINE);
+    const SharedAddress tile = stage + LEFT_BYTES;
+    const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
+    constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // of a slice, in 16 bytes
+    constexpr int NEXT = 64 * LINE / 16;                  // of 64 rows
     wgmma_begin();
 #pragma unroll
     for (int i = 0; i < SLICES; ++i) {
         if (i < slices) {
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
-                wgmma<TILE_COLUMNS, Left, Right, RIGHT_OUTSIDE, LEFT_OUTSIDE>(
-                    d[m], top + (NEXT * m + LEFT_STEP * i), right + RIGHT_STEP * i, add | i);
+                wgmma<TILE_COLUMNS, Left, Right, K_OUTSIDE>(d[m], top + (NEXT * m + 2 * i),
+                                                            right + STEP * i, add | i);
             }
         }
     }
@@ -194,11 +185,9 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 // BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
 //
-// IN_PARTS: the tensor cores' sums of some steps are added up in F32. LEFT_OUTSIDE: left is BF16
-// (K, M), and right (K, N).
+// IN_PARTS: the tensor cores' sums of some steps are added up in F32.
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES, class Rounded = bf16, bool IN_PARTS = false,
-          bool LEFT_OUTSIDE = false>
+          int STAGES, int EPILOGUES, class Rounded = bf16, bool IN_PARTS = false>
 struct SharedProduct {
     static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
     static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
@@ -248,8 +237,8 @@ struct SharedProduct {
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 if (k < steps) {
-                    load_pair<RIGHT_OUTSIDE, LEFT_OUTSIDE>(stage, arrived, left, right, k * STEP_K,
-                                                           tile, work.rank, apart);
+                    load_pair<RIGHT_OUTSIDE>(stage, arrived, left, right, k * STEP_K, tile,
+                                             work.rank, apart);
                 } else {
                     load_pair<TAIL_OUTSIDE>(stage, arrived, h, tail, (k - steps) * TAIL_K, tile,
                                             work.rank, apart);
@@ -316,8 +305,8 @@ struct SharedProduct {
 #pragma unroll 1
         for (int k = 0; k < count; ++k, ring.next()) {
             barrier_wait(full + 8 * ring.stage, ring.parity);
-            multiply<Left, Right, RIGHT_OUTSIDE, LEFT_OUTSIDE>(
-                d, stages + ring.stage * STAGE_BYTES, 64 * me, SLICES, k);
+            multiply<Left, Right, RIGHT_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 64 * me,
+                                                 SLICES, k);
             wgmma_wait<1>();
             if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
             before = empty + 8 * ring.stage;

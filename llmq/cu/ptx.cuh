@@ -297,9 +297,7 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
               PTX_32(32), PTX_32(64), PTX_32(96))
 #define PTX_OF_FORMATS(PRODUCT)                                                                \
     if constexpr (sizeof(Left) == 2) {                                                         \
-        if constexpr (A_OUTSIDE) {                                                             \
-            PRODUCT("k16.f32.bf16.bf16", ", 1, 1");                                            \
-        } else if constexpr (B_OUTSIDE) {                                                      \
+        if constexpr (K_OUTSIDE) {                                                             \
             PRODUCT("k16.f32.bf16.bf16", ", 0, 1");                                            \
         } else {                                                                               \
             PRODUCT("k16.f32.bf16.bf16", ", 0, 0");                                            \
@@ -312,12 +310,11 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
         PRODUCT("k32.f32.e4m3.e4m3", "");                                                      \
     }
 
-// COLUMNS: 192, 224 or 256. Left, Right: the formats of a and b. B_OUTSIDE, A_OUTSIDE: whether K is,
-// of b or of both, which are BF16 then, and move by 16 rows.
-template <int COLUMNS, class Left, class Right, bool B_OUTSIDE, bool A_OUTSIDE = false>
+// COLUMNS: 192, 224 or 256. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16,
+// and moves by 16 rows.
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(COLUMNS == 192 || COLUMNS == 224 || COLUMNS == 256);
-    static_assert(B_OUTSIDE || !A_OUTSIDE);
     if constexpr (COLUMNS == 192) {
         PTX_OF_FORMATS(PTX_192)
     } else if constexpr (COLUMNS == 224) {

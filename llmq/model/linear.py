@@ -186,7 +186,7 @@ class Linear:
         None: not wanted, because the parameter is frozen or there is none. A BF16 accumulator
         cannot add inside the library's product, which would round to nearest every time and lose
         small contributions; it gets the product's BF16 result added with stochastic rounding, by a
-        product of our own where there is one. salt: as in input_gradient.
+        product of our own where that is faster. salt: as in input_gradient.
         """
         if d_weight is not None and not self._added(d_weight, d_out, x):
             target = d_weight.tensor
@@ -202,14 +202,15 @@ class Linear:
 
     def _added(self, d_weight: Accumulator, d_out: Operand, x: Operand) -> bool:
         """Adds to the gradient by a product of our own, where that is the way; whether it is."""
-        operands: tuple[Tensor, ...] = (d_out, x)
-        if isinstance(x, Fp8):
-            operands = (d_out.transposed, x.transposed, d_out.scale, x.scale)
-        right, target = operands[1], d_weight.tensor
-        depth = right.size // target.shape[1]
-        if not self.fuses or not matmul_gradient.serves(self.dev, target, right.dtype, depth):
+        if not isinstance(x, Fp8):
             return False
-        matmul_gradient.add(self.dev, d_weight, *operands, fast_accumulation=self.fast.d_weight)
+        depth = x.transposed.shape[1]
+        if not matmul_gradient.serves(self.dev, d_weight.tensor, depth):
+            return False
+        matmul_gradient.add(
+            self.dev, d_weight, d_out.transposed, x.transposed, d_out.scale, x.scale,
+            fast_accumulation=self.fast.d_weight,
+        )  # fmt: skip
         return True
 
     def _weight_product(

@@ -1,4 +1,4 @@
-"""A weight's gradient for Hopper: the product that it is, added to what is stored, in one launch.
+"""A weight's gradient for Hopper: the product of fp8 codes that it is, added to what is stored.
 
 A product of the library is written, and read again by the sum that rounds stochastically
 (`llmq.ops.reduce`). This one is added to a stored BF16 gradient while the next tile is multiplied.
@@ -6,7 +6,7 @@ A product of the library is written, and read again by the sum that rounds stoch
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     CAPABILITY,
@@ -21,46 +21,39 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 OP = "matmul_gradient.add"
 TILE = (256, 192)  # of a cluster of two blocks
-# Of fp8 products that may not sum fast: after so many steps of 128 the tensor cores' sum, of 14
+# Where sums may not be fast: after so many steps of 128 the tensor cores' sum, of 14
 # significant bits, is added to one in F32.
 PART_STEPS = 4
 
 MIN_DEPTH = 4096  # of what the sums are over: a shorter product hides less of the addition
 # Of the turns of all clusters that are work, and of the tiles' elements that are there. The library
 # divides sums among multiprocessors where turns would be wasted, and has tiles of other sizes.
-LEAST_USED, LEAST_FILLED = 0.8, 0.95
+LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
 
-def _kernels(a_rows: int, b_rows: int) -> tuple[Kernel, Kernel]:
-    """Declared apart, because one reads what it adds to. a_rows, b_rows: of boxes."""
-
-    def kernel(d: str) -> Kernel:
-        return Kernel(
-            "matmul_gradient.cu",
-            "matmul_gradient",
-            args=f"{d} d, const A[{a_rows}]* a, const B[{b_rows}]* b, const f32*? scale_a, "
-            "const f32*? scale_b, const i32* scalars, i32 accumulate, u32 salt, "
-            "i32 M, i32 N, i32 K, i32 part_steps",
-            capability=CAPABILITY,
-        )
-
-    return kernel("bf16*"), kernel("inout bf16*")
+def _kernel(d: str) -> Kernel:
+    return Kernel(
+        "matmul_gradient.cu",
+        "matmul_gradient",
+        args=f"{d} d, const A[128]* a, const B[96]* b, const f32* scale_a, const f32* scale_b, "
+        "const i32* scalars, i32 accumulate, u32 salt, i32 M, i32 N, i32 K, i32 part_steps",
+        capability=CAPABILITY,
+    )
 
 
-GRADIENT, GRADIENT_ACCUMULATE = _kernels(128, 96)  # of fp8 codes
-GRADIENT_BF16, GRADIENT_BF16_ACCUMULATE = _kernels(64, 32)
+# Declared apart, because one reads what it adds to.
+GRADIENT, GRADIENT_ACCUMULATE = _kernel("bf16*"), _kernel("inout bf16*")
 
 
-def serves(dev: Device, target: Tensor, dtype: DType, K: int) -> bool:
-    """Whether this is the way to add to a gradient (M, N) on a device.
+def serves(dev: Device, target: Tensor, K: int) -> bool:
+    """Whether this is the way to add a product of fp8 codes to a gradient (M, N) on a device.
 
-    dtype: of the operands, fp8 or BF16. K: rows that they are summed over.
+    K: rows that it is summed over.
     """
-    if target.dtype != BF16 or dtype not in (BF16, E4M3) or K < MIN_DEPTH:
+    M, N = target.shape
+    if target.dtype != BF16 or K < MIN_DEPTH:
         return False
-    (M, N), fp8 = target.shape, dtype == E4M3
-    sizes = (2 * N, K) if fp8 else (2 * N, 2 * M)
-    if not runs_own_products(dev, CAPABILITY, sizes, 0):
+    if not runs_own_products(dev, CAPABILITY, (2 * N, K), 0):
         return False
     used, filled = _share_of_turns(dev, M, N), _share_of_tiles(M, N)
     return used >= LEAST_USED and filled >= LEAST_FILLED
@@ -84,21 +77,20 @@ def add(
     acc: Accumulator,
     a: Tensor,
     b: Tensor,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
+    scale_a: Tensor,
+    scale_b: Tensor,
     *,
     fast_accumulation: bool = False,
 ) -> None:
-    """acc.tensor += X(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
+    """acc.tensor += BF16(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
 
-    X is BF16. Of operands X the product is a^T @ b. The bits are those of the product alone, and
-    of `reduce.add` behind it.
+    The bits are those of the product alone, and of `reduce.add` behind it.
 
     Args (contiguous; rows of multiples of 16 bytes):
-        acc.tensor   inout  X      (M,N)   sums are rounded stochastically
-        a            in     E4M3 or E5M2 (M,K), or X (K,M)
-        b            in     E4M3   (N,K), or X (K,N)
-        scale_a      in     F32    (1,)    of fp8 codes; else None
+        acc.tensor   inout  BF16   (M,N)   sums are rounded stochastically
+        a            in     E4M3 or E5M2 (M,K)
+        b            in     E4M3   (N,K)
+        scale_a      in     F32    (1,)
         scale_b      in     F32    (1,)
         fast_accumulation                  as in matmul_fp8; here it is taken
 
@@ -107,19 +99,12 @@ def add(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     M, N, K = _sizes(acc, a, b)
-    fp8 = a.dtype != BF16
-    if fp8:
-        expect(OP, "scale_a", scale_a, F32, (1,))
-        expect(OP, "scale_b", scale_b, F32, (1,))
-    elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{OP}: only fp8 codes have scales")
-    kernels = (GRADIENT, GRADIENT_ACCUMULATE)
-    if not fp8:
-        kernels = (GRADIENT_BF16, GRADIENT_BF16_ACCUMULATE)
-    part_steps = PART_STEPS if fp8 and not fast_accumulation else 0
+    expect(OP, "scale_a", scale_a, F32, (1,))
+    expect(OP, "scale_b", scale_b, F32, (1,))
+    part_steps = 0 if fast_accumulation else PART_STEPS
     adding = (acc.scalars, int(acc.accumulate), acc.salt)
     dev.launch(
-        kernels[acc.accumulate],
+        GRADIENT_ACCUMULATE if acc.accumulate else GRADIENT,
         own_product_blocks(dev, M, N, TILE),
         PRODUCT_THREADS,
         (acc.tensor, a, b, scale_a, scale_b, *adding, M, N, K, part_steps),
@@ -133,15 +118,14 @@ def _sizes(acc: Accumulator, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """(M, N, K). TypeError or ValueError if operands do not fit."""
     if len(acc.tensor.shape) != 2 or len(a.shape) != 2:
         raise ValueError(f"{OP}: acc.tensor and a must have 2 dimensions")
-    if a.dtype not in (BF16, E4M3, E5M2):
-        raise TypeError(f"{OP}: a must be BF16 or fp8 codes, got {a.dtype.label}")
+    if a.dtype not in (E4M3, E5M2):
+        raise TypeError(f"{OP}: a must be fp8 codes, got {a.dtype.label}")
     M, N = acc.tensor.shape
+    K = a.shape[1]
     expect(OP, "acc.tensor", acc.tensor, BF16, (M, N))
     expect(OP, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
-    fp8 = a.dtype != BF16
-    K = a.shape[1 if fp8 else 0]
-    expect(OP, "a", a, None, (M, K) if fp8 else (K, M))
-    expect(OP, "b", b, E4M3 if fp8 else BF16, (N, K) if fp8 else (K, N))
-    if any(size % MULTIPLE for size in (2 * N, K if fp8 else 2 * M)):
+    expect(OP, "a", a, None, (M, K))
+    expect(OP, "b", b, E4M3, (N, K))
+    if 2 * N % MULTIPLE or K % MULTIPLE:
         raise ValueError(f"{OP}: rows must have multiples of {MULTIPLE} bytes, got {(M, N, K)}")
     return M, N, K

@@ -30,8 +30,8 @@ def matmul_gradient(
     d: np.ndarray,
     a: np.ndarray,
     b: np.ndarray,
-    scale_a: np.ndarray | None,
-    scale_b: np.ndarray | None,
+    scale_a: np.ndarray,
+    scale_b: np.ndarray,
     scalars: np.ndarray,
     accumulate: int,
     salt: int,
@@ -42,12 +42,10 @@ def matmul_gradient(
 ) -> None:
     """d (M,N) = or += scale_a * scale_b * (a (M,K) @ b (N,K)^T), rounded to BF16.
 
-    Without scales a is (K,M) and b (K,N). A sum is rounded stochastically. part_steps: how a GPU
-    sums; here it is in F32.
+    A sum is rounded stochastically. part_steps: how a GPU sums; here it is in F32.
     """
-    left, right = (a.T, compute(b)) if scale_a is None else (a, decode_fp8(b).T)
     seed = gradient_seed(scalars, salt)
-    for rows, total in adapted_product(left, right, None, None, scale_a, scale_b):
+    for rows, total in adapted_product(a, decode_fp8(b).T, None, None, scale_a, scale_b):
         product = total.astype(BF16)
         if accumulate:
             index = np.arange(total.size, dtype=np.uint64).reshape(-1, N) + np.uint64(

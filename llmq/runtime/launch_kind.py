@@ -40,9 +40,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     tensors = _names(args)
     if entry in FUSED:
         library, (a, b), (m, n, k), fast = fused_product(entry, args)
-        out, outside = _result_dtype(entry, args).name, _sums_over_rows(entry, a)
-        trans_b, trans_a = str(int(b.shape == (n, k) and not outside)), str(int(outside))
-        words = [a.dtype.name, "0", trans_b, trans_a, out, *_does(entry, args)]
+        out = _result_dtype(entry, args).name
+        words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, *_does(entry, args)]
         if library == "matmul_fp8":
             words[:4] = [str(int(fast)), a.dtype.name, "0"]  # as below
         if entry == "matmul_adapted" and tensors[-1] != "-":
@@ -80,15 +79,8 @@ def fused_product(
     first, _ = FUSED[entry]
     a, b = args[first : first + 2]
     m, k = a.shape
-    if _sums_over_rows(entry, a):
-        m, k = k, m
     fast = entry != "matmul_gradient" or args[-1] == 0
     return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k), fast
-
-
-def _sums_over_rows(entry: str, a: Tensor) -> bool:
-    """Whether a launch of FUSED is a^T @ b."""
-    return entry == "matmul_gradient" and a.dtype == BF16
 
 
 class More(NamedTuple):

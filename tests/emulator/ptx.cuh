@@ -110,11 +110,10 @@ static inline void stores_are_done() { ptx::finish_stores(); }
 static inline Descriptor k_inside(SharedAddress tile) { return {tile, 0}; }
 static inline Descriptor k_outside(SharedAddress tile, unsigned chunk) { return {tile, chunk}; }
 
-template <int COLUMNS, class Left, class Right, bool B_OUTSIDE, bool A_OUTSIDE = false>
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 static inline void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
-    static_assert(sizeof(Left) == sizeof(Right) && (!B_OUTSIDE || sizeof(Right) == 2));
-    static_assert(B_OUTSIDE || !A_OUTSIDE);
-    ptx::add_product({d, a, b, add, ptx::compute<COLUMNS, Left, Right, B_OUTSIDE, A_OUTSIDE>});
+    static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
+    ptx::add_product({d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>});
 }
 static inline void wgmma_begin() {}
 static inline void wgmma_commit() { ptx::products_commit(); }

@@ -108,23 +108,21 @@ static inline SharedAddress row_of(const Descriptor& tile, int row) {
     return tile.address + row / 8 * 1024 + row % 8 * 128;
 }
 
-template <int COLUMNS, class Left, class Right, bool B_OUTSIDE, bool A_OUTSIDE>
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 static void compute(const Product& p) {
     constexpr int INNER = 32 / sizeof(Left);
     const unsigned warp = emulator::warp() % 4, g = emulator::lane() / 4, t = emulator::lane() % 4;
     float a[2][INNER], b[INNER];
     for (int half = 0; half < 2; ++half) {
         for (int k = 0; k < INNER; ++k) {
-            const int row = 16 * warp + g + 8 * half;
-            a[half][k] = element<Left>(A_OUTSIDE ? row_of(p.a, k) + row * sizeof(Left)
-                                                 : row_of(p.a, row) + k * sizeof(Left));
+            a[half][k] = element<Left>(row_of(p.a, 16 * warp + g + 8 * half) + k * sizeof(Left));
         }
     }
     for (int j = 0; j < COLUMNS / 8; ++j) {
         for (int i = 0; i < 2; ++i) {
             const int column = 8 * j + 2 * t + i;
             for (int k = 0; k < INNER; ++k) {
-                if (B_OUTSIDE) {
+                if (K_OUTSIDE) {
                     const Descriptor chunk{p.b.address + column / 64 * p.b.chunk, 0};
                     b[k] = element<Right>(row_of(chunk, k) + column % 64 * sizeof(Right));
                 } else {
