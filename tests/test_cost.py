@@ -320,6 +320,29 @@ def test_where_more_is_within_products(card, options, per_layer):
 
 
 @pytest.mark.parametrize(
+    ("card", "options", "launches"),
+    [
+        (H100, {}, 2),
+        (H100, {"fp8-fast-accumulation": "none"}, 0),
+        (H100, {"head-dtype": "bf16"}, 0),
+        (H100, {"lmhead-chunks": 4}, 0),  # of 1,024 rows
+        (RTX_4090, {}, 0),
+    ],
+)
+def test_where_logits_become_codes_of_exponentials(card, options, launches):
+    config = {"device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 4, "from-scratch": True}
+    config |= {"matmul-dtype": "e4m3", "head-dtype": "e4m3", "lmhead-chunks": 2}
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
+    model = replace(preset(config.model), num_layers=1)
+    plan = make_plan(config, model, spec_of(card), "native", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert entries["matmul_exp_codes"] == entries["exp_codes_turn"] == launches
+    apart = config.lmhead_chunks * (config.head_dtype == "e4m3") - launches
+    assert entries["transpose_codes"] >= apart and not (launches and entries["transpose_codes"])
+
+
+@pytest.mark.parametrize(
     ("card", "options", "count"),
     [
         (H100, DELAYED, 2 * 2),

@@ -21,6 +21,10 @@ MIN_GAIN = 0.99  # a later candidate must take less than this share of the best 
 Candidate = TypeVar("Candidate")
 
 
+class Unsupported(RuntimeError):
+    """What a library cannot compute here, in any way that it was asked for."""
+
+
 def fastest(
     cuda: Any,
     stream: int,
