@@ -32,193 +32,232 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 
-constexpr int STAGES = 4;
-constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a box
-constexpr int LINES = 16;            // rows of a part: a thread has 4 of them
-constexpr int ROWS = 2;              // computed together, for many independent instructions
-constexpr int COPIERS = 3;           // warps that store transposed codes
-constexpr int TURNED_BYTES = BOX * TILE_ROWS;  // a box's codes, transposed
-constexpr int EPILOGUE_REGISTERS = 200, OTHER_REGISTERS = 56;
+#ifndef QUICK
+#define QUICK 0
+#endif
+#ifndef ROWS_
+#define ROWS_ 1
+#endif
+#ifndef STREAM
+#define STREAM 0
+#endif
+#ifndef WARPS_
+#define WARPS_ 7
+#endif
+#ifndef COPY
+#define COPY 0
+#endif
+#ifndef HINT
+#define HINT 0
+#endif
+#ifndef STAGES_
+#define STAGES_ 4
+#endif
 
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS>;
+constexpr int STAGES = STAGES_;
+constexpr int WARPS = WARPS_;  // of the epilogue
+constexpr int ROWS = ROWS_;    // of a thread's four, computed together
+// A unit of a warp's work: rows and columns of a box.
+constexpr int UNIT_COLUMNS = TRANSPOSED ? 32 : 64, UNIT_ROWS = 1024 / UNIT_COLUMNS;
+constexpr int OCTETS = UNIT_COLUMNS / 8, PARTS = TILE_ROWS / UNIT_ROWS, UNITS_OF_BOX = 8;
+// A unit's transposed codes, in shared memory: eight columns of 32 rows are so far apart that words
+// of four rows lie in different banks.
+constexpr int OCTET_BYTES = 8 * 32 + 32, TURNED_BYTES = 4 * OCTET_BYTES;
+
+using Product =
+    SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS, bf16, UNITS_OF_BOX>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
+constexpr int UNITS = Product::BOXES * UNITS_OF_BOX;
 
-// Codes of 64 columns and 128 rows, transposed, in shared memory: a line for each column, in which
-// 16 bytes, of 16 rows, lie in place w ^ (column / 8) instead of w. rows: of the lane's four.
-__device__ __forceinline__ void put_turned(unsigned char* tile, int sixteen, int octet, int four,
-                                           const uint2 (&rows)[4]) {
-    u32 turned[2][4];
-    transpose_bytes(turned[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
-    transpose_bytes(turned[1], {rows[0].y, rows[1].y, rows[2].y, rows[3].y});
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int place = (8 * octet + i) * LINE + ((sixteen ^ octet) << 4) + 4 * four;
-        *reinterpret_cast<u32*>(tile + place) = turned[i / 4][i % 4];
-    }
+template <class Words> __device__ __forceinline__ void store_words(void* to, const Words& x) {
+#if STREAM
+    __stcs(static_cast<Words*>(to), x);
+#else
+    *static_cast<Words*>(to) = x;
+#endif
 }
 
-// To transposed (columns, rows), from this row and column of it, by the copying warps.
-__device__ __forceinline__ void copy_turned(Q* transposed, const unsigned char* tile, int row,
-                                            int column, int rows) {
-    const int thread = threadIdx.x - 32, k = thread % 8;
-    if (row + 16 * k >= rows) { return; }
-    Q* const to = transposed + (i64)column * rows + row + 16 * k;
-#pragma unroll 2
-    for (int c = thread / 8; c < BOX; c += COPIERS * 4) {
-        *reinterpret_cast<uint4*>(to + (i64)c * rows) =
-            *reinterpret_cast<const uint4*>(tile + c * LINE + ((k ^ c / 8) << 4));
-    }
-}
-
-// What lies in shared memory: the boxes, and behind the product's barriers two, and tiles of
-// transposed codes: of up and of gate.
-struct Shared {
-    unsigned char *boxes, *up, *gate;
-    SharedAddress full, empty;
-    __device__ __forceinline__ Shared(unsigned char* dynamic, const Product& product) {
-        boxes = dynamic + (product.boxes - shared_address(dynamic));
-        up = boxes + Product::BOXES * Product::BOX_BYTES + 512;
-        gate = up + TURNED_BYTES;
-        full = shared_address(up) - 16;
-        empty = full + 8;
+// A unit: of a tile its box, and rows and columns of that. row, column: of the lane's first element,
+// which has four rows and eight columns.
+struct Unit {
+    int box, line, octet;  // line: of the box, the lane's first; octet: of the line's eight
+    int row, column;
+    bool inside;  // M is a multiple of 16 and F one of 64
+    i64 place;    // in up_gate, of the lane's first element
+    __device__ __forceinline__ Unit(const Tile& tile, int unit, int M, int F) {
+        const int lane = threadIdx.x % 32;
+        const int part = TRANSPOSED ? unit / 2 % PARTS : unit % PARTS;
+        box = unit / UNITS_OF_BOX;
+        line = part * UNIT_ROWS + lane / OCTETS * 4;
+        octet = lane % OCTETS + (TRANSPOSED ? unit % 2 * OCTETS : 0);
+        row = tile.row + line;
+        column = tile.column + box * BOX + 8 * octet;
+        inside = row < M && column < F;
+        place = (i64)row * 2 * F + column;
     }
 };
 
-// The warps that store transposed codes.
-__device__ __forceinline__ void copy_boxes(const Work& work, const Shared& shared, Q* transposed,
-                                           int M, int F) {
-    u32 parity = 0;
-    for (int t = work.cluster; t < work.tiles; t += work.clusters) {
-        const Tile tile(t, work);
-#pragma unroll 1
-        for (int box = 0; box < Product::BOXES; ++box, parity ^= 1) {
-            const int column = tile.column + box * BOX;
-            barrier_wait(shared.full, parity);
-            if (column < F) {
-                copy_turned(transposed, shared.up, tile.row, column, M);
-                copy_turned(transposed, shared.gate, tile.row, column + F, M);
-            }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) { barrier_arrive(shared.empty); }
-        }
-    }
+#if HINT
+__device__ __forceinline__ uint4 hinted(const void* from) {
+    uint4 x;
+#if HINT == 1
+#define WHERE "ld.global.L1::no_allocate.v4.u32"
+#elif HINT == 2
+#define WHERE "ld.global.L1::no_allocate.L2::128B.v4.u32"
+#else
+#define WHERE "ld.global.L1::no_allocate.L2::256B.v4.u32"
+#endif
+    asm volatile(WHERE " {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+    return x;
 }
+#endif
 
-// What a thread of the epilogue does.
+// What a warp of the epilogue does.
 struct Gradients {
     bf16* d_up_gate;
     const bf16* up_gate;
     bf16* out;
-    Q* codes;
+    Q *codes, *transposed;
     int M, F;
+    unsigned char* turned;  // the warp's, of up and then of gate
+    SharedAddress slot;     // COPY: the lane's 16 bytes of up's first row
     Encoder encoder;
-    uint4 up[4], gate[4];  // of the part that comes next, a row each
+    uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
-    static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
-    static __device__ __forceinline__ int four() { return threadIdx.x % 32 / 8; }
-
-    // A warp's rows of a box: their place in up_gate, of the thread's first element.
-    struct Part {
-        int row, column;  // of the warp's first
-        bool inside;      // M and F are multiples of what a part has
-        i64 place;
-        __device__ __forceinline__ Part(const Tile& tile, int box, int part, int M, int F) {
-            row = tile.row + (threadIdx.x / 32 % WARPS * PARTS + part) * LINES;
-            column = tile.column + box * BOX;
-            inside = row < M && column < F;
-            row += 4 * four();
-            column += 8 * octet();
-            place = (i64)row * 2 * F + column;
-        }
-    };
-
-    __device__ __forceinline__ void load(const Part& part, int row) {
-        const bf16* const from = up_gate + part.place + (i64)row * 2 * F;
+    __device__ __forceinline__ void load(const Unit& unit, int row) {
+        const bf16* const from = up_gate + unit.place + (i64)row * 2 * F;
+#if COPY
+        cp_async_16(slot + 1024 * row, from, true);
+        cp_async_16(slot + 1024 * row + 512, from + F, true);
+        return;
+#elif HINT
+        up[row] = hinted(from), gate[row] = hinted(from + F);
+        return;
+#endif
         up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
         gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
     }
 
-    // All tiles of this block.
+    // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
     __device__ __forceinline__ void take(const Work& work, const Product& product,
-                                         const Shared& shared) {
-        u32 parity = 0, turned_parity = 1;
+                                         const unsigned char* boxes, int me) {
+        u32 parity = 0;
+        int unit = me;
         Tile tile(work.cluster, work);
-        const Part first(tile, 0, 0, M, F);
-        if (first.inside) {
+        Unit now(tile, unit, M, F);
+        if (now.inside) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) { load(first, i); }
+            for (int i = 0; i < 4; ++i) { load(now, i); }
         }
         for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
             const Tile next(t + work.clusters < work.tiles ? t + work.clusters : t, work);
 #pragma unroll 1
-            for (int box = 0; box < Product::BOXES; ++box, turned_parity ^= 1) {
-                barrier_wait(product.ready + 8 * box, parity);
-                if constexpr (TRANSPOSED) { barrier_wait(shared.empty, turned_parity); }
-#pragma unroll 1
-                for (int part = 0; part < PARTS; ++part) {
-                    const bool is_last = part + 1 == PARTS, wraps = is_last && box + 1 == Product::BOXES;
-                    const Part then(wraps ? next : tile, wraps ? 0 : box + is_last,
-                                    is_last ? 0 : part + 1, M, F);
-                    work_on(Part(tile, box, part, M, F), then, shared,
-                            shared.boxes + box * Product::BOX_BYTES, part);
-                }
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) {
-                    barrier_arrive(product.taken + 8 * box);
-                    if constexpr (TRANSPOSED) { barrier_arrive(shared.full); }
-                }
+            for (; unit < UNITS; unit += WARPS) {
+                const bool wraps = unit + WARPS >= UNITS;
+                const Unit then(wraps ? next : tile, unit + WARPS - (wraps ? UNITS : 0), M, F);
+                barrier_wait(product.ready + 8 * now.box, parity);
+                work_on(now, then, boxes + now.box * Product::BOX_BYTES,
+                        product.taken + 8 * now.box);
+                now = then;
             }
+            unit -= UNITS;
             tile = next;
         }
     }
 
 private:
-    // part, while what `then` needs is loaded.
-    __device__ __forceinline__ void work_on(const Part& part, const Part& then,
-                                            const Shared& shared, const unsigned char* box,
-                                            int index) {
-        const int sixteen = threadIdx.x / 32 % WARPS * PARTS + index;  // of the box's rows
-        const unsigned char* const lines = box + (sixteen * LINES + 4 * four()) * LINE;
+    // A unit, while what `then` needs is loaded.
+    __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
+                                            const unsigned char* box, SharedAddress taken) {
+        const unsigned char* const lines = box + unit.line * LINE;
+#if COPY
+        cp_async_commit();
+        cp_async_wait<0>();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) { up[i] = load_shared(slot + 1024 * i), gate[i] = load_shared(slot + 1024 * i + 512); }
+        if (then.inside) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { load(then, i); }
+        }
+#endif
         uint2 up_codes[4], gate_codes[4];
 #pragma unroll
         for (int first = 0; first < 4; first += ROWS) {
             uint4 d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const int row = first + i, swizzled = octet() ^ (4 * four() + row) & 7;
-                d[i] = *reinterpret_cast<const uint4*>(lines + row * LINE + (swizzled << 4));
+                const int row = first + i, word = unit.octet ^ (unit.line + row) & 7;
+                d[i] = *reinterpret_cast<const uint4*>(lines + row * LINE + (word << 4));
                 forget(up[row]), forget(gate[row]);
             }
             compute(d_up, d_gate, again, d, up + first, gate + first);
-            if (then.inside) {
+            if (!COPY && then.inside) {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) { load(then, first + i); }
             }
-            if (!part.inside) { continue; }
+            if (!unit.inside) { continue; }
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) { forget(d_up[i]), forget(d_gate[i]); }
+            encoder.see(d_up, d_gate);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const int row = first + i;
-                const i64 place = part.place + (i64)row * 2 * F;
-                forget(d_up[i]), forget(d_gate[i]);
-                up_codes[row] = encoder.encode(d_up[i]);
-                gate_codes[row] = encoder.encode(d_gate[i]);
+                const i64 place = unit.place + (i64)row * 2 * F;
+                up_codes[row] = encoder.codes(d_up[i]);
+                gate_codes[row] = encoder.codes(d_gate[i]);
                 if constexpr (TENSOR) {
-                    *reinterpret_cast<uint4*>(d_up_gate + place) = d_up[i];
-                    *reinterpret_cast<uint4*>(d_up_gate + place + F) = d_gate[i];
+                    store_words(d_up_gate + place, d_up[i]);
+                    store_words(d_up_gate + place + F, d_gate[i]);
                 }
                 if constexpr (CODES) {
-                    *reinterpret_cast<uint2*>(codes + place) = up_codes[row];
-                    *reinterpret_cast<uint2*>(codes + place + F) = gate_codes[row];
+                    store_words(codes + place, up_codes[row]);
+                    store_words(codes + place + F, gate_codes[row]);
                 }
                 if constexpr (OUT) {
-                    *reinterpret_cast<uint4*>(out + place - (i64)(part.row + row) * F) = again[i];
+                    store_words(out + place - (i64)(unit.row + row) * F, again[i]);
                 }
             }
         }
-        if (!part.inside) { return; }
         if constexpr (TRANSPOSED) {
-            put_turned(shared.up, sixteen, octet(), four(), up_codes);
-            put_turned(shared.gate, sixteen, octet(), four(), gate_codes);
+            put_turned(turned, up_codes);
+            put_turned(turned + TURNED_BYTES, gate_codes);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) { barrier_arrive(taken); }
+        if constexpr (TRANSPOSED) {
+            copy_turned(unit);
+            __syncwarp();
+        }
+    }
+
+    // The lane's codes into the warp's transposed ones: a line of 32 bytes for each column.
+    static __device__ __forceinline__ void put_turned(unsigned char* tile, const uint2 (&rows)[4]) {
+        const int lane = threadIdx.x % 32;
+        unsigned char* const mine = tile + lane % 4 * OCTET_BYTES + lane / 4 * 4;
+        u32 words[2][4];
+        transpose_bytes(words[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
+        transpose_bytes(words[1], {rows[0].y, rows[1].y, rows[2].y, rows[3].y});
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            *reinterpret_cast<u32*>(mine + 32 * i) = words[i / 4][i % 4];
+        }
+    }
+
+    // From there to transposed (2F, M): two lanes have the 32 bytes of a column.
+    __device__ __forceinline__ void copy_turned(const Unit& unit) const {
+        const int lane = threadIdx.x % 32, c = lane / 2, half = lane % 2;
+        const int row = unit.row - lane / 4 * 4 + 16 * half;
+        const int column = unit.column - lane % 4 * 8 + c;
+        const unsigned char* const from = turned + c / 8 * OCTET_BYTES + c % 8 * 32 + 16 * half;
+        if (row >= M || column >= F) { return; }
+        Q* to = transposed + (i64)column * M + row;
+        Q* const gates = to + (i64)F * M;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const unsigned char* const two = from + 2 * i * OCTET_BYTES;
+            store_words(to + (i64)16 * i * M, *reinterpret_cast<const uint4*>(two));
+            store_words(gates + (i64)16 * i * M,
+                        *reinterpret_cast<const uint4*>(two + TURNED_BYTES));
         }
     }
 
@@ -234,26 +273,40 @@ private:
                                                    uint4 (&again)[ROWS], const uint4 (&d)[ROWS],
                                                    const uint4* up, const uint4* gate) {
         float g[ROWS * 8], s[ROWS * 8];
+#pragma unroll
+        for (int i = 0; i < ROWS * 8; ++i) { g[i] = element(gate[i / 8], i % 8); }
+#if QUICK
+        quick_shares<Gate>(s, g);
+#else
         u32 lowest = 0;  // as most_of orders negative numbers
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) { lowest = max_halves(lowest, most_of(gate[i])); }
-#pragma unroll
-        for (int i = 0; i < ROWS * 8; ++i) { g[i] = element(gate[i / 8], i % 8); }
         shares<Gate, false>(s, g);
         if (max(lowest << 16, lowest) >= Gate::FAR << 16) { shares<Gate, true>(s, g); }
+#endif
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
             u32 x[4], y[4], z[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const int k = 8 * row + 2 * j;
-                const float d_0 = element(d[row], 2 * j), d_1 = element(d[row], 2 * j + 1);
-                const float up_0 = element(up[row], 2 * j), up_1 = element(up[row], 2 * j + 1);
-                const float share_0 = g[k] * s[k], share_1 = g[k + 1] * s[k + 1];
-                x[j] = to_pair(share_0 * d_0, share_1 * d_1);
-                y[j] = to_pair(Gate::slope(g[k], s[k]) * up_0 * d_0,
-                               Gate::slope(g[k + 1], s[k + 1]) * up_1 * d_1);
-                z[j] = to_pair(up_0 * share_0, up_1 * share_1);
+                float of_up[2], of_gate[2], of_out[2];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const int k = 8 * row + 2 * j + i;
+                    const float d_k = element(d[row], 2 * j + i), up_k = element(up[row], 2 * j + i);
+                    const float active = g[k] * s[k];
+#if QUICK
+                    const float slope = Gate::quick_slope(g[k], s[k], active);
+#else
+                    const float slope = Gate::slope(g[k], s[k]);
+#endif
+                    of_up[i] = active * d_k;
+                    of_gate[i] = slope * up_k * d_k;
+                    of_out[i] = up_k * active;
+                }
+                x[j] = to_pair(of_up[0], of_up[1]);
+                y[j] = to_pair(of_gate[0], of_gate[1]);
+                z[j] = to_pair(of_out[0], of_out[1]);
             }
             d_up[row] = make_uint4(x[0], x[1], x[2], x[3]);
             d_gate[row] = make_uint4(y[0], y[1], y[2], y[3]);
@@ -270,30 +323,28 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                        Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
-    const Shared shared(dynamic, product);
-    if (threadIdx.x == 0) {
-        barrier_init(shared.full, WARPS);
-        barrier_init(shared.empty, COPIERS);
-        product.init();
-    }
+    if (threadIdx.x == 0) { product.init(); }
     cluster_arrive();
     cluster_wait();
     const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        give_registers<OTHER_REGISTERS>();
-        if (threadIdx.x == 0) {
-            product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2);
-        } else if (TRANSPOSED && threadIdx.x >= 32) {
-            copy_boxes(work, shared, transposed, M, F);
-        }
-    } else if (warpgroup < 3) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+    if (warpgroup == 1 || warpgroup == 2) {
         product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
+    } else if (warp == 0) {
+        if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2); }
     } else {
-        take_registers<EPILOGUE_REGISTERS>();
-        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale)};
-        gradients.take(work, product, shared);
-        gradients.encoder.finish(saturated, abs_max);
+        const int me = warp < 4 ? warp - 1 : warp - 9;
+        if (me < WARPS) {
+            unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
+            unsigned char* const turned =
+                boxes + Product::BOXES * Product::BOX_BYTES + 512 + me * 2 * TURNED_BYTES;
+            const SharedAddress slot = shared_address(boxes) + Product::BOXES * Product::BOX_BYTES + 512 +
+                WARPS * 2 * TURNED_BYTES + me * 4096 + threadIdx.x % 32 * 16;
+            Gradients gradients{d_up_gate, up_gate, out, codes, transposed, M, F, turned, slot,
+                                Encoder(scale)};
+            gradients.take(work, product, boxes, me);
+            gradients.encoder.finish(saturated, abs_max);
+        }
     }
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers

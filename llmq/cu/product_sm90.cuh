@@ -183,7 +183,7 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 // BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES, class Rounded = bf16>
+          int STAGES, int EPILOGUES, class Rounded = bf16, int UNITS_OF_BOX = 4>
 struct SharedProduct {
     static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
     static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
@@ -215,7 +215,7 @@ struct SharedProduct {
         }
         for (int i = 0; i < BOXES; ++i) {
             barrier_init(ready + 8 * i, 8);  // the warps that multiply
-            barrier_init(taken + 8 * i, 4);  // its units, see take_boxes
+            barrier_init(taken + 8 * i, UNITS_OF_BOX);
         }
         barriers_ready();
     }
@@ -413,6 +413,41 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
                 return make_uint2(four(x.x, x.y), four(x.z, x.w));
             }
         }
+        return make_uint2(0, 0);
+    }
+
+    // encode in two steps: of several octets what is saturated and the largest, and of each its codes.
+    template <int COUNT>
+    __device__ __forceinline__ void see(const uint4 (&x)[COUNT], const uint4 (&y)[COUNT]) {
+        if constexpr (IS_WANTED || IS_MEASURED) {
+            u32 most = 0;
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                most = larger_magnitudes(most, larger_magnitudes(magnitude(x[i]), magnitude(y[i])));
+            }
+            most &= ABS;
+            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
+            if constexpr (IS_WANTED) {
+                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
+#pragma unroll
+                    for (int i = 0; i < COUNT; ++i) { count_saturated(x[i]), count_saturated(y[i]); }
+                }
+            }
+        }
+    }
+    static __device__ __forceinline__ u32 magnitude(const uint4& x) {
+        return larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
+    }
+    __device__ __forceinline__ void count_saturated(const uint4& x) {
+        const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
+#pragma unroll 1
+        for (int k = 0; k < 4; ++k) {
+            const u32 pair = k == 0 ? pairs[0] : k == 1 ? pairs[1] : k == 2 ? pairs[2] : pairs[3];
+            count += is_saturated(pair & 0xFFFF) + is_saturated(pair >> 16);
+        }
+    }
+    __device__ __forceinline__ uint2 codes(const uint4& x) const {
+        if constexpr (IS_WANTED) { return make_uint2(four(x.x, x.y), four(x.z, x.w)); }
         return make_uint2(0, 0);
     }
 
