@@ -47,9 +47,6 @@ using Gate = Choice<GELU>::Type;
 #ifndef COPY
 #define COPY 0
 #endif
-#ifndef HINT
-#define HINT 0
-#endif
 #ifndef STAGES_
 #define STAGES_ 4
 #endif
@@ -97,21 +94,6 @@ struct Unit {
     }
 };
 
-#if HINT
-__device__ __forceinline__ uint4 hinted(const void* from) {
-    uint4 x;
-#if HINT == 1
-#define WHERE "ld.global.L1::no_allocate.v4.u32"
-#elif HINT == 2
-#define WHERE "ld.global.L1::no_allocate.L2::128B.v4.u32"
-#else
-#define WHERE "ld.global.L1::no_allocate.L2::256B.v4.u32"
-#endif
-    asm volatile(WHERE " {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
-    return x;
-}
-#endif
-
 // What a warp of the epilogue does.
 struct Gradients {
     bf16* d_up_gate;
@@ -129,9 +111,6 @@ struct Gradients {
 #if COPY
         cp_async_16(slot + 1024 * row, from, true);
         cp_async_16(slot + 1024 * row + 512, from + F, true);
-        return;
-#elif HINT
-        up[row] = hinted(from), gate[row] = hinted(from + F);
         return;
 #endif
         up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
