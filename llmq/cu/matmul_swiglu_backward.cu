@@ -42,24 +42,35 @@ using Gate = Choice<GELU>::Type;
 #define STREAM 0
 #endif
 #ifndef WARPS_
-#define WARPS_ 7
+#define WARPS_ 6
 #endif
 #ifndef COPY
-#define COPY 0
+#define COPY 1
 #endif
 #ifndef STAGES_
-#define STAGES_ 4
+#define STAGES_ 3
+#endif
+#ifndef BOXED_
+#define BOXED_ 1
+#endif
+#ifndef BUFFERS
+#define BUFFERS 2
 #endif
 
 constexpr int STAGES = STAGES_;
 constexpr int WARPS = WARPS_;  // of the epilogue
 constexpr int ROWS = ROWS_;    // of a thread's four, computed together
 // A unit of a warp's work: rows and columns of a box.
-constexpr int UNIT_COLUMNS = TRANSPOSED ? 32 : 64, UNIT_ROWS = 1024 / UNIT_COLUMNS;
+constexpr bool BOXED = BOXED_ && TRANSPOSED;
+constexpr bool OWN = TRANSPOSED && !BOXED;  // transposed codes of a unit, not of a box
+constexpr int UNIT_COLUMNS = OWN ? 32 : 64, UNIT_ROWS = 1024 / UNIT_COLUMNS;
 constexpr int OCTETS = UNIT_COLUMNS / 8, PARTS = TILE_ROWS / UNIT_ROWS, UNITS_OF_BOX = 8;
 // A unit's transposed codes, in shared memory: eight columns of 32 rows are so far apart that words
 // of four rows lie in different banks.
 constexpr int OCTET_BYTES = 8 * 32 + 32, TURNED_BYTES = 4 * OCTET_BYTES;
+// BOXED: those of a box, a line of 128 bytes for each column, whose 16-byte word w lies in place
+// w ^ (column / 8). A warp beside those of the epilogue copies whole lines.
+constexpr int TURNED_BOX = BOX * LINE;
 
 using Product =
     SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS, bf16, UNITS_OF_BOX>;
@@ -83,10 +94,10 @@ struct Unit {
     i64 place;    // in up_gate, of the lane's first element
     __device__ __forceinline__ Unit(const Tile& tile, int unit, int M, int F) {
         const int lane = threadIdx.x % 32;
-        const int part = TRANSPOSED ? unit / 2 % PARTS : unit % PARTS;
+        const int part = OWN ? unit / 2 % PARTS : unit % PARTS;
         box = unit / UNITS_OF_BOX;
         line = part * UNIT_ROWS + lane / OCTETS * 4;
-        octet = lane % OCTETS + (TRANSPOSED ? unit % 2 * OCTETS : 0);
+        octet = lane % OCTETS + (OWN ? unit % 2 * OCTETS : 0);
         row = tile.row + line;
         column = tile.column + box * BOX + 8 * octet;
         inside = row < M && column < F;
@@ -103,6 +114,7 @@ struct Gradients {
     int M, F;
     unsigned char* turned;  // the warp's, of up and then of gate
     SharedAddress slot;     // COPY: the lane's 16 bytes of up's first row
+    SharedAddress coded, drained;  // BOXED: barriers of transposed codes of boxes
     Encoder encoder;
     uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
@@ -120,7 +132,7 @@ struct Gradients {
     // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
     __device__ __forceinline__ void take(const Work& work, const Product& product,
                                          const unsigned char* boxes, int me) {
-        u32 parity = 0;
+        u32 parity = 0, boxes_before = 0;
         int unit = me;
         Tile tile(work.cluster, work);
         Unit now(tile, unit, M, F);
@@ -128,7 +140,7 @@ struct Gradients {
 #pragma unroll
             for (int i = 0; i < 4; ++i) { load(now, i); }
         }
-        for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
+        for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1, boxes_before += Product::BOXES) {
             const Tile next(t + work.clusters < work.tiles ? t + work.clusters : t, work);
 #pragma unroll 1
             for (; unit < UNITS; unit += WARPS) {
@@ -136,7 +148,7 @@ struct Gradients {
                 const Unit then(wraps ? next : tile, unit + WARPS - (wraps ? UNITS : 0), M, F);
                 barrier_wait(product.ready + 8 * now.box, parity);
                 work_on(now, then, boxes + now.box * Product::BOX_BYTES,
-                        product.taken + 8 * now.box);
+                        product.taken + 8 * now.box, boxes_before + now.box);
                 now = then;
             }
             unit -= UNITS;
@@ -144,10 +156,54 @@ struct Gradients {
         }
     }
 
+    // The warp that copies transposed codes of boxes: eight lanes have a line of 128 bytes.
+    __device__ __forceinline__ void copy_boxes(const Work& work) const {
+        const int lane = threadIdx.x % 32, word = lane % 8;
+        u32 turn = 0;
+        for (int t = work.cluster; t < work.tiles; t += work.clusters) {
+            const Tile tile(t, work);
+            const int row = tile.row + 16 * word;
+#pragma unroll 1
+            for (int box = 0; box < Product::BOXES; ++box, ++turn) {
+                const u32 buffer = turn % BUFFERS;
+                const int column = tile.column + box * BOX + lane / 8;
+                const unsigned char* const from =
+                    turned + buffer * 2 * TURNED_BOX + lane / 8 * LINE;
+                Q* const to = transposed + (i64)column * M + row;
+                const bool inside = row < M && column < F;
+                barrier_wait(coded + 8 * buffer, turn / BUFFERS & 1);
+#pragma unroll
+                for (int gate_too = 0; gate_too < 2; ++gate_too) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        uint4 x[8];
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) {
+                            const int four = half * 8 + i;  // of columns
+                            x[i] = *reinterpret_cast<const uint4*>(
+                                from + gate_too * TURNED_BOX + four * 4 * LINE +
+                                (word ^ four / 2) * 16);
+                        }
+                        if (gate_too && half) {
+                            __syncwarp();
+                            if (lane == 0) { barrier_arrive(drained + 8 * buffer); }
+                        }
+                        if (!inside) { continue; }
+#pragma unroll
+                        for (int i = 0; i < 8; ++i) {
+                            store_words(to + (i64)(gate_too * F + (half * 8 + i) * 4) * M, x[i]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
 private:
     // A unit, while what `then` needs is loaded.
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
-                                            const unsigned char* box, SharedAddress taken) {
+                                            const unsigned char* box, SharedAddress taken,
+                                            u32 turn) {
         const unsigned char* const lines = box + unit.line * LINE;
 #if COPY
         cp_async_commit();
@@ -197,15 +253,41 @@ private:
                 }
             }
         }
-        if constexpr (TRANSPOSED) {
+        if constexpr (BOXED) {
+            const u32 buffer = turn % BUFFERS;
+            barrier_wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
+            unsigned char* const to = turned + buffer * 2 * TURNED_BOX;
+            put_in_box(to, unit, up_codes);
+            put_in_box(to + TURNED_BOX, unit, gate_codes);
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) {
+                barrier_arrive(taken);
+                barrier_arrive(coded + 8 * buffer);
+            }
+            return;
+        }
+        if constexpr (OWN) {
             put_turned(turned, up_codes);
             put_turned(turned + TURNED_BYTES, gate_codes);
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) { barrier_arrive(taken); }
-        if constexpr (TRANSPOSED) {
+        if constexpr (OWN) {
             copy_turned(unit);
             __syncwarp();
+        }
+    }
+
+    static __device__ __forceinline__ void put_in_box(unsigned char* tile, const Unit& unit,
+                                                      const uint2 (&rows)[4]) {
+        u32 words[2][4];
+        transpose_bytes(words[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
+        transpose_bytes(words[1], {rows[0].y, rows[1].y, rows[2].y, rows[3].y});
+        unsigned char* const mine =
+            tile + unit.octet * 8 * LINE + (unit.line / 16 ^ unit.octet) * 16 + unit.line % 16;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            *reinterpret_cast<u32*>(mine + LINE * i) = words[i / 4][i % 4];
         }
     }
 
@@ -302,7 +384,16 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                        Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
-    if (threadIdx.x == 0) { product.init(); }
+    const SharedAddress coded = product.taken + 8 * Product::BOXES, drained = coded + 8 * BUFFERS;
+    if (threadIdx.x == 0) {
+        if constexpr (BOXED) {
+            for (int i = 0; i < BUFFERS; ++i) {
+                barrier_init(coded + 8 * i, UNITS_OF_BOX);
+                barrier_init(drained + 8 * i, 1);
+            }
+        }
+        product.init();
+    }
     cluster_arrive();
     cluster_wait();
     const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
@@ -313,16 +404,21 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
         if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2); }
     } else {
         const int me = warp < 4 ? warp - 1 : warp - 9;
-        if (me < WARPS) {
+        if (me < WARPS + BOXED) {
             unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
             unsigned char* const turned =
-                boxes + Product::BOXES * Product::BOX_BYTES + 512 + me * 2 * TURNED_BYTES;
+                boxes + Product::BOXES * Product::BOX_BYTES + 512 +
+                (BOXED ? 0 : me * 2 * TURNED_BYTES);
             const SharedAddress slot = shared_address(boxes) + Product::BOXES * Product::BOX_BYTES + 512 +
-                WARPS * 2 * TURNED_BYTES + me * 4096 + threadIdx.x % 32 * 16;
+                (BOXED ? BUFFERS * 2 * TURNED_BOX : OWN ? WARPS * 2 * TURNED_BYTES : 0) + me * 4096 + threadIdx.x % 32 * 16;
             Gradients gradients{d_up_gate, up_gate, out, codes, transposed, M, F, turned, slot,
-                                Encoder(scale)};
-            gradients.take(work, product, boxes, me);
-            gradients.encoder.finish(saturated, abs_max);
+                                coded, drained, Encoder(scale)};
+            if (BOXED && me == WARPS) {
+                gradients.copy_boxes(work);
+            } else {
+                gradients.take(work, product, boxes, me);
+                gradients.encoder.finish(saturated, abs_max);
+            }
         }
     }
     cluster_arrive();
