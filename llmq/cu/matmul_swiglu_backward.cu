@@ -42,16 +42,16 @@ using Gate = Choice<GELU>::Type;
 #define STREAM 0
 #endif
 #ifndef WARPS_
-#define WARPS_ 6
+#define WARPS_ 7
 #endif
 #ifndef COPY
-#define COPY 1
+#define COPY 0
 #endif
 #ifndef STAGES_
 #define STAGES_ 3
 #endif
 #ifndef BOXED_
-#define BOXED_ 1
+#define BOXED_ 2
 #endif
 #ifndef BUFFERS
 #define BUFFERS 2
@@ -62,6 +62,7 @@ constexpr int WARPS = WARPS_;  // of the epilogue
 constexpr int ROWS = ROWS_;    // of a thread's four, computed together
 // A unit of a warp's work: rows and columns of a box.
 constexpr bool BOXED = BOXED_ && TRANSPOSED;
+constexpr bool SLICED = BOXED_ == 2 && TRANSPOSED;  // the warps copy, a box behind, and no other one
 constexpr bool OWN = TRANSPOSED && !BOXED;  // transposed codes of a unit, not of a box
 constexpr int UNIT_COLUMNS = OWN ? 32 : 64, UNIT_ROWS = 1024 / UNIT_COLUMNS;
 constexpr int OCTETS = UNIT_COLUMNS / 8, PARTS = TILE_ROWS / UNIT_ROWS, UNITS_OF_BOX = 8;
@@ -135,6 +136,7 @@ struct Gradients {
         u32 parity = 0, boxes_before = 0;
         int unit = me;
         Tile tile(work.cluster, work);
+        int before_row = M, before_column = 0;  // of the last box of the tile before
         Unit now(tile, unit, M, F);
         if (now.inside) {
 #pragma unroll
@@ -148,11 +150,40 @@ struct Gradients {
                 const Unit then(wraps ? next : tile, unit + WARPS - (wraps ? UNITS : 0), M, F);
                 barrier_wait(product.ready + 8 * now.box, parity);
                 work_on(now, then, boxes + now.box * Product::BOX_BYTES,
-                        product.taken + 8 * now.box, boxes_before + now.box);
+                        product.taken + 8 * now.box, boxes_before + now.box,
+                        now.box ? tile.row : before_row,
+                        now.box ? tile.column + (now.box - 1) * BOX : before_column);
                 now = then;
             }
             unit -= UNITS;
+            before_row = tile.row, before_column = tile.column + (Product::BOXES - 1) * BOX;
             tile = next;
+        }
+        if constexpr (SLICED) {
+            if (boxes_before == 0) { return; }
+            barrier_wait(coded + 8 * ((boxes_before - 1) % BUFFERS), (boxes_before - 1) / BUFFERS & 1);
+            for (int slice = me; slice < UNITS_OF_BOX; slice += WARPS) {
+                copy_slice(boxes_before - 1, slice, before_row, before_column);
+            }
+        }
+    }
+
+    // Eight columns of up and of gate of a box at row and column: eight lanes have a line.
+    __device__ __forceinline__ void copy_slice(u32 turn, int slice, int row, int column) const {
+        const int lane = threadIdx.x % 32, word = lane % 8, c = slice * 8 + lane / 8;
+        const unsigned char* const from =
+            turned + turn % BUFFERS * 2 * TURNED_BOX + c * LINE + (word ^ slice) * 16;
+        row += 16 * word;
+        if (row >= M || column >= F) { return; }
+        Q* const to = transposed + (i64)(column + c) * M + row;
+        uint4 x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            x[i] = *reinterpret_cast<const uint4*>(from + i / 2 * TURNED_BOX + i % 2 * 4 * LINE);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            store_words(to + (i64)(i / 2 * F + i % 2 * 4) * M, x[i]);
         }
     }
 
@@ -203,7 +234,7 @@ private:
     // A unit, while what `then` needs is loaded.
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
                                             const unsigned char* box, SharedAddress taken,
-                                            u32 turn) {
+                                            u32 turn, int before_row, int before_column) {
         const unsigned char* const lines = box + unit.line * LINE;
 #if COPY
         cp_async_commit();
@@ -255,14 +286,21 @@ private:
         }
         if constexpr (BOXED) {
             const u32 buffer = turn % BUFFERS;
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) { barrier_arrive(taken); }
             barrier_wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
             unsigned char* const to = turned + buffer * 2 * TURNED_BOX;
             put_in_box(to, unit, up_codes);
             put_in_box(to + TURNED_BOX, unit, gate_codes);
             __syncwarp();
-            if (threadIdx.x % 32 == 0) {
-                barrier_arrive(taken);
-                barrier_arrive(coded + 8 * buffer);
+            if (threadIdx.x % 32 == 0) { barrier_arrive(coded + 8 * buffer); }
+            if constexpr (SLICED) {
+                if (turn == 0) { return; }
+                const u32 last = (turn - 1) % BUFFERS;
+                barrier_wait(coded + 8 * last, (turn - 1) / BUFFERS & 1);
+                copy_slice(turn - 1, unit.line / 16, before_row, before_column);
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) { barrier_arrive(drained + 8 * last); }
             }
             return;
         }
@@ -389,7 +427,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
         if constexpr (BOXED) {
             for (int i = 0; i < BUFFERS; ++i) {
                 barrier_init(coded + 8 * i, UNITS_OF_BOX);
-                barrier_init(drained + 8 * i, 1);
+                barrier_init(drained + 8 * i, SLICED ? UNITS_OF_BOX : 1);
             }
         }
         product.init();
@@ -404,7 +442,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
         if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2); }
     } else {
         const int me = warp < 4 ? warp - 1 : warp - 9;
-        if (me < WARPS + BOXED) {
+        if (me < WARPS + (BOXED && !SLICED)) {
             unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
             unsigned char* const turned =
                 boxes + Product::BOXES * Product::BOX_BYTES + 512 +
@@ -413,7 +451,7 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                 (BOXED ? BUFFERS * 2 * TURNED_BOX : OWN ? WARPS * 2 * TURNED_BYTES : 0) + me * 4096 + threadIdx.x % 32 * 16;
             Gradients gradients{d_up_gate, up_gate, out, codes, transposed, M, F, turned, slot,
                                 coded, drained, Encoder(scale)};
-            if (BOXED && me == WARPS) {
+            if (BOXED && !SLICED && me == WARPS) {
                 gradients.copy_boxes(work);
             } else {
                 gradients.take(work, product, boxes, me);
