@@ -21,10 +21,6 @@ struct Silu {
     static __device__ __forceinline__ float slope(float x, float s) {
         return ((1.0f - s) * x + 1.0f) * s;
     }
-    static __device__ __forceinline__ float exponent(float x) { return -1.44269504f * x; }
-    static __device__ __forceinline__ float quick_slope(float, float s, float active) {
-        return fmaf(active, 1.0f - s, s);
-    }
 };
 
 struct Gelu {
@@ -34,12 +30,6 @@ struct Gelu {
     // s + s * (1 - s) * x * (C1 + 3 * C3 * x^2)
     static __device__ __forceinline__ float slope(float x, float s) {
         return (x * x * THREE_C3 + C1) * x * s * (1.0f - s) + s;
-    }
-    static __device__ __forceinline__ float exponent(float x) {
-        return (x * x * (-1.44269504f * C3) + -1.44269504f * C1) * x;
-    }
-    static __device__ __forceinline__ float quick_slope(float x, float s, float active) {
-        return fmaf((x * x * THREE_C3 + C1) * active, 1.0f - s, s);
     }
 };
 
@@ -57,13 +47,5 @@ __device__ __forceinline__ void shares(float (&s)[COUNT], const float (&x)[COUNT
             const float near = reciprocal_approx(y);
             s[k] = fmaf(near, fmaf(-y, near, 1.0f), near);  // as division does it
         }
-    }
-}
-
-template <class Activation, int COUNT>
-__device__ __forceinline__ void quick_shares(float (&s)[COUNT], const float (&x)[COUNT]) {
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) {
-        s[k] = reciprocal_approx(1.0f + exp2_approx(Activation::exponent(x[k])));
     }
 }

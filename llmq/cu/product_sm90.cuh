@@ -416,21 +416,14 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
         return make_uint2(0, 0);
     }
 
-    // encode in two steps: of several octets what is saturated and the largest, and of each its codes.
-    template <int COUNT>
-    __device__ __forceinline__ void see(const uint4 (&x)[COUNT], const uint4 (&y)[COUNT]) {
+    // encode in two steps: of two octets what is saturated and the largest, and of each its codes.
+    __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
         if constexpr (IS_WANTED || IS_MEASURED) {
-            u32 most = 0;
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                most = larger_magnitudes(most, larger_magnitudes(magnitude(x[i]), magnitude(y[i])));
-            }
-            most &= ABS;
+            const u32 most = larger_magnitudes(magnitude(x), magnitude(y)) & ABS;
             if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
             if constexpr (IS_WANTED) {
                 if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
-#pragma unroll
-                    for (int i = 0; i < COUNT; ++i) { count_saturated(x[i]), count_saturated(y[i]); }
+                    count_saturated(x), count_saturated(y);
                 }
             }
         }
