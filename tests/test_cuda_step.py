@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from llmq.config.options_io import make_config
-from llmq.ops import matmul_adapted, matmul_exp, matmul_swiglu, matmul_swiglu_backward
+from llmq.ops import (
+    matmul_adapted,
+    matmul_exp,
+    matmul_exp_codes,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+)
 from llmq.runtime.cuda_api import device_spec
 from llmq.train.model_of_run import model_of_run
 from llmq.train.trainer import Trainer
@@ -115,10 +121,18 @@ WITHIN = {
     "jit": FAST,
     "delayed": FAST | {"fp8_recipe": "delayed", "gradient_dtype": "e5m2"},
     "codes": FAST | {"fp8_recipe": "delayed", "mlp_dtype": "e4m3", "gradient_dtype": "e5m2"},
+    "head": FAST | {"fp8_recipe": "delayed", "head_dtype": "e4m3"},
     "adapters": ADAPTERS,
     "adapters, fp8": ADAPTERS | FAST | {"base_dtype": "e4m3"},
     "adapters, delayed": ADAPTERS | FAST | {"base_dtype": "e4m3", "fp8_recipe": "delayed"},
 }
+WITHIN_PRODUCTS = (
+    matmul_adapted,
+    matmul_exp,
+    matmul_exp_codes,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+)
 RECOMPUTED = ("swiglu", "ffn", "block")
 
 
@@ -130,7 +144,7 @@ def test_more_within_products(tmp_path, formats, name, monkeypatch):
         pytest.skip("needs compute capability 9.0")
     hf_model(name, intermediate_size=192).save_pretrained(tmp_path)
     beside = run(tmp_path, **formats)
-    for operation in (matmul_adapted, matmul_exp, matmul_swiglu, matmul_swiglu_backward):
+    for operation in WITHIN_PRODUCTS:
         monkeypatch.setattr(operation, "MIN_ROWS", 1)
         monkeypatch.setattr(operation, "MIN_COLUMNS", 1)
     within = run(tmp_path, **formats)

@@ -19,19 +19,25 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 384
-TILE = (256, 192)  # of a cluster of two blocks
-SHARED = 5 * 40960 + 8 * 2048 + 20 * 8 + 1024  # stages, chunks of out, barriers, alignment
+TILE_ROWS = 256  # of a tile of a cluster of two blocks
+# Bytes of shared memory by columns of a tile: stages, chunks of out, barriers, alignment.
+SHARED = {
+    192: 5 * 40960 + 8 * 2048 + 20 * 8 + 1024,
+    224: 4 * 49152 + 16 * 2048 + 18 * 8 + 1024,
+}
+NARROW, WIDE = SHARED
+STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
 # With fewer columns the last turn of the clusters counts. One without a tile costs the more the
 # longer K is, and what is saved, one reading and writing of the result, does not depend on K: the
 # part of the clusters' tiles that is none, times the bytes of a row of a
 # (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md).
-MOST_IDLE = 1280
+MOST_IDLE = 2400
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
-    """b_rows, tail_rows: of the half of a tile of b or tail, or with K outside of a third of it."""
+    """b_rows, tail_rows: of the half of a tile of b or tail."""
     return Kernel(
         "matmul_adapted.cu",
         "matmul_adapted",
@@ -42,10 +48,23 @@ def _kernel(b_rows: int, tail_rows: int) -> Kernel:
     )
 
 
-INSIDE, OUTSIDE = 96, 32  # K of a tile of b or tail is the inner dimension, or the outer one
+# Rows of the half of a tile where K is the inner dimension, and of 64 columns where it is not.
+INSIDE, INSIDE_WIDE, OUTSIDE = NARROW // 2, WIDE // 2, 32
 MATMUL_ADAPTED = _kernel(INSIDE, INSIDE)
+MATMUL_ADAPTED_WIDE = _kernel(INSIDE_WIDE, INSIDE_WIDE)
 MATMUL_ADAPTED_TAIL_TRANSPOSED = _kernel(INSIDE, OUTSIDE)
+MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE = _kernel(INSIDE_WIDE, OUTSIDE)
 MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
+
+
+def _kernel_of(columns: int, b_outside: bool, tail_outside: bool) -> Kernel:
+    """Where b's K is the outer dimension, tail's is, too."""
+    if b_outside:
+        return MATMUL_ADAPTED_TRANSPOSED
+    if tail_outside:
+        tails = (MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE)
+        return tails[columns == WIDE]
+    return (MATMUL_ADAPTED, MATMUL_ADAPTED_WIDE)[columns == WIDE]
 
 
 def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool:
@@ -59,15 +78,34 @@ def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool
     rows = (2 * N, dtype.itemsize * K, 2 * R)
     return (
         M >= MIN_ROWS
-        and (N >= MIN_COLUMNS or _idle(dev, M, N) * rows[1] <= MOST_IDLE)
+        and (N >= MIN_COLUMNS or _idle(dev, M, N, rows[1]) * rows[1] <= MOST_IDLE)
         and runs_own_products(dev, CAPABILITY, rows, R)
     )
 
 
-def _idle(dev: Device, M: int, N: int) -> float:
+def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
+    """Of the tiles with which a product takes the least time. row_bytes: of a row of a.
+
+    Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
+    stored, others are multiplied; while wide ones are, nothing is.
+    """
+
+    def seconds(columns: int) -> int:  # in no unit
+        alone = STORED_ALONE if columns == WIDE else 0
+        return _turns(dev, M, N, columns) * columns * (row_bytes + alone)
+
+    return min(SHARED, key=seconds)
+
+
+def _turns(dev: Device, M: int, N: int, columns: int) -> int:
+    """How many tiles a cluster has, at most."""
+    return ceil_div(ceil_div(M, TILE_ROWS) * ceil_div(N, columns), dev.spec.num_sms // 2)
+
+
+def _idle(dev: Device, M: int, N: int, row_bytes: int) -> float:
     """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    tiles, clusters = ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2
-    computed = ceil_div(tiles, clusters) * clusters * TILE[0] * TILE[1]
+    columns = tile_columns(dev, M, N, row_bytes)
+    computed = _turns(dev, M, N, columns) * (dev.spec.num_sms // 2) * TILE_ROWS * columns
     return computed / (M * N) - 1
 
 
@@ -112,23 +150,22 @@ def matmul_adapted(
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
     expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
-    for name, tensor, shape in (("bias", bias, (N,)), ("addend", addend, (M, N))):
-        if tensor is not None:
-            expect(op, name, tensor, BF16, shape)
+    _expect_added(op, bias, addend, M, N)
     R = expect_adapters(op, h, tail, M, N, transposed=transposed)
-    kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
+    columns = tile_columns(dev, M, N, a.dtype.itemsize * K)
     dev.launch(
-        kernels[transposed + (transposed and not fp8)],
-        own_product_blocks(dev, M, N, TILE),
+        _kernel_of(columns, transposed and not fp8, transposed),
+        own_product_blocks(dev, M, N, (TILE_ROWS, columns)),
         THREADS,
         (out, a, b, h, tail, scale_a, scale_b, bias, addend, M, N, K),
         consts={
             "TRANSPOSED": int(transposed),
             "BIAS": int(bias is not None),
             "ADDEND": int(addend is not None),
+            "TILE_WIDTH": columns,
         }
         | rank_consts(R),
-        smem=SHARED,
+        smem=SHARED[columns],
         flops=2 * M * N * (K + R),
     )
 
@@ -142,6 +179,12 @@ def _sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     expect(op, "out", out, BF16, (M, N))
     expect(op, "a", a, None, (M, K))
     return M, N, K
+
+
+def _expect_added(op: str, bias: Tensor | None, addend: Tensor | None, M: int, N: int) -> None:
+    for name, tensor, shape in (("bias", bias, (N,)), ("addend", addend, (M, N))):
+        if tensor is not None:
+            expect(op, name, tensor, BF16, shape)
 
 
 def _expect_codes(

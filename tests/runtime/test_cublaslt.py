@@ -326,6 +326,13 @@ def test_tuning_takes_the_fastest(costs, best):
     np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
 
 
+def test_a_first_look_at_long_products_is_one_run():
+    lt, library = make((2.0, 0.5), tune=True)  # milliseconds
+    lt.matmul(*Arguments(*SHAPE))
+    # To be loaded, looked at, in four turns of 8 ms; and then as the product that was asked for.
+    assert [library.runs.count(i) for i in (0, 1)] == [1 + 1 + 4 * 4, 1 + 1 + 3 + 4 * 16 + 1]
+
+
 def test_tuning_accumulates_once():
     lt, _ = make((2, 1), tune=True)
     args = Arguments(*SHAPE, accumulate=1)
