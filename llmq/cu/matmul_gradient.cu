@@ -30,7 +30,7 @@ constexpr int TILE_COLUMNS = 192;
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
 // Of a thread: with EXACT two sums of each element do not fit into what all could have alike.
 constexpr int LOADER_REGISTERS = 24, PRODUCT_REGISTERS = 216, EPILOGUE_REGISTERS = 56;
-using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS, bf16, EXACT>;
+using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS, bf16, 4, EXACT>;
 
 // What a warp of the epilogue does with its 32 rows of a box.
 struct Addition {

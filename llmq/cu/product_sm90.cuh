@@ -169,9 +169,10 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
-// Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each; they scale it, round it
-// to Rounded, put it into shared memory, and go on with the next one. EPILOGUES further warps take
-// the tile from there, each 32 lines of a box, in turns.
+// Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
+// they scale it, round it to Rounded, put it into shared memory, and go on with the next one.
+// EPILOGUES further warps take the tile from there, a unit of a box each, in turns: UNITS_OF_BOX are
+// 128 lines.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
 // 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
@@ -184,10 +185,9 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
-//
 // IN_PARTS: the tensor cores' sums of some steps are added up in F32.
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES, class Rounded = bf16, bool IN_PARTS = false>
+          int STAGES, int EPILOGUES, class Rounded = bf16, int UNITS_OF_BOX = 4, bool IN_PARTS = false>
 struct SharedProduct {
     static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
     static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
@@ -219,7 +219,7 @@ struct SharedProduct {
         }
         for (int i = 0; i < BOXES; ++i) {
             barrier_init(ready + 8 * i, 8);  // the warps that multiply
-            barrier_init(taken + 8 * i, 4);  // its units, see take_boxes
+            barrier_init(taken + 8 * i, UNITS_OF_BOX);
         }
         barriers_ready();
     }
@@ -456,6 +456,34 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
                 return make_uint2(four(x.x, x.y), four(x.z, x.w));
             }
         }
+        return make_uint2(0, 0);
+    }
+
+    // encode in two steps: of two octets what is saturated and the largest, and of each its codes.
+    __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
+        if constexpr (IS_WANTED || IS_MEASURED) {
+            const u32 most = larger_magnitudes(magnitude(x), magnitude(y)) & ABS;
+            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
+            if constexpr (IS_WANTED) {
+                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
+                    count_saturated(x), count_saturated(y);
+                }
+            }
+        }
+    }
+    static __device__ __forceinline__ u32 magnitude(const uint4& x) {
+        return larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
+    }
+    __device__ __forceinline__ void count_saturated(const uint4& x) {
+        const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
+#pragma unroll 1
+        for (int k = 0; k < 4; ++k) {
+            const u32 pair = k == 0 ? pairs[0] : k == 1 ? pairs[1] : k == 2 ? pairs[2] : pairs[3];
+            count += is_saturated(pair & 0xFFFF) + is_saturated(pair >> 16);
+        }
+    }
+    __device__ __forceinline__ uint2 codes(const uint4& x) const {
+        if constexpr (IS_WANTED) { return make_uint2(four(x.x, x.y), four(x.z, x.w)); }
         return make_uint2(0, 0);
     }
 
