@@ -19,10 +19,11 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_of_file, rig_card
 from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu, matmul_swiglu_backward
-from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
+from llmq.plan.cost import Rates, exposed_seconds, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured, half_wave
 from llmq.plan.plan import make_plan
+from llmq.plan.replay import replay
 from llmq.plan.target import target
 from llmq.rig import steps
 from llmq.rig.child import Job
