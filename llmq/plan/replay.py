@@ -66,6 +66,8 @@ class Phase:
 def replay(trace: Trace, rates: Rates) -> Phase:
     """Run a trace from an idle machine until all of its streams are done.
 
+    A kernel beside those of the main stream takes from them what it needs itself; one that reads or
+    writes host memory all that they have, as long as it takes.
     Each direction of the bus is slower in that part of the phase in which the other one is busy,
     as a first run says, and all of its transfers by the same factor.
     """
@@ -86,7 +88,7 @@ def _replay(trace: Trace, rates: Rates, slower: tuple[float, float]) -> Phase:
     carriers: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
-    exchanges, kernels = _Exchanges(rates.slowdown), _Kernels()
+    exchanges, kernels, holding = _Beside(rates.slowdown), _Beside(2.0), _Holding()
     load = store = 0.0
     more_load, more_store = (times - 1 for times in slower)
     for item in trace:
@@ -99,7 +101,8 @@ def _replay(trace: Trace, rates: Rates, slower: tuple[float, float]) -> Phase:
             continue
         start, seconds = streams[stream], rates.compute(item)
         if stream == "main":
-            seconds += exchanges.delay(start, seconds) + kernels.delay(start, seconds)
+            beside = exchanges.delay(start, seconds) + kernels.delay(start, seconds)
+            seconds += beside + holding.delay(start, seconds + beside)
         lasts = seconds
         # Most move nothing, and it takes time.
         if item.loaded or item.stored or item.received or item.shared or item.network:
@@ -117,7 +120,10 @@ def _replay(trace: Trace, rates: Rates, slower: tuple[float, float]) -> Phase:
             if item.received:
                 exchanges.note(start, start + lasts)
         if stream != "main" and item.file:
-            kernels.note(start, start + lasts)
+            if item.loaded or item.stored:
+                holding.note(start, start + lasts)
+            else:
+                kernels.note(start, start + seconds)
         streams[stream] = start + lasts
         if stream == "main":
             busy[_part(item)] += seconds
@@ -125,9 +131,9 @@ def _replay(trace: Trace, rates: Rates, slower: tuple[float, float]) -> Phase:
     return Phase(busy=dict(busy), wall=wall, load=load, store=store)
 
 
-class _Exchanges:
-    """When GPUs exchange data, which takes memory's rate and multiprocessors from the kernels of
-    the main stream."""
+class _Beside:
+    """When something takes memory's rate and multiprocessors from the kernels of the main stream:
+    exchanges of GPUs, or other kernels."""
 
     def __init__(self, slowdown: float):
         """slowdown: how many times as long kernels take beside it."""
@@ -146,10 +152,11 @@ class _Exchanges:
         return self._more * min(overlap, seconds)
 
 
-class _Kernels:
-    """When a kernel of another stream has the multiprocessors. All of them, even if it does nothing
-    but wait for the bus: its blocks fill what is free, and all of them come before those of a
-    kernel that is enqueued later."""
+class _Holding:
+    """When a kernel of another stream has all multiprocessors and waits for the bus.
+
+    Its blocks, more than fit at once, come before those of all that is enqueued later.
+    """
 
     def __init__(self) -> None:
         self._going_on: list[tuple[float, float]] = []
@@ -160,16 +167,12 @@ class _Kernels:
 
     def delay(self, start: float, seconds: float) -> float:
         """How much later a kernel of the main stream ends; ask in order of time."""
-        self._going_on = sorted((s, e) for s, e in self._going_on if e > start)
-        now = start  # until when all others are taken into account
-        end = start + seconds
-        for s, e in self._going_on:
-            if s >= end:
-                break
+        self._going_on = [(s, e) for s, e in self._going_on if e > start]
+        now, end = start, start + seconds  # now: until when others are taken into account
+        for s, e in sorted(self._going_on):
             now = max(now, s)
-            if e > now:
-                end += e - now
-                now = e
+            if now < min(e, end):
+                now, end = e, end + e - now
         return end - start - seconds
 
 
