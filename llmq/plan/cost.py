@@ -29,8 +29,8 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-# Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
-BOTH_WAYS = 1.36
+# Of one direction's rate, what both have together: 48 of 55 GB/s each (benchmarks/h200_x4_bus.txt).
+BOTH_WAYS = 1.74
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
 # they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
 # all GPUs and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone
