@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from llmq.runtime.device import Event
 from llmq.runtime.launch_kind import PRODUCTS
-from llmq.runtime.plan_device import Trace, Work
+from llmq.runtime.plan_device import Mark, Trace, Work
 
 
 class Transfers(NamedTuple):
@@ -71,7 +71,8 @@ def replay(trace: Trace, rates: Rates) -> Phase:
     Each direction of the bus is slower in that part of the phase in which the other one is busy,
     as a first run says, and all of its transfers by the same factor.
     """
-    phase = _replay(trace, rates, (1.0, 1.0))
+    timed = [_timed(item, rates) for item in trace]
+    phase = _replay(timed, rates.slowdown, (1.0, 1.0))
     if not phase.load or not phase.store:
         return phase
     others = (phase.store, phase.load)
@@ -79,19 +80,31 @@ def replay(trace: Trace, rates: Rates) -> Phase:
         1 + (times - 1) * min(other / phase.wall, 1.0)
         for times, other in zip(rates.both_ways, others, strict=True)
     ]
-    return _replay(trace, rates, tuple(slower))
+    return _replay(timed, rates.slowdown, tuple(slower))
 
 
-def _replay(trace: Trace, rates: Rates, slower: tuple[float, float]) -> Phase:
-    """slower: how many times as long each direction of the bus takes."""
+_Timed = tuple[Work | Mark, float, Transfers | None]
+"""What is in a trace, its seconds on the GPU itself, and those of the carriers if it needs any."""
+
+
+def _timed(item: Work | Mark, rates: Rates) -> _Timed:
+    if not isinstance(item, Work):
+        return item, 0.0, None
+    # Most move nothing, and to find that out takes time.
+    moves = item.loaded or item.stored or item.received or item.shared or item.network
+    return item, rates.compute(item), rates.transfers(item) if moves else None
+
+
+def _replay(timed: list[_Timed], slowdown: float, slower: tuple[float, float]) -> Phase:
+    """slowdown: as Rates has it. slower: how many times as long each direction of the bus takes."""
     streams: defaultdict[str, float] = defaultdict(float)
     carriers: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
-    exchanges, kernels, holding = _Beside(rates.slowdown), _Beside(2.0), _Holding()
+    exchanges, kernels, holding = _Beside(slowdown), _Beside(2.0), _Holding()
     load = store = 0.0
     more_load, more_store = (times - 1 for times in slower)
-    for item in trace:
+    for item, seconds, needs in timed:
         stream = item.stream
         if not isinstance(item, Work):
             if item.wait:
@@ -99,14 +112,12 @@ def _replay(trace: Trace, rates: Rates, slower: tuple[float, float]) -> Phase:
             else:
                 recorded[item.event] = streams[stream]
             continue
-        start, seconds = streams[stream], rates.compute(item)
+        start = streams[stream]
         if stream == "main":
             beside = exchanges.delay(start, seconds) + kernels.delay(start, seconds)
             seconds += beside + holding.delay(start, seconds + beside)
         lasts = seconds
-        # Most move nothing, and it takes time.
-        if item.loaded or item.stored or item.received or item.shared or item.network:
-            needs = rates.transfers(item)
+        if needs is not None:
             load, store = load + needs.load, store + needs.store
             for name in needs.carriers:
                 start = max(start, carriers[name])
