@@ -346,7 +346,8 @@ def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
         least = {"predicted": sweep["rows"][0]["predicted"] * (1 - sweep["within"] / 100)}
         rest = [least, *(row for row in sweep["rows"] if "measured" not in row)]
         need = f"{min(needs(row, sweep, sweeps) for row in rest):.1f} %" if own else ""
-        cells = (sweep["model"], sweep["memory"], made, f"{own:,.0f}", f"{max(speeds):,.0f}", most)
+        rates = [f"{speed:,.0f}" if speed else "" for speed in (own, max(speeds))]
+        cells = (sweep["model"], sweep["memory"], made, *rates, most)
         print(f"| {' | '.join(cells)} | {need} |")
     for sweep in sweeps:
         print(f"\n## {sweep['model']} in {sweep['memory']}\n")
