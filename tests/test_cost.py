@@ -28,12 +28,12 @@ from llmq.plan.cost import (
     Network,
     Rates,
     exposed_seconds,
-    replay,
     step_time,
 )
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, EXPOSED_TURNED
 from llmq.plan.plan import make_plan
+from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.launch_kind import FUSED
@@ -144,6 +144,11 @@ def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
     # As long as both go on.
     phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
     assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
+    # One that reads host memory all of it, as long as it waits for the bus; a copy nothing.
+    for file, delay in (("quantize.cu", 1 / H100.bus), ("", 0.0)):
+        loading = work("comm", file=file, loaded=gigabyte, size=gigabyte // 2)
+        phase = replay([loading, work(size=gigabyte), work(size=gigabyte)], rates)
+        assert phase.busy["memory_bound"] == pytest.approx(delay + 2 * one)
     event = Event()
     after = [beside, Mark("comm", event, False), Mark("main", event, True), work(size=gigabyte)]
     assert replay(after, rates).wall == pytest.approx(2 * one)
@@ -157,6 +162,9 @@ def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
     # Both directions together are faster than one, not twice as fast.
     both = [work("copy", loaded=gigabyte), work("store", stored=gigabyte)]
     assert replay(both, rates).wall == pytest.approx(2 / BOTH_WAYS * load)
+    # While the other one is busy, and no longer.
+    more = [*both, work("copy", loaded=2 * gigabyte)]
+    assert replay(more, rates).wall == pytest.approx(load * (3 + 2 / BOTH_WAYS - 1))
     zero_copy = [work(size=gigabyte, loaded=gigabyte, stored=gigabyte)]
     assert replay(zero_copy, rates).wall == pytest.approx(2 / BOTH_WAYS * load)
 

@@ -17,6 +17,8 @@ FUSED = {
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
+# Files of matrix products.
+PRODUCTS = ("matmul", "matmul_int8.cu", *(f"{entry}.cu" for entry in FUSED))
 LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
 OPERANDS = 6  # arguments of these: a, b, h and tail of adapters, and two scales
 
