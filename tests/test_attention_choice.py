@@ -14,8 +14,9 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.model.attention_choice import directions
 from llmq.ops import attention
-from llmq.plan.cost import Rates, replay
+from llmq.plan.cost import Rates
 from llmq.plan.plan import Plan, make_plan
+from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
 from llmq.runtime.plan_device import PlanDevice, Work
 from tests.test_cost import measured_attention

@@ -28,12 +28,12 @@ from llmq.plan.cost import (
     Network,
     Rates,
     exposed_seconds,
-    replay,
     step_time,
 )
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, EXPOSED_TURNED
 from llmq.plan.plan import make_plan
+from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
 from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.launch_kind import FUSED
@@ -144,6 +144,11 @@ def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
     # As long as both go on.
     phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
     assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
+    # One that reads host memory all of it, as long as it waits for the bus; a copy nothing.
+    for file, delay in (("quantize.cu", 1 / H100.bus), ("", 0.0)):
+        loading = work("comm", file=file, loaded=gigabyte, size=gigabyte // 2)
+        phase = replay([loading, work(size=gigabyte), work(size=gigabyte)], rates)
+        assert phase.busy["memory_bound"] == pytest.approx(delay + 2 * one)
     event = Event()
     after = [beside, Mark("comm", event, False), Mark("main", event, True), work(size=gigabyte)]
     assert replay(after, rates).wall == pytest.approx(2 * one)
@@ -157,6 +162,9 @@ def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
     # Both directions together are faster than one, not twice as fast.
     both = [work("copy", loaded=gigabyte), work("store", stored=gigabyte)]
     assert replay(both, rates).wall == pytest.approx(2 / BOTH_WAYS * load)
+    # While the other one is busy, and no longer.
+    more = [*both, work("copy", loaded=2 * gigabyte)]
+    assert replay(more, rates).wall == pytest.approx(load * (3 + 2 / BOTH_WAYS - 1))
     zero_copy = [work(size=gigabyte, loaded=gigabyte, stored=gigabyte)]
     assert replay(zero_copy, rates).wall == pytest.approx(2 / BOTH_WAYS * load)
 
@@ -296,15 +304,21 @@ FUSED_WHERE = [
 ]
 
 
-@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
-def test_where_more_is_within_products(card, options, per_layer):
-    """Adapters, or the activation beside a product."""
+def entries_of(card, options):
+    """A configuration of 7B, and the launches of a micro-step with two layers, by entry."""
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
     config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
     model = replace(preset(config.model), num_layers=2)
     plan = make_plan(config, model, spec_of(card), "native", config.gpus)
     ((trace, _),) = plan.micro_steps
-    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    return config, Counter(item.entry for item in trace if isinstance(item, Work))
+
+
+@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
+def test_where_more_is_within_products(card, options, per_layer):
+    """Adapters, or the activation beside a product."""
+    config, entries = entries_of(card, options)
+    del entries["matmul_gradient"]
     large = config.gpus == 1 and (config.seq_len == 4096 or "gpt2" in config.model)
     bf16 = config.model_dtype == "bf16"
     assert entries.pop("matmul_exp", 0) == (large and bf16 and card is H100)  # of logits
@@ -334,6 +348,24 @@ def test_where_logits_become_codes_of_exponentials(card, options, launches):
     assert entries["matmul_exp_codes"] == entries["exp_codes_turn"] == launches
     apart = config.lmhead_chunks * (config.head_dtype == "e4m3") - launches
     assert entries["transpose_codes"] >= apart and not (launches and entries["transpose_codes"])
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "count"),
+    [
+        (H100, DELAYED, 2 * 2),
+        (H100, DELAYED | {"head-dtype": "e4m3", "gradient-dtype": "e5m2"}, 2 * 2 + 1),
+        (H100, DELAYED | {"model": "Qwen2.5-0.5B"}, 2),
+        (H100, DELAYED | {"seq-len": 2048}, 0),
+        (H100, DELAYED | {"grad-accum-dtype": "fp32"}, 0),
+        (H100, DELAYED | {"gpus": 2}, 0),
+        (H100, DELAYED | LORA | {"base-dtype": "e4m3"}, 0),
+        (H100, {}, 0),
+        (RTX_4090, DELAYED, 0),
+    ],
+)
+def test_where_gradients_are_within_products(card, options, count):
+    assert entries_of(card, options)[1]["matmul_gradient"] == count
 
 
 @pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])

@@ -1,10 +1,11 @@
-"""The cases of tools/gemm_gate.py --swiglu, on the CPU device."""
+"""The cases of tools/gemm_gate.py --swiglu and --gradients, on the CPU device."""
 
 import importlib
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.runtime.device import MemorySizes
@@ -14,10 +15,11 @@ from llmq.runtime.plan_device import PlanDevice
 TOOLS = Path(__file__).parents[1] / "tools"
 
 
-def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng):
+@pytest.mark.parametrize("module", ["fused_products", "gradient_products"])
+def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng, module):
     """At small sizes; and there is memory for all tensors."""
     monkeypatch.syspath_prepend(TOOLS)
-    fused = importlib.import_module("fused_products")
+    cases = importlib.import_module(module).CASES
 
     class Bench:
         """What a case wants of gemm_gate's."""
@@ -48,8 +50,9 @@ def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng):
             return 1.0
 
     machine = choose_machine("cpu", 1)
-    for make, case, results in fused.CASES.values():
-        small = case._replace(M=32, F=64, K=64, R=min(case.R, 16))
+    for make, case, results in cases.values():
+        sizes = {"M": 32, "F": 64, "N": 64, "K": 64, "R": min(getattr(case, "R", 0), 16)}
+        small = case._replace(**{name: sizes[name] for name in case._fields if name in sizes})
         plan = PlanDevice(machine.spec)
         make(Bench(plan), small)
         assert sum(plan.bytes.values()) <= small.nbytes(results) + 4096  # and what aligns

@@ -79,7 +79,7 @@ def test_every_call_runs(tool, monkeypatch, op):
             "matmul_fp8": 2e12,
             "matmul_int8": 2e12,
         }
-        if op.startswith(("matmul_adapted", "matmul_exp", "matmul_swiglu")):
+        if op.startswith(("matmul_adapted", "matmul_exp", "matmul_gradient", "matmul_swiglu")):
             bound[op] = 2e12 if record["call"].startswith("fp8") else 1e12
         bound = bound.get(op, 1e9)
         work = record["bytes"] if bound == 1e9 else record["flops"]
@@ -405,6 +405,13 @@ def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch, tmp_path):
     (row,) = (line for line in lines if line.startswith("| tiny |"))
     assert f" {len(configs)} of {len(configs)} " in row and row.endswith(" % |")
     assert any(line.split(" | ")[1:2] == ["it does not fit"] for line in lines)
+    # Another plan, of fewer rivals, keeps what was measured, with what is predicted now.
+    (before,) = (s["rows"] for s in json.loads(file.read_text())["sweeps"] if s["model"] == "tiny")
+    stale = [row | {"predicted": 1.0} for row in before]
+    file.write_text(json.dumps({"sweeps": [other, found | {"rows": stale}]}))
+    sweep.plan(file, ["tiny"], ["80GiB"], card="h100", within=0.0, sequences=16)
+    (after,) = (s["rows"] for s in json.loads(file.read_text())["sweeps"] if s["model"] == "tiny")
+    assert after == before
 
 
 def test_likely_rivals_are_measured_first(tool, monkeypatch, tmp_path, capsys):

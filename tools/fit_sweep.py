@@ -10,7 +10,8 @@ streaming, transposed codes, and chunks of the LM head, each with recomputation 
 will do. A rival is left out where its predicted speed is --within percent below that of what --fit
 finds: where predictions are within e percent, and it is asked whether anything is more than 3
 percent faster, 2 e - 3 are enough. Also where another one does a part of its work and nothing else,
-or exactly the same. The file may hold several models and memories: others than these stay in it.
+or exactly the same. The file may hold several models and memories: others than these stay in it,
+and so does all that was measured of these.
 
 `run` measures in one process, each row as soon as the one before is done, and notes each in its
 file at once: run again, it goes on with those that are missing. Steps are short (--sequences),
@@ -202,10 +203,28 @@ def plan(
         ]
         sweep = {"model": name, "memory": size, "within": within, "source": planner.card.source}
         sweep |= {"combinations": len(configs), "rows": rows}
-        others = _read(file) if file.exists() else []
-        kept = [o for o in others if (o["model"], o["memory"]) != (name, size)]
-        _write(file, [*kept, sweep])
+        sweeps = _read(file) if file.exists() else []
+        before = [s for s in sweeps if (s["model"], s["memory"]) == (name, size)]
+        others = [s for s in sweeps if s not in before]
+        keep_measured(rows, [row for s in before for row in s["rows"]], planner)
+        _write(file, [*others, sweep])
         print(f"{name} in {size}: {len(found)} rivals of {len(configs)} combinations", flush=True)
+
+
+def keep_measured(
+    rows: list[dict[str, Any]], before: list[dict[str, Any]], planner: Planner
+) -> None:
+    """Give rows of a new plan what an older one's were measured to be. Those that it has no more
+    follow at its end, with what is predicted of them now."""
+    for old in before:
+        if "measured" not in old:
+            continue
+        row = next((row for row in rows if row["options"] == old["options"]), None)
+        if row is None:
+            row = {"options": old["options"]}
+            row["predicted"] = planner.exact(make_config(old["options"])).speed
+            rows.append(row)
+        row |= {name: value for name, value in old.items() if name not in row}
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
@@ -327,12 +346,14 @@ def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
         least = {"predicted": sweep["rows"][0]["predicted"] * (1 - sweep["within"] / 100)}
         rest = [least, *(row for row in sweep["rows"] if "measured" not in row)]
         need = f"{min(needs(row, sweep, sweeps) for row in rest):.1f} %" if own else ""
-        cells = (sweep["model"], sweep["memory"], made, f"{own:,.0f}", f"{max(speeds):,.0f}", most)
+        rates = [f"{speed:,.0f}" if speed else "" for speed in (own, max(speeds))]
+        cells = (sweep["model"], sweep["memory"], made, *rates, most)
         print(f"| {' | '.join(cells)} | {need} |")
     for sweep in sweeps:
         print(f"\n## {sweep['model']} in {sweep['memory']}\n")
         print(f"Of {sweep['combinations']} combinations those predicted within {sweep['within']} %")
-        print(f"of what --fit finds, which is the first ({sweep['source']}).\n")
+        print(f"of what --fit finds, which is the first ({sweep['source']}),")
+        print("and what an earlier plan had measured.\n")
         print("| flags | measured | predicted |\n| --- | --- | --- |")
         for row in sweep["rows"]:
             flags = {k: v for k, v in row["options"].items() if k not in HIDDEN}
