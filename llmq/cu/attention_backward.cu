@@ -421,6 +421,7 @@ template <bool IS_KEYS> struct Walk {
                 float p[SCORES], d_s[SCORES];
                 multiply_rows<false>(p, a_tile, x);
                 if (held) {
+                    wgmma_begin();
                     multiply_columns(d_x, left_s, last_x);
                 } else {
                     wgmma_commit();  // no group less

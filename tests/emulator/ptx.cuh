@@ -27,6 +27,7 @@ static inline float2 load_shared_pair(SharedAddress from) {
 static inline void store_shared(SharedAddress to, const uint4& x) {
     ptx::check(to % 16 == 0, "st.shared: an address is not a multiple of 16");
     *(uint4*)to = x;
+    ptx::written(to);
 }
 
 static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
@@ -119,7 +120,7 @@ static inline void load_bytes(SharedAddress to, const void* from, unsigned bytes
 static inline void store_box(const TensorMap* map, int x, int y, SharedAddress from) {
     ptx::start_store(map, x, y, from);
 }
-static inline void stores_begin() {}
+static inline void stores_begin() { ptx::fence_writes(); }
 template <int PENDING = 0> static inline void stores_have_read() { ptx::finish_stores(PENDING); }
 static inline void stores_are_done() { ptx::finish_stores(); }
 
@@ -131,7 +132,9 @@ static inline Descriptor k_outside(SharedAddress tile, unsigned chunk) { return 
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 static inline void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
-    ptx::add_product({d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>});
+    const ptx::Product product{d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>};
+    ptx::check_operands<COLUMNS, Right, K_OUTSIDE>(product);
+    ptx::add_product(product);
 }
 template <int COLUMNS, bool K_OUTSIDE>
 static inline void wgmma_left(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Descriptor b,
@@ -139,9 +142,10 @@ static inline void wgmma_left(float (&d)[COLUMNS / 2], const unsigned (&a)[4], D
     ptx::Product product{d, {}, b, add, ptx::compute<COLUMNS, __nv_bfloat16, __nv_bfloat16, K_OUTSIDE>};
     product.left = ptx::gather_left({{a[0], a[1], a[2], a[3]}});
     product.in_registers = true;
+    ptx::check_operands<COLUMNS, __nv_bfloat16, K_OUTSIDE>(product);
     ptx::add_product(product);
 }
-static inline void wgmma_begin() {}
+static inline void wgmma_begin() { ptx::products_begin(); }
 static inline void wgmma_commit() { ptx::products_commit(); }
 template <int PENDING> static inline void wgmma_wait() { ptx::finish_products(PENDING); }
 
@@ -151,8 +155,8 @@ static inline void stmatrix_x4(SharedAddress row, unsigned a, unsigned b, unsign
     ptx::store_matrices(row, {{a, b, c, d}});
 }
 
-template <int COUNT> static inline void give_registers() {}
-template <int COUNT> static inline void take_registers() {}
+template <int COUNT> static inline void give_registers() { ptx::set_registers(COUNT, false); }
+template <int COUNT> static inline void take_registers() { ptx::set_registers(COUNT, true); }
 
 static inline unsigned long long global_time() { return ptx::time(); }
 

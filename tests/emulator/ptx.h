@@ -42,6 +42,13 @@ MmaBytesOut multiply_bytes(const MmaBytesIn& in);
 
 void store_matrices(SharedAddress row, const Registers4& matrices);
 
+// -- Fences between what threads write to shared memory and what copies and products see there ------
+
+// The running thread has written 16 bytes; it makes a fence; a copy or product of its meets them.
+void written(SharedAddress address);
+void fence_writes();
+void check_fence(SharedAddress address, unsigned rank = emulator::block_rank());
+
 // -- Copies in the background ---------------------------------------------------------------------
 
 void copy_in_background(SharedAddress to, const void* from, bool valid, int size);
@@ -106,6 +113,7 @@ struct Product {
     bool in_registers = false;  // of a
     LeftRows left;
 };
+void products_begin();
 void add_product(const Product& product);
 void products_commit();
 void finish_products(size_t pending);
@@ -150,6 +158,35 @@ static void compute(const Product& p) {
         }
     }
 }
+
+// That operands in shared memory may be read: by one thread of the warpgroup.
+template <int COLUMNS, class Element, bool K_OUTSIDE>
+static void check_operands(const Product& p) {
+    if (emulator::current->index.x % 128 != 0) { return; }
+    for (int i = 0; i < 32; i += 16) {
+        for (int row = 0; row < 64 && !p.in_registers; ++row) {
+            check_fence(swizzled(row_of(p.a, row) + i));
+        }
+        for (int row = 0; row < COLUMNS && !K_OUTSIDE; ++row) {
+            check_fence(swizzled(row_of(p.b, row) + i));
+        }
+    }
+    for (int k = 0; k < 16 && K_OUTSIDE; ++k) {
+        for (int column = 0; column < COLUMNS; column += 8) {
+            const Descriptor chunk{p.b.address + column / 64 * p.b.chunk, 0};
+            check_fence(swizzled(row_of(chunk, k) + column % 64 * sizeof(Element)));
+        }
+    }
+}
+
+// -- Registers of a warpgroup ----------------------------------------------------------------------
+
+void set_registers(unsigned count, bool more);
+
+// -- A cluster's beginning and end: what was left behind, or null -----------------------------------
+
+void begin_cluster();
+const char* end_cluster();
 
 unsigned long long time();
 
