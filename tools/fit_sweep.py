@@ -340,10 +340,8 @@ def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
     print(f"`tools/fit_sweep.py table {file}`: tokens/s\n")
     print("Others need: by how much any combination that was not measured would have to beat its")
     print("prediction, more than any measured row of the model beats its own, in order to be")
-    print(
-        f"{CLAIM:.0f} % faster than what --fit finds. What does all that a measured row does, and more,"
-    )
-    print("is taken to be no faster than that.\n")
+    print(f"{CLAIM:.0f} % faster than what --fit finds. What does all that a measured row does and")
+    print("more is taken to be no faster than that.\n")
     print("| model | memory | measured rows | --fit's | the fastest | faster by | others need |")
     print("|" + " --- |" * 7)
     sweeps = _read(file)
