@@ -306,9 +306,6 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
 #define PTX_NAMES_112                                                                          \
     PTX_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "      \
     "%108, %109, %110, %111"
-#define PTX_NAMES_128                                                                          \
-    PTX_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
-    "%124, %125, %126, %127"
 // d (64, columns) = a (64, inner) b (inner, columns) [+ d]: 32 bytes of the inner dimension. Lane
 // 4 g + t of warp w of the warpgroup has d[4 j + i], of row 16 w + g + 8 (i / 2) and column
 // 8 j + 2 t + i % 2. WIDTH: n and the columns; A, B, ADD: the names behind those of d.
@@ -326,9 +323,6 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
 #define PTX_224(FORMATS, TRANSPOSED)                                                           \
     PTX_WGMMA("n224", PTX_NAMES_112, "%112", "%113", "%114", FORMATS, TRANSPOSED, PTX_32(0),   \
               PTX_32(32), PTX_32(64), PTX_8(96), PTX_8(104))
-#define PTX_256(FORMATS, TRANSPOSED)                                                           \
-    PTX_WGMMA("n256", PTX_NAMES_128, "%128", "%129", "%130", FORMATS, TRANSPOSED, PTX_32(0),   \
-              PTX_32(32), PTX_32(64), PTX_32(96))
 #define PTX_OF_FORMATS(PRODUCT)                                                                \
     if constexpr (sizeof(Left) == 2) {                                                         \
         if constexpr (K_OUTSIDE) {                                                             \
@@ -344,19 +338,17 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
         PRODUCT("k32.f32.e4m3.e4m3", "");                                                      \
     }
 
-// COLUMNS: 64, 192, 224 or 256. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16,
-// and moves by 16 rows.
+// COLUMNS: 64, 192 or 224. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then
+// BF16, and moves by 16 rows.
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
-    static_assert(COLUMNS == 64 || COLUMNS == 192 || COLUMNS == 224 || COLUMNS == 256);
+    static_assert(COLUMNS == 64 || COLUMNS == 192 || COLUMNS == 224);
     if constexpr (COLUMNS == 64) {
         PTX_OF_FORMATS(PTX_64)
     } else if constexpr (COLUMNS == 192) {
         PTX_OF_FORMATS(PTX_192)
-    } else if constexpr (COLUMNS == 224) {
-        PTX_OF_FORMATS(PTX_224)
     } else {
-        PTX_OF_FORMATS(PTX_256)
+        PTX_OF_FORMATS(PTX_224)
     }
 }
 #undef PTX_OF_FORMATS
@@ -394,12 +386,10 @@ __device__ __forceinline__ void wgmma_left(float (&d)[COLUMNS / 2], const unsign
 #undef PTX_LEFT_128
 #undef PTX_LEFT_64
 #undef PTX_LEFT
-#undef PTX_256
 #undef PTX_224
 #undef PTX_192
 #undef PTX_64
 #undef PTX_WGMMA
-#undef PTX_NAMES_128
 #undef PTX_NAMES_112
 #undef PTX_NAMES_96
 #undef PTX_NAMES_64
