@@ -17,7 +17,7 @@ from llmq.base.tensor import Tensor
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.ops import attention, matmul, matmul_swiglu
+from llmq.ops import attention, attention_backward, matmul, matmul_swiglu
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
@@ -35,6 +35,7 @@ from llmq.plan.measured import EXPOSED, EXPOSED_TURNED
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
+from llmq.ref.attention_backward import CASES as BACKWARD_CASES
 from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
@@ -556,8 +557,9 @@ def test_attention_by_its_size(case):
 
 def measured_attention() -> dict[tuple[str, str], float]:
     """Microseconds on an H100 by call and case."""
-    text = (Path(__file__).parents[1] / "benchmarks" / "h100_attention.txt").read_text()
-    rows = re.findall(r"^attention +(\S.*?) +(qwen\w+) +([\d.]+) ", text, re.MULTILINE)
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    text = "".join(p.read_text() for p in sorted(benchmarks.glob("h100_attention*.txt")))
+    rows = re.findall(r"^attention\S* +(\S.*?) +(qwen\w+) +([\d.]+) ", text, re.MULTILINE)
     return {(call, case): float(us) for call, case, us in rows}
 
 
@@ -566,6 +568,7 @@ def test_attention_with_windows_and_documents(case):
     """All that was measured, forward and backward, by the library and by ourselves."""
     B, T, heads, kv_heads, head_dim = CASES[case]
     measured = {call: us for (call, of), us in measured_attention().items() if of == case}
+    measured.pop("backward")  # Hopper's own, see below
     assert len(measured) == 10
     for call, us in measured.items():
         direction, backend, *window = call.split()
@@ -587,6 +590,20 @@ def test_attention_with_windows_and_documents(case):
         # Two runs of a call differ by 1 or 2 %. These documents begin where tiles do, which others
         # do not, and have no edges inside of tiles.
         assert (1 if by_documents else 0.95) < ratio < (1.4 if by_documents else 1.05), call
+
+
+@pytest.mark.parametrize("case", [name for name in BACKWARD_CASES if name.startswith("qwen")])
+def test_attention_backward_of_hopper(case):
+    B, T, heads, kv_heads, head_dim = BACKWARD_CASES[case]
+    dev = PlanDevice(spec_of(H100))
+    qkv = dev.alloc("qkv", (B, T, heads + 2 * kv_heads, head_dim), BF16, "Activations")
+    out = dev.alloc("out", (B, T, heads, head_dim), BF16, "Activations")
+    lse = dev.alloc("lse", (B, heads, T), F32, "Activations")
+    own = attention_backward.chosen(dev, qkv, attention.ALL)
+    tensors = (qkv, out, out, lse, qkv)
+    dev.graph(("call",), lambda: attention.backward(dev, *tensors, heads, kv_heads, own=own))
+    wall = 1e6 * replay(dev.graphs[-1][1], Rates(H100)).wall
+    assert 0.95 < wall / measured_attention()["backward", case] < 1.05
 
 
 def test_trace_of_the_plan_device():

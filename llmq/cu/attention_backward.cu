@@ -5,15 +5,16 @@
 //
 // attention_gradient: a block of the persistent grid has tiles of 128 rows, keys or queries, of one
 // head, each of two warpgroups 64 of them. They walk over the rows of the other side in steps of 64,
-// which one thread keeps on their way (TMA), in a ring of stages; another one loads tiles. Blocks take tiles in the order in
-// which they get to them: keys first, which take longest. Scores never leave registers: rounded to
-// BF16 they are the left operand of the next product. Tiles of keys compute them transposed.
+// which one thread keeps on their way (TMA), in a ring of stages; another one loads tiles. Blocks
+// take tiles in the order in which they get to them: keys first, which take longest. Scores never
+// leave registers: rounded to BF16 they are the left operand of the next product. Tiles of keys
+// compute them transposed.
 //
 // Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
 //          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
 //          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
-//          sums of d_out * out; taken: I32 (1,), how many tiles are. HEAD_DIM 64 or 128. T a multiple of
-//          64. Sums are F32; P and dS are rounded before they are multiplied.
+//          sums of d_out * out; taken: I32 (1,), how many tiles are. HEAD_DIM 64 or 128. T a
+//          multiple of 64. Sums are F32; P and dS are rounded before they are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention_backward.py says.
@@ -83,7 +84,8 @@ __device__ __forceinline__ Item item_of(int number, const Sizes& sizes) {
     const int batch = strip / strips, head = strip % strips;
     if (keys) {
         const int group = sizes.group();
-        return {KEYS, batch, head * group, sizes.num_heads + head, block, block, sizes.blocks(), group};
+        const int to = sizes.num_heads + head;
+        return {KEYS, batch, head * group, to, block, block, sizes.blocks(), group};
     }
     return {QUERIES, batch, head, head, block, 0, min(block + 2, sizes.blocks()), 1};
 }
@@ -117,8 +119,8 @@ __device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
 // -- The threads that load ------------------------------------------------------------------------
 
 // The boxes of 64 rows of a head.
-__device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map, int column, int row,
-                                          SharedAddress arrived) {
+__device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map, int column,
+                                          int row, SharedAddress arrived) {
 #pragma unroll
     for (int i = 0; i < BOXES; ++i) {
         load_box(to + i * BOX_BYTES, map, column + 64 * i, row, arrived);
@@ -175,7 +177,7 @@ __device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, cons
         forget(sizes.num_heads);
         forget(sizes.num_kv_heads);
         forget(sizes.seq_len);
-        // The head of qkv; blocks of all sequences, and what is to be added for those of statistics.
+        // The head of qkv; blocks of all sequences, and what to add for those of statistics.
         int head = keys ? item.head : sizes.num_heads + item.head / sizes.group();
         const int before = item.batch * sizes.blocks(), length = item.end - item.first;
         int block = before + item.first;
@@ -192,7 +194,8 @@ __device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, cons
             if (keys) {
                 load_tile(x + TILE_BYTES, d_out, head * D, block * ROWS, arrived);
                 load_bytes(memory.statistics + ring.stage * STATISTICS_BYTES,
-                           statistics + (i64)(ahead + block) * (2 * ROWS), STATISTICS_BYTES, arrived);
+                           statistics + (i64)(ahead + block) * (2 * ROWS), STATISTICS_BYTES,
+                           arrived);
             } else {
                 load_tile(x + TILE_BYTES, qkv, (head + sizes.num_kv_heads) * D, block * ROWS,
                           arrived);
@@ -338,15 +341,20 @@ __device__ __forceinline__ void to_probabilities(float (&p)[SCORES], SharedAddre
     }
 }
 
+// d_s = p * d_s, of what one product takes.
+__device__ __forceinline__ void to_d_s(float* d_s, const float* p) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { d_s[i] *= p[i]; }
+}
+
 // A warpgroup's part of a tile: block `block` of 64 rows, with x, y those of a step (Q, dO of keys;
 // K, V of queries)
 //   P, dP = own x^T, own y^T;   d_y += P y (of keys: dV);   d_x += dS x (dK or dQ)
 // in the steps from begin to stop of each head.
-template <bool IS_KEYS> struct Walk {
+struct Walk {
     const Memory& memory;
     SharedAddress a_tile, b_tile;
     int block, begin, stop, before, behind, heads;  // before, behind: steps that are passed by
-    RowStatistics rows;
 
     __device__ __forceinline__ SharedAddress x(u32 stage) const {
         return memory.stages + stage * STAGE_BYTES;
@@ -356,8 +364,8 @@ template <bool IS_KEYS> struct Walk {
     }
 
     // A step after the other.
-    __device__ __forceinline__ void run(float (&d_x)[D / 2], float (&d_y)[IS_KEYS ? D / 2 : 1],
-                                        Ring& ring) const {
+    __device__ __forceinline__ void of_keys(float (&d_x)[D / 2], float (&d_y)[D / 2],
+                                            Ring& ring) const {
         SharedAddress held = 0;  // the barrier of the last step's stage: its products may still run
 #pragma unroll 1
         for (int n = 0; n < heads; ++n) {
@@ -371,13 +379,13 @@ template <bool IS_KEYS> struct Walk {
                 wgmma_wait<1>();  // or the last step's left operands would still take registers
                 if (held) { release(held); }
                 held = memory.empty + 8 * ring.stage;
-                begin_d_s<IS_KEYS>(d_s, statistics(ring.stage), rows);
+                begin_d_s<true>(d_s, statistics(ring.stage), {});
                 multiply_rows<true>(d_s, b_tile, y);
                 wgmma_wait<1>();
                 arrived(p);
-                to_probabilities<IS_KEYS>(p, statistics(ring.stage), rows, step == block);
+                to_probabilities<true>(p, statistics(ring.stage), {}, step == block);
                 u32 left_p[4][4], left_s[4][4];
-                if constexpr (IS_KEYS && EARLY) {
+                if constexpr (EARLY) {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) { round_left(left_p[k], p + 8 * k); }
                     wgmma_begin();
@@ -390,13 +398,12 @@ template <bool IS_KEYS> struct Walk {
                 arrived(d_s);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                    for (int i = 8 * k; i < 8 * k + 8; ++i) { d_s[i] *= p[i]; }
+                    to_d_s(d_s + 8 * k, p + 8 * k);
                     round_left(left_s[k], d_s + 8 * k);
-                    if constexpr (IS_KEYS && !EARLY) { round_left(left_p[k], p + 8 * k); }
+                    if constexpr (!EARLY) { round_left(left_p[k], p + 8 * k); }
                 }
                 wgmma_begin();
-                if constexpr (IS_KEYS && !EARLY) { multiply_columns(d_y, left_p, y); }
+                if constexpr (!EARLY) { multiply_columns(d_y, left_p, y); }
                 multiply_columns(d_x, left_s, x);
             }
             pass_by(memory, ring, behind);
@@ -405,56 +412,42 @@ template <bool IS_KEYS> struct Walk {
         if (held) { release(held); }
     }
 
-    // The same, but a step's d_x is computed behind the next one's scores, which are waited for.
-    __device__ __forceinline__ void run_ahead(float (&d_x)[D / 2],
-                                              float (&d_y)[IS_KEYS ? D / 2 : 1],
-                                              Ring& ring) const {
+    // A step's d_x is computed behind the next one's scores, which are waited for.
+    __device__ __forceinline__ void of_queries(float (&d_x)[D / 2], Ring& ring,
+                                               const RowStatistics& rows) const {
         SharedAddress held = 0, last_x = a_tile;
-        u32 left_p[4][4], left_s[4][4] = {};
+        u32 left_s[4][4] = {};
+        pass_by(memory, ring, before);
 #pragma unroll 1
-        for (int n = 0; n < heads; ++n) {
-            pass_by(memory, ring, before);
-#pragma unroll 1
-            for (int step = begin; step < stop; ++step, ring.next()) {
-                const SharedAddress x = this->x(ring.stage), y = x + TILE_BYTES;
-                barrier_wait(memory.full + 8 * ring.stage, ring.parity);
-                float p[SCORES], d_s[SCORES];
-                multiply_rows<false>(p, a_tile, x);
-                if (held) {
-                    wgmma_begin();
-                    multiply_columns(d_x, left_s, last_x);
-                } else {
-                    wgmma_commit();  // no group less
-                }
-                if constexpr (IS_KEYS) { wgmma_wait<2>(); }
-                begin_d_s<IS_KEYS>(d_s, statistics(ring.stage), rows);
-                multiply_rows<true>(d_s, b_tile, y);
-                wgmma_wait<2>();
-                arrived(p);
-                to_probabilities<IS_KEYS>(p, statistics(ring.stage), rows, step == block);
-                if constexpr (IS_KEYS) {
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) { round_left(left_p[k], p + 8 * k); }
-                    wgmma_begin();
-                    multiply_columns(d_y, left_p, y);
-                    wgmma_wait<1>();
-                } else {
-                    arrived(p);  // computed before what follows is waited for
-                    wgmma_wait<0>();
-                }
-                arrived(d_s);
-                if (held) { release(held); }
-                held = memory.empty + 8 * ring.stage;
-                last_x = x;
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-#pragma unroll
-                    for (int i = 8 * k; i < 8 * k + 8; ++i) { d_s[i] *= p[i]; }
-                    round_left(left_s[k], d_s + 8 * k);
-                }
+        for (int step = begin; step < stop; ++step, ring.next()) {
+            const SharedAddress x = this->x(ring.stage), y = x + TILE_BYTES;
+            barrier_wait(memory.full + 8 * ring.stage, ring.parity);
+            float p[SCORES], d_s[SCORES];
+            multiply_rows<false>(p, a_tile, x);
+            if (held) {
+                wgmma_begin();
+                multiply_columns(d_x, left_s, last_x);
+            } else {
+                wgmma_commit();  // no group less
             }
-            pass_by(memory, ring, behind);
+            begin_d_s<false>(d_s, 0, rows);
+            multiply_rows<true>(d_s, b_tile, y);
+            wgmma_wait<2>();
+            arrived(p);
+            to_probabilities<false>(p, 0, rows, step == block);
+            arrived(p);  // computed before what follows is waited for
+            wgmma_wait<0>();
+            arrived(d_s);
+            if (held) { release(held); }
+            held = memory.empty + 8 * ring.stage;
+            last_x = x;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                to_d_s(d_s + 8 * k, p + 8 * k);
+                round_left(left_s[k], d_s + 8 * k);
+            }
         }
+        pass_by(memory, ring, behind);
         if (held) {
             wgmma_begin();
             multiply_columns(d_x, left_s, last_x);
@@ -497,12 +490,12 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
         // The steps in which these rows have something to do with those of the other side.
         const int begin = IS_KEYS ? block : item.first;
         const int stop = IS_KEYS ? item.end : present ? min(block + 1, item.end) : item.first;
-        const Walk<IS_KEYS> walk{memory, own,  own + 2 * TILE_BYTES, block, begin,
-                                 stop,   begin - item.first, item.end - stop, item.heads, rows};
-        if constexpr (IS_KEYS ? AHEAD >= 2 && EARLY : AHEAD) {
-            walk.run_ahead(d_x, d_y, ring);
+        const Walk walk{memory, own,  own + 2 * TILE_BYTES, block, begin,
+                        stop,   begin - item.first, item.end - stop, item.heads};
+        if constexpr (IS_KEYS) {
+            walk.of_keys(d_x, d_y, ring);
         } else {
-            walk.run(d_x, d_y, ring);
+            walk.of_queries(d_x, ring, rows);
         }
     }
     arrived(d_x);

@@ -15,7 +15,6 @@ ROWS = 64  # of a warpgroup's part of a tile, and of a step
 THREADS = 384
 STATISTICS_THREADS = 256
 STATISTICS_LANES = 8  # threads that share a row
-AHEAD = 1  # of queries: a step's dQ is computed behind the next one's scores
 STAGES = {64: 6, 128: 3}  # by head size: steps that are in shared memory or on their way to it
 
 STATISTICS = Kernel(
@@ -40,9 +39,19 @@ def chosen(dev: Device, qkv: Tensor, sight: Sight) -> Callable[..., None] | None
     qkv: (B,T,Hq+2*Hkv,Hd), as of ops.attention.backward.
     """
     _, seq_len, _, head_dim = qkv.shape
-    sees_all = sight.starts is None and (sight.window or seq_len) >= seq_len
-    fits = qkv.dtype == BF16 and head_dim in STAGES and seq_len % ROWS == 0
-    return backward if dev.spec.capability == CAPABILITY and fits and sees_all else None
+    sees_all = sight.starts is None and sees_all_before(sight.window, seq_len)
+    fits = qkv.dtype == BF16 and serves(dev.spec.capability, seq_len, head_dim)
+    return backward if fits and sees_all else None
+
+
+def serves(capability: int, seq_len: int, head_dim: int) -> bool:
+    """Whether backward() computes such sequences, in BF16. capability: of the device, times 10."""
+    return capability == CAPABILITY and head_dim in STAGES and seq_len % ROWS == 0
+
+
+def sees_all_before(window: int | None, seq_len: int) -> bool:
+    """Whether a window hides nothing, as None, which is none."""
+    return window is None or window >= seq_len
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -68,7 +77,7 @@ def backward(
     """
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
-    consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim], "AHEAD": AHEAD}
+    consts = {"HEAD_DIM": head_dim, "STAGES": STAGES[head_dim]}
     tiles = ceil_div(seq_len, 2 * ROWS) * batch * (num_heads + num_kv_heads)
     shape = (batch, num_heads, seq_len // ROWS, 2, ROWS)
 

@@ -90,8 +90,11 @@ NATIVE_ATTENTION = {
         64: Attention(3.44e12, 423, 256),
         MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
     },
-    # Not measured: what its products and its exponentials should take.
-    "attention_gradient": {MAX_HEAD_DIM: Attention(4.0e12, 128, None)},
+    # On Hopper, from benchmarks/h100_attention_backward.txt; it has no windows.
+    "attention_gradient": {
+        64: Attention(3.99e12, 142, None),
+        MAX_HEAD_DIM: Attention(4.67e12, 113, None),
+    },
 }
 
 

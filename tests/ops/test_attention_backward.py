@@ -82,7 +82,7 @@ def test_which_gradients_it_computes():
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-@pytest.mark.parametrize("case", [(3, 1024, 14, 2, 64), (2, 1984, 12, 2, 128)], ids=str)
+@pytest.mark.parametrize("case", [(3, 1024, 14, 2, 64), (1, 1984, 12, 2, 128)], ids=str)
 def test_equals_other_kernels_again_and_again(hopper, rng, case):
     qkv, d_out = arrays_of(rng, case)
     got = gradient(hopper, qkv, d_out, *case[2:4])
