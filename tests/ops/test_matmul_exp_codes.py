@@ -80,7 +80,8 @@ def test_again(hopper, rng, count):
     """Rows that are listed, and no other ones."""
     M, _, K, vocab = case = SMALL["tiles"]
     arrays = arrays_of(rng, *case)
-    arrays.pop("sums"), arrays.pop("target_logits")
+    arrays.pop("target_logits")
+    arrays["shift"][::2] = rng.normal(size=(M + 1) // 2) * 1e30
     arrays["e"] = whole(rng, E5M2, *arrays["e"].shape)
     listed = np.sort(rng.choice(M, count, replace=False)).astype(np.int32)
     arrays["rows"] = np.full(1 + M, 1 << 30, np.int32)
@@ -93,10 +94,32 @@ def test_again(hopper, rng, count):
 
     got, want = run(hopper, call, arrays), run(host_device(), call, arrays)
     same_codes(got["e"][listed], want["e"][listed]) if count else None
+    np.testing.assert_allclose(got["sums"], want["sums"], **SUM)
     others = np.delete(np.arange(M), listed)
-    for name in arrays:
+    assert np.isnan(got["sums"][:, others]).all()
+    for name in arrays.keys() - {"sums"}:
         before, after = (x[name][others] if name == "e" else x[name] for x in (arrays, got))
         np.testing.assert_array_equal(after.view(np.uint8), before.view(np.uint8))
+
+
+@pytest.mark.parametrize("count", [0, 1, 203])
+def test_most(hopper, rng, count):
+    M, N, K, vocab = SMALL["tiles"]
+    listed = np.sort(rng.choice(M, count, replace=False)).astype(np.int32)
+    rows = np.full(1 + M, 1 << 30, np.int32)
+    rows[: 1 + count] = count, *listed
+    arrays = arrays_of(rng, M, N, K, vocab)
+    arrays = {name: arrays[name] for name in ("a", "b", "scale_a", "scale_b")} | {"rows": rows}
+    arrays["a"][0, 0] = np.nan
+    arrays["scale_a"][0] = 2.0**100
+    arrays["most"] = np.full((matmul_exp_codes.num_tiles(N), M), 7, np.float32)
+
+    def call(dev, **tensors):
+        matmul_exp_codes.most(dev, **tensors, vocab_size=vocab)
+
+    found, want = (run(dev, call, arrays)["most"] for dev in (hopper, host_device()))
+    np.testing.assert_array_equal(found, want)
+    assert np.isnan(found).any() == (count > 0) and (found == 7).sum() == len(found) * (M - count)
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -133,8 +156,8 @@ def test_wrong_arguments():
     call |= {"shift": row, "targets": tensor(I32, 32), "vocab_size": 90}
     results = {"sums": tensor(F32, 1, 32), "target_logits": row}
     matmul_exp_codes.forward(dev, **call, **results)
-    rows = tensor(I32, 33)
-    matmul_exp_codes.again(dev, **call, rows=rows)
+    sums = results["sums"]
+    matmul_exp_codes.again(dev, **call, sums=sums, rows=tensor(I32, 33))
     assert dev.flops["matmul_exp_codes"] == 2 * 32 * 96 * 64
     for change, error, match in (
         ({"e": a}, TypeError, "e must be F8_E5M2, got F8_E4M3"),
@@ -150,4 +173,6 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"sums must have shape \(1, 32\)"):
         matmul_exp_codes.forward(dev, **call, **results | {"sums": row})
     with pytest.raises(ValueError, match=r"again: rows must have shape \(33,\)"):
-        matmul_exp_codes.again(dev, **call, rows=tensor(I32, 32))
+        matmul_exp_codes.again(dev, **call, sums=sums, rows=tensor(I32, 32))
+    with pytest.raises(ValueError, match=r"most: sums must have shape \(1, 32\)"):
+        matmul_exp_codes.most(dev, row, a, b, one, one, tensor(I32, 33), 90)
