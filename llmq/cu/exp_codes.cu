@@ -43,7 +43,7 @@ constexpr int THREADS = 256, ROW_WARPS = THREADS / 32, BLOCK_ROWS = 32;
 constexpr float LOG2E = 1.4426950408889634f;
 // Sums within these are exact enough; below LEAST 1 / sum is above what exp_codes_turn takes.
 constexpr float SMALLEST = 1.0e-30f, INFINITE = 3.0e38f, LEAST = 0.5f;
-constexpr float LARGEST_SHIFT = 1024.0f;  // beyond it offset, of exponentials_of, is off by 2^-13
+constexpr float LARGEST_SHIFT = 1024.0f;  // beyond it exponentials_of may be off by 2^-14 and more
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 exp_codes_shift(f32* __restrict__ shift, const e4m3* __restrict__ x, const e4m3* __restrict__ weight,
