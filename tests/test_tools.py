@@ -356,7 +356,7 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     kind, same_size = (int(cell.removesuffix(" %")) for cell in cells[8:])
     assert cells[6:8] == rows[-1][4:] and 0 <= same_size <= kind < 100
     assert last.startswith("rates measured on this rig") and "of 2 within 5 %" in last
-    day = report["invocations"][0]["date"][:10]
+    day = report["invocations"][report["runs"][-1]["invocation"]]["date"][:10]
     told = [printed(None, since).splitlines() for since in (day, f"{day} 24", "")]
     assert told[0][2:] == told[2][2:] and len(told[1]) == len(told[0]) - 2
 

@@ -68,7 +68,7 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.add import add
-from llmq.ops.common import FP8_MULTIPLE, padded_columns
+from llmq.ops.common import FP8_MULTIPLE, num_sums, padded_columns
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 from llmq.runtime.head_groups import divisions
@@ -351,7 +351,7 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
 
 def _exponentials(rows: int, columns: int, K: int, vocab: int) -> dict[str, Any]:
     """What both operations of a row of logits take."""
-    args = {"e": bf16(rows, columns), "sums": f32(matmul_exp.num_tiles(columns), rows, value=1.0)}
+    args = {"e": bf16(rows, columns), "sums": f32(num_sums(columns), rows, value=1.0)}
     args |= {name: f32(rows, value=1.0) for name in ("shift", "target_logits")}
     return args | {"targets": np.arange(rows, dtype=np.int32) % vocab, "vocab_size": vocab}
 

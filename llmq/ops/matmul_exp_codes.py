@@ -12,19 +12,17 @@ from llmq.ops.common import (
     CAPABILITY,
     PRODUCT_SHARED,
     PRODUCT_THREADS,
+    PRODUCT_TILE,
     expect_fp8_multiples,
+    num_sums,
     own_product_blocks,
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_exp_codes"
-TILE = (256, 192)  # of a cluster of two blocks
-
-# As of matmul_exp.
-MIN_ROWS, MIN_COLUMNS = 2048, 8192
-
+MIN_ROWS, MIN_COLUMNS = 2048, 8192  # as of matmul_exp
 
 FORWARD = Kernel(
     "matmul_exp_codes.cu",
@@ -64,11 +62,6 @@ def serves(dev: Device, a: Tensor, N: int) -> bool:
     return M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, (M, N, K), 0)
 
 
-def num_tiles(N: int) -> int:
-    """Sums of a row of N columns."""
-    return ceil_div(N, TILE[1])
-
-
 def forward(
     dev: Device,
     e: Tensor,
@@ -87,7 +80,7 @@ def forward(
     Args (contiguous; M, N and K multiples of 16):
         e              out  E5M2 (M, N)   rounded to nearest even and clamped; columns >= vocab_size
                                           and each row's target are 0
-        sums           out  F32  (num_tiles(N), M)   by tiles of columns, of e before it is rounded
+        sums           out  F32  (num_sums(N), M)   by tiles of columns, of e before it is rounded
         target_logits  out  F32  (M,)     nothing is written of masked rows
         a              in   E4M3 (M, K)
         b              in   E4M3 (N, K)
@@ -149,7 +142,7 @@ def most(
 ) -> None:
     """The largest logits of the rows that are listed, by tiles: next to nothing where none are.
 
-    most: F32 (num_tiles(N), M), out, -infinity where a tile has columns >= vocab_size alone;
+    most: F32 (num_sums(N), M), out, -infinity where a tile has columns >= vocab_size alone;
     nothing is written of other rows. All else as in `again`.
     """
     op = f"{OP}.most"
@@ -175,7 +168,7 @@ def _check(
     expect(op, "b", b, E4M3, (N, K))
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         expect(op, name, scale, F32, (1,))
-    expect(op, "sums", by_tile, F32, (num_tiles(N), M))
+    expect(op, "sums", by_tile, F32, (num_sums(N), M))
     if not 0 < vocab_size <= N:
         raise ValueError(f"{op}: vocab_size must be in [1, {N}], got {vocab_size}")
     return M, N
@@ -192,6 +185,6 @@ def _check_codes(
 def _launch(
     dev: Device, kernel: Kernel, tensors: tuple, sizes: tuple[int, int, int, int], flops: int = 0
 ) -> None:
-    blocks = own_product_blocks(dev, *sizes[:2], TILE)
+    blocks = own_product_blocks(dev, *sizes[:2], PRODUCT_TILE)
     args = (*tensors, *sizes)
     dev.launch(kernel, blocks, PRODUCT_THREADS, args, smem=PRODUCT_SHARED, flops=flops)
