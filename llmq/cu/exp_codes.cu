@@ -31,8 +31,8 @@
 // Launch   256 threads. shift, input: a warp for each row. finish, finish_far, center, gather: a block
 //          for 32 rows. turn: a block for 128 rows and 128 columns, grid (across, down).
 // Cost     shift reads x and as many rows of weight; finish sums, center and finish_far those of blocks
-//          with rows that are far; input reads and writes d, and reads
-//          a row of weight for each of its rows; turn reads codes and writes as many.
+//          with rows that are far; input reads and writes d, and reads a row of weight for each of its
+//          rows; turn reads codes and writes as many.
 // Needs    K, columns and rows multiples of 16, target < columns.
 // Same name  llmq/ops/exp_codes.py  llmq/ref/exp_codes.py  tests/ops/test_exp_codes.py
 #include "common.cuh"

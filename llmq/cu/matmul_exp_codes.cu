@@ -155,24 +155,13 @@ private:
 };
 
 template <Way WAY>
-__device__ __forceinline__ void multiply_and_take(Exponentials<WAY> exponentials,
-                                                  const TensorMap* a, const TensorMap* b, float scale,
-                                                  int K) {
-    const Product product(exponentials.dynamic, K);
-    if (threadIdx.x == 0) { product.init(); }
-    cluster_arrive();
-    cluster_wait();
-    const Work work(exponentials.count, exponentials.N, Product::WIDTH, K);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        if (threadIdx.x == 0) { product.load(work, a, b, a, b, TILE_COLUMNS / 2); }
-    } else if (warpgroup < 3) {
-        product.multiply_tiles(work, warpgroup - 1, scale);
-    } else {
-        product.take_boxes(work, __shfl_sync(~0u, threadIdx.x / 32 % WARPS, 0), exponentials);
-    }
-    cluster_arrive();
-    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+__device__ __forceinline__ void run(Exponentials<WAY> exponentials, const TensorMap* a,
+                                    const TensorMap* b, float scale, int K) {
+    const auto take = [&](const Product& product, const Work& work, int me) {
+        product.take_boxes(work, me, exponentials);
+    };
+    multiply_and_take<Product>(exponentials.dynamic, exponentials.count, exponentials.N, K, a, b,
+                               scale, take);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
@@ -180,9 +169,8 @@ matmul_exp_codes(e5m2* e, f32* sums, f32* target_logits, const __grid_constant__
                  const __grid_constant__ TensorMap b, const f32* scale_a, const f32* scale_b,
                  const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab) {
     extern __shared__ unsigned char dynamic[];
-    multiply_and_take<ALL>(
-        {e, sums, target_logits, shift, targets, nullptr, M, N, vocab, M, dynamic}, &a, &b,
-        *scale_a * *scale_b, K);
+    run<ALL>({e, sums, target_logits, shift, targets, nullptr, M, N, vocab, M, dynamic}, &a, &b,
+             *scale_a * *scale_b, K);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
@@ -193,8 +181,8 @@ exp_codes_again(e5m2* e, f32* sums, const __grid_constant__ TensorMap a,
     extern __shared__ unsigned char dynamic[];
     const int count = rows[0];
     if (count == 0) { return; }
-    multiply_and_take<AGAIN>({e, sums, nullptr, shift, targets, rows, M, N, vocab, count, dynamic},
-                             &a, &b, *scale_a * *scale_b, K);
+    run<AGAIN>({e, sums, nullptr, shift, targets, rows, M, N, vocab, count, dynamic}, &a, &b,
+               *scale_a * *scale_b, K);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
@@ -204,7 +192,6 @@ exp_codes_most(f32* most, const __grid_constant__ TensorMap a, const __grid_cons
     extern __shared__ unsigned char dynamic[];
     const int count = rows[0];
     if (count == 0) { return; }
-    multiply_and_take<MOST>(
-        {nullptr, most, nullptr, nullptr, nullptr, rows, M, N, vocab, count, dynamic}, &a, &b,
-        *scale_a * *scale_b, K);
+    run<MOST>({nullptr, most, nullptr, nullptr, nullptr, rows, M, N, vocab, count, dynamic}, &a, &b,
+              *scale_a * *scale_b, K);
 }

@@ -415,6 +415,29 @@ private:
     static constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;  // of a tile
 };
 
+// All that a block of 512 threads does where the epilogue is one warpgroup, and there are no tails.
+// take(product, work, me): what warp `me` of the epilogue does.
+template <class Product, class Take>
+__device__ __forceinline__ void multiply_and_take(unsigned char* dynamic, int M, int N, int K,
+                                                  const TensorMap* left, const TensorMap* right,
+                                                  float scale, const Take& take) {
+    const Product product(dynamic, K);
+    if (threadIdx.x == 0) { product.init(); }
+    cluster_arrive();
+    cluster_wait();
+    const Work work(M, N, Product::WIDTH, K * (LINE / Product::STEP_K));
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        if (threadIdx.x == 0) { product.load(work, left, right, left, right, TILE_COLUMNS / 2); }
+    } else if (warpgroup < 3) {
+        product.multiply_tiles(work, warpgroup - 1, scale);
+    } else {
+        take(product, work, __shfl_sync(~0u, threadIdx.x / 32 % 4, 0));
+    }
+    cluster_arrive();
+    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+}
+
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 
 __device__ __forceinline__ float lower_half(u32 pair) { return __uint_as_float(pair << 16); }

@@ -121,8 +121,6 @@ def finish(
     target_logits: Tensor,
     targets: Tensor,
     z_loss: float,
-    *,
-    largest: float = E5M2_MAX,
 ) -> None:
     """Losses, and what makes codes of exponentials the gradient
     softmax(logits) * (1 + z_loss * lse) - onehot(target).
@@ -133,13 +131,13 @@ def finish(
         factors        out    F32  (rows,)   of codes; 0 for masked rows
         own            out    F32  (rows,)   the gradient of the target's logit; 0 for masked rows
         masks          out    I32  (num_masks(rows),)   bits of the rows whose codes must be made
-                                             again, since a tile has a sum above `largest`, or all
-                                             have one that is too small
+                                             again, since a tile's sum is above the largest code,
+                                             or the row's below 1/2
         far            out    I32  (num_masks(rows),)   bits of the rows, masked ones too, of which
                                              all else is wrong, since their sum is not in the range
                                              of F32, or their shift too large to be exact with
-        shift          inout  F32  (rows,)   of these: with which their sum is AGAIN, as `factors`
-                                             has it
+        shift          inout  F32  (rows,)   of the rows in masks: becomes the one with which their
+                                             sum is AGAIN, as `factors` has it
         sums           in     F32  (tiles, rows)
         target_logits  in     F32  (rows,)   not read of masked rows
         targets        in     I32  (rows,)   negative: masked
@@ -151,7 +149,7 @@ def finish(
     vectors = (losses, lse, factors, own, shift, target_logits)
     _check_rows(op, vectors, sums, targets, {"masks": masks, "far": far})
     results = (losses, lse, factors, own, masks, far, shift)
-    args = (*results, sums, target_logits, targets, rows, sums.shape[0], z_loss, largest, AGAIN)
+    args = (*results, sums, target_logits, targets, rows, sums.shape[0], z_loss, E5M2_MAX, AGAIN)
     dev.launch(FINISH, num_masks(rows), THREADS, args)
 
 

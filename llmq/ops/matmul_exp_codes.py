@@ -13,7 +13,9 @@ from llmq.ops.common import (
     PRODUCT_SHARED,
     PRODUCT_THREADS,
     PRODUCT_TILE,
+    expect_exponentials,
     expect_fp8_multiples,
+    expect_logits,
     num_sums,
     own_product_blocks,
     runs_own_products,
@@ -87,7 +89,7 @@ def forward(
         scale_a        in   F32  (1,)
         scale_b        in   F32  (1,)
         shift          in   F32  (M,)     sums are infinite where a logit is more than 88 above it,
-                                          and rounded to little where it is above 1,024
+                                          and too inexact where it is beyond 1,024
         targets        in   I32  (M,)     ids in [0, vocab_size); negative: masked
 
     Products are added with fewer bits, as `matmul_fp8` says of fast_accumulation: the logits have
@@ -96,8 +98,8 @@ def forward(
     Cost:    2*M*N*K FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
-    M, N = _check(OP, a, b, scale_a, scale_b, sums, vocab_size)
-    _check_codes(OP, e, shift, targets, (M, N))
+    M, N = _check(OP, a, b, scale_a, scale_b, vocab_size)
+    expect_exponentials(OP, e, E5M2, sums, shift, targets, M, N)
     expect(OP, "target_logits", target_logits, F32, (M,))
     operands = (a, b, scale_a, scale_b, shift, targets)
     results, flops = (e, sums, target_logits), 2 * a.size * N
@@ -123,8 +125,8 @@ def again(
     sums, shift and targets. shift may be any finite number. All else as in `forward`.
     """
     op = f"{OP}.again"
-    M, N = _check(op, a, b, scale_a, scale_b, sums, vocab_size)
-    _check_codes(op, e, shift, targets, (M, N))
+    M, N = _check(op, a, b, scale_a, scale_b, vocab_size)
+    expect_exponentials(op, e, E5M2, sums, shift, targets, M, N)
     expect(op, "rows", rows, I32, (1 + M,))
     tensors = (e, sums, a, b, scale_a, scale_b, shift, targets, rows)
     _launch(dev, AGAIN, tensors, (M, N, a.shape[1], vocab_size))
@@ -146,40 +148,22 @@ def most(
     nothing is written of other rows. All else as in `again`.
     """
     op = f"{OP}.most"
-    M, N = _check(op, a, b, scale_a, scale_b, most, vocab_size)
+    M, N = _check(op, a, b, scale_a, scale_b, vocab_size)
+    expect(op, "most", most, F32, (num_sums(N), M))
     expect(op, "rows", rows, I32, (1 + M,))
     tensors = (most, a, b, scale_a, scale_b, rows)
     _launch(dev, MOST, tensors, (M, N, a.shape[1], vocab_size))
 
 
 def _check(
-    op: str,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    by_tile: Tensor,
-    vocab_size: int,
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, vocab_size: int
 ) -> tuple[int, int]:
-    (M, K), N = a.shape, b.shape[0]
+    M, N = expect_logits(op, a, b, E4M3, vocab_size)
     expect_fp8_multiples(op, M, N)
-    expect_fp8_multiples(op, M, K)
-    expect(op, "a", a, E4M3, (M, K))
-    expect(op, "b", b, E4M3, (N, K))
+    expect_fp8_multiples(op, M, a.shape[1])
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         expect(op, name, scale, F32, (1,))
-    expect(op, "sums", by_tile, F32, (num_sums(N), M))
-    if not 0 < vocab_size <= N:
-        raise ValueError(f"{op}: vocab_size must be in [1, {N}], got {vocab_size}")
     return M, N
-
-
-def _check_codes(
-    op: str, e: Tensor, shift: Tensor, targets: Tensor, shape: tuple[int, int]
-) -> None:
-    expect(op, "e", e, E5M2, shape)
-    expect(op, "shift", shift, F32, shape[:1])
-    expect(op, "targets", targets, I32, shape[:1])
 
 
 def _launch(
