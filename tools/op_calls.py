@@ -397,7 +397,7 @@ def exp_codes_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
     of_input = {"d": bf16(rows, K), "weight": operands["weight"], "scale_weight": one}
     return [
         Call("shift", exp_codes.shift, shift),
-        Call("finish", exp_codes.finish, finish | {"masks": masks, "z_loss": 0.0}),
+        Call("finish", exp_codes.finish, finish | {"masks": masks, "far": masks, "z_loss": 0.0}),
         Call("gather", exp_codes.gather, gather | {"masks": np.zeros(masks.shape, np.int32)}),
         Call("input gradient", exp_codes.input_gradient, of_input | of_row),
         Call("turn", exp_codes.turn, turn | of_row | {"scale": 2.0**-15}),

@@ -11,20 +11,28 @@
 // d = factor * d + own * weight[target] (exp_codes_input). For the gradient of weight, which sums over
 // rows, exp_codes_turn multiplies the codes while it transposes them.
 //
-// Where a tile's sum is above LARGEST, one of its codes may have been clamped: such a row gets another
-// shift, with which its sum is AGAIN, and its bit in `masks`. exp_codes_gather puts the row's x into a
-// list, of which exp_codes_again (matmul_exp_codes.cu) makes codes once more. A loss of more than 88,
-// of which F32 has no exponential, is infinite.
+// Where a tile's sum is above LARGEST, one of its codes may have been clamped; where the row's is below
+// LEAST, its factor may be above what exp_codes_turn takes: such a row gets another shift, with which
+// its sum is AGAIN, and its bit in `masks`. exp_codes_gather puts the row's x into a list, of which
+// exp_codes_again (matmul_exp_codes.cu) makes codes once more.
+//
+// Sums that F32 does not have, as of a loss above 88, and those of logits so large that an exponential's
+// argument is rounded to too little, say nothing. Such a row has its bit in `far`. Of these the product
+// leaves its tiles' largest logits in sums (exp_codes_most); exp_codes_center makes a shift of them, of
+// which no code is clamped, and adds the rows to masks; and behind exp_codes_again, which leaves sums,
+// exp_codes_finish_far does what exp_codes_finish did of other rows. Each ends at once where there are
+// none.
 //
 // Data     codes: e5m2 (rows, columns), as matmul_exp_codes.cu writes it; turned: e5m2 (columns, rows).
 //          losses, lse, factors, own, shift, target_logits: F32 (rows). sums: F32 (tiles, rows). x: e4m3
 //          (rows, K), weight: e4m3 (columns, K), scale_x, scale_weight: F32 (1). d: bf16 (rows, K).
-//          targets: I32 (rows); negative: masked. masks: I32 (ceil(rows / 32)), a bit for each row.
+//          targets: I32 (rows); negative: masked. masks, far: I32 (ceil(rows / 32)), bits of rows.
 //          listed: I32 (1 + rows): how many there are, and which; listed_x: e4m3 (rows, K).
-// Launch   256 threads. shift, input: a warp for each row. finish, gather: a block for 32 rows. turn: a
-//          block for 128 rows and 128 columns, grid (across, down).
-// Cost     shift reads x and as many rows of weight; finish sums; input reads and writes d, and reads
-//          a row of weight for each of its rows; turn reads codes and writes as many.
+// Launch   256 threads. shift, input: a warp for each row. finish, finish_far, center, gather: a block
+//          for 32 rows. turn: a block for 128 rows and 128 columns, grid (across, down).
+// Cost     shift reads x and as many rows of weight; finish sums, center and finish_far those of blocks
+//          with rows that are far; input reads and writes d, and reads a row of weight for each of its
+//          rows; turn reads codes and writes as many.
 // Needs    K, columns and rows multiples of 16, target < columns.
 // Same name  llmq/ops/exp_codes.py  llmq/ref/exp_codes.py  tests/ops/test_exp_codes.py
 #include "common.cuh"
@@ -32,7 +40,10 @@
 #include "ptx.cuh"
 
 constexpr int THREADS = 256, ROW_WARPS = THREADS / 32, BLOCK_ROWS = 32;
-constexpr float LOG2E = 1.4426950408889634f, INFINITE = 3.0e38f;
+constexpr float LOG2E = 1.4426950408889634f;
+// Sums within these are exact enough; below LEAST 1 / sum is above what exp_codes_turn takes.
+constexpr float SMALLEST = 1.0e-30f, INFINITE = 3.0e38f, LEAST = 0.5f;
+constexpr float LARGEST_SHIFT = 1024.0f;  // beyond it exponentials_of may be off by 2^-14 and more
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 exp_codes_shift(f32* __restrict__ shift, const e4m3* __restrict__ x, const e4m3* __restrict__ weight,
@@ -60,54 +71,105 @@ exp_codes_shift(f32* __restrict__ shift, const e4m3* __restrict__ x, const e4m3*
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-exp_codes_finish(f32* __restrict__ losses, f32* __restrict__ lse, f32* __restrict__ factors,
-                 f32* __restrict__ own, i32* __restrict__ masks, f32* shift,
-                 const f32* __restrict__ sums, const f32* __restrict__ target_logits,
-                 const i32* __restrict__ targets, i32 rows, i32 tiles, f32 z_loss, f32 largest,
-                 f32 again) {
-    __shared__ float parts[ROW_WARPS][BLOCK_ROWS], most[ROW_WARPS][BLOCK_ROWS];
+// Of a row's numbers in F32 (tiles, rows) all together, by a block of 32 rows: the first warp gets them,
+// a lane each. add: part of a row += a number of a tile, and two parts of a row.
+template <class Part, class Add>
+__device__ __forceinline__ Part over_tiles(const f32* numbers, int rows, int tiles, Part part, Add add) {
+    __shared__ Part parts[ROW_WARPS][BLOCK_ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row = blockIdx.x * BLOCK_ROWS + lane;
-    float part = 0.0f, above = 0.0f;
     if (row < rows) {
 #pragma unroll 4
-        for (int t = warp; t < tiles; t += ROW_WARPS) {
-            const float x = sums[(i64)t * rows + row];
-            part += x;
-            above = fmaxf(above, x);
-        }
+        for (int t = warp; t < tiles; t += ROW_WARPS) { add(part, Part(numbers[(i64)t * rows + row])); }
     }
-    parts[warp][lane] = part, most[warp][lane] = above;
+    parts[warp][lane] = part;
     __syncthreads();
-    if (warp != 0) { return; }
-    bool clamped = false;
-    if (row < rows) {
-        float others = 0.0f;
-        above = 0.0f;
+    if (warp == 0) {
 #pragma unroll
-        for (int w = 0; w < ROW_WARPS; ++w) {
-            others += parts[w][lane];
-            above = fmaxf(above, most[w][lane]);
-        }
+        for (int w = 1; w < ROW_WARPS; ++w) { add(part, parts[w][lane]); }
+    }
+    return part;
+}
+
+struct Sum {
+    float sum, most;
+    __device__ __forceinline__ explicit Sum(float x) : sum(x), most(x) {}
+    Sum() = default;
+};
+
+// Of the block's rows whose bits are in `wanted`. FAR: their shift is the last one; else the rows that
+// are to be made again get another one, new_shift, and say so in masks and far.
+template <bool FAR>
+__device__ __forceinline__ void finish_rows(f32* losses, f32* lse, f32* factors, f32* own, u32 wanted,
+                                            i32* masks, i32* far, f32* new_shift, const f32* shift,
+                                            const f32* sums, const f32* target_logits,
+                                            const i32* targets, int rows, int tiles, float z_loss,
+                                            float largest, float again) {
+    const Sum tile_sums = over_tiles(sums, rows, tiles, Sum(0.0f), [](Sum& x, const Sum& y) {
+        x.sum += y.sum;
+        x.most = fmaxf(x.most, y.most);
+    });
+    if (threadIdx.x >= 32) { return; }
+    const int lane = threadIdx.x, row = blockIdx.x * BLOCK_ROWS + lane;
+    bool made_again = false, is_far = false;
+    if (row < rows && (wanted >> lane & 1) != 0) {
         const int target = targets[row];
         const float before = shift[row], logit = target < 0 ? 0.0f : target_logits[row];
         const float of_target = target < 0 ? 0.0f : exp2_approx((logit - before) * LOG2E);
-        const float sum = others + of_target, row_lse = before + logf(sum);
-        lse[row] = row_lse;
+        const float others = tile_sums.sum, sum = others + of_target;
+        const float row_lse = before + logf(sum);
+        if (!FAR) {  // not of a NaN
+            is_far = sum > INFINITE || sum < SMALLEST || fabsf(before) > LARGEST_SHIFT;
+            made_again = target >= 0 && !is_far && (tile_sums.most > largest || sum < LEAST);
+            if (made_again) { new_shift[row] = row_lse - logf(again); }
+        }
         float loss = 0.0f, factor = 0.0f, d_target = 0.0f;
         if (target >= 0) {
-            clamped = above > largest && sum <= INFINITE;
-            if (clamped) { shift[row] = row_lse - logf(again); }
             const float more = z_loss * row_lse;
             loss = row_lse - logit;
-            factor = (1.0f + more) / (clamped ? again : sum);
+            factor = (1.0f + more) / (made_again ? again : sum);
             d_target = (more * of_target - others) / sum;
         }
-        losses[row] = loss, factors[row] = factor, own[row] = d_target;
+        lse[row] = row_lse, losses[row] = loss, factors[row] = factor, own[row] = d_target;
     }
-    const u32 mask = __ballot_sync(~0u, clamped);
-    if (lane == 0) { masks[blockIdx.x] = (i32)mask; }
+    if (FAR) { return; }
+    const u32 mask = __ballot_sync(~0u, made_again), far_mask = __ballot_sync(~0u, is_far);
+    if (lane == 0) { masks[blockIdx.x] = (i32)mask, far[blockIdx.x] = (i32)far_mask; }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+exp_codes_finish(f32* __restrict__ losses, f32* __restrict__ lse, f32* __restrict__ factors,
+                 f32* __restrict__ own, i32* __restrict__ masks, i32* __restrict__ far, f32* shift,
+                 const f32* __restrict__ sums, const f32* __restrict__ target_logits,
+                 const i32* __restrict__ targets, i32 rows, i32 tiles, f32 z_loss, f32 largest,
+                 f32 again) {
+    finish_rows<false>(losses, lse, factors, own, ~0u, masks, far, shift, shift, sums, target_logits,
+                       targets, rows, tiles, z_loss, largest, again);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+exp_codes_finish_far(f32* __restrict__ losses, f32* __restrict__ lse, f32* __restrict__ factors,
+                     f32* __restrict__ own, const i32* __restrict__ far,
+                     const f32* __restrict__ shift, const f32* __restrict__ sums,
+                     const f32* __restrict__ target_logits, const i32* __restrict__ targets, i32 rows,
+                     i32 tiles, f32 z_loss) {
+    const u32 wanted = far[blockIdx.x];
+    if (wanted == 0) { return; }
+    finish_rows<true>(losses, lse, factors, own, wanted, nullptr, nullptr, nullptr, shift, sums,
+                      target_logits, targets, rows, tiles, z_loss, 0.0f, 0.0f);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+exp_codes_center(f32* __restrict__ shift, i32* __restrict__ masks, const f32* __restrict__ most,
+                 const i32* __restrict__ far, i32 rows, i32 tiles, f32 room) {
+    const u32 wanted = far[blockIdx.x];
+    if (wanted == 0) { return; }
+    const float logit = over_tiles(most, rows, tiles, -INFINITY,
+                                   [](float& x, float y) { x = larger(x, y); });
+    if (threadIdx.x >= 32) { return; }
+    const int row = blockIdx.x * BLOCK_ROWS + threadIdx.x;
+    if ((wanted >> threadIdx.x & 1) != 0) { shift[row] = logit - room; }
+    if (threadIdx.x == 0) { masks[blockIdx.x] |= wanted; }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -205,7 +267,8 @@ exp_codes_turn(e5m2* __restrict__ turned, const e5m2* __restrict__ codes,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float by = of_row[i] * over_scale;
-        const __half2 factor = __float2half2_rn(by > LARGEST_HALF ? LARGEST_HALF : by);
+        const bool above = fabsf(by) > LARGEST_HALF;
+        const __half2 factor = __float2half2_rn(above ? copysignf(LARGEST_HALF, by) : by);
         uint4& x = loaded[i];
         x = make_uint4(scaled(x.x, factor), scaled(x.y, factor), scaled(x.z, factor),
                        scaled(x.w, factor));

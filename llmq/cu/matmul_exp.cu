@@ -108,21 +108,10 @@ matmul_exp(const __grid_constant__ TensorMap e, f32* sums, f32* target_logits,
            const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
            const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab) {
     extern __shared__ unsigned char dynamic[];
-    const Product product(dynamic, K);
-    if (threadIdx.x == 0) { product.init(); }
-    cluster_arrive();
-    cluster_wait();
-    const Work work(M, N, Product::WIDTH, K * (int)sizeof(bf16));
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        if (threadIdx.x == 0) { product.load(work, &a, &b, &a, &b, TILE_COLUMNS / 2); }
-    } else if (warpgroup < 3) {
-        product.multiply_tiles(work, warpgroup - 1, 1.0f);
-    } else {
+    const auto take = [&](const Product& product, const Work& work, int me) {
         Exponentials exponentials{&e, sums, target_logits, shift, targets, M, N, vocab, dynamic};
-        product.take_boxes(work, __shfl_sync(~0u, threadIdx.x / 32 % WARPS, 0), exponentials);
+        product.take_boxes(work, me, exponentials);
         if (threadIdx.x % 32 == 0) { stores_are_done(); }
-    }
-    cluster_arrive();
-    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+    };
+    multiply_and_take<Product>(dynamic, M, N, K, &a, &b, 1.0f, take);
 }

@@ -9,7 +9,9 @@
 // of a warp take whole lines of eight rows at a time and store them.
 //
 // exp_codes_again: row i of a stands for row rows[1 + i] of everything else, and there are rows[0] of
-// them; nothing but e is written. Blocks end at once where there are none.
+// them; nothing but e and sums is written. Blocks end at once where there are none.
+//
+// exp_codes_most: of the same rows the largest l of each tile in place of its sum, and nothing else.
 //
 // Data     e: e5m2 (M, N). sums: F32 (ceil(N / 192), M), of e over the columns of a tile, before it
 //          is rounded. target_logits: F32 (M), written where a row has a target. a: e4m3 (M, K), b:
@@ -30,16 +32,20 @@ constexpr int TILE_COLUMNS = 192;
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
 using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS>;
 
+// Codes and sums of all rows, or of listed ones; or of these the largest logits instead of sums.
+enum Way { ALL, AGAIN, MOST };
+
 // What a thread of the epilogue does with its row of a tile, box after box. row: of all but a; beyond
 // the last one of a it is M.
-template <bool LISTED> struct Exponentials {
+template <Way WAY> struct Exponentials {
+    static constexpr bool LISTED = WAY != ALL;
     e5m2* e;
     f32 *sums, *target_logits;
     const f32* shift;
     const i32 *targets, *rows;
     int M, N, vocab, count;  // count: rows of a
     unsigned char* dynamic;  // shared memory
-    float sum, offset;       // of the row: so far in this tile; -shift in powers of two
+    float sum, offset;       // of the row: so far in this tile; -shift, of ALL in powers of two
     int row, target;
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
@@ -50,20 +56,24 @@ template <bool LISTED> struct Exponentials {
             unsigned char* const first = dynamic + (lines - shared_address(dynamic));
             unsigned char* const line = first + lane * LINE;
             const u32 place = target - column;
-            if (place < BOX) {
+            if constexpr (WAY == MOST) {
+                see(line, min(BOX, vocab - column));
+            } else if (place < BOX) {
                 bf16* const logit = reinterpret_cast<bf16*>(line + word(lane, place / 8)) + place % 8;
                 if (!LISTED) { target_logits[row] = to_f32(*logit); }
                 *reinterpret_cast<unsigned short*>(logit) = 0xFF80;  // -infinity
             }
-            if (column + BOX <= vocab) {
-                take<false>(line, column);
-            } else {
-                take<true>(line, column);
+            if constexpr (WAY != MOST) {
+                if (column + BOX <= vocab) {
+                    take<false>(line, column);
+                } else {
+                    take<true>(line, column);
+                }
+                __syncwarp();
+                store(first, column);
             }
-            __syncwarp();
-            store(first, column);
         }
-        if (!LISTED && b == Product::BOXES - 1 && row < M) {
+        if (b == Product::BOXES - 1 && row < M) {
             sums[(i64)(tile.column / TILE_COLUMNS) * M + row] = sum;
         }
     }
@@ -82,9 +92,23 @@ private:
     __device__ __forceinline__ void begin(int index) {
         row = index;
         if (LISTED) { row = index < count ? rows[1 + index] : M; }
+        if (WAY == MOST) {
+            sum = -INFINITY;
+            return;
+        }
         sum = 0.0f;
-        offset = row < M ? -shift[row] * LOG2E : 0.0f;
+        offset = row < M ? -shift[row] : 0.0f;
+        if (!LISTED) { offset *= LOG2E; }
         target = row < M ? targets[row] : -1;
+    }
+
+    // The first `count` logits of the thread's line.
+    __device__ __forceinline__ void see(const unsigned char* line, int count) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int k = 0; k < count; ++k) {
+            sum = larger(sum, to_f32(reinterpret_cast<const bf16*>(line + word(lane, k / 8))[k % 8]));
+        }
     }
 
     // Codes in place of the logits of the thread's line. IS_LAST: columns may be >= vocab.
@@ -110,7 +134,7 @@ private:
     template <bool IS_LAST>
     __device__ __forceinline__ uint2 exponentials(const uint4& x, int column) {
         float y[8];
-        exponentials_of<IS_LAST>(y, sum, x, offset, column, vocab);
+        exponentials_of<IS_LAST, LISTED>(y, sum, x, offset, column, vocab);
         return make_uint2(to_fp8<e5m2>(y[0], y[1], y[2], y[3]), to_fp8<e5m2>(y[4], y[5], y[6], y[7]));
     }
 
@@ -130,26 +154,14 @@ private:
     }
 };
 
-// Of all rows of a, or of those that are LISTED.
-template <bool LISTED>
-__device__ __forceinline__ void multiply_and_take(Exponentials<LISTED> exponentials,
-                                                  const TensorMap* a, const TensorMap* b, float scale,
-                                                  int K) {
-    const Product product(exponentials.dynamic, K);
-    if (threadIdx.x == 0) { product.init(); }
-    cluster_arrive();
-    cluster_wait();
-    const Work work(exponentials.count, exponentials.N, Product::WIDTH, K);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        if (threadIdx.x == 0) { product.load(work, a, b, a, b, TILE_COLUMNS / 2); }
-    } else if (warpgroup < 3) {
-        product.multiply_tiles(work, warpgroup - 1, scale);
-    } else {
-        product.take_boxes(work, __shfl_sync(~0u, threadIdx.x / 32 % WARPS, 0), exponentials);
-    }
-    cluster_arrive();
-    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+template <Way WAY>
+__device__ __forceinline__ void run(Exponentials<WAY> exponentials, const TensorMap* a,
+                                    const TensorMap* b, float scale, int K) {
+    const auto take = [&](const Product& product, const Work& work, int me) {
+        product.take_boxes(work, me, exponentials);
+    };
+    multiply_and_take<Product>(exponentials.dynamic, exponentials.count, exponentials.N, K, a, b,
+                               scale, take);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
@@ -157,18 +169,29 @@ matmul_exp_codes(e5m2* e, f32* sums, f32* target_logits, const __grid_constant__
                  const __grid_constant__ TensorMap b, const f32* scale_a, const f32* scale_b,
                  const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab) {
     extern __shared__ unsigned char dynamic[];
-    multiply_and_take<false>(
-        {e, sums, target_logits, shift, targets, nullptr, M, N, vocab, M, dynamic}, &a, &b,
-        *scale_a * *scale_b, K);
+    run<ALL>({e, sums, target_logits, shift, targets, nullptr, M, N, vocab, M, dynamic}, &a, &b,
+             *scale_a * *scale_b, K);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
-exp_codes_again(e5m2* e, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-                const f32* scale_a, const f32* scale_b, const f32* shift, const i32* targets,
-                const i32* rows, i32 M, i32 N, i32 K, i32 vocab) {
+exp_codes_again(e5m2* e, f32* sums, const __grid_constant__ TensorMap a,
+                const __grid_constant__ TensorMap b, const f32* scale_a, const f32* scale_b,
+                const f32* shift, const i32* targets, const i32* rows, i32 M, i32 N, i32 K,
+                i32 vocab) {
     extern __shared__ unsigned char dynamic[];
     const int count = rows[0];
     if (count == 0) { return; }
-    multiply_and_take<true>({e, nullptr, nullptr, shift, targets, rows, M, N, vocab, count, dynamic},
-                            &a, &b, *scale_a * *scale_b, K);
+    run<AGAIN>({e, sums, nullptr, shift, targets, rows, M, N, vocab, count, dynamic}, &a, &b,
+               *scale_a * *scale_b, K);
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
+exp_codes_most(f32* most, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
+               const f32* scale_a, const f32* scale_b, const i32* rows, i32 M, i32 N, i32 K,
+               i32 vocab) {
+    extern __shared__ unsigned char dynamic[];
+    const int count = rows[0];
+    if (count == 0) { return; }
+    run<MOST>({nullptr, most, nullptr, nullptr, nullptr, rows, M, N, vocab, count, dynamic}, &a, &b,
+              *scale_a * *scale_b, K);
 }

@@ -415,6 +415,29 @@ private:
     static constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;  // of a tile
 };
 
+// All that a block of 512 threads does where the epilogue is one warpgroup, and there are no tails.
+// take(product, work, me): what warp `me` of the epilogue does.
+template <class Product, class Take>
+__device__ __forceinline__ void multiply_and_take(unsigned char* dynamic, int M, int N, int K,
+                                                  const TensorMap* left, const TensorMap* right,
+                                                  float scale, const Take& take) {
+    const Product product(dynamic, K);
+    if (threadIdx.x == 0) { product.init(); }
+    cluster_arrive();
+    cluster_wait();
+    const Work work(M, N, Product::WIDTH, K * (LINE / Product::STEP_K));
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        if (threadIdx.x == 0) { product.load(work, left, right, left, right, TILE_COLUMNS / 2); }
+    } else if (warpgroup < 3) {
+        product.multiply_tiles(work, warpgroup - 1, scale);
+    } else {
+        take(product, work, __shfl_sync(~0u, threadIdx.x / 32 % 4, 0));
+    }
+    cluster_arrive();
+    cluster_wait();  // a block may not end while the other one still arrives at its barriers
+}
+
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 
 __device__ __forceinline__ float lower_half(u32 pair) { return __uint_as_float(pair << 16); }
@@ -426,8 +449,9 @@ __device__ __forceinline__ u32 to_pair(float lower, float upper) {
 
 constexpr float LOG2E = 1.4426950408889634f;
 // Eight logits from a column on become y = 2^(x * LOG2E + offset), and what they are added to sum.
-// IS_LAST: 0 in columns >= vocab.
-template <bool IS_LAST>
+// IS_LAST: 0 in columns >= vocab. APART: y = 2^((x + offset) * LOG2E), which is right of any numbers,
+// where offset * LOG2E of large ones is not.
+template <bool IS_LAST, bool APART = false>
 __device__ __forceinline__ void exponentials_of(float (&y)[8], float& sum, const uint4& x, float offset,
                                                 int column, int vocab) {
     const u32 pairs[4] = {x.x, x.y, x.z, x.w};
@@ -435,7 +459,7 @@ __device__ __forceinline__ void exponentials_of(float (&y)[8], float& sum, const
     for (int k = 0; k < 8; ++k) { y[k] = k % 2 ? upper_half(pairs[k / 2]) : lower_half(pairs[k / 2]); }
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-        y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
+        y[k] = exp2_approx(APART ? (y[k] + offset) * LOG2E : fmaf(y[k], LOG2E, offset));
         if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
     }
     sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));

@@ -278,7 +278,11 @@ class Head:
     def _codes_of_exponentials(
         self, chunk: _Chunk, lm_head: Fp8, e: Tensor, factors: Tensor, own: Tensor
     ) -> None:
-        """Losses; and codes, of some rows twice."""
+        """Losses; and codes, of some rows twice, from another shift.
+
+        far: the rows of which the first sums say nothing, so that the shift needs their largest
+        logit.
+        """
         start, stop, x, targets = chunk
         dev, (rows, vocab), size = self.dev, e.shape, self.config.vocab_size
         losses, lse = self.losses.rows(start, stop), self.lse.rows(start, stop)
@@ -294,13 +298,19 @@ class Head:
             picked = scratch("targets", (rows,), F32)
             after = (*operands, shift, targets)
             matmul_exp_codes.forward(dev, e, sums, picked, x.codes, *after, size)
-            masks = scratch("masks", (exp_codes.num_masks(rows),), I32)
-            results = (losses, lse, factors, own, masks, shift)
-            exp_codes.finish(dev, *results, sums, picked, targets, self.z_loss)
+            masks, far = (
+                scratch(name, (exp_codes.num_masks(rows),), I32) for name in ("masks", "far")
+            )
+            results, of_sums = (losses, lse, factors, own), (shift, sums, picked, targets)
+            exp_codes.finish(dev, *results, masks, far, *of_sums, self.z_loss)
             listed = scratch("listed", (1 + rows,), I32)
             listed_x = scratch("listed_x", x.codes.shape, x.codes.dtype)
+            exp_codes.gather(dev, listed, listed_x, far, x.codes)
+            matmul_exp_codes.most(dev, sums, listed_x, *operands, listed, size)
+            exp_codes.center(dev, shift, masks, sums, far)
             exp_codes.gather(dev, listed, listed_x, masks, x.codes)
-            matmul_exp_codes.again(dev, e, listed_x, *after, listed, size)
+            matmul_exp_codes.again(dev, e, sums, listed_x, *after, listed, size)
+            exp_codes.finish_far(dev, *results, far, *of_sums, self.z_loss)
 
     def _cross_entropy(self, chunk: _Chunk, logits: Tensor, codes: Tensor | None = None) -> None:
         """Losses; and the gradient in place of the logits, or as codes."""

@@ -18,6 +18,7 @@ THREADS = 256
 BLOCK_ROWS = 32
 CODES_TILE = 128  # rows and columns of turn; CodesTile in cu/fp8.cuh
 AGAIN = 4096.0  # the sum of a row's exponentials when they are computed again
+ROOM = 14 * math.log(2)  # of the largest exponential of a row that is far, 2^14
 
 SHIFT = Kernel(
     "exp_codes.cu",
@@ -28,9 +29,22 @@ SHIFT = Kernel(
 FINISH = Kernel(
     "exp_codes.cu",
     "exp_codes_finish",
-    args="f32* losses, f32* lse, f32* factors, f32* own, i32* masks, inout f32* shift, "
+    args="f32* losses, f32* lse, f32* factors, f32* own, i32* masks, i32* far, inout f32* shift, "
     "const f32* sums, const f32* target_logits, const i32* targets, i32 rows, i32 tiles, "
     "f32 z_loss, f32 largest, f32 again",
+)
+CENTER = Kernel(
+    "exp_codes.cu",
+    "exp_codes_center",
+    args="few f32* shift, few inout i32* masks, few const f32* most, const i32* far, i32 rows, "
+    "i32 tiles, f32 room",
+)
+FINISH_FAR = Kernel(
+    "exp_codes.cu",
+    "exp_codes_finish_far",
+    args="few f32* losses, few f32* lse, few f32* factors, few f32* own, const i32* far, "
+    "few const f32* shift, few const f32* sums, few const f32* target_logits, "
+    "few const i32* targets, i32 rows, i32 tiles, f32 z_loss",
 )
 GATHER = Kernel(
     "exp_codes.cu",
@@ -101,27 +115,29 @@ def finish(
     factors: Tensor,
     own: Tensor,
     masks: Tensor,
+    far: Tensor,
     shift: Tensor,
     sums: Tensor,
     target_logits: Tensor,
     targets: Tensor,
     z_loss: float,
-    *,
-    largest: float = E5M2_MAX,
 ) -> None:
     """Losses, and what makes codes of exponentials the gradient
     softmax(logits) * (1 + z_loss * lse) - onehot(target).
 
     Args (sums and target_logits as `matmul_exp_codes.forward` leaves them, of this shift):
-        losses         out    F32  (rows,)   lse - logit of the target; 0 for masked rows; infinite
-                                             where it is more than 88
-        lse            out    F32  (rows,)   log-sum-exp, also for masked rows, but see losses
+        losses         out    F32  (rows,)   lse - logit of the target; 0 for masked rows
+        lse            out    F32  (rows,)   log-sum-exp, also for masked rows
         factors        out    F32  (rows,)   of codes; 0 for masked rows
         own            out    F32  (rows,)   the gradient of the target's logit; 0 for masked rows
         masks          out    I32  (num_masks(rows),)   bits of the rows whose codes must be made
-                                             again, since a tile has a sum above `largest`
-        shift          inout  F32  (rows,)   of these: with which their sum is AGAIN, as `factors`
-                                             has it
+                                             again, since a tile's sum is above the largest code,
+                                             or the row's below 1/2
+        far            out    I32  (num_masks(rows),)   bits of the rows, masked ones too, of which
+                                             all else is wrong, since their sum is not in the range
+                                             of F32, or their shift too large to be exact with
+        shift          inout  F32  (rows,)   of the rows in masks: becomes the one with which their
+                                             sum is AGAIN, as `factors` has it
         sums           in     F32  (tiles, rows)
         target_logits  in     F32  (rows,)   not read of masked rows
         targets        in     I32  (rows,)   negative: masked
@@ -130,15 +146,71 @@ def finish(
     """
     op = "exp_codes.finish"
     rows = losses.shape[0]
-    vectors = {"losses": losses, "lse": lse, "factors": factors, "own": own, "shift": shift}
-    for name, tensor in (vectors | {"target_logits": target_logits}).items():
+    vectors = (losses, lse, factors, own, shift, target_logits)
+    _check_rows(op, vectors, sums, targets, {"masks": masks, "far": far})
+    results = (losses, lse, factors, own, masks, far, shift)
+    args = (*results, sums, target_logits, targets, rows, sums.shape[0], z_loss, E5M2_MAX, AGAIN)
+    dev.launch(FINISH, num_masks(rows), THREADS, args)
+
+
+def center(dev: Device, shift: Tensor, masks: Tensor, most: Tensor, far: Tensor) -> None:
+    """A shift for the rows that are far, with which no code is clamped: next to nothing for none.
+
+    Args:
+        shift  out    F32  (rows,)   the largest logit less ROOM; nothing is written of other rows
+        masks  inout  I32  (num_masks(rows),)   gets the bits of far, too
+        most   in     F32  (tiles, rows)        as `matmul_exp_codes.most` leaves it
+        far    in     I32  (num_masks(rows),)
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "exp_codes.center"
+    tiles, rows = most.shape
+    expect(op, "most", most, F32, (tiles, rows))
+    expect(op, "shift", shift, F32, (rows,))
+    for name, words in (("masks", masks), ("far", far)):
+        expect(op, name, words, I32, (num_masks(rows),))
+    dev.launch(CENTER, num_masks(rows), THREADS, (shift, masks, most, far, rows, tiles, ROOM))
+
+
+def finish_far(
+    dev: Device,
+    losses: Tensor,
+    lse: Tensor,
+    factors: Tensor,
+    own: Tensor,
+    far: Tensor,
+    shift: Tensor,
+    sums: Tensor,
+    target_logits: Tensor,
+    targets: Tensor,
+    z_loss: float,
+) -> None:
+    """What `finish` leaves, of the rows that are far alone: next to nothing for none.
+
+    Args: as of `finish`, but that far and shift are in; sums as `matmul_exp_codes.again` leaves
+    them, of the shift of `center`. Nothing is written of other rows.
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    rows, vectors = losses.shape[0], (losses, lse, factors, own, shift, target_logits)
+    _check_rows("exp_codes.finish_far", vectors, sums, targets, {"far": far})
+    results, operands = (losses, lse, factors, own), (far, shift, sums, target_logits, targets)
+    args = (*results, *operands, rows, sums.shape[0], z_loss)
+    dev.launch(FINISH_FAR, num_masks(rows), THREADS, args)
+
+
+def _check_rows(
+    op: str, vectors: tuple[Tensor, ...], sums: Tensor, targets: Tensor, words: dict[str, Tensor]
+) -> None:
+    """Of `finish` and `finish_far`."""
+    rows, names = vectors[0].shape[0], ("losses", "lse", "factors", "own", "shift", "target_logits")
+    for name, tensor in zip(names, vectors, strict=True):
         expect(op, name, tensor, F32, (rows,))
-    expect(op, "masks", masks, I32, (num_masks(rows),))
+    for name, tensor in words.items():
+        expect(op, name, tensor, I32, (num_masks(rows),))
     expect(op, "sums", sums, F32, (*sums.shape[:1], rows))
     expect(op, "targets", targets, I32, (rows,))
-    results = (losses, lse, factors, own, masks, shift)
-    args = (*results, sums, target_logits, targets, rows, sums.shape[0], z_loss, largest, AGAIN)
-    dev.launch(FINISH, num_masks(rows), THREADS, args)
 
 
 def gather(dev: Device, listed: Tensor, listed_x: Tensor, masks: Tensor, x: Tensor) -> None:

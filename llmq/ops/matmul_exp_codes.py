@@ -13,7 +13,9 @@ from llmq.ops.common import (
     PRODUCT_SHARED,
     PRODUCT_THREADS,
     PRODUCT_TILE,
+    expect_exponentials,
     expect_fp8_multiples,
+    expect_logits,
     num_sums,
     own_product_blocks,
     runs_own_products,
@@ -36,9 +38,16 @@ FORWARD = Kernel(
 AGAIN = Kernel(
     "matmul_exp_codes.cu",
     "exp_codes_again",
-    args="few e5m2* e, few const A[128]* a, few const B[96]* b, const f32* scale_a, "
-    "const f32* scale_b, few const f32* shift, few const i32* targets, few const i32* rows, "
-    "i32 M, i32 N, i32 K, i32 vocab",
+    args="few e5m2* e, few f32* sums, few const A[128]* a, few const B[96]* b, "
+    "const f32* scale_a, const f32* scale_b, few const f32* shift, few const i32* targets, "
+    "few const i32* rows, i32 M, i32 N, i32 K, i32 vocab",
+    capability=CAPABILITY,
+)
+MOST = Kernel(
+    "matmul_exp_codes.cu",
+    "exp_codes_most",
+    args="few f32* most, few const A[128]* a, few const B[96]* b, const f32* scale_a, "
+    "const f32* scale_b, few const i32* rows, i32 M, i32 N, i32 K, i32 vocab",
     capability=CAPABILITY,
 )
 
@@ -79,7 +88,8 @@ def forward(
         b              in   E4M3 (N, K)
         scale_a        in   F32  (1,)
         scale_b        in   F32  (1,)
-        shift          in   F32  (M,)     sums are infinite where a logit is more than 88 above it
+        shift          in   F32  (M,)     sums are infinite where a logit is more than 88 above it,
+                                          and too inexact where it is beyond 1,024
         targets        in   I32  (M,)     ids in [0, vocab_size); negative: masked
 
     Products are added with fewer bits, as `matmul_fp8` says of fast_accumulation: the logits have
@@ -88,8 +98,8 @@ def forward(
     Cost:    2*M*N*K FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
-    M, N = _check(OP, e, a, b, scale_a, scale_b, shift, targets, vocab_size)
-    expect(OP, "sums", sums, F32, (num_sums(N), M))
+    M, N = _check(OP, a, b, scale_a, scale_b, vocab_size)
+    expect_exponentials(OP, e, E5M2, sums, shift, targets, M, N)
     expect(OP, "target_logits", target_logits, F32, (M,))
     operands = (a, b, scale_a, scale_b, shift, targets)
     results, flops = (e, sums, target_logits), 2 * a.size * N
@@ -99,6 +109,7 @@ def forward(
 def again(
     dev: Device,
     e: Tensor,
+    sums: Tensor,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
@@ -108,41 +119,50 @@ def again(
     rows: Tensor,
     vocab_size: int,
 ) -> None:
-    """The rows of e that are listed, once more: next to nothing where none are.
+    """The rows of e and sums that are listed, once more: next to nothing where none are.
 
     rows: I32 (1 + M,), how many there are, and which. Row i of a is that of row rows[1 + i] of e,
-    shift and targets. All else as in `forward`.
+    sums, shift and targets. shift may be any finite number. All else as in `forward`.
     """
     op = f"{OP}.again"
-    M, N = _check(op, e, a, b, scale_a, scale_b, shift, targets, vocab_size)
+    M, N = _check(op, a, b, scale_a, scale_b, vocab_size)
+    expect_exponentials(op, e, E5M2, sums, shift, targets, M, N)
     expect(op, "rows", rows, I32, (1 + M,))
-    tensors = (e, a, b, scale_a, scale_b, shift, targets, rows)
+    tensors = (e, sums, a, b, scale_a, scale_b, shift, targets, rows)
     _launch(dev, AGAIN, tensors, (M, N, a.shape[1], vocab_size))
 
 
-def _check(
-    op: str,
-    e: Tensor,
+def most(
+    dev: Device,
+    most: Tensor,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    shift: Tensor,
-    targets: Tensor,
+    rows: Tensor,
     vocab_size: int,
+) -> None:
+    """The largest logits of the rows that are listed, by tiles: next to nothing where none are.
+
+    most: F32 (num_sums(N), M), out, -infinity where a tile has columns >= vocab_size alone;
+    nothing is written of other rows. All else as in `again`.
+    """
+    op = f"{OP}.most"
+    M, N = _check(op, a, b, scale_a, scale_b, vocab_size)
+    expect(op, "most", most, F32, (num_sums(N), M))
+    expect(op, "rows", rows, I32, (1 + M,))
+    tensors = (most, a, b, scale_a, scale_b, rows)
+    _launch(dev, MOST, tensors, (M, N, a.shape[1], vocab_size))
+
+
+def _check(
+    op: str, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, vocab_size: int
 ) -> tuple[int, int]:
-    (M, K), N = a.shape, b.shape[0]
+    M, N = expect_logits(op, a, b, E4M3, vocab_size)
     expect_fp8_multiples(op, M, N)
-    expect_fp8_multiples(op, M, K)
-    expect(op, "e", e, E5M2, (M, N))
-    expect(op, "a", a, E4M3, (M, K))
-    expect(op, "b", b, E4M3, (N, K))
+    expect_fp8_multiples(op, M, a.shape[1])
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         expect(op, name, scale, F32, (1,))
-    expect(op, "shift", shift, F32, (M,))
-    expect(op, "targets", targets, I32, (M,))
-    if not 0 < vocab_size <= N:
-        raise ValueError(f"{op}: vocab_size must be in [1, {N}], got {vocab_size}")
     return M, N
 
 

@@ -7,6 +7,9 @@ import numpy as np
 from llmq.ref.common import BF16, compute, decode_fp8, encode_fp8
 
 BLOCK_ROWS = 32  # bits of a mask
+# Sums within these are exact enough; below LEAST 1 / sum is above what exp_codes_turn takes.
+SMALLEST, INFINITE, LEAST = (np.float32(x) for x in (1e-30, 3e38, 0.5))
+LARGEST_SHIFT = np.float32(1024)
 
 # rows, columns, K, vocab
 CASES = {
@@ -40,6 +43,7 @@ def exp_codes_finish(
     factors: np.ndarray,
     own: np.ndarray,
     masks: np.ndarray,
+    far: np.ndarray,
     shift: np.ndarray,
     sums: np.ndarray,
     target_logits: np.ndarray,
@@ -53,25 +57,92 @@ def exp_codes_finish(
     """losses, lse, factors and own (rows), so that factor * e, and own where e has left the target
     out, is softmax * (1 + z_loss * lse) - onehot.
 
-    masks (ceil(rows / BLOCK_ROWS)): bits of rows that have a sum above largest; their shift becomes
-    the one with which all their exponentials have the sum again.
+    masks (ceil(rows / BLOCK_ROWS)): bits of rows that have a sum of a tile above largest, or one of
+    all below LEAST; their shift becomes the one with which their exponentials have the sum again.
+    far: the same of rows whose sum says nothing, of which nothing else is right.
     """
-    counted = targets >= 0
-    others = sums.sum(axis=0)
-    logits = np.where(counted, target_logits, 0)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        sum_ = _finish(
+            losses, lse, factors, own, shift, sums, target_logits, targets, z_loss, slice(None)
+        )
+        is_far = (sum_ > INFINITE) | (sum_ < SMALLEST) | (abs(shift) > LARGEST_SHIFT)
+        made_again = (sums.max(axis=0) > largest) | (sum_ < LEAST)
+        made_again &= (targets >= 0) & ~is_far
+        shift[made_again] = lse[made_again] - np.log(np.float32(again))
+        factors[made_again] *= sum_[made_again] / np.float32(again)
+    masks[...], far[...] = _words(made_again), _words(is_far)
+
+
+def exp_codes_finish_far(
+    losses: np.ndarray,
+    lse: np.ndarray,
+    factors: np.ndarray,
+    own: np.ndarray,
+    far: np.ndarray,
+    shift: np.ndarray,
+    sums: np.ndarray,
+    target_logits: np.ndarray,
+    targets: np.ndarray,
+    rows: int,
+    tiles: int,
+    z_loss: float,
+) -> None:
+    """The same of the rows of far, of a shift and sums that say all."""
+    found = _rows_of(far, rows)
     with np.errstate(invalid="ignore", over="ignore"):
-        of_target = np.where(counted, np.exp(logits - shift), 0)
-        sum_ = others + of_target
-        lse[...] = shift + np.log(sum_)
-        clamped = counted & (sums.max(axis=0) > largest) & np.isfinite(sum_)
-        shift[clamped] = lse[clamped] - np.log(np.float32(again))
-        more = np.float32(z_loss) * lse
-        losses[...] = np.where(counted, lse - logits, 0)
-        factors[...] = np.where(counted, (1 + more) / np.where(clamped, again, sum_), 0)
-        own[...] = np.where(counted, (more * of_target - others) / sum_, 0)
-    bits = np.zeros(len(masks) * BLOCK_ROWS, np.uint8)
-    bits[:rows] = clamped
-    masks[...] = np.packbits(bits, bitorder="little").view(np.int32)
+        _finish(losses, lse, factors, own, shift, sums, target_logits, targets, z_loss, found)
+
+
+def exp_codes_center(
+    shift: np.ndarray,
+    masks: np.ndarray,
+    most: np.ndarray,
+    far: np.ndarray,
+    rows: int,
+    tiles: int,
+    room: float,
+) -> None:
+    """shift (rows) = the largest of most (tiles, rows) - room, of the rows of far; so has masks."""
+    found = _rows_of(far, rows)
+    shift[found] = most[:, found].max(axis=0) - np.float32(room)
+    masks |= far
+
+
+def _finish(
+    losses: np.ndarray,
+    lse: np.ndarray,
+    factors: np.ndarray,
+    own: np.ndarray,
+    shift: np.ndarray,
+    sums: np.ndarray,
+    target_logits: np.ndarray,
+    targets: np.ndarray,
+    z_loss: float,
+    some: np.ndarray | slice,
+) -> np.ndarray:
+    """Of some rows; returns their sums."""
+    counted, before = targets[some] >= 0, shift[some]
+    others = sums[:, some].sum(axis=0)
+    logits = np.where(counted, target_logits[some], 0)
+    of_target = np.where(counted, np.exp(logits - before), 0)
+    sum_ = others + of_target
+    row_lse = before + np.log(sum_)
+    more = np.float32(z_loss) * row_lse
+    lse[some] = row_lse
+    losses[some] = np.where(counted, row_lse - logits, 0)
+    factors[some] = np.where(counted, (1 + more) / sum_, 0)
+    own[some] = np.where(counted, (more * of_target - others) / sum_, 0)
+    return sum_
+
+
+def _words(bits: np.ndarray) -> np.ndarray:
+    padded = np.zeros(-(-len(bits) // BLOCK_ROWS) * BLOCK_ROWS, bool)
+    padded[: len(bits)] = bits
+    return np.packbits(padded, bitorder="little").view(np.int32)
+
+
+def _rows_of(words: np.ndarray, rows: int) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:rows])
 
 
 def exp_codes_gather(
@@ -84,7 +155,7 @@ def exp_codes_gather(
 ) -> None:
     """listed (1 + rows): how many bits of masks are set, and of which rows; listed_x (rows,K):
     these of x (rows,K)."""
-    found = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")[:rows])
+    found = _rows_of(masks, rows)
     listed[0] = len(found)
     listed[1 : 1 + len(found)] = found
     listed_x[: len(found)] = x[found]
@@ -122,7 +193,8 @@ def exp_codes_turn(
     Products and factors are halves, which have E5M2's exponents.
     """
     over_scale = np.float32(over_scale)
-    by = np.minimum(factors * over_scale, np.finfo(np.float16).max).astype(np.float16)
+    largest = np.finfo(np.float16).max
+    by = np.clip(factors * over_scale, -largest, largest).astype(np.float16)
     result = (codes.astype(np.float16) * by[:, None]).astype(np.float32)
     counted = np.flatnonzero(targets >= 0)
     result[counted, targets[counted]] = own[counted] * over_scale

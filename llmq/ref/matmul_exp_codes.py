@@ -39,17 +39,17 @@ def matmul_exp_codes(
     of negative targets there is none. sums (ceil(N / TILE), M): of e over TILE columns each, before
     it is rounded.
     """
-    edges = np.arange(0, N, TILE)
     for rows, x in adapted_product(a, decode_fp8(b).T, None, None, scale_a, scale_b):
         x = compute(x.astype(BF16))
         counted = np.flatnonzero(targets[rows] >= 0)
         target_logits[rows][counted] = x[counted, targets[rows][counted]]
         _exponentials(e[rows], x, shift[rows], targets[rows], vocab)
-        sums[:, rows] = np.add.reduceat(x, edges, axis=1).T
+        sums[:, rows] = _by_tiles(np.add, x)
 
 
 def exp_codes_again(
     e: np.ndarray,
+    sums: np.ndarray,
     a: np.ndarray,
     b: np.ndarray,
     scale_a: np.ndarray,
@@ -62,13 +62,39 @@ def exp_codes_again(
     K: int,
     vocab: int,
 ) -> None:
-    """The same of rows[1 : 1 + rows[0]] of e, shift and targets, from the first rows of a."""
+    """The same of rows[1 : 1 + rows[0]] of e, sums, shift and targets, from the first rows of a."""
     listed = rows[1 : 1 + rows[0]]
     for some, x in adapted_product(a[: len(listed)], decode_fp8(b).T, None, None, scale_a, scale_b):
         x = compute(x.astype(BF16))
         of_e = np.empty(x.shape, e.dtype)
         _exponentials(of_e, x, shift[listed[some]], targets[listed[some]], vocab)
         e[listed[some]] = of_e
+        sums[:, listed[some]] = _by_tiles(np.add, x)
+
+
+def exp_codes_most(
+    most: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    scale_a: np.ndarray,
+    scale_b: np.ndarray,
+    rows: np.ndarray,
+    M: int,
+    N: int,
+    K: int,
+    vocab: int,
+) -> None:
+    """most (ceil(N / TILE), M): of the same rows the largest logits of columns < vocab by tiles."""
+    listed = rows[1 : 1 + rows[0]]
+    for some, x in adapted_product(a[: len(listed)], decode_fp8(b).T, None, None, scale_a, scale_b):
+        x = compute(x.astype(BF16))
+        x[:, vocab:] = -np.inf
+        most[:, listed[some]] = _by_tiles(np.maximum, x)
+
+
+def _by_tiles(reduce: np.ufunc, x: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return reduce.reduceat(x, np.arange(0, x.shape[1], TILE), axis=1).T
 
 
 def _exponentials(

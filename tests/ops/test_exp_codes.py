@@ -30,26 +30,36 @@ def operands(rng, rows, columns, K, vocab, size=4.0):
     }
 
 
-def whole_way(dev, vocab, z_loss, largest=57344.0, **arrays):
-    """All operations: losses, lse and the gradient as F32, of the rows and transposed."""
+def whole_way(dev, vocab, z_loss, below=0.0, **arrays):
+    """All operations: losses, lse and the gradient as F32, of the rows and transposed.
+
+    below: how far shifts are below the targets' logits.
+    """
     (rows, K), columns = arrays["x"].shape, arrays["weight"].shape[0]
     scale = gradient_scale(z_loss)
 
     def call(dev, x, weight, scale_x, scale_weight, targets, d, **t):
         exp_codes.shift(dev, t["shift"], x, weight, scale_x, scale_weight, targets)
+        dev.upload(t["shift"], dev.download(t["shift"]) - np.float32(below))
         of_product = (weight, scale_x, scale_weight, t["shift"], targets)
         sums, logits = t["sums"], t["target_logits"]
         matmul_exp_codes.forward(dev, t["e"], sums, logits, x, *of_product, vocab)
-        results = [t[name] for name in ("losses", "lse", "factors", "own", "masks", "shift")]
-        exp_codes.finish(dev, *results, sums, logits, targets, z_loss, largest=largest)
-        exp_codes.gather(dev, t["listed"], t["listed_x"], t["masks"], x)
-        matmul_exp_codes.again(dev, t["e"], t["listed_x"], *of_product, t["listed"], vocab)
+        results = [t[name] for name in ("losses", "lse", "factors", "own")]
+        masks, far, of_sums = t["masks"], t["far"], (t["shift"], sums, logits, targets, z_loss)
+        exp_codes.finish(dev, *results, masks, far, *of_sums)
+        listed = (t["listed"], t["listed_x"])
+        exp_codes.gather(dev, *listed, far, x)
+        matmul_exp_codes.most(dev, sums, listed[1], *of_product[:3], listed[0], vocab)
+        exp_codes.center(dev, t["shift"], masks, sums, far)
+        exp_codes.gather(dev, *listed, masks, x)
+        matmul_exp_codes.again(dev, t["e"], sums, listed[1], *of_product, listed[0], vocab)
+        exp_codes.finish_far(dev, *results, far, *of_sums)
         exp_codes.turn(dev, t["turned"], t["e"], t["factors"], t["own"], targets, scale)
         exp_codes.input_gradient(dev, d, t["factors"], t["own"], weight, scale_weight, targets)
 
     row = np.full(rows, np.nan, np.float32)
     arrays |= dict.fromkeys(("shift", "losses", "lse", "factors", "own", "target_logits"), row)
-    arrays["masks"] = np.full(exp_codes.num_masks(rows), -1, np.int32)
+    arrays |= dict.fromkeys(("masks", "far"), np.full(exp_codes.num_masks(rows), -1, np.int32))
     arrays["sums"] = np.full((num_sums(columns), rows), np.nan, np.float32)
     arrays["e"] = np.full((rows, columns), np.nan, E5M2.numpy)
     arrays["turned"] = np.full((columns, rows), np.nan, E5M2.numpy)
@@ -67,6 +77,7 @@ def whole_way(dev, vocab, z_loss, largest=57344.0, **arrays):
 def wanted(arrays, vocab, z_loss):
     """Of the same logits: losses, lse and logits as cross-entropy leaves them."""
     logits = arrays["x"].astype(np.float32) @ arrays["weight"].astype(np.float32).T
+    logits *= arrays["scale_x"] * arrays["scale_weight"]
     empty = np.full(len(logits), np.nan, np.float32)
     beside = {"logits": logits.astype(BF16.numpy).astype(np.float32), "losses": empty, "lse": empty}
 
@@ -76,7 +87,7 @@ def wanted(arrays, vocab, z_loss):
     return run(host_device(), call, beside | {"targets": arrays["targets"]})
 
 
-def check_gradient(found, want, arrays):
+def check_gradient(found, want, arrays, bound=np.inf):
     """E5M2 has two bits, and numbers below 2^-17 of the target's probability are 0. Logits are
     rounded to BF16, which F32's sums in another order may do otherwise."""
     for name in ("losses", "lse"):
@@ -86,18 +97,19 @@ def check_gradient(found, want, arrays):
     np.testing.assert_allclose(
         found["own"][counted], want["logits"][counted, own], rtol=2**-6, atol=2**-9
     )
-    for name, rtol in (("gradient", 0.15), ("turned", 0.3)):
-        np.testing.assert_allclose(found[name], want["logits"], rtol=rtol, atol=2**-16)
+    np.testing.assert_allclose(found["gradient"], want["logits"], rtol=0.15, atol=2**-16)
+    bounded = np.clip(want["logits"], -bound, bound)
+    np.testing.assert_allclose(found["turned"], bounded, rtol=0.3, atol=2**-16)
     assert not found["d"][arrays["targets"] < 0].astype(np.float32).any()
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("again", [False, True])
 def test_gradient_is_that_of_cross_entropy(rng, z_loss, again):
-    """again: of all rows."""
+    """again: of all rows, since shifts are too small."""
     *_, vocab = case = SMALL["blocks"]
     arrays = operands(rng, *case, size=1.0)
-    found = whole_way(host_device(), vocab, z_loss, largest=0.0 if again else 57344.0, **arrays)
+    found = whole_way(host_device(), vocab, z_loss, below=16.0 if again else 0.0, **arrays)
     check_gradient(found, wanted(arrays, vocab, z_loss), arrays)
     counted = np.flatnonzero(arrays["targets"] >= 0)
     assert found["listed"][0] == (len(counted) if again else 0)
@@ -105,7 +117,7 @@ def test_gradient_is_that_of_cross_entropy(rng, z_loss, again):
 
 
 def test_rows_whose_codes_would_be_clamped(rng):
-    """Losses of more than 11 that are another column's; those of more than 88 are infinite."""
+    """Losses of more than 11 that are another column's."""
     *_, vocab = case = SMALL["blocks"]
     arrays = operands(rng, *case, size=8.0)
     far = wanted(arrays, vocab, 0.0)["losses"]
@@ -116,21 +128,82 @@ def test_rows_whose_codes_would_be_clamped(rng):
     check_gradient(found, wanted(arrays, vocab, 0.0), arrays)
 
 
-def test_what_f32_has_no_exponential_of(dev, rng):
-    arrays = finish_arrays(rng, 16, 3)
-    arrays["sums"][1, 2], arrays["sums"][0, 4] = np.inf, np.nan
-    arrays["targets"][[2, 4]] = 0
+@pytest.mark.parametrize("scale", [0.5, 2.0**100], ids=["1e4", "1e34"])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_any_loss_is_right(hopper, rng, scale, z_loss):
+    """Losses of all sizes up to the scale's, in one chunk, beside rows of zeros and masked ones.
+
+    x is small integers times a power of two of the row, so that logits have the same bits anywhere.
+    """
+    rows, columns, K, vocab = case = (80, 208, 144, 197)
+    sizes = np.exp2(np.arange(rows) % 14 - 6).astype(np.float32)
+    sizes[::9] = 0
+    arrays = operands(rng, *case) | {"weight": whole(rng, E4M3, columns, K)}
+    x = whole(rng, E4M3, rows, K).astype(np.float32)
+    arrays |= {"x": (x * sizes[:, None]).astype(E4M3.numpy), "scale_x": np.full(1, scale, "f4")}
+    want = wanted(arrays, vocab, z_loss)
+    losses, masked = want["losses"], arrays["targets"] < 0
+    found = whole_way(hopper, vocab, z_loss, **arrays)
+    far = np.unpackbits(found["far"].view(np.uint8), bitorder="little")[:rows].astype(bool)
+    assert far[losses > 89].all() and not far[sizes == 0].any() and far[masked].any()
+    if scale < 1:
+        for low, high in ((89, 300), (300, 3000), (3000, 1e5)):
+            assert np.count_nonzero((losses > low) & (losses < high)) >= 3
+        assert 0 < np.count_nonzero(far) < rows
+    else:
+        assert np.isfinite(losses).all() and np.count_nonzero(losses > 1e30) > 30
+    bound = 57344 * gradient_scale(z_loss)  # of transposed codes, as of cross-entropy's
+    check_gradient(found, want, arrays, bound)
+    assert all(np.isfinite(found[name].astype(np.float32)).all() for name in ("d", "turned", "e"))
+
+
+def test_which_rows_are_far(dev, rng):
+    arrays = finish_arrays(rng, 80, 3)
+    arrays["targets"][:8] = 0
+    arrays["targets"][7] = -1
+    arrays["shift"][:8] = arrays["target_logits"][:8] = 0
+    arrays["sums"][:, :8] = 1
+    arrays["sums"][1, 2], arrays["sums"][0, 4], arrays["sums"][1, 7] = np.inf, np.nan, np.inf
+    arrays["shift"][3], arrays["shift"][5] = -1025, 999
+    arrays["sums"][:, 5:7] = 0
+    arrays["target_logits"][6] = -1  # rounded otherwise than the shift
     found = finished(dev, arrays, 0.0)
-    assert np.isinf(found["losses"][2]) and np.isnan(found["losses"][4])
-    assert np.isnan(found["own"][[2, 4]]).all() and not found["masks"].any()
+    first = [int(found[name].view(np.uint32)[0]) & 0xFF for name in ("far", "masks")]
+    assert first == [1 << 2 | 1 << 3 | 1 << 5 | 1 << 7, 1 << 6]
+    assert np.isnan(found["losses"][4]) and np.isnan(found["own"][4])  # as it came
+    assert found["shift"][[0, 1, 2, 3]].tolist() == arrays["shift"][[0, 1, 2, 3]].tolist()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_center_and_finish_far(dev, rng, share):
+    rows, tiles = 80, 29
+    far = rng.random(96) < share
+    far[rows:] = False
+    arrays = finish_arrays(rng, rows, tiles)
+    arrays["far"] = np.packbits(far, bitorder="little").view(np.int32)
+    arrays["masks"] = np.full(3, 5, np.int32)
+    centered = {name: arrays[name] for name in ("shift", "masks", "far")}
+    centered["most"] = rng.normal(size=(tiles, rows)).astype(np.float32) * 1000
+    compared(dev, exp_codes.center, centered)
+    arrays.pop("masks")
+
+    def call(dev, **tensors):
+        exp_codes.finish_far(dev, **tensors, z_loss=1e-2)
+
+    got, want = (run(d, call, arrays) for d in (dev, host_device()))
+    for name in ("losses", "lse", "factors", "own"):  # as in test_finish
+        np.testing.assert_allclose(got[name], want[name], rtol=2**-16, atol=2**-18, err_msg=name)
+        assert np.isnan(got[name][~far[:rows]]).all() and not np.isnan(got[name][far[:rows]]).any()
 
 
 def finish_arrays(rng, rows, tiles):
     row = np.full(rows, np.nan, np.float32)
     arrays = dict.fromkeys(("losses", "lse", "factors", "own"), row)
     targets = rng.integers(-1, 9, rows).astype(np.int32)
+    words = np.full(exp_codes.num_masks(rows), -1, np.int32)
     return arrays | {
-        "masks": np.full(exp_codes.num_masks(rows), -1, np.int32),
+        "masks": words,
+        "far": words,
         "shift": rng.normal(size=rows).astype(np.float32) * 9,
         "sums": np.exp(rng.normal(size=(tiles, rows)) * 3).astype(np.float32),
         "target_logits": rng.normal(size=rows).astype(np.float32) * 9,
@@ -138,9 +211,9 @@ def finish_arrays(rng, rows, tiles):
     }
 
 
-def finished(dev, arrays, z_loss, **more):
+def finished(dev, arrays, z_loss):
     def call(dev, **tensors):
-        exp_codes.finish(dev, **tensors, z_loss=z_loss, **more)
+        exp_codes.finish(dev, **tensors, z_loss=z_loss)
 
     return run(dev, call, arrays)
 
@@ -148,8 +221,11 @@ def finished(dev, arrays, z_loss, **more):
 @pytest.mark.parametrize(("rows", "z_loss"), [(16, 0.0), (80, 1e-2)])
 def test_finish(dev, rng, rows, z_loss):
     arrays = finish_arrays(rng, rows, 29)
-    got, want = (finished(d, arrays, z_loss, largest=400.0) for d in (dev, host_device()))
-    np.testing.assert_array_equal(got["masks"], want["masks"])
+    arrays["sums"] *= 143  # some are above 57,344
+    arrays["sums"][3, ::7] = np.inf
+    got, want = (finished(d, arrays, z_loss) for d in (dev, host_device()))
+    for name in ("masks", "far"):
+        np.testing.assert_array_equal(got[name], want[name])
     assert 0 < np.count_nonzero(np.unpackbits(got["masks"].view(np.uint8))) < rows
     for name in ("losses", "lse", "shift", "factors", "own"):  # sums in another order, logarithms
         np.testing.assert_allclose(got[name], want[name], rtol=2**-16, atol=2**-18, err_msg=name)
@@ -202,7 +278,8 @@ def test_turn(dev, rng, case):
     codes[counted, targets[counted]] = 0
     factors = np.exp2(rng.uniform(-26, 0, rows)).astype(np.float32)
     factors[::5] = 0
-    factors[1] = 9
+    factors[1:3] = 9, -1e30
+    codes[2, ::2] = 0
     arrays = {
         "turned": np.full(case[::-1], np.nan, E5M2.numpy),
         "codes": codes.view(E5M2.numpy),
@@ -242,4 +319,10 @@ def test_traffic_and_wrong_arguments():
     with pytest.raises(ValueError, match=r"shift: scale_x must have shape \(1,\)"):
         exp_codes.shift(dev, row, x, x, row, tensor(F32, 1), targets)
     with pytest.raises(ValueError, match=r"finish: masks must have shape \(1,\)"):
-        exp_codes.finish(dev, *[row] * 4, targets, row, tensor(F32, 1, 32), row, targets, 0.0)
+        exp_codes.finish(
+            dev, *[row] * 4, targets, targets, row, tensor(F32, 1, 32), row, targets, 0.0
+        )
+    with pytest.raises(TypeError, match="finish_far: far must be I32, got F32"):
+        exp_codes.finish_far(dev, *[row] * 6, tensor(F32, 1, 32), row, targets, 0.0)
+    with pytest.raises(ValueError, match=r"center: masks must have shape \(1,\)"):
+        exp_codes.center(dev, row, targets, tensor(F32, 1, 32), targets)

@@ -6,13 +6,12 @@ Operands are small multiples of 1/8, so that logits have the same bits in any or
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, F32
 from llmq.ops import matmul_exp
-from llmq.ops.common import num_sums
 from llmq.ref.matmul_exp import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
-from tests.own_products import devices_without
+from tests.own_products import arrays_of_logits, devices_without, wrong_logits
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 # The argument of the exponential, up to 100 in powers of two, is rounded twice; e may then round
@@ -24,18 +23,8 @@ def arrays_of(rng, M, N, K, vocab):
     def eighths(*shape):
         return (rng.integers(-9, 10, shape) / 8).astype(BF16.numpy)
 
-    targets = rng.integers(0, vocab, M).astype(np.int32)
-    targets[:3] = vocab - 1, 0, 64
-    targets[3::4] = -100
-    return {
-        "e": np.full((M, N), np.nan, BF16.numpy),
-        "sums": np.full((num_sums(N), M), np.nan, np.float32),
-        "target_logits": np.full(M, -7, np.float32),
-        "a": eighths(M, K),
-        "b": eighths(N, K),
-        "shift": rng.normal(size=M).astype(np.float32) * 20,
-        "targets": targets,
-    }
+    beside = arrays_of_logits(rng, M, N, vocab, BF16, spread=20)
+    return beside | {"a": eighths(M, K), "b": eighths(N, K)}
 
 
 def check(dev, arrays, vocab):
@@ -94,28 +83,9 @@ def test_which_products_it_serves():
 
 def test_wrong_arguments():
     dev = PlanDevice(GPU_SPEC)
-
-    def tensor(dtype, *shape):
-        return dev.alloc("t", shape, dtype, "Weights")
-
-    a, b, row, targets = (
-        tensor(BF16, 32, 64),
-        tensor(BF16, 96, 64),
-        tensor(F32, 32),
-        tensor(I32, 32),
-    )
-    e, sums = tensor(BF16, 32, 96), tensor(F32, 1, 32)
-    call = {"e": e, "sums": sums, "target_logits": row, "a": a, "b": b, "shift": row}
-    call |= {"targets": targets, "vocab_size": 90}
+    call, cases = wrong_logits(dev, BF16, BF16)
     matmul_exp.forward(dev, **call)
     assert dev.flops["matmul_exp"] == 2 * 32 * 96 * 64
-    for change, error, match in (
-        ({"e": tensor(F32, 32, 96)}, TypeError, "e must be BF16, got F32"),
-        ({"sums": row}, ValueError, r"sums must have shape \(1, 32\)"),
-        ({"b": tensor(BF16, 96, 32)}, ValueError, r"b must have shape \(96, 64\)"),
-        ({"shift": sums}, ValueError, r"shift must have shape \(32,\)"),
-        ({"targets": row}, TypeError, "targets must be I32, got F32"),
-        ({"vocab_size": 97}, ValueError, r"vocab_size must be in \[1, 96\], got 97"),
-    ):
+    for change, error, match in cases:
         with pytest.raises(error, match=match):
             matmul_exp.forward(dev, **call | change)

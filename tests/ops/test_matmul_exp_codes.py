@@ -12,7 +12,7 @@ from llmq.ops.common import num_sums
 from llmq.ref.matmul_exp_codes import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
-from tests.own_products import devices_without, whole
+from tests.own_products import arrays_of_logits, devices_without, whole, wrong_logits
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 # The argument of the exponential, up to 100 in powers of two, is rounded twice; a code may then
@@ -21,19 +21,11 @@ SUM = {"rtol": 2**-16}
 
 
 def arrays_of(rng, M, N, K, vocab):
-    targets = rng.integers(0, vocab, M).astype(np.int32)
-    targets[:3] = vocab - 1, 0, 64
-    targets[3::4] = -100
-    return {
-        "e": np.full((M, N), np.nan, E5M2.numpy),
-        "sums": np.full((num_sums(N), M), np.nan, np.float32),
-        "target_logits": np.full(M, -7, np.float32),
+    return arrays_of_logits(rng, M, N, vocab, E5M2, spread=4) | {
         "a": whole(rng, E4M3, M, K),
         "b": whole(rng, E4M3, N, K),
         "scale_a": np.full(1, 2.0**-4, np.float32),
         "scale_b": np.full(1, 2.0**-1, np.float32),
-        "shift": rng.normal(size=M).astype(np.float32) * 4,
-        "targets": targets,
     }
 
 
@@ -81,7 +73,8 @@ def test_again(hopper, rng, count):
     """Rows that are listed, and no other ones."""
     M, _, K, vocab = case = SMALL["tiles"]
     arrays = arrays_of(rng, *case)
-    arrays.pop("sums"), arrays.pop("target_logits")
+    arrays.pop("target_logits")
+    arrays["shift"][::2] = rng.normal(size=(M + 1) // 2) * 1e30
     arrays["e"] = whole(rng, E5M2, *arrays["e"].shape)
     listed = np.sort(rng.choice(M, count, replace=False)).astype(np.int32)
     arrays["rows"] = np.full(1 + M, 1 << 30, np.int32)
@@ -94,10 +87,32 @@ def test_again(hopper, rng, count):
 
     got, want = run(hopper, call, arrays), run(host_device(), call, arrays)
     same_codes(got["e"][listed], want["e"][listed]) if count else None
+    np.testing.assert_allclose(got["sums"], want["sums"], **SUM)
     others = np.delete(np.arange(M), listed)
-    for name in arrays:
+    assert np.isnan(got["sums"][:, others]).all()
+    for name in arrays.keys() - {"sums"}:
         before, after = (x[name][others] if name == "e" else x[name] for x in (arrays, got))
         np.testing.assert_array_equal(after.view(np.uint8), before.view(np.uint8))
+
+
+@pytest.mark.parametrize("count", [0, 1, 203])
+def test_most(hopper, rng, count):
+    M, N, K, vocab = SMALL["tiles"]
+    listed = np.sort(rng.choice(M, count, replace=False)).astype(np.int32)
+    rows = np.full(1 + M, 1 << 30, np.int32)
+    rows[: 1 + count] = count, *listed
+    arrays = arrays_of(rng, M, N, K, vocab)
+    arrays = {name: arrays[name] for name in ("a", "b", "scale_a", "scale_b")} | {"rows": rows}
+    arrays["a"][0, 0] = np.nan
+    arrays["scale_a"][0] = 2.0**100
+    arrays["most"] = np.full((num_sums(N), M), 7, np.float32)
+
+    def call(dev, **tensors):
+        matmul_exp_codes.most(dev, **tensors, vocab_size=vocab)
+
+    found, want = (run(dev, call, arrays)["most"] for dev in (hopper, host_device()))
+    np.testing.assert_array_equal(found, want)
+    assert np.isnan(found).any() == (count > 0) and (found == 7).sum() == len(found) * (M - count)
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
@@ -129,26 +144,23 @@ def test_wrong_arguments():
     def tensor(dtype, *shape):
         return dev.alloc("t", shape, dtype, "Weights")
 
-    a, b, row, one = tensor(E4M3, 32, 64), tensor(E4M3, 96, 64), tensor(F32, 32), tensor(F32, 1)
-    call = {"e": tensor(E5M2, 32, 96), "a": a, "b": b, "scale_a": one, "scale_b": one}
-    call |= {"shift": row, "targets": tensor(I32, 32), "vocab_size": 90}
-    results = {"sums": tensor(F32, 1, 32), "target_logits": row}
-    matmul_exp_codes.forward(dev, **call, **results)
-    rows = tensor(I32, 33)
-    matmul_exp_codes.again(dev, **call, rows=rows)
+    row, one, listed = tensor(F32, 32), tensor(F32, 1), tensor(I32, 33)
+    call, cases = wrong_logits(dev, E4M3, E5M2)
+    call |= {"scale_a": one, "scale_b": one}
+    matmul_exp_codes.forward(dev, **call)
     assert dev.flops["matmul_exp_codes"] == 2 * 32 * 96 * 64
-    for change, error, match in (
-        ({"e": a}, TypeError, "e must be F8_E5M2, got F8_E4M3"),
-        ({"b": tensor(E4M3, 96, 32)}, ValueError, r"b must have shape \(96, 64\)"),
+    cases += [
         ({"b": tensor(E4M3, 90, 64)}, ValueError, "multiples of 16"),
         ({"scale_a": row}, ValueError, r"scale_a must have shape \(1,\)"),
-        ({"shift": one}, ValueError, r"shift must have shape \(32,\)"),
-        ({"targets": row}, TypeError, "targets must be I32, got F32"),
-        ({"vocab_size": 97}, ValueError, r"vocab_size must be in \[1, 96\], got 97"),
-    ):
+    ]
+    for change, error, match in cases:
         with pytest.raises(error, match=match):
-            matmul_exp_codes.forward(dev, **call | change, **results)
-    with pytest.raises(ValueError, match=r"sums must have shape \(1, 32\)"):
-        matmul_exp_codes.forward(dev, **call, **results | {"sums": row})
+            matmul_exp_codes.forward(dev, **call | change)
+    call.pop("target_logits")
+    matmul_exp_codes.again(dev, **call, rows=listed)
     with pytest.raises(ValueError, match=r"again: rows must have shape \(33,\)"):
         matmul_exp_codes.again(dev, **call, rows=tensor(I32, 32))
+    of_most = (call["a"], call["b"], one, one, listed, 90)
+    matmul_exp_codes.most(dev, call["sums"], *of_most)
+    with pytest.raises(ValueError, match=r"most: most must have shape \(1, 32\)"):
+        matmul_exp_codes.most(dev, row, *of_most)

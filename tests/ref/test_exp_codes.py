@@ -7,12 +7,12 @@ import torch
 from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.ref import exp_codes as ref
 from llmq.ref.cross_entropy import cross_entropy_forward_backward
-from llmq.ref.matmul_exp_codes import TILE, exp_codes_again, matmul_exp_codes
+from llmq.ref.matmul_exp_codes import TILE, exp_codes_again, exp_codes_most, matmul_exp_codes
 
 
-@pytest.mark.parametrize("size", [1.0, 12.0], ids=["near", "far"])
+@pytest.mark.parametrize("size", [1.0, 12.0, 60.0])
 def test_equals_torch(rng, size):
-    """size: of logits; if it is large, some rows' codes are made again."""
+    """size: of logits; if it is large, rows' codes are made again, and sums, too, if very large."""
     rows, columns, K, vocab = ref.CASES["blocks"]
     z_loss, scale = 1e-3, 2.0**-14
     x, weight = (
@@ -25,17 +25,24 @@ def test_equals_torch(rng, size):
     counted = targets >= 0
     losses, lse, factors, own, shift, picked = np.full((6, rows), np.nan, np.float32)
     e, sums = np.empty((rows, columns), E5M2.numpy), np.empty((-(-columns // TILE), rows), "f4")
-    masks, listed = np.empty(-(-rows // 32), np.int32), np.empty(1 + rows, np.int32)
+    masks, far = np.empty((2, -(-rows // 32)), np.int32)
+    listed = np.empty(1 + rows, np.int32)
     listed_x, turned = np.zeros_like(x), np.empty((columns, rows), E5M2.numpy)
     d = rng.normal(size=(rows, K)).astype(BF16.numpy)
     ref.exp_codes_shift(shift, x, weight, half, two, targets, rows, K)
     sizes = (rows, columns, K, vocab)
     matmul_exp_codes(e, sums, picked, x, weight, half, two, shift, targets, *sizes)
-    results = (losses, lse, factors, own, masks, shift)
+    results = (losses, lse, factors, own, masks, far, shift)
     ref.exp_codes_finish(*results, sums, picked, targets, rows, len(sums), z_loss, 57344.0, 4096.0)
+    ref.exp_codes_gather(listed, listed_x, far, x, rows, K)
+    of_rows = (listed, *sizes)
+    exp_codes_most(sums, listed_x, weight, half, two, *of_rows)
+    ref.exp_codes_center(shift, masks, sums, far, rows, len(sums), 9.7)
     ref.exp_codes_gather(listed, listed_x, masks, x, rows, K)
-    exp_codes_again(e, listed_x, weight, half, two, shift, targets, listed, *sizes)
-    assert (listed[0] > 0) == (size > 10)
+    exp_codes_again(e, sums, listed_x, weight, half, two, shift, targets, listed, *sizes)
+    of_sums = (shift, sums, picked, targets, rows, len(sums), z_loss)
+    ref.exp_codes_finish_far(losses, lse, factors, own, far, *of_sums)
+    assert (listed[0] > 0) == (size > 10) and far.any() == (size > 12)
     ref.exp_codes_turn(turned, e, factors, own, targets, rows, columns, 1 / scale)
     before = d.astype(np.float64)
     ref.exp_codes_input(d, factors, own, weight, two, targets, rows, K)
@@ -108,14 +115,15 @@ def test_errors_beside_those_of_codes_of_the_gradient(rng):
     before = codes.astype(np.float64) * scale
     errors = error(before @ wide, exact[0]), error(before.T @ wide_x, exact[1])
 
-    sums, masks = np.empty((-(-columns // TILE), rows), "f4"), np.empty(rows // 32, np.int32)
+    sums = np.empty((-(-columns // TILE), rows), "f4")
+    masks, far = np.empty((2, rows // 32), np.int32)
     turned = np.empty((columns, rows), E5M2.numpy)
     ref.exp_codes_shift(shift, x, weight, one, one, targets, rows, K)
     sizes = (rows, columns, K, columns)
     matmul_exp_codes(codes, sums, picked, x, weight, one, one, shift, targets, *sizes)
-    results = (losses, lse, factors, own, masks, shift)
+    results = (losses, lse, factors, own, masks, far, shift)
     ref.exp_codes_finish(*results, sums, picked, targets, rows, len(sums), 0.0, 57344.0, 4096.0)
-    assert not masks.any()
+    assert not masks.any() and not far.any()
     ref.exp_codes_turn(turned, codes, factors, own, targets, rows, columns, 1 / scale)
     d = (codes.astype(np.float32) @ wide.astype(np.float32)).astype(BF16.numpy)
     ref.exp_codes_input(d, factors, own, weight, one, targets, rows, K)

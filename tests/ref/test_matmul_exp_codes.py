@@ -4,7 +4,13 @@ import numpy as np
 import torch
 
 from llmq.base.dtypes import E4M3, E5M2
-from llmq.ref.matmul_exp_codes import CASES, TILE, exp_codes_again, matmul_exp_codes
+from llmq.ref.matmul_exp_codes import (
+    CASES,
+    TILE,
+    exp_codes_again,
+    exp_codes_most,
+    matmul_exp_codes,
+)
 
 
 def test_equals_torch(rng):
@@ -34,9 +40,17 @@ def test_equals_torch(rng):
     np.testing.assert_allclose(sums, by_tile, rtol=0.05)
 
     some, changed = np.array([7, 40, 41], np.int32), np.zeros_like(e)
+    sums_again, most = np.zeros((2, *sums.shape), np.float32)
     listed = np.array([3, *some, *[9] * (M - 3)], np.int32)
     of_some = np.concatenate([a[some], a[3:]])
-    again = (changed, of_some, b, *scales, shift, targets, listed)
+    again = (changed, sums_again, of_some, b, *scales, shift, targets, listed)
     exp_codes_again(*again, M, N, K, vocab)
+    np.testing.assert_array_equal(sums_again[:, some], sums[:, some])
+    exp_codes_most(most, of_some, b, *scales, listed, M, N, K, vocab)
+    rounded = exact.to(torch.bfloat16).double()[:, :vocab]
+    rounded = torch.nn.functional.pad(rounded, (0, -vocab % TILE), value=-np.inf)
+    np.testing.assert_allclose(most[:, some], rounded.view(M, -1, TILE).amax(2).T[:, some], 2**-8)
+    for by_tile in (sums_again, most):
+        assert not np.delete(by_tile, some, axis=1).any()
     np.testing.assert_array_equal(changed[some].view(np.uint8), e[some].view(np.uint8))
     assert not np.delete(changed, some, axis=0).astype(np.float32).any()
