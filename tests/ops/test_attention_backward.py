@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention, attention_backward
 from llmq.ops.common import CAPABILITY
 from llmq.ref.attention_backward import CASES
@@ -72,13 +72,15 @@ def test_sequences_change_no_bit(hopper, rng):
 def test_which_gradients_it_computes():
     dev = PlanDevice(GPU_SPEC)
 
-    def takes(dtype, seq_len, head_dim, window=None):
+    def takes(dtype, seq_len, head_dim, window=None, starts=None):
         qkv = dev.alloc("qkv", (1, seq_len, 4, head_dim), dtype, "Activations")
-        return attention_backward.chosen(dev, qkv, Sight(window=window)) is not None
+        return attention_backward.chosen(dev, qkv, Sight(starts, window)) is not None
 
     assert takes(BF16, 1024, 64) and takes(BF16, 64, 128) and takes(BF16, 64, 128, window=64)
     assert not takes(F32, 1024, 64) and not takes(BF16, 1000, 64) and not takes(BF16, 1024, 96)
     assert not takes(BF16, 1024, 64, window=100)
+    documents = dev.alloc("starts", (1, 1024), I32, "Activations")
+    assert not takes(BF16, 1024, 64, starts=documents)
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
