@@ -36,7 +36,6 @@ constexpr int DELTA_LANES = 8;    // threads that share a row of attention_stati
 constexpr int WARPS = 8;          // that multiply
 constexpr int LOADER_REGISTERS = D == 64 ? 40 : 24;  // of 168 a thread at launch
 constexpr bool EARLY = D == 64;   // dV before dS is computed, where there are registers for both
-constexpr float LOG2E = 1.4426950408889634f;
 static_assert(D == 64 || D == 128, "there are no registers for larger heads");
 static_assert(STAGES >= 3, "one is held until the next one's scores are there, one may be skipped");
 

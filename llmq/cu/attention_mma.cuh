@@ -15,7 +15,6 @@ namespace mma {
 
 constexpr int D = HEAD_DIM, UNITS = D / 8;  // 16-byte units in a row
 constexpr int ROW_BYTES = 2 * (D + 8);
-constexpr float LOG2E = 1.4426950408889634f;
 
 // Start copying ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit`
 // on become zeros. `first` is a row below the limit. PER_ROW threads share a row.

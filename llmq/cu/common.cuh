@@ -111,6 +111,8 @@ __device__ __forceinline__ float block_max(float x, float* shared) {
     return block_reduce(x, shared, -INFINITY, [](float y) { return warp_max(y); });
 }
 
+constexpr float LOG2E = 1.4426950408889634f;
+
 // exp overflows to infinity for x < -88, and 1 / infinity is the right result.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 

@@ -26,7 +26,6 @@
 
 constexpr int ROW_THREADS = 512, UNROLL = 4;
 constexpr int N = Vec<T>::N;
-constexpr float LOG2E = 1.4426950408889634f;
 // The maximum of nothing. Finite, so that the difference of two is not NaN; below any logit.
 constexpr float LOWEST = -1e30f;
 

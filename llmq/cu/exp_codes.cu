@@ -40,7 +40,6 @@
 #include "ptx.cuh"
 
 constexpr int THREADS = 256, ROW_WARPS = THREADS / 32, BLOCK_ROWS = 32;
-constexpr float LOG2E = 1.4426950408889634f;
 // Sums within these are exact enough; below LEAST 1 / sum is above what exp_codes_turn takes.
 constexpr float SMALLEST = 1.0e-30f, INFINITE = 3.0e38f, LEAST = 0.5f;
 constexpr float LARGEST_SHIFT = 1024.0f;  // beyond it exponentials_of may be off by 2^-14 and more

@@ -28,7 +28,6 @@
 #include "ptx.cuh"
 
 constexpr int THREADS = 256, ROW_WARPS = THREADS / 32, BLOCK_ROWS = 32;
-constexpr float LOG2E = 1.4426950408889634f;
 // Of 1 + z_loss * lse, which it is divided by: less changes the gradient by less than it is rounded.
 constexpr float LEAST = 0x1p-20f;
 

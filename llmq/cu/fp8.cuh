@@ -233,7 +233,6 @@ template <class Element> struct OctetRows {
             }
         }
     }
-    __device__ __forceinline__ bool above(float) const { return false; }  // it may be not
     __device__ __forceinline__ Pack<Element, 8> row(int i) {
         Pack<Element, 8> out;
 #pragma unroll
@@ -290,20 +289,6 @@ template <class Format> struct OctetCodes {
         Eight out;
         decode<Format>(out.v, four[i], scale);
         return out;
-    }
-    // Whether no element is `least`, a negative number, or below it: in most tensors none can be.
-    __device__ __forceinline__ bool above(float least) const {
-        if (Fp8<Format>::MAX * scale < -least) { return true; }
-        float lowest = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int k = 0; k < 8; k += 2) {
-                const float2 two = from_fp8<Format>((k < 4 ? four[i].x : four[i].y) >> k % 4 * 8);
-                lowest = fminf(lowest, fminf(two.x, two.y));
-            }
-        }
-        return lowest * scale > least;
     }
     // Elements that are +-MAX.
     __device__ __forceinline__ u32 largest_codes() const {

@@ -24,19 +24,20 @@
 
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
+constexpr bool EXACT = sizeof(T) == 4;
 constexpr int TILES_ON_SM = sizeof(T) == 2 ? 4 : 2;  // blocks that the registers must do for
 constexpr int BACKWARD_TILES_ON_SM = sizeof(T) == 2 && (OUT || OUT_TRANSPOSED) ? 3 : TILES_ON_SM;
 
 __device__ __forceinline__ T activation(T x) {
     const float v = to_f32(x);
-    return from_f32<T>(Gelu::share(v) * v);
+    return from_f32<T>(share<Gelu, EXACT>(v) * v);
 }
 
 // out: activation() again, of the same sigmoid.
 __device__ __forceinline__ T gradient(T& out, T d_out, T x) {
-    const float v = to_f32(x), s = Gelu::share(v);
-    out = from_f32<T>(s * v);
-    return from_f32<T>(Gelu::slope(v, s) * to_f32(d_out));
+    const float v = to_f32(x), s = share<Gelu, EXACT>(v), active = s * v;
+    out = from_f32<T>(active);
+    return from_f32<T>(Gelu::slope(v, s, active) * to_f32(d_out));
 }
 
 __device__ __forceinline__ i64 offset(int i) {
@@ -125,6 +126,8 @@ __device__ __forceinline__ void work_on_tile(T* out, const T* d_out, const T* x,
                 out_i.set(k, activation(in_i.at(k)));
             }
         }
+        forget(out_i);  // or rows would be worked on side by side, in too many registers
+        if constexpr (AGAIN || AGAIN_TRANSPOSED) { forget(again_i); }
         if (out != nullptr && place.inside) { out_i.store(out + at + (i64)i * columns); }
         if constexpr (AGAIN) {
             if (place.inside) { again_i.store(again + at + (i64)i * columns); }

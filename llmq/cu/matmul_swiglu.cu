@@ -73,11 +73,7 @@ struct Activation {
             const i64 place = (i64)(row + i) * F + column;
             if constexpr (UP_GATE) { keep(place + (i64)(row + i) * F, up, gate); }
             if constexpr (!ACTIVATES) { continue; }
-            if (near(gate)) {
-                activate<false>(result, up, gate);
-            } else {
-                activate<true>(result, up, gate);
-            }
+            activate(result, up, gate);
             four[0] = four[2], four[1] = four[3];  // four[i] would need the loop unrolled
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -91,7 +87,7 @@ struct Activation {
     }
 
 private:
-    // load: a row's columns of up and of gate. near: all of two rows' gates are above FAR.
+    // A row's columns of up and of gate.
 #if CODED
     __device__ __forceinline__ void load(uint2& up, uint2& gate, SharedAddress lines, int line,
                                          int octet) {
@@ -101,16 +97,6 @@ private:
             count += largest_codes<Rounded>(up) + largest_codes<Rounded>(gate);
         }
     }
-    __device__ __forceinline__ bool near(const uint2 (&gate)[2]) const {
-        float g[2][8], lowest = 0.0f;  // which the compiler keeps for activate
-        numbers(g[0], gate[0]), numbers(g[1], gate[1]);
-        const float far = __uint_as_float(Gate::FAR << 16);
-        if (!(Fp8<Rounded>::MAX * up_scale < -far)) {  // in most tensors none can be
-#pragma unroll
-            for (int k = 0; k < 16; ++k) { lowest = fminf(lowest, g[k / 8][k % 8]); }
-        }
-        return lowest > far;
-    }
     __device__ __forceinline__ void numbers(float (&x)[8], const uint2& octet) const {
         decode<Rounded>(x, octet, up_scale);
     }
@@ -119,11 +105,6 @@ private:
                                          int octet) const {
         up = load_shared(lines + line * LINE + ((octet ^ line & 7) << 4));
         gate = load_shared(lines + line * LINE + ((octet + 4 ^ line & 7) << 4));
-    }
-    __device__ __forceinline__ bool near(const uint4 (&gate)[2]) const {
-        // Of negative numbers the lowest one has the most bits.
-        const u32 lowest = max_halves(most_of(gate[0]), most_of(gate[1]));
-        return max(lowest << 16, lowest) < Gate::FAR << 16;
     }
     __device__ __forceinline__ void numbers(float (&x)[8], const uint4& octet) const {
         const u32 pair[4] = {octet.x, octet.y, octet.z, octet.w};
@@ -145,15 +126,14 @@ private:
         }
     }
 
-    // MAY_BE_FAR: see shares.
-    template <bool MAY_BE_FAR>
     __device__ __forceinline__ void activate(uint4 (&result)[2], const Octet (&up)[2],
                                              const Octet (&gate)[2]) const {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             float g[8], s[8], u[8];
             numbers(g, gate[j]), numbers(u, up[j]);
-            shares<Gate, MAY_BE_FAR>(s, g);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) { s[k] = share<Gate, false>(g[k]); }
             result[j] = make_uint4(to_pair(u[0] * (g[0] * s[0]), u[1] * (g[1] * s[1])),
                                    to_pair(u[2] * (g[2] * s[2]), u[3] * (g[3] * s[3])),
                                    to_pair(u[4] * (g[4] * s[4]), u[5] * (g[5] * s[5])),

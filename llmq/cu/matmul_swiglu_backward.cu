@@ -236,12 +236,6 @@ private:
     static __device__ __forceinline__ void compute(uint4& d_up, uint4& d_gate, uint4& again,
                                                    const uint4& d, const uint4& up,
                                                    const uint4& gate) {
-        float g[8], s[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) { g[i] = element(gate, i); }
-        const u32 lowest = most_of(gate);  // which orders negative numbers
-        shares<Gate, false>(s, g);
-        if (max(lowest << 16, lowest) >= Gate::FAR << 16) { shares<Gate, true>(s, g); }
         u32 x[4], y[4], z[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -249,9 +243,10 @@ private:
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int k = 2 * j + i;
-                const float d_k = element(d, k), up_k = element(up, k), active = g[k] * s[k];
+                const float d_k = element(d, k), up_k = element(up, k), g = element(gate, k);
+                const float s = share<Gate, false>(g), active = g * s;
                 of_up[i] = active * d_k;
-                of_gate[i] = Gate::slope(g[k], s[k]) * up_k * d_k;
+                of_gate[i] = Gate::slope(g, s, active) * up_k * d_k;
                 of_out[i] = up_k * active;
             }
             x[j] = to_pair(of_up[0], of_up[1]);

@@ -447,7 +447,6 @@ __device__ __forceinline__ u32 to_pair(float lower, float upper) {
     return *reinterpret_cast<const u32*>(&pair);
 }
 
-constexpr float LOG2E = 1.4426950408889634f;
 // Eight logits from a column on become y = 2^(x * LOG2E + offset), and what they are added to sum.
 // IS_LAST: 0 in columns >= vocab. APART: y = 2^((x + offset) * LOG2E), which is right of any numbers,
 // where offset * LOG2E of large ones is not.

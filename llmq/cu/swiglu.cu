@@ -31,13 +31,11 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
-// Sigmoids of a row that are computed together: as many as registers are for.
-constexpr int AT_ONCE = CODED ? (GELU ? 4 : 8) : (GELU ? 1 : 2);
 constexpr int N = Vec<T>::N;
 #ifdef __CUDA_ARCH__
-constexpr bool ON_HOPPER = __CUDA_ARCH__ == 900, ON_BLACKWELL = __CUDA_ARCH__ >= 1000;
+constexpr bool ON_HOPPER = __CUDA_ARCH__ == 900;
 #else
-constexpr bool ON_HOPPER = false, ON_BLACKWELL = false;
+constexpr bool ON_HOPPER = false;
 #endif
 // The format of results beside inputs of Element.
 template <class Element> struct ResultOf { using Type = Element; };
@@ -45,53 +43,34 @@ template <> struct ResultOf<e4m3> { using Type = bf16; };
 using V = ResultOf<U>::Type;
 constexpr int TILES_ON_SM = sizeof(V) == 2 ? 3 : 2;  // blocks that the registers must do for
 
-// Gates g from gate.at(first) on, and their sigmoids s. near: all are above FAR.
-template <int COUNT, class In>
-__device__ __forceinline__ void sigmoids(float (&g)[COUNT], float (&s)[COUNT], const In& gate,
-                                         int first, bool near) {
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) { g[k] = to_f32(gate.at(first + k)); }
-    if (near) {
-        shares<Gate, false>(s, g);
-    } else {
-        shares<Gate, true>(s, g);
-    }
-}
-
-// out of COUNT elements. AT_ONCE: sigmoids that are in registers; near: as in sigmoids.
-template <int COUNT, int AT_ONCE, class Result, class In>
-__device__ __forceinline__ void activate(Result& out, const In& up, const In& gate, bool near) {
-    float g[AT_ONCE], s[AT_ONCE];
+// out of COUNT elements. EXACT: see share.
+template <int COUNT, bool EXACT, class Result, class In>
+__device__ __forceinline__ void activate(Result& out, const In& up, const In& gate) {
 #pragma unroll
     for (int k = 0; k < COUNT; k += 2) {
         float two[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int i = (k + j) % AT_ONCE;
-            if (i == 0) { sigmoids(g, s, gate, k + j, near); }
-            two[j] = to_f32(up.at(k + j)) * (g[i] * s[i]);
+            const float g = to_f32(gate.at(k + j));
+            two[j] = to_f32(up.at(k + j)) * (g * share<Gate, EXACT>(g));
         }
         out.set_two(k, two[0], two[1]);
     }
 }
 
 // out: that of activate() again, of the same sigmoids.
-template <int COUNT, int AT_ONCE, class Result, class Gradient, class In>
+template <int COUNT, bool EXACT, class Result, class Gradient, class In>
 __device__ __forceinline__ void gradients(Result& d_up, Result& d_gate, Result& out,
-                                          const Gradient& d_out, const In& up, const In& gate,
-                                          bool near) {
-    float g[AT_ONCE], s[AT_ONCE];
+                                          const Gradient& d_out, const In& up, const In& gate) {
 #pragma unroll
     for (int k = 0; k < COUNT; k += 2) {
         float of_up[2], of_gate[2], again[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int i = (k + j) % AT_ONCE;
-            if (i == 0) { sigmoids(g, s, gate, k + j, near); }
+            const float g = to_f32(gate.at(k + j)), s = share<Gate, EXACT>(g), active = g * s;
             const float d = to_f32(d_out.at(k + j)), u = to_f32(up.at(k + j));
-            const float active = g[i] * s[i];
             of_up[j] = active * d;
-            of_gate[j] = Gate::slope(g[i], s[i]) * u * d;
+            of_gate[j] = Gate::slope(g, s, active) * u * d;
             again[j] = u * active;
         }
         d_up.set_two(k, of_up[0], of_up[1]);
@@ -132,7 +111,7 @@ swiglu_forward(T* __restrict__ out, const T* __restrict__ up_gate, i64 rows, i32
         if (!place.inside) { break; }
         const Vec<T> up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> result;
-        activate<N, 2>(result, up_i, gate_i, false);
+        activate<N, sizeof(T) == 4>(result, up_i, gate_i);
         store_vec(out + place.out, result);
         largest = max(largest, abs_max_bits(result));
     }
@@ -163,7 +142,7 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
         if constexpr (OUT || GELU) { forget(d[i]), forget(up[i]), forget(gate[i]); }
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate, out_i;
-        gradients<N, 2>(d_up, d_gate, out_i, d_i, up_i, gate_i, false);
+        gradients<N, sizeof(T) == 4>(d_up, d_gate, out_i, d_i, up_i, gate_i);
         store_vec(d_up_gate + place.up, d_up);
         store_vec(d_up_gate + place.up + F, d_gate);
         if constexpr (OUT) { store_vec(out + place.out, out_i); }
@@ -187,11 +166,10 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
     Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
     u32 largest = 0;
     uint2 result[4];
-    const bool near = gate.above(__uint_as_float(Gate::FAR << 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         Pack<V, 8> out_i;
-        activate<8, AT_ONCE>(out_i, up.row(i), gate.row(i), near);
+        activate<8, sizeof(V) == 4>(out_i, up.row(i), gate.row(i));
         forget(out_i);
         if (out != nullptr && place.inside) {
             out_i.store(reinterpret_cast<V*>(out) + (place.row + i) * F + place.column);
@@ -212,21 +190,14 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
 #endif
 }
 
-// With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Blackwell's
-// compiler the codes of one are, too, and codes in one layout only; for Hopper's three tensors'
-// transposed codes of GeGLU.
-#if CODES && !TRANSPOSED
-constexpr bool ONE_LAYOUT = true;
+// With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Hopper's
+// compiler its codes are, where they are the only ones.
+#if OUT_TRANSPOSED && !TRANSPOSED && !CODED
+constexpr bool ITS_CODES_ALONE = true;
 #else
-constexpr bool ONE_LAYOUT = false;
+constexpr bool ITS_CODES_ALONE = false;
 #endif
-#if TRANSPOSED && OUT_TRANSPOSED && GELU && !CODED
-constexpr bool MOST_CODES = true;
-#else
-constexpr bool MOST_CODES = false;
-#endif
-constexpr bool THIRD = OUT || (ON_BLACKWELL && (OUT_TRANSPOSED || ONE_LAYOUT)) ||
-                       (ON_HOPPER && MOST_CODES);
+constexpr bool THIRD = OUT || (ON_HOPPER && ITS_CODES_ALONE);
 // Measured: backward of codes is faster with streamed results, forward slower.
 constexpr bool STREAMED = ON_HOPPER && CODED;
 extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
@@ -251,11 +222,10 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     Fp8Encoder<e4m3, OUT_TRANSPOSED> out_encoder(out_scale);
     u32 largest = 0;
     uint2 up_result[4], gate_result[4], out_result[4];
-    const bool near = gate.above(__uint_as_float(Gate::FAR << 16));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         Pack<V, 8> d_up, d_gate, out_i;
-        gradients<8, AT_ONCE>(d_up, d_gate, out_i, d.row(i), up.row(i), gate.row(i), near);
+        gradients<8, sizeof(V) == 4>(d_up, d_gate, out_i, d.row(i), up.row(i), gate.row(i));
         forget(d_up), forget(d_gate), forget(out_i);
         if (d_up_gate != nullptr && place.inside) {
             V* const to = reinterpret_cast<V*>(d_up_gate) + wide + (i64)i * 2 * F;

@@ -22,6 +22,7 @@ STATISTICS = Kernel(
     "attention_statistics",
     "f32* statistics, i32* taken, const bf16* d_out, const bf16* out, const f32* lse, "
     "i32 seq_len, i32 num_heads",
+    capability=CAPABILITY,
 )
 GRADIENT = Kernel(
     "attention_backward.cu",
