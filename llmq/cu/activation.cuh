@@ -7,6 +7,12 @@
 #include "common.cuh"
 #include "ptx.cuh"
 
+#ifdef __CUDA_ARCH__
+constexpr bool ON_HOPPER = __CUDA_ARCH__ == 900;
+#else
+constexpr bool ON_HOPPER = false;
+#endif
+
 constexpr float C1 = 1.5957691216057308f;   // 2 * sqrt(2 / pi)
 constexpr float C3 = 0.07135481627260025f;  // C1 * 0.044715
 constexpr float THREE_C3 = 0.21406444881780073f;  // rounded as the references round 3 * C3
@@ -28,7 +34,7 @@ struct Gelu {
     }
     // s + s * (1 - s) * x * (C1 + 3 * C3 * x^2)
     static __device__ __forceinline__ float slope(float x, float s, float active) {
-        return fmaf((x * x * THREE_C3 + C1) * active, 1.0f - s, s);
+        return fmaf((x * x * THREE_C3 + C1) * (1.0f - s), active, s);
     }
 };
 

@@ -26,7 +26,11 @@ constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 constexpr bool EXACT = sizeof(T) == 4;
 constexpr int TILES_ON_SM = sizeof(T) == 2 ? 4 : 2;  // blocks that the registers must do for
-constexpr int BACKWARD_TILES_ON_SM = sizeof(T) == 2 && (OUT || OUT_TRANSPOSED) ? 3 : TILES_ON_SM;
+// Of a second result, too: as many as the registers are enough for. Inputs of 2 are 64 KiB, more than
+// must be under way for the memory of any GPU.
+constexpr int BACKWARD_TILES_ON_SM = sizeof(T) == 2 && !(OUT || OUT_TRANSPOSED) ? 4
+                                     : sizeof(T) == 2 && ON_HOPPER            ? 3
+                                                                              : 2;
 
 __device__ __forceinline__ T activation(T x) {
     const float v = to_f32(x);

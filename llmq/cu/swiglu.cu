@@ -32,11 +32,6 @@ template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
-#ifdef __CUDA_ARCH__
-constexpr bool ON_HOPPER = __CUDA_ARCH__ == 900;
-#else
-constexpr bool ON_HOPPER = false;
-#endif
 // The format of results beside inputs of Element.
 template <class Element> struct ResultOf { using Type = Element; };
 template <> struct ResultOf<e4m3> { using Type = bf16; };
@@ -190,17 +185,12 @@ swiglu_forward_fp8(T* __restrict__ out, const U* __restrict__ up_gate, i64 rows,
 #endif
 }
 
-// With OUT the addresses of a third tensor are too much for 3 blocks on an SM, and for Hopper's
-// compiler its codes are, where they are the only ones.
-#if OUT_TRANSPOSED && !TRANSPOSED && !CODED
-constexpr bool ITS_CODES_ALONE = true;
-#else
-constexpr bool ITS_CODES_ALONE = false;
-#endif
-constexpr bool THIRD = OUT || (ON_HOPPER && ITS_CODES_ALONE);
+// With OUT, and for other compilers than Hopper's, there are too few registers for 3 blocks on an SM.
+// Inputs of 2 are 96 KiB, twice what must be under way for the memory of any of these GPUs.
+constexpr int BACKWARD_TILES_ON_SM = OUT || !ON_HOPPER ? 2 : TILES_ON_SM;
 // Measured: backward of codes is faster with streamed results, forward slower.
 constexpr bool STREAMED = ON_HOPPER && CODED;
-extern "C" __global__ void __launch_bounds__(THREADS, THIRD ? 2 : TILES_ON_SM)
+extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated, T* out,
@@ -227,13 +217,15 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
         Pack<V, 8> d_up, d_gate, out_i;
         gradients<8, sizeof(V) == 4>(d_up, d_gate, out_i, d.row(i), up.row(i), gate.row(i));
         forget(d_up), forget(d_gate), forget(out_i);
+        forget(F);  // or addresses of all rows would be in registers
+        if constexpr (OUT) {
+            V* const to = reinterpret_cast<V*>(out) + (place.row + i) * F + place.column;
+            if (place.inside) { out_i.store(to); }
+        }
         if (d_up_gate != nullptr && place.inside) {
-            V* const to = reinterpret_cast<V*>(d_up_gate) + wide + (i64)i * 2 * F;
+            V* const to = reinterpret_cast<V*>(d_up_gate) + (place.row + i) * 2 * F + place.column;
             d_up.store(to);
             d_gate.store(to + F);
-        }
-        if constexpr (OUT) {
-            if (place.inside) { out_i.store(reinterpret_cast<V*>(out) + narrow + (i64)i * F); }
         }
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
         up_result[i] = encoder.encode(d_up);

@@ -61,7 +61,10 @@ static inline float exp2_approx(float x) {
     return y < 0x1p-126f ? 0.0f : y;
 }
 
-static inline float reciprocal_approx(float x) { return 1.0f / x; }
+static inline float reciprocal_approx(float x) {
+    const float y = 1.0f / x;
+    return std::fabs(y) < 0x1p-126f ? 0.0f : y;
+}
 
 static inline unsigned max_halves(unsigned a, unsigned b) {
     return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
