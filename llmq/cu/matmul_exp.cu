@@ -18,6 +18,8 @@
 // Same name  llmq/ops/matmul_exp.py  llmq/ref/matmul_exp.py  tests/ops/test_matmul_exp.py
 // Source   PTX ISA, as matmul_adapted.cu.
 #include "common.cuh"
+
+constexpr int TILE_COLUMNS = 192;
 #include "product_sm90.cuh"
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue

@@ -26,6 +26,8 @@
 #include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"
+
+constexpr int TILE_COLUMNS = 192;
 #include "product_sm90.cuh"
 
 template <bool> struct Choice { using Type = Silu; };

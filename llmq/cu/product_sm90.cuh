@@ -1,25 +1,26 @@
 // product_sm90.cuh -- what the matrix products for Hopper share: tiles, their ring, the main loop.
 //
-// A block computes tiles of 128 rows and 192 columns, left (M, K) times right (N, K), or (K, N) with
-// K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of `right`,
-// of which each loads a half for both. Grids are persistent; tiles go through a group of columns of
-// tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their way (TMA),
-// in a ring of stages.
+// A block computes tiles of 128 rows and TILE_COLUMNS columns, left (M, K) times right (N, K), or
+// (K, N) with K outside. Clusters of two blocks have neighbouring rows of `left` and the same tile of
+// `right`, of which each loads a half for both. Grids are persistent; tiles go through a group of
+// columns of tiles at a time, of which `right` stays in L2. One thread keeps pairs of tiles on their
+// way (TMA), in a ring of stages.
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
-// one of those.
+// one of those. TILE_COLUMNS, 192, 224 or 256, is a constant of the file that includes it.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
 
-constexpr int TILE_ROWS = 128, TILE_COLUMNS = 192, LINE = 128;  // LINE: bytes of K in a tile
-constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_COLUMNS * LINE;
+constexpr int TILE_ROWS = 128, LINE = 128;  // LINE: bytes of K in a tile
+constexpr int BOX = 64;  // columns of a box of BF16; rows of a tile (K, N)
+constexpr int TILE_BOXES = (TILE_COLUMNS + BOX - 1) / BOX, SUMS = TILE_COLUMNS / 2;  // of a thread
+constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_BOXES * BOX * LINE;
 constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;
 constexpr int RESIDENT = 5 << 20;  // bytes of `right` that a group has at most,
 constexpr int NARROWEST = 8;       // but so many columns of tiles in any case
-constexpr int BOX = 64;      // columns of a box of BF16; rows of a tile (K, N)
-constexpr int SLICES = 4;    // of a tile: products of 32 bytes of K
-constexpr int TAIL_K = 64;   // BF16 in a line: of the tiles of adapters
+constexpr int SLICES = 4;          // of a tile: products of 32 bytes of K
+constexpr int TAIL_K = 64;         // BF16 in a line: of the tiles of adapters
 
 // A place in the ring of stages. parity: of the barrier's phase that is waited for.
 template <int STAGES> struct Ring {
@@ -64,32 +65,33 @@ struct Tile {
 };
 
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
-// blocks. apart: rows of `right` from the first block's half to the second one's; K inside.
+// blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
+// outside the last box may have more columns than the tile, of which nothing is read.
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
                                           const Tile& tile, u32 rank,
                                           int apart = TILE_COLUMNS / 2) {
-    barrier_expect(arrived, STAGE_BYTES);
+    constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
+    barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
     load_box(stage, left, k, tile.row, arrived);
     const SharedAddress to = stage + LEFT_BYTES;
     if constexpr (K_OUTSIDE) {
 #pragma unroll
-        for (int c = 0; c < TILE_COLUMNS / BOX; ++c) {
+        for (int c = 0; c < TILE_BOXES; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
                          tile.column + c * BOX, k + rank * (BOX / 2), arrived, 3);
         }
     } else {
-        load_box_for(to + rank * (RIGHT_BYTES / 2), right, k, tile.column + rank * apart, arrived,
-                     3);
+        load_box_for(to + rank * HALF_BYTES, right, k, tile.column + rank * apart, arrived, 3);
     }
 }
 
 // d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
 // first_row. add: else d = for the first slice.
 template <class Left, class Right, bool K_OUTSIDE, int COUNT>
-__device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress stage, int first_row,
-                                         int slices, int add) {
+__device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress stage,
+                                         int first_row, int slices, int add) {
     const Descriptor top = k_inside(stage + first_row * LINE);
     const SharedAddress tile = stage + LEFT_BYTES;
     const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
@@ -101,8 +103,8 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][96], SharedAddress st
         if (i < slices) {
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
-                wgmma_192<Left, Right, K_OUTSIDE>(d[m], top + (NEXT * m + 2 * i), right + STEP * i,
-                                                  add | i);
+                wgmma<TILE_COLUMNS, Left, Right, K_OUTSIDE>(d[m], top + (NEXT * m + 2 * i),
+                                                            right + STEP * i, add | i);
             }
         }
     }
@@ -167,7 +169,7 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
-// One thread loads. Two warpgroups multiply one tile together, 64 rows each; they scale it, round it
+// Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each; they scale it, round it
 // to Rounded, put it into shared memory, and go on with the next one. EPILOGUES further warps take
 // the tile from there, each 32 lines of a box, in turns.
 //
@@ -251,7 +253,7 @@ struct SharedProduct {
         Ring<STAGES> ring(0);
         u32 free_parity = 1;  // the boxes are free at first
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
-            float d[1][96];
+            float d[1][SUMS];
             SharedAddress before = empty;
 #pragma unroll 1
             for (int k = 0; k < steps; ++k, ring.next()) {
@@ -267,7 +269,7 @@ struct SharedProduct {
             if constexpr (TAILS > 0) {
                 if constexpr (SCALED) {
 #pragma unroll
-                    for (int i = 0; i < 96; ++i) { d[0][i] *= scale; }
+                    for (int i = 0; i < SUMS; ++i) { d[0][i] *= scale; }
                 }
 #pragma unroll
                 for (int k = 0; k < TAILS; ++k, ring.next()) {
@@ -289,7 +291,7 @@ struct SharedProduct {
     }
 
     // A warp's 16 rows of a tile into the boxes.
-    __device__ __forceinline__ void hand_over(const float (&d)[96], int first_row, float scale,
+    __device__ __forceinline__ void hand_over(const float (&d)[SUMS], int first_row, float scale,
                                               u32 free_parity) const {
         int thread = threadIdx.x % 128;
         forget(thread);  // or addresses would be held, for which there are no registers, over all tiles
@@ -320,7 +322,7 @@ struct SharedProduct {
     }
 
     // As hand_over, but codes.
-    __device__ __forceinline__ void hand_over_codes(const float (&d)[96], int first_row, float scale,
+    __device__ __forceinline__ void hand_over_codes(const float (&d)[SUMS], int first_row, float scale,
                                                     u32 free_parity,
                                                     Rounding<Rounded>& rounding) const {
         static_assert(TAILS == 0, "what is added to codes is not scaled with them");

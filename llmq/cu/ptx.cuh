@@ -235,9 +235,9 @@ __device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, Sh
 __device__ __forceinline__ void stores_begin() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Until this thread's stores have read shared memory; until they have written.
-__device__ __forceinline__ void stores_have_read() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// Until all but this thread's newest PENDING stores have read shared memory; until all have written.
+template <int PENDING = 0> __device__ __forceinline__ void stores_have_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 __device__ __forceinline__ void stores_are_done() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -263,41 +263,75 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
 #define PTX_8(i)                                                                               \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
-// d (64, 192) = a (64, inner) b (inner, 192) [+ d]: 32 bytes of the inner dimension. Lane 4 g + t of
-// warp w of the warpgroup has d[4 j + i], of row 16 w + g + 8 (i / 2) and column 8 j + 2 t + i % 2.
-#define PTX_WGMMA(FORMATS, TRANSPOSED)                                                         \
-    asm volatile(                                                                              \
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                       \
-        "wgmma.mma_async.sync.aligned." FORMATS                                                \
-        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "   \
-        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, " \
-        "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
-        "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, " \
-        "%69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, " \
-        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, %96, %97, add, 1, 1" TRANSPOSED     \
-        ";\n}\n"                                                                               \
-        : PTX_8(0), PTX_8(8), PTX_8(16), PTX_8(24), PTX_8(32), PTX_8(40), PTX_8(48), PTX_8(56), \
-          PTX_8(64), PTX_8(72), PTX_8(80), PTX_8(88)                                           \
-        : "l"(a), "l"(b), "r"(add))
+#define PTX_32(i) PTX_8(i), PTX_8(i + 8), PTX_8(i + 16), PTX_8(i + 24)
+#define PTX_NAMES_96                                                                           \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "         \
+    "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "    \
+    "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "    \
+    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, "    \
+    "%69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "    \
+    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define PTX_NAMES_112                                                                          \
+    PTX_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "      \
+    "%108, %109, %110, %111"
+#define PTX_NAMES_128                                                                          \
+    PTX_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
+    "%124, %125, %126, %127"
+// d (64, columns) = a (64, inner) b (inner, columns) [+ d]: 32 bytes of the inner dimension. Lane
+// 4 g + t of warp w of the warpgroup has d[4 j + i], of row 16 w + g + 8 (i / 2) and column
+// 8 j + 2 t + i % 2. WIDTH: n and the columns; A, B, ADD: the names behind those of d.
+#define PTX_WGMMA(WIDTH, NAMES, A, B, ADD, FORMATS, TRANSPOSED, ...)                           \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                          \
+                 "wgmma.mma_async.sync.aligned.m64" WIDTH FORMATS " {" NAMES "}, " A ", " B     \
+                 ", add, 1, 1" TRANSPOSED ";\n}\n"                                             \
+                 : __VA_ARGS__                                                                 \
+                 : "l"(a), "l"(b), "r"(add))
+#define PTX_192(FORMATS, TRANSPOSED)                                                           \
+    PTX_WGMMA("n192", PTX_NAMES_96, "%96", "%97", "%98", FORMATS, TRANSPOSED, PTX_32(0),       \
+              PTX_32(32), PTX_32(64))
+#define PTX_224(FORMATS, TRANSPOSED)                                                           \
+    PTX_WGMMA("n224", PTX_NAMES_112, "%112", "%113", "%114", FORMATS, TRANSPOSED, PTX_32(0),   \
+              PTX_32(32), PTX_32(64), PTX_8(96), PTX_8(104))
+#define PTX_256(FORMATS, TRANSPOSED)                                                           \
+    PTX_WGMMA("n256", PTX_NAMES_128, "%128", "%129", "%130", FORMATS, TRANSPOSED, PTX_32(0),   \
+              PTX_32(32), PTX_32(64), PTX_32(96))
+#define PTX_OF_FORMATS(PRODUCT)                                                                \
+    if constexpr (sizeof(Left) == 2) {                                                         \
+        if constexpr (K_OUTSIDE) {                                                             \
+            PRODUCT("k16.f32.bf16.bf16", ", 0, 1");                                            \
+        } else {                                                                               \
+            PRODUCT("k16.f32.bf16.bf16", ", 0, 0");                                            \
+        }                                                                                      \
+    } else if constexpr (Fp8<Left>::FORMAT == __NV_E5M2) {                                     \
+        PRODUCT("k32.f32.e5m2.e4m3", "");                                                      \
+    } else if constexpr (Fp8<Right>::FORMAT == __NV_E5M2) {                                    \
+        PRODUCT("k32.f32.e4m3.e5m2", "");                                                      \
+    } else {                                                                                   \
+        PRODUCT("k32.f32.e4m3.e4m3", "");                                                      \
+    }
 
-// Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16, and moves by 16 rows.
-template <class Left, class Right, bool K_OUTSIDE>
-__device__ __forceinline__ void wgmma_192(float (&d)[96], Descriptor a, Descriptor b, int add) {
-    if constexpr (sizeof(Left) == 2) {
-        if constexpr (K_OUTSIDE) {
-            PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 0, 1");
-        } else {
-            PTX_WGMMA("m64n192k16.f32.bf16.bf16", ", 0, 0");
-        }
-    } else if constexpr (Fp8<Left>::FORMAT == __NV_E5M2) {
-        PTX_WGMMA("m64n192k32.f32.e5m2.e4m3", "");
-    } else if constexpr (Fp8<Right>::FORMAT == __NV_E5M2) {
-        PTX_WGMMA("m64n192k32.f32.e4m3.e5m2", "");
+// COLUMNS: 192, 224 or 256. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16,
+// and moves by 16 rows.
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
+__device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
+    static_assert(COLUMNS == 192 || COLUMNS == 224 || COLUMNS == 256);
+    if constexpr (COLUMNS == 192) {
+        PTX_OF_FORMATS(PTX_192)
+    } else if constexpr (COLUMNS == 224) {
+        PTX_OF_FORMATS(PTX_224)
     } else {
-        PTX_WGMMA("m64n192k32.f32.e4m3.e4m3", "");
+        PTX_OF_FORMATS(PTX_256)
     }
 }
+#undef PTX_OF_FORMATS
+#undef PTX_256
+#undef PTX_224
+#undef PTX_192
 #undef PTX_WGMMA
+#undef PTX_NAMES_128
+#undef PTX_NAMES_112
+#undef PTX_NAMES_96
+#undef PTX_32
 #undef PTX_8
 // Between other uses of d and the first product; the end of a group of products; until at most
 // PENDING of the groups run.

@@ -6,6 +6,8 @@ which takes longer than its arithmetic.
 
 from __future__ import annotations
 
+from functools import cache
+
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -20,7 +22,10 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 384
 TILE = (256, 192)  # of a cluster of two blocks
-SHARED = 5 * 40960 + 8 * 2048 + 20 * 8 + 1024  # stages, chunks of out, barriers, alignment
+WIDER = (224, 256)  # columns of other tiles
+# Stages, chunks of out, barriers, alignment.
+SHARED = 5 * 40960 + 8 * 2048 + 20 * 8 + 1024
+SHARED_WIDER = 4 * 49152 + 16 * 2048 + 18 * 8 + 1024
 
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
 # With fewer columns the last turn of the clusters counts. One without a tile costs the more the
@@ -31,7 +36,7 @@ MOST_IDLE = 1280
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
-    """b_rows, tail_rows: of the half of a tile of b or tail, or with K outside of a third of it."""
+    """b_rows, tail_rows: of the half of a tile of b or tail, or with K outside of 64 columns."""
     return Kernel(
         "matmul_adapted.cu",
         "matmul_adapted",
@@ -46,6 +51,18 @@ INSIDE, OUTSIDE = 96, 32  # K of a tile of b or tail is the inner dimension, or 
 MATMUL_ADAPTED = _kernel(INSIDE, INSIDE)
 MATMUL_ADAPTED_TAIL_TRANSPOSED = _kernel(INSIDE, OUTSIDE)
 MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
+
+
+@cache
+def _kernel_of(columns: int, b_outside: bool, tail_outside: bool) -> Kernel:
+    """Of tiles of so many columns."""
+    if columns not in (TILE[1], *WIDER):
+        raise ValueError(f"matmul_adapted: columns must be 192, 224 or 256, got {columns}")
+    if columns == TILE[1]:
+        kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
+        return kernels[b_outside + tail_outside]
+    inside = columns // 2
+    return _kernel(OUTSIDE if b_outside else inside, OUTSIDE if tail_outside else inside)
 
 
 def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool:
@@ -84,6 +101,7 @@ def matmul_adapted(
     bias: Tensor | None = None,
     addend: Tensor | None = None,
     transposed: bool = False,
+    columns: int = TILE[1],
 ) -> None:
     """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend, rounded once.
 
@@ -100,6 +118,7 @@ def matmul_adapted(
         bias        in   BF16                 (N,)    or None
         addend      in   BF16                 (M,N)   or None; other memory than out
         transposed                                    out = a @ b + h @ tail, but for fp8 codes b
+        columns                                       of a tile, 192 or of WIDER; changes no bit
 
     Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -112,23 +131,21 @@ def matmul_adapted(
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
     expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
-    for name, tensor, shape in (("bias", bias, (N,)), ("addend", addend, (M, N))):
-        if tensor is not None:
-            expect(op, name, tensor, BF16, shape)
+    _expect_added(op, bias, addend, M, N)
     R = expect_adapters(op, h, tail, M, N, transposed=transposed)
-    kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
     dev.launch(
-        kernels[transposed + (transposed and not fp8)],
-        own_product_blocks(dev, M, N, TILE),
+        _kernel_of(columns, transposed and not fp8, transposed),
+        own_product_blocks(dev, M, N, (TILE[0], columns)),
         THREADS,
         (out, a, b, h, tail, scale_a, scale_b, bias, addend, M, N, K),
         consts={
             "TRANSPOSED": int(transposed),
             "BIAS": int(bias is not None),
             "ADDEND": int(addend is not None),
+            "TILE_WIDTH": columns,
         }
         | rank_consts(R),
-        smem=SHARED,
+        smem=SHARED if columns == TILE[1] else SHARED_WIDER,
         flops=2 * M * N * (K + R),
     )
 
@@ -142,6 +159,12 @@ def _sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     expect(op, "out", out, BF16, (M, N))
     expect(op, "a", a, None, (M, K))
     return M, N, K
+
+
+def _expect_added(op: str, bias: Tensor | None, addend: Tensor | None, M: int, N: int) -> None:
+    for name, tensor, shape in (("bias", bias, (N,)), ("addend", addend, (M, N))):
+        if tensor is not None:
+            expect(op, name, tensor, BF16, shape)
 
 
 def _expect_codes(

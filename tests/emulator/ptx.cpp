@@ -262,8 +262,11 @@ void start_store(const TensorMap* map, int x, int y, SharedAddress from) {
     mine(stores).push_back({map, x, y, from});
 }
 
-void finish_stores() {
-    for (const Store& store : mine(stores)) {
+void finish_stores(size_t pending) {
+    auto& started = mine(stores);
+    while (started.size() > pending) {
+        const Store store = started.front();
+        started.erase(started.begin());
         for (int r = 0; r < store.map->box_rows; ++r) {
             for (int c = 0; c < store.map->width(); ++c) {
                 if (!store.map->has(store.x + c, store.y + r)) { continue; }
@@ -273,7 +276,6 @@ void finish_stores() {
             }
         }
     }
-    mine(stores).clear();
 }
 
 // -- Products of a warpgroup. Each thread computes its own elements when it waits for them ---------

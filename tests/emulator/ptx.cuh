@@ -102,7 +102,7 @@ static inline void store_box(const TensorMap* map, int x, int y, SharedAddress f
     ptx::start_store(map, x, y, from);
 }
 static inline void stores_begin() {}
-static inline void stores_have_read() { ptx::finish_stores(); }
+template <int PENDING = 0> static inline void stores_have_read() { ptx::finish_stores(PENDING); }
 static inline void stores_are_done() { ptx::finish_stores(); }
 
 // -- Products of a warpgroup ----------------------------------------------------------------------
@@ -110,10 +110,10 @@ static inline void stores_are_done() { ptx::finish_stores(); }
 static inline Descriptor k_inside(SharedAddress tile) { return {tile, 0}; }
 static inline Descriptor k_outside(SharedAddress tile, unsigned chunk) { return {tile, chunk}; }
 
-template <class Left, class Right, bool K_OUTSIDE>
-static inline void wgmma_192(float (&d)[96], Descriptor a, Descriptor b, int add) {
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
+static inline void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
-    ptx::add_product({d, a, b, add, ptx::compute_192<Left, Right, K_OUTSIDE>});
+    ptx::add_product({d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>});
 }
 static inline void wgmma_begin() {}
 static inline void wgmma_commit() { ptx::products_commit(); }

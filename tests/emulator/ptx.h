@@ -77,7 +77,7 @@ namespace ptx {
 void start_load(SharedAddress to, const TensorMap* map, int x, int y, SharedAddress barrier,
                 unsigned rank);
 void start_store(const TensorMap* map, int x, int y, SharedAddress from);
-void finish_stores();
+void finish_stores(size_t pending = 0);
 
 }  // namespace ptx
 
@@ -108,7 +108,8 @@ static inline SharedAddress row_of(const Descriptor& tile, int row) {
     return tile.address + row / 8 * 1024 + row % 8 * 128;
 }
 
-template <class Left, class Right, bool K_OUTSIDE> static void compute_192(const Product& p) {
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
+static void compute(const Product& p) {
     constexpr int INNER = 32 / sizeof(Left);
     const unsigned warp = emulator::warp() % 4, g = emulator::lane() / 4, t = emulator::lane() % 4;
     float a[2][INNER], b[INNER];
@@ -117,7 +118,7 @@ template <class Left, class Right, bool K_OUTSIDE> static void compute_192(const
             a[half][k] = element<Left>(row_of(p.a, 16 * warp + g + 8 * half) + k * sizeof(Left));
         }
     }
-    for (int j = 0; j < 24; ++j) {
+    for (int j = 0; j < COLUMNS / 8; ++j) {
         for (int i = 0; i < 2; ++i) {
             const int column = 8 * j + 2 * t + i;
             for (int k = 0; k < INNER; ++k) {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
-from llmq.ops.matmul_adapted import is_faster, matmul_adapted
+from llmq.ops.matmul_adapted import WIDER, is_faster, matmul_adapted
 from llmq.ref.matmul_adapted import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared
@@ -34,9 +34,10 @@ def arrays_of(rng, case, a, b):
     }
 
 
-def check(dev, arrays, transposed):
+def check(dev, arrays, transposed, columns=192):
     def call(dev, out, a, b, **rest):
-        matmul_adapted(dev, out, a, b, **({"h": None, "tail": None} | rest), transposed=transposed)
+        given = {"h": None, "tail": None} | rest
+        matmul_adapted(dev, out, a, b, **given, transposed=transposed, columns=columns)
 
     compared(dev, call, {name: array for name, array in arrays.items() if array is not None})
 
@@ -46,6 +47,11 @@ def check(dev, arrays, transposed):
 def test_equals_reference(hopper, rng, case, dtype):
     """Clusters whose second block has nothing, edges of tiles, and more tiles than clusters."""
     check(hopper, arrays_of(rng, case, dtype, dtype), case[-1])
+
+
+def test_wider_tiles(hopper, rng):
+    """Of 224 columns the last 64 begin in those before; several turns of the emulator's cluster."""
+    check(hopper, arrays_of(rng, (272, 712, 208, 72, True), BF16, BF16), True, 224)
 
 
 # What follows are sources of their own, which take long to compile for the emulator.
@@ -83,6 +89,15 @@ def test_without_adapters(hopper, rng):
 def test_all_multiprocessors(hopper, rng, dtype, transposed):
     """Several tiles of each cluster, in several groups of columns, of which K makes few."""
     check(hopper, arrays_of(rng, (2064, 3088, 8208, 40, transposed), dtype, dtype), transposed)
+
+
+@gpu_only
+@pytest.mark.parametrize("columns", WIDER)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_all_multiprocessors_with_wider_tiles(hopper, rng, dtype, transposed, columns):
+    arrays = arrays_of(rng, (2064, 3088, 8208, 40, transposed), dtype, dtype)
+    check(hopper, arrays, transposed, columns)
 
 
 def test_where_it_is_faster():
@@ -131,6 +146,8 @@ def test_wrong_arguments():
         matmul_adapted(dev, out, a, b, h, tail, bias=tensor(BF16, 32))
     with pytest.raises(ValueError, match=r"addend must have shape \(32, 48\)"):
         matmul_adapted(dev, out, a, b, h, tail, addend=tail)
+    with pytest.raises(ValueError, match="columns must be 192, 224 or 256, got 128"):
+        matmul_adapted(dev, out, a, b, h, tail, columns=128)
     with pytest.raises(TypeError, match="only fp8 codes have scales"):
         matmul_adapted(dev, out, a, b, h, tail, one, one)
     codes = tensor(E5M2, 32, 64), tensor(E5M2, 48, 64)
