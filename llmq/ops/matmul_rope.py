@@ -11,7 +11,6 @@ from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
-    MULTIPLE,
     expect_adapters,
     expect_qkv,
     own_product_blocks,
@@ -28,9 +27,9 @@ SHARED = 4 * 40960 + 8 * 4 * 2048 + 18 * 8 + 1024  # stages, chunks, barriers, a
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 64, 256
 
 MIN_ROWS = 2048
-# Of what the clusters could multiply in their turns some is no result, and costs the more the longer
-# K is; what is saved, a reading and a writing of the result, does not depend on K. By their rates both
-# are the same where that part, times the bytes of a row of a, is about 800. Not tried there.
+# Of what the clusters could multiply in their turns some is no result, and costs the more the
+# longer K is; what is saved, a reading and a writing of the result, does not depend on K. By their
+# rates both are the same where that part, times the bytes of a row of a, is about 800.
 MOST_IDLE = 400
 
 MATMUL_ROPE = Kernel(
@@ -78,7 +77,7 @@ def matmul_rope(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
     table: Tensor,
     num_heads: int,
     num_kv_heads: int,

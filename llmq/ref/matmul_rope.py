@@ -35,9 +35,10 @@ def matmul_rope(
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
-    """qkv (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T] [+ bias (N)].
+    """qkv (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T]
+    [+ bias (N)], and of its query and key heads rope_forward.
 
-    Computed in F32 and rounded to qkv, of which rope_forward turns the query and key heads.
+    Computed in F32 and rounded to qkv before that.
     """
     right = compute(b) if scale_a is None else decode_fp8(b)
     low = None if tail is None else compute(tail).T

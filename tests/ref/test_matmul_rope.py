@@ -10,12 +10,10 @@ from llmq.ref.rope import rope_forward
 
 
 def test_equals_two(rng):
-    B, T, Hq, Hkv, Hd, K, R = CASES["head_64"][:-1] + (24,)
+    B, T, Hq, Hkv, Hd, K, R = (*CASES["head_64"][:-1], 24)
     M, N = B * T, (Hq + 2 * Hkv) * Hd
     a, b = (rng.normal(size=(rows, K)).astype(E4M3.numpy) for rows in (M, N))
-    h, tail, bias = (
-        rng.normal(size=shape).astype(BF16.numpy) for shape in ((M, R), (N, R), (N,))
-    )
+    h, tail, bias = (rng.normal(size=shape).astype(BF16.numpy) for shape in ((M, R), (N, R), (N,)))
     scales = [np.array([s], np.float32) for s in (0.3, 0.7)]
     table, starts = make_table(T, Hd, 1e4, None), np.minimum(np.arange(T), 5)
     starts = np.stack([starts, np.zeros_like(starts)]).astype(np.int32)
