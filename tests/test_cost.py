@@ -257,9 +257,10 @@ def test_small_products_are_less_efficient():
 
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
 AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
+ROPE, ROPE_TWICE = {"matmul_rope": 1}, {"matmul_rope": 2}
 BOTH = FORWARD | BACKWARD
-# qkv and o in both directions, or in one.
-SHORT, SHORT_FORWARD = {"matmul_adapted": 4}, {"matmul_adapted": 2}
+# qkv and o in both directions, or in one; qkv forward has RoPE in it.
+SHORT, SHORT_FORWARD = ROPE | {"matmul_adapted": 3}, ROPE | {"matmul_adapted": 1}
 LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
@@ -272,22 +273,26 @@ FUSED_WHERE = [
     ),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
     (H100, LORA | {"lora-dropout": 0.1}, FORWARD | SHORT_FORWARD),
-    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
-    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 5}),
+    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH | ROPE),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | ROPE | {"matmul_adapted": 4}),
     (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | SHORT),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
-    (H100, {}, BOTH),
-    (H100, {"recompute-swiglu": True}, BOTH),
-    (H100, {"recompute-ffn": True}, BOTH | AGAIN),
-    (H100, {"matmul-dtype": "e4m3"}, BOTH),
-    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | AGAIN),
-    (H100, DELAYED, BOTH),
-    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, FORWARD | AGAIN_TWICE),
+    (H100, {}, BOTH | ROPE),
+    (H100, {"recompute-swiglu": True}, BOTH | ROPE),
+    (H100, {"recompute-ffn": True}, BOTH | ROPE | AGAIN),
+    (H100, {"matmul-dtype": "e4m3"}, BOTH | ROPE),
+    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | ROPE | AGAIN),
+    (H100, DELAYED, BOTH | ROPE),
+    (
+        H100,
+        DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True},
+        FORWARD | ROPE_TWICE | AGAIN_TWICE,
+    ),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
-    (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD),
-    (H100, DELAYED | {"mlp-dtype": "e4m3", "recompute-ffn": True}, {"matmul_swiglu": 2}),
+    (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD | ROPE),
+    (H100, DELAYED | {"mlp-dtype": "e4m3", "recompute-ffn": True}, ROPE | {"matmul_swiglu": 2}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
     (H100, {"model": "Qwen3-0.6B"}, {}),

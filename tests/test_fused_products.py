@@ -8,7 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from llmq.ops import matmul_adapted, matmul_exp, matmul_swiglu, matmul_swiglu_backward
+from llmq.ops import (
+    matmul_adapted,
+    matmul_exp,
+    matmul_rope,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+)
 from llmq.runtime.launch_kind import FUSED
 from tests.covering import pairwise
 from tests.models import exported, random_batch, trainer_for
@@ -28,23 +34,28 @@ FORMATS = {
 }
 
 
+ANY_SIZE = {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1, "MOST_IDLE": float("inf")}
+
+
 @pytest.fixture
 def fuse(monkeypatch):
     """Have these operations on the CPU, at any size."""
 
     def fuse(*operations):
         for operation in operations:
-            for name, value in {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1}.items():
-                monkeypatch.setattr(operation, name, value)
+            for name, value in ANY_SIZE.items():
+                if hasattr(operation, name):
+                    monkeypatch.setattr(operation, name, value)
         monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160
 
     return fuse
 
 
-def run(name: str, **options):
+def run(name: str, *, head_dim: int | None = None, **options):
     """Results and weights after two steps, and what the second has launched, by entry."""
     rng, entries = np.random.default_rng(0), Counter()
-    with trainer_for(exported(name), model_dtype="bf16", **options) as trainer:
+    path = exported(name) if head_dim is None else exported(name, head_dim=head_dim)
+    with trainer_for(path, model_dtype="bf16", **options) as trainer:
         launch = trainer.dev.launch
 
         def counted(kernel, *args, **kwargs):
@@ -91,6 +102,35 @@ def test_activation_within_products(name, format, recompute, fuse):
     if adapters:
         want["matmul_adapted"] -= 1  # nothing is trained in front of the first block's adapters
     assert {entry: found[2][entry] for entry in FUSED if found[2][entry]} == want
+
+
+ROTATED = {
+    "bf16": {},
+    "fp8, again": DELAYED | {"recompute_block": True},
+    "adapters": LORA | DELAYED | {"base_dtype": "e4m3"},
+}
+
+
+@pytest.mark.parametrize("options", ROTATED.values(), ids=ROTATED)
+def test_rope_within_the_product(options, fuse):
+    """The same bits as behind it."""
+    fuse(*[matmul_adapted] * ("lora_rank" in options))  # which rounds otherwise than two products
+    want = run("llama_biases", head_dim=64, **options)
+    fuse(matmul_rope)
+    found = run("llama_biases", head_dim=64, **options)
+    assert found[0] == want[0]
+    for weight, values in want[1].items():
+        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
+    times = LAYERS * (1 + ("recompute_block" in options))
+    assert want[2]["rope_forward"] == found[2]["matmul_rope"] == times
+    assert found[2]["rope_forward"] == want[2]["matmul_rope"] == 0
+
+
+def test_norm_of_queries_before_rope(fuse):
+    """Has its own kernel, and RoPE too."""
+    fuse(matmul_rope)
+    found = run("qwen3", head_dim=64)
+    assert found[2]["rope_forward"] == LAYERS and not found[2]["matmul_rope"]
 
 
 HEADS = {

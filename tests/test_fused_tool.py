@@ -1,4 +1,4 @@
-"""The cases of tools/gemm_gate.py --swiglu, on the CPU device."""
+"""The cases of tools/gemm_gate.py --swiglu and --rope, on the CPU device."""
 
 import importlib
 from contextlib import closing
@@ -48,8 +48,9 @@ def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng):
             return 1.0
 
     machine = choose_machine("cpu", 1)
-    for make, case, results in fused.CASES.values():
-        small = case._replace(M=32, F=64, K=64, R=min(case.R, 16))
+    for make, case, results in (*fused.ACTIVATED.values(), *fused.ROTATED.values()):
+        small = {"B": 2, "Hq": 2, "Hkv": 1, "T": 16} if "B" in case._fields else {"M": 32, "F": 64}
+        small = case._replace(**small, K=64, R=min(case.R, 16))
         plan = PlanDevice(machine.spec)
         make(Bench(plan), small)
         assert sum(plan.bytes.values()) <= small.nbytes(results) + 4096  # and what aligns

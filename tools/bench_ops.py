@@ -54,6 +54,7 @@ PRODUCTS = (
     "matmul_exp",
     "matmul_fp8",
     "matmul_int8",
+    "matmul_rope",
     "matmul_swiglu",
     "matmul_swiglu_backward",
 )  # bound by arithmetic, all others by memory

@@ -1,13 +1,15 @@
 """Products of our own against cuBLASLt's best, all at the card's power limit.
 
-    python tools/gemm_gate.py [--tail | --swiglu] [--seconds 3] [--out benchmarks/h100_gemm_gate.md]
+    python tools/gemm_gate.py [--tail | --swiglu | --rope] [--seconds 3]
+        [--out benchmarks/h100_gemm_gate.md]
 
 For an H100 or H200, whose `matmul_adapted` is. Without --tail it computes plain fp8 products, those
 between which SwiGLU stands: the up product, and the input gradient of the down product. cuBLASLt is
 allowed to accumulate fast, and not. With --tail it computes these with the product of adapters in
 them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first. With --swiglu it
 computes products with the MLP's activation in them, or its gradient, beside the two kernels that
-each of them replaces, and the first one of these alone (tools/fused_products.py).
+each of them replaces, and the first one of these alone (tools/fused_products.py); with --rope the
+qkv product with RoPE in it, in the same way.
 
 Operands are distributed as those of activations and weights are. cuBLASLt is tuned. All take turns,
 each for so many seconds, twice. Power and energy are the card's own counters.
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -249,9 +252,13 @@ def with_tail(
     return " | ".join([*cells, f"{saved:.1%}", *(f"{error:.2e}" for error in errors)])
 
 
-def with_activation(card: Card, name: str, seconds: float) -> str:
+def with_more(
+    card: Card,
+    made: tuple[Callable[..., Any], fused_products.Case | fused_products.Heads, int],
+    seconds: float,
+) -> str:
     """The row of one case of fused_products."""
-    make, case, results = fused_products.CASES[name]
+    make, case, results = made
     with opened(card, case.nbytes(results) + (1 << 20)) as bench:
         ways = make(bench, case)
         ways.product(), ways.two(), ways.one()  # which tunes
@@ -296,28 +303,29 @@ def tail_table(card: Card, seconds: float) -> list[str]:
     ]
 
 
-def activation_table(card: Card, seconds: float) -> list[str]:
-    """Markdown."""
+def fused_table(cases: dict[str, tuple], card: Card, seconds: float) -> list[str]:
+    """Markdown. cases: of fused_products."""
     return [
         "ms and J of each way: the product alone, the two kernels, and one; time and energy that "
         "one saves of the two; bytes that are the same, of that result which has the fewest.",
         "",
         "| product | alone | two kernels | one | time saved | energy saved | same bytes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *(f"| {name} | {with_activation(card, name, seconds)} |" for name in fused_products.CASES),
+        *(f"| {name} | {with_more(card, case, seconds)} |" for name, case in cases.items()),
     ]
 
 
 def main(
     tail: Annotated[bool, typer.Option("--tail", help="With the product of adapters.")] = False,
     swiglu: Annotated[bool, typer.Option("--swiglu", help="With the MLP's activation.")] = False,
+    rope: Annotated[bool, typer.Option("--rope", help="With RoPE.")] = False,
     seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     import torch
 
-    if tail and swiglu:
-        raise typer.BadParameter("one of --tail and --swiglu")
+    if tail + swiglu + rope > 1:
+        raise typer.BadParameter("one of --tail, --swiglu and --rope")
     card = Card()
     torch.backends.cuda.matmul.allow_tf32 = False
     title, flag, table = "An fp8 product of our own beside cuBLASLt's", "", plain_table
@@ -326,7 +334,10 @@ def main(
         flag, table = " --tail", tail_table
     elif swiglu:
         title = "Products with the activation in them beside two kernels"
-        flag, table = " --swiglu", activation_table
+        flag, table = " --swiglu", partial(fused_table, fused_products.ACTIVATED)
+    elif rope:
+        title = "The qkv product with RoPE in it beside two kernels"
+        flag, table = " --rope", partial(fused_table, fused_products.ROTATED)
     command = f"python tools/{Path(__file__).name}{flag} --seconds {seconds:g}"
     text = [
         f"# {title}",

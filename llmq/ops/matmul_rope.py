@@ -17,11 +17,11 @@ from llmq.ops.common import (
     rank_consts,
     runs_own_products,
 )
-from llmq.ops.matmul_adapted import THREADS
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 OP = "matmul_rope"
+THREADS = 384
 TILE = (256, 96)  # rows and pairs of columns, of a cluster of two blocks
 SHARED = 4 * 40960 + 8 * 4 * 2048 + 18 * 8 + 1024  # stages, chunks, barriers, alignment
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 64, 256

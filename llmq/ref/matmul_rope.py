@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import adapted_product, compute, decode_fp8
-from llmq.ref.rope import rope_forward
+from llmq.ref.common import adapted_product, compute, decode_fp8, turn_heads
 
 # name: (B, T, Hq, Hkv, Hd, K, R)
 CASES = {
@@ -36,9 +35,7 @@ def matmul_rope(
     num_kv_heads: int,
 ) -> None:
     """qkv (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ h (M,R) @ tail (N,R)^T]
-    [+ bias (N)], and of its query and key heads rope_forward.
-
-    Computed in F32 and rounded to qkv before that.
+    [+ bias (N)], computed in F32 and rounded to qkv; then rope_forward of that.
     """
     right = compute(b) if scale_a is None else decode_fp8(b)
     low = None if tail is None else compute(tail).T
@@ -47,4 +44,4 @@ def matmul_rope(
         if bias is not None:
             total += compute(bias)
         flat[rows] = total
-    rope_forward(qkv, table, M, seq_length, num_heads, num_kv_heads, 0, starts)
+    turn_heads(qkv, table, num_heads, num_kv_heads, 0, starts, 1)
