@@ -40,8 +40,7 @@ class Case(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The product of queries, keys and values of B sequences, of (B * 1024, K); R: of its adapters,
-    0: none."""
+    """The product of queries, keys and values, of (B * T, K); R: of its adapters, 0: none."""
 
     B: int
     Hq: int
@@ -61,8 +60,8 @@ class Heads(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """product: alone, by the best that there was; two: with the other kernel behind it; one: both in
-    one kernel. results: of two and of one, the same tensors of both."""
+    """product: alone, by the best that there was; two: with the other kernel behind it; one: both
+    in one kernel. results: of two and of one, the same tensors of both."""
 
     product: Callable[[], None]
     two: Callable[[], None]
