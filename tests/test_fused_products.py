@@ -51,6 +51,15 @@ def fuse(monkeypatch):
     return fuse
 
 
+def batch_of(rng: np.random.Generator, *, document_mask: bool = False, **_: object) -> tuple:
+    """Random; with documents that are masked also where they start."""
+    batch = random_batch(rng, T=T)
+    if not document_mask:
+        return batch
+    first = np.where(rng.random((2, T)) < 0.1, np.arange(T), 0)
+    return *batch, np.maximum.accumulate(first, axis=1).astype(np.int32)
+
+
 def run(name: str, *, head_dim: int | None = None, **options):
     """Results and weights after two steps, and what the second has launched, by entry."""
     rng, entries = np.random.default_rng(0), Counter()
@@ -62,9 +71,9 @@ def run(name: str, *, head_dim: int | None = None, **options):
             entries[kernel.entry] += 1
             launch(kernel, *args, **kwargs)
 
-        results = [trainer.step([random_batch(rng, T=T)])]
+        results = [trainer.step([batch_of(rng, **options)])]
         with trainer.dev.instead(launch=counted):
-            results.append(trainer.step([random_batch(rng, T=T)]))
+            results.append(trainer.step([batch_of(rng, **options)]))
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights(), entries
 
@@ -105,7 +114,7 @@ def test_activation_within_products(name, format, recompute, fuse):
 
 
 ROTATED = {
-    "bf16": {},
+    "bf16": {"document_mask": True},
     "fp8, again": DELAYED | {"recompute_block": True},
     "adapters": LORA | DELAYED | {"base_dtype": "e4m3"},
 }

@@ -51,25 +51,27 @@ struct Turned {
         }
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            int thread = threadIdx.x % 128, first = tile.column;
-            forget(thread), forget(first);  // or what all steps make of them would be held
-            const int half = half_of(step), c = pair_of(step), pair = first + c, lane = thread % 32;
-            const int row = tile.row + 64 * half + thread / 32 * 16;  // tile.row + first_row
-            u32 x[4], y[4];  // of the first and of the second elements, as stmatrix takes them
-            round(x, y, d[half] + c / 2, pair, lane);
+            int lane = threadIdx.x % 32, first = tile.column;
+            forget(lane), forget(first);  // or what all steps make of them would be held
+            const int half = half_of(step), c = pair_of(step), pair = first + c;
+            const int row = tile.row + first_row + 64 * half;
             cp_async_wait<AHEAD - 1>();
-            if (turns(pair)) {
+            if (c % PAIRS == 0) { __syncwarp(); }  // all have read the chunk
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    turn(x[i], y[i], load_shared(place(chunk, step, i, lane)));
+            for (int j = 0; j < STEP_PAIRS; j += 8) {
+                u32 x[2], y[2];  // of the first and of the second elements, as stmatrix takes them
+                round(x, y, d[half] + (c + j) / 2, pair + j, lane);
+                if (turns(pair)) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        turn(x[i], y[i], load_shared(place(chunk, step, j / 4 + i, lane)));
+                    }
                 }
+                const u32 line = lane & 15, word = (c % PAIRS + j) / 8 + (lane >> 4) * 4;
+                stmatrix_x4(chunk + line * LINE + ((word ^ line & 7) << 4), x[0], x[1], y[0], y[1]);
             }
             if (step + AHEAD == STEPS / 2) { find(angles, row + 64, lane); }
             fetch(step + AHEAD, angles, first, chunk, lane);
-            const u32 line = lane & 15, word = c % PAIRS / 8 + (lane >> 4);
-            if (c % PAIRS == 0) { __syncwarp(); }  // all have read the chunk
-            stmatrix_x4(chunk + line * LINE + ((word ^ line & 7) << 4), x[0], x[1], x[2], x[3]);
-            stmatrix_x4(chunk + line * LINE + ((word + 4 ^ line & 7) << 4), y[0], y[1], y[2], y[3]);
             if (c % PAIRS != 0) {
                 __syncwarp();
                 store(row, pair - STEP_PAIRS, chunk, lane);
@@ -96,7 +98,7 @@ private:
         }
     }
 
-    // Begins to copy cos and sin of two neighbouring pairs for each of x[i] and y[i] of a step.
+    // Begins to copy cos and sin of two neighbouring pairs for each turn of a step.
     __device__ __forceinline__ void fetch(int step, const int (&angles)[2], int pair,
                                           SharedAddress chunk, int lane) const {
         if (step < STEPS && turns(pair + pair_of(step))) {
@@ -111,23 +113,19 @@ private:
         cp_async_commit();
     }
 
-    // Two neighbouring columns of two rows in each of x and y. sums: of the first elements.
-    __device__ __forceinline__ void round(u32 (&x)[4], u32 (&y)[4], const float* sums,
-                                          int pair, int lane) const {
-        u32 more[4];  // bias of the first elements' columns, and of the second ones'
+    // Two neighbouring columns of each of two rows. sums: of the first elements.
+    __device__ __forceinline__ void round(u32 (&x)[2], u32 (&y)[2], const float* sums, int pair,
+                                          int lane) const {
+        u32 more[2];  // bias of the first elements' columns, and of the second ones'
         if constexpr (BIAS) {
-            const int first = 2 * pair < N ? row_of_pair<HEAD_DIM>(pair) : 0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bf16* from = bias + first + i / 2 * HALF + i % 2 * 8 + lane % 4 * 2;
-                more[i] = __ldg(reinterpret_cast<const u32*>(from));
-            }
+            const int first = (2 * pair < N ? row_of_pair<HEAD_DIM>(pair) : 0) + lane % 4 * 2;
+            more[0] = __ldg(reinterpret_cast<const u32*>(bias + first));
+            more[1] = __ldg(reinterpret_cast<const u32*>(bias + first + HALF));
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float* const sum = sums + i / 2 * 4 + i % 2 * 2;
-            x[i] = rounded(sum, more[i / 2]);
-            y[i] = rounded(sum + SUMS / 2, more[2 + i / 2]);
+        for (int i = 0; i < 2; ++i) {
+            x[i] = rounded(sums + 2 * i, more[0]);
+            y[i] = rounded(sums + SUMS / 2 + 2 * i, more[1]);
         }
     }
     static __device__ __forceinline__ u32 rounded(const float* sum, u32 more) {
@@ -172,12 +170,10 @@ matmul_rope(bf16* qkv, const __grid_constant__ TensorMap a, const __grid_constan
     cluster_arrive();
     cluster_wait();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    const auto work_of_all = [&] { return Work(M, N / 2, TILE_COLUMNS / 2, K * (int)sizeof(A)); };
+    const Work work(M, N / 2, TILE_COLUMNS / 2, K * (int)sizeof(A));
     if (warpgroup == 0) {
-        const Work work = work_of_all();
         product.load_tiles(work, &a, &b, &h, &tail);
     } else {
-        const Work work = work_of_all();
         const float scale = Product::SCALED ? *scale_a * *scale_b : 1.0f;
         const Turned turned{qkv, bias, table, starts, M, N, seq_length, num_heads + num_kv_heads};
         product.multiply_tiles(work, warpgroup - 1, scale, turned);

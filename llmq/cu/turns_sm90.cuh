@@ -87,17 +87,14 @@ struct TurnsProduct {
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
         const int taker = IN_TURNS ? me : 0, first_row = IN_TURNS ? 0 : 64 * me;
         const SharedAddress chunk = chunks + warp * CHUNKS * CHUNK_BYTES;
-        u32 turn_parity = me ^ 1;  // the first one may begin
-        int done = taker * (steps + TAILS);
-        for (int t = work.cluster + taker * work.clusters; t < work.tiles;
-             t += TAKERS * work.clusters) {
+        // n: of the cluster's tiles. What can be had of it takes no register meanwhile.
+        for (int n = taker, t; t = work.cluster + n * work.clusters, t < work.tiles; n += TAKERS) {
             const Tile tile(t, work);
             Sums d;
-            Ring<STAGES> ring(done);
+            Ring<STAGES> ring(n * (steps + TAILS));
             SharedAddress before = empty;
-            if constexpr (IN_TURNS) {
-                barrier_wait(turn + 8 * me, turn_parity);  // else a wait may be for a later phase
-                turn_parity ^= 1;
+            if constexpr (IN_TURNS) {  // else a wait may be for a later phase; the first may begin
+                barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
             }
 #pragma unroll 1
             for (int k = 0; k < steps; ++k, ring.next()) {
@@ -116,7 +113,6 @@ struct TurnsProduct {
             if constexpr (IN_TURNS) {
                 barrier_arrive(turn + 8 * (me ^ 1));  // the other one multiplies while this one scales
             }
-            done += TAKERS * (steps + TAILS);
             wgmma_wait<0>();
             if (thread < 2) { barrier_arrive_at(before, thread); }
             if (SCALED) {
