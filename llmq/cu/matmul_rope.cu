@@ -14,7 +14,7 @@
 //          bias: bf16 (N), with BIAS. table, starts, DOCUMENTS: as in rope.cu; row i has position
 //          i % seq_length, less starts[i].
 // Launch   as matmul_adapted.cu with tiles of 192 columns, of half as many columns of pairs.
-// Cost     2 M N (K + R) FLOPs. About 6 instructions for each element of qkv, and 16 bytes of the
+// Cost     2 M N (K + R) FLOPs. About 14 instructions for each element of qkv, and 16 bytes of the
 //          table for 4, from L2 or L1: they hide behind the product where K is long enough.
 // Needs    compute capability 9.0; HEAD_DIM a multiple of 64; rows of a, b, h and tail of multiples of
 //          16 bytes; seq_length rows in the table, M HEAD_DIM < 2^31.
@@ -148,12 +148,12 @@ private:
         const u32 word = lane % 8;
         const int column = row_of_pair<HEAD_DIM>(pair) + word / 4 * HALF + word % 4 * 8;
         const int row = first_row + lane / 8, rows = 2 * pair < N ? M - row : 0;
-        bf16* const to = qkv + (i64)row * N + column;
+        bf16* to = qkv + (i64)row * N + column;
 #pragma unroll 2
-        for (int i = 0; i < 16; i += 4) {
+        for (int i = 0; i < 16; i += 4, to += 4 * N) {
             const u32 line = i + lane / 8;
             const uint4 x = load_shared(chunk + line * LINE + ((word ^ line & 7) << 4));
-            if (i < rows) { *reinterpret_cast<uint4*>(to + (i64)i * N) = x; }
+            if (i < rows) { *reinterpret_cast<uint4*>(to) = x; }
         }
     }
 };
