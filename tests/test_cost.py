@@ -259,23 +259,23 @@ FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
 AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
 ROPE, ROPE_TWICE = {"matmul_rope": 1}, {"matmul_rope": 2}
 BOTH = FORWARD | BACKWARD
-# qkv and o in both directions, or in one; qkv forward has RoPE in it.
-SHORT, SHORT_FORWARD = ROPE | {"matmul_adapted": 3}, ROPE | {"matmul_adapted": 1}
+# qkv, o and the MLP's other product, in both directions or in one; qkv forward has RoPE in it.
+OTHERS, OTHERS_FORWARD = ROPE | {"matmul_adapted": 5}, ROPE | {"matmul_adapted": 2}
 LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
-    (H100, LORA, BOTH | SHORT),
-    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH | SHORT),
+    (H100, LORA, BOTH | OTHERS),
+    (H100, LORA | {"matmul-dtype": "e4m3", "base-dtype": "e4m3"}, BOTH | OTHERS),
     (
         H100,
         LORA | DELAYED | {"base-dtype": "nf4", "fp8-fast-accumulation": "forward"},
-        FORWARD | SHORT_FORWARD,
+        FORWARD | OTHERS_FORWARD,
     ),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
-    (H100, LORA | {"lora-dropout": 0.1}, FORWARD | SHORT_FORWARD),
+    (H100, LORA | {"lora-dropout": 0.1}, FORWARD | OTHERS_FORWARD),
     (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH | ROPE),
-    (H100, LORA | {"recompute-ffn": True}, BOTH | ROPE | {"matmul_adapted": 4}),
-    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | SHORT),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | ROPE | {"matmul_adapted": 6}),
+    (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | OTHERS),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
@@ -316,6 +316,29 @@ def test_where_more_is_within_products(card, options, per_layer):
     assert {name: entries[name] for name in FUSED if entries[name]} == {
         name: 2 * count for name, count in per_layer.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "launches"),
+    [
+        (H100, {}, 2),
+        (H100, {"fp8-fast-accumulation": "none"}, 0),
+        (H100, {"head-dtype": "bf16"}, 0),
+        (H100, {"lmhead-chunks": 4}, 0),  # of 1,024 rows
+        (RTX_4090, {}, 0),
+    ],
+)
+def test_where_logits_become_codes_of_exponentials(card, options, launches):
+    config = {"device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 4, "from-scratch": True}
+    config |= {"matmul-dtype": "e4m3", "head-dtype": "e4m3", "lmhead-chunks": 2}
+    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
+    model = replace(preset(config.model), num_layers=1)
+    plan = make_plan(config, model, spec_of(card), "native", config.gpus)
+    ((trace, _),) = plan.micro_steps
+    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    assert entries["matmul_exp_codes"] == entries["exp_codes_turn"] == launches
+    apart = config.lmhead_chunks * (config.head_dtype == "e4m3") - launches
+    assert entries["transpose_codes"] >= apart and not (launches and entries["transpose_codes"])
 
 
 @pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])
@@ -381,7 +404,7 @@ def test_backward_ends_at_the_first_that_is_trained(options, norms, attentions):
 @pytest.mark.parametrize(
     ("card", "options", "norms"),
     [
-        (H100, {}, 2),  # the down product's, of the second block's first norm and the final one
+        (H100, {}, 0),
         (H100, {"batch-size": 1}, 4),
         (RTX_4090, {}, 4),
         (RTX_4090, {"lora-targets": "q,v"}, 0),

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 from llmq.config.options_io import make_config
+from llmq.model import attention_choice
 from llmq.ops import (
+    matmul,
     matmul_adapted,
     matmul_exp,
+    matmul_exp_codes,
     matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
 )
+from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cuda_api import device_spec
 from llmq.train.model_of_run import model_of_run
 from llmq.train.trainer import Trainer
@@ -63,6 +67,21 @@ def same(one, other):
 def path(request, tmp_path):
     hf_model(request.param).save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("path", ["qwen2_untied"], indirect=True)  # with a window
+def test_what_is_timed_is_kept(path, monkeypatch, tmp_path_factory):
+    """As on cards on which attention was not measured, and on those that may have block scales."""
+    monkeypatch.setattr(attention_choice, "MEASURED", 0)
+    monkeypatch.setattr(matmul, "BLOCK_SCALED_GENERATION", device_spec(0).capability // 10)
+    monkeypatch.setattr(cuda_device, "TUNED", str(tmp_path_factory.mktemp("tuned") / "m.json"))
+    fp8 = {"matmul_dtype": "e4m3", "fp8_recipe": "delayed"}
+    options = {"attention": "auto", **fp8, "attn_bwd_chunks": 2}
+    results = []
+    for more in ({}, {}, {"attn_bwd_chunks": 1}, {"use_cuda_graphs": False}):
+        algorithm_file._files.clear()  # a new process
+        results.append(run(path, **options | more))
+    assert all(same(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("attention", ["native", "cudnn", "auto"])
@@ -123,10 +142,18 @@ WITHIN = {
     "jit": FAST,
     "delayed": FAST | {"fp8_recipe": "delayed", "gradient_dtype": "e5m2"},
     "codes": FAST | {"fp8_recipe": "delayed", "mlp_dtype": "e4m3", "gradient_dtype": "e5m2"},
+    "head": FAST | {"fp8_recipe": "delayed", "head_dtype": "e4m3"},
     "adapters": ADAPTERS,
     "adapters, fp8": ADAPTERS | FAST | {"base_dtype": "e4m3"},
     "adapters, delayed": ADAPTERS | FAST | {"base_dtype": "e4m3", "fp8_recipe": "delayed"},
 }
+WITHIN_PRODUCTS = (
+    matmul_adapted,
+    matmul_exp,
+    matmul_exp_codes,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+)
 RECOMPUTED = ("swiglu", "ffn", "block")
 
 
@@ -138,7 +165,7 @@ def test_more_within_products(tmp_path, formats, name, monkeypatch):
         pytest.skip("needs compute capability 9.0")
     hf_model(name, intermediate_size=192).save_pretrained(tmp_path)
     beside = run(tmp_path, **formats)
-    for operation in (matmul_adapted, matmul_exp, matmul_swiglu, matmul_swiglu_backward):
+    for operation in WITHIN_PRODUCTS:
         monkeypatch.setattr(operation, "MIN_ROWS", 1)
         monkeypatch.setattr(operation, "MIN_COLUMNS", 1)
     within = run(tmp_path, **formats)

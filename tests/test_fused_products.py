@@ -11,6 +11,7 @@ import pytest
 from llmq.ops import (
     matmul_adapted,
     matmul_exp,
+    matmul_exp_codes,
     matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
@@ -51,7 +52,9 @@ def fuse(monkeypatch):
     return fuse
 
 
-def batch_of(rng: np.random.Generator, *, document_mask: bool = False, **_: object) -> tuple:
+def batch_of(
+    rng: np.random.Generator, T: int, *, document_mask: bool = False, **_: object
+) -> tuple:
     """Random; with documents that are masked also where they start."""
     batch = random_batch(rng, T=T)
     if not document_mask:
@@ -60,7 +63,7 @@ def batch_of(rng: np.random.Generator, *, document_mask: bool = False, **_: obje
     return *batch, np.maximum.accumulate(first, axis=1).astype(np.int32)
 
 
-def run(name: str, *, head_dim: int | None = None, **options):
+def run(name: str, T: int = T, *, head_dim: int | None = None, **options):
     """Results and weights after two steps, and what the second has launched, by entry."""
     rng, entries = np.random.default_rng(0), Counter()
     path = exported(name) if head_dim is None else exported(name, head_dim=head_dim)
@@ -71,9 +74,9 @@ def run(name: str, *, head_dim: int | None = None, **options):
             entries[kernel.entry] += 1
             launch(kernel, *args, **kwargs)
 
-        results = [trainer.step([batch_of(rng, **options)])]
+        results = [trainer.step([batch_of(rng, T, **options)])]
         with trainer.dev.instead(launch=counted):
-            results.append(trainer.step([batch_of(rng, **options)]))
+            results.append(trainer.step([batch_of(rng, T, **options)]))
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights(), entries
 
@@ -165,6 +168,37 @@ def test_exponentials_within_the_product_of_logits(name, options, fuse):
     chunks = options.get("lmhead_chunks", 1)
     launched = ["exp_rows_shift", "matmul_exp", "exp_rows_finish", "exp_rows_scale"]
     assert [found[2][entry] for entry in launched] == [chunks] * len(launched)
+    assert not any(entry.startswith("cross_entropy_forward") for entry in found[2])
+    moved = [not np.array_equal(found[1][key], want[1][key]) for key in want[1]]
+    assert any(moved)  # or it would be the same way
+
+
+CODES = {"head_dtype": "e4m3", "seq_len": 32, "T": 32}  # in multiples of 16
+HEADS_OF_CODES = {
+    "jit": FP8 | CODES,
+    "delayed": DELAYED | CODES | {"lmhead_chunks": 2, "z_loss": 1e-2},
+    "frozen": LORA | DELAYED | CODES | {"base_dtype": "e4m3"},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
+@pytest.mark.parametrize("options", HEADS_OF_CODES.values(), ids=HEADS_OF_CODES)
+def test_codes_of_exponentials_within_the_product_of_logits(name, options, fuse):
+    """Of logits with the same bits; gradients have two bits in either way."""
+    want = run(name, **options)
+    fuse(matmul_exp_codes)
+    found = run(name, **options)
+    first, second = zip(want[0], found[0], strict=True)
+    assert first[1].loss == pytest.approx(first[0].loss, rel=1e-6)
+    assert first[1].norm == pytest.approx(first[0].norm, rel=3e-2)
+    assert second[1].loss == pytest.approx(second[0].loss, rel=2e-3)
+    launched = [f"exp_codes_{x}" for x in ("shift", "finish", "gather", "again", "input", "turn")]
+    chunks = options.get("lmhead_chunks", 1)
+    wanted = dict.fromkeys([*launched, "matmul_exp_codes"], chunks)
+    if "lora_rank" in options:  # nothing is multiplied by transposed codes
+        wanted.pop("exp_codes_turn")
+    counts = {entry: n for entry, n in found[2].items() if "exp_codes" in entry}
+    assert counts == wanted
     assert not any(entry.startswith("cross_entropy_forward") for entry in found[2])
     moved = [not np.array_equal(found[1][key], want[1][key]) for key in want[1]]
     assert any(moved)  # or it would be the same way

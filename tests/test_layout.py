@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "llmq"
-LIBRARY_OPS = {"matmul"}  # no .cu of their own: cuBLASLt
 CU_LABELS = ("Data", "Launch", "Cost", "Needs", "Same name")
 GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 
@@ -69,7 +68,7 @@ def graph() -> dict[str, set[str]]:
 def test_every_operation_has_its_five_files():
     ops = stems("llmq/ops", "*.py")
     assert ops == stems("llmq/ref", "*.py")
-    assert ops - LIBRARY_OPS == stems("llmq/cu", "*.cu")
+    assert ops == stems("llmq/cu", "*.cu")
     tests = {name.removeprefix("test_") for name in stems("tests/ops", "test_*.py")}
     assert ops == tests
     tests = {name.removeprefix("test_") for name in stems("tests/ref", "test_*.py")}

@@ -389,6 +389,25 @@ def test_products_that_accumulate_fast(reporter):
     assert (record["log"], record["step"], record["fast_products"]) == ("fast-products", 3, chosen)
 
 
+def test_ways_that_were_chosen(reporter):
+    reporter.choices(0, {}, {})
+    assert reporter.view.lines == []
+    chosen = {"attention.forward 2x64": "cudnn", "attention.backward 2x64": "native"}
+    chosen |= {"matmul_fp8 a": "block-scaled", "matmul_fp8 b": "per-tensor"}
+    chosen |= {"matmul_fp8 c": "block-scaled"}
+    reporter.choices(3, {"a": True, "b": False, "d": True}, chosen)
+    assert reporter.view.lines == [
+        "  fast accumulation: 1 of 2 fp8 products that may",  # "a" does not run as one of them
+        "  attention.forward: cudnn",
+        "  attention.backward: native",
+        "  matmul_fp8: 2 block-scaled, 1 per-tensor",
+    ]
+    reporter.close()
+    fast, record = logged(reporter)
+    assert fast["fast_products"] == {"b": False, "d": True}
+    assert (record["log"], record["step"], record["choices"]) == ("choices", 3, chosen)
+
+
 def test_lines_of_steps(reporter):
     reporter.train_step(7, RESULT, lr=1e-3, ms=61.5, tokens=4096, sol=None)
     reporter.train_step(8, RESULT, lr=1e-3, ms=123456.0, tokens=10**8, sol=45.678)

@@ -24,7 +24,12 @@ TINY = {
 
 def job(**changed) -> PeftJob:
     given = {"adapter_dtype": "fp32", "autocast": True, "steps": 1, "repeats": 2}
-    given |= {"compiled": "none", "mode": "default", "checkpointing": False} | changed
+    given |= {
+        "compiled": "none",
+        "mode": "default",
+        "checkpointing": False,
+        "masked": False,
+    } | changed
     shared = TINY | {key: given.pop(key) for key in set(given) & set(TINY)}
     return peft_speed.peft_job(*peft_speed.checked(shared, []), **given)
 
@@ -87,7 +92,7 @@ def test_the_step_of_peft_trains_adapters_alone(monkeypatch, dtype, more):
 
 
 def test_layers_with_windows_keep_the_mask_of_transformers():
-    assert job(model="tiny-gemma3").windowed and not job().windowed
+    assert job(model="tiny-gemma3").masked and job(masked=True).masked and not job().masked
 
 
 def test_all_layers_share_one_compiled_graph(monkeypatch):

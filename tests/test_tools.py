@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from llmq.base.errors import LlmqError
@@ -388,14 +389,67 @@ def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch, tmp_path):
     capsys.readouterr()
     sweep.run(file, seconds=0.0)
     assert not asked
+    with pytest.raises(typer.Exit):  # others before may have left too little memory
+        sweep.run(file)
     sweep.run(file)
     sweep.run(file)
-    assert len(asked) == len(configs) + len(other["rows"])
+    assert len(asked) == len(configs) + len(other["rows"]) + 1
     sweep.table(file)
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if line.startswith("| tiny |"))
     assert f" {len(configs)} of {len(configs)} " in row and row.endswith(" % |")
     assert any(line.split(" | ")[1:2] == ["it does not fit"] for line in lines)
+
+
+def test_likely_rivals_are_measured_first(tool, monkeypatch, tmp_path, capsys):
+    """Sweeps of two models: (predicted, measured) of each row, what --fit finds first."""
+    sweep, file = tool("fit_sweep"), tmp_path / "fit.json"
+    given = {
+        ("small", "16GiB"): [(200, 190), (199, 180), (190, 191)],
+        ("small", "24GiB"): [(300, 290), (290, 281)],
+        ("large", "24GiB"): [(20, 20), (19.9, 21), (19, 19)],
+    }
+    speeds: dict[str, float] = {}
+    sweeps = []
+    for (model, memory), pairs in given.items():
+        rows = [
+            {"options": {"model": model, "seed": f"{model} {memory} {i}"}, "predicted": float(p)}
+            for i, (p, _) in enumerate(pairs)
+        ]
+        speeds |= {r["options"]["seed"]: float(m) for r, (_, m) in zip(rows, pairs, strict=True)}
+        about = {"model": model, "memory": memory, "within": 7.0, "source": "", "combinations": 9}
+        sweeps.append(about | {"rows": rows})
+    file.write_text(json.dumps({"sweeps": sweeps}))
+    asked: list[str] = []
+
+    def speed(options):
+        asked.append(options["seed"])
+        if len(asked) == 5:
+            raise LlmqError("no memory is left")
+        return {"measured": speeds[options["seed"]], "spread": 0.0}
+
+    monkeypatch.setattr(sweep, "speed", speed)
+    firsts = ["small 24GiB 0", "small 16GiB 0", "large 24GiB 0"]
+    sweep.run(file, enough=1.0)
+    assert asked == firsts
+    with pytest.raises(typer.Exit):  # the memory may be what rows before have left of it
+        sweep.run(file)
+    # 103 % of 190 is 1.7 % more than 199 beside 290 of 300, and 20.6 is 3.5 % more than 19.9.
+    assert asked[3:] == ["small 16GiB 1", "large 24GiB 1"]
+    capsys.readouterr()
+    sweep.table(file)
+    lines = capsys.readouterr().out.splitlines()
+    cells = [line.split(" | ")[1:] for line in lines if line.startswith(("| small |", "| large |"))]
+    assert [(c[1], c[-1]) for c in cells] == [
+        ("2 of 3", "6.6 % |"),
+        ("1 of 2", "6.6 % |"),
+        ("1 of 3", "3.5 % |"),
+    ]
+    sweep.run(file)
+    # The one that failed beside others, alone. It is faster: what is left in its sweep comes last.
+    assert asked[5:] == ["large 24GiB 1", "small 24GiB 1", "small 16GiB 2", "large 24GiB 2"]
+    rows = [row for found in json.loads(file.read_text())["sweeps"] for row in found["rows"]]
+    assert all("measured" in row and not {"error", "again"} & set(row) for row in rows)
 
 
 def test_a_rival_that_does_a_part_of_anothers_work(tool):

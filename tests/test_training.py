@@ -391,11 +391,15 @@ def test_a_signal_saves_though_nobody_reads_the_console(first, monkeypatch):
 
 def test_products_are_logged_after_the_first_step(monkeypatch):
     monkeypatch.setattr(HostDevice, "fast_products", lambda self: {"a product": True})
+    monkeypatch.setattr(HostDevice, "choices", lambda self: {"a product": "a way"})
     assert train(steps=3, save_training_state=True) == 0
     (record,) = records("fast-products")
     assert (record["step"], record["fast_products"]) == (0, {"a product": True})
     assert train(steps=5, **{"continue": ""}) == 0
     assert [record["step"] for record in records("fast-products")] == [0, 3]
+    assert [(r["step"], r["choices"]) for r in records("choices")] == [
+        (step, {"a product": "a way"}) for step in (0, 3)
+    ]
 
 
 @pytest.mark.parametrize("gpus", [1, 3])

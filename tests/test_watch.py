@@ -246,6 +246,7 @@ def test_null_is_nan(kind):
         ("scaling", {"efficiency": 0.9}, ("scaling", {"efficiency": 0.9})),
         ("links", {"links": [{"kind": "direct"}]}, ("links", [{"kind": "direct"}])),
         ("fast-products", {"fast_products": {"p": True}}, ("fast-products", {"p": True})),
+        ("choices", {"choices": {"p": "a"}}, ("choices", {"p": "a"})),
         ("step", step_fields(), None),
     ],
 )

@@ -52,6 +52,7 @@ PRODUCTS = (
     "matmul",
     "matmul_adapted",
     "matmul_exp",
+    "matmul_exp_codes",
     "matmul_fp8",
     "matmul_int8",
     "matmul_rope",

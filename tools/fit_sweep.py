@@ -12,9 +12,20 @@ finds: where predictions are within e percent, and it is asked whether anything 
 percent faster, 2 e - 3 are enough. Also where another one does a part of its work and nothing else,
 or exactly the same. The file may hold several models and memories: others than these stay in it.
 
-`run` measures rivals in one process, each as soon as the one before is done, and notes each in its
+`run` measures in one process, each row as soon as the one before is done, and notes each in its
 file at once: run again, it goes on with those that are missing. Steps are short (--sequences),
-because options are what is compared.
+because options are what is compared. What --fit finds comes first, of all models and memories. Then
+always the row that is likeliest, by what was measured so far, to be 3 percent faster than that. It
+needs x percent if for this it would have to beat its prediction by x percent more than any measured
+row of its model, in whatever memory, beats its own; the one that needs the least comes next. So
+wherever `run` ends, all combinations that were not measured need at least what `table` says, those
+that `plan` has left out included. A factor that is wrong in all predictions of a model does not
+matter to that, and how far they scatter is not assumed, but seen. With --enough rows that need more
+are left out. Where a row is that much faster, the others of its model and memory come last.
+Whatever was measured is in the file and in the table.
+
+A row that fails in a process that has measured others, whose libraries take memory, too, ends the
+process, and the next one begins with it.
 """
 
 from __future__ import annotations
@@ -72,7 +83,11 @@ SAVERS = (
 # What others do, too: a block is all that can be recomputed, and the MLP ends with its SwiGLU.
 INCLUDED = {"recompute_block": frozenset(RECOMPUTE), "recompute_ffn": {"recompute_swiglu"}}
 SAME = ("batch_size", "persistent_quants", "offload_quants")
-WARM_UP, REPEATS, TIMED = 3, 3, 0.6  # steps; of so many seconds at least
+CLAIM = 3.0  # percent that nothing should be faster by than what --fit finds
+# The second step is captured. Then clocks settle, of long steps within one.
+WARM_UP, SETTLE = 2, 0.8  # steps; seconds of steps at least, the first one not counted
+# Seconds of a repeat, about; repeats, of steps that take longer than this two.
+TIMED, REPEATS, LONG_REPEATS = 0.5, 3, 2
 
 HIDDEN = {*SHARED, "model", "memory-limit"}  # in the table: the same in all rows
 
@@ -175,7 +190,7 @@ def plan(
         options = SHARED | {"model": name, "memory-limit": size}
         options |= {"batch-size": 16, "grad-accumulation": sequences // 16}
         base, chosen = make_config(options), preset(name)
-        memories = (parse_size(size), parse_size(host_memory))
+        memories = (None, parse_size(host_memory))
         where = target(base, chosen, *memories, card, None, search=True, card_file=card_file)
         planner = where.planner(chosen)
         fit = Fit(base, planner, where.limits, frozenset({"gpus", "memory_limit"}))
@@ -205,11 +220,14 @@ def speed(options: dict[str, Any]) -> dict[str, Any]:
     """Of one row: `measured` and `spread`, and `predicted_here` by the card file of this rig."""
     with open_trainer(options, 10_000) as trainer:
         batches = random_batches(trainer)
-        for _ in range(WARM_UP):
-            trainer.step(batches)
-        once = timed_steps(trainer, batches, 1)[0]
+        trainer.step(batches)
+        begun, steps, once = time.monotonic(), 1, math.inf
+        while steps < WARM_UP or time.monotonic() - begun < SETTLE:
+            once, _ = timed_steps(trainer, batches, 1)
+            steps += 1
         count = max(1, round(TIMED / once))
-        times = [timed_steps(trainer, batches, count)[0] for _ in range(REPEATS)]
+        repeats = REPEATS if once < 2 * TIMED else LONG_REPEATS
+        times = [timed_steps(trainer, batches, count)[0] for _ in range(repeats)]
         step = statistics.median(times)
         return {
             "measured": trainer.plan.tokens / step,
@@ -218,29 +236,74 @@ def speed(options: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def needs(row: dict[str, Any], sweep: dict[str, Any], sweeps: list[dict[str, Any]]) -> float:
+    """Percent by which a row has to beat its prediction, more than any measured row of its model,
+    to be CLAIM percent faster than what --fit finds; -inf where that is not measured."""
+    own = sweep["rows"][0].get("measured")
+    if own is None:
+        return -math.inf
+    rows = [r for s in sweeps if s["model"] == sweep["model"] for r in s["rows"]]
+    most = max(r["measured"] / r["predicted"] for r in rows if "measured" in r)
+    return 100 * ((1 + CLAIM / 100) * own / (row["predicted"] * most) - 1)
+
+
+def _beaten(sweep: dict[str, Any]) -> bool:
+    """Whether a row is CLAIM percent faster than what --fit finds, so that others tell no more."""
+    own, *rest = (row.get("measured", 0.0) for row in sweep["rows"])
+    return own > 0 and max(rest, default=0.0) > (1 + CLAIM / 100) * own
+
+
+def _missing(sweep: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Its rows that neither were measured nor failed, and where they are in it."""
+    rows = enumerate(sweep["rows"])
+    return [(i, row) for i, row in rows if "measured" not in row and "error" not in row]
+
+
+def next_row(
+    sweeps: list[dict[str, Any]], enough: float = math.inf
+) -> tuple[dict[str, Any], int] | None:
+    """The sweep and the index of the row to measure next, None where no other has to be.
+
+    enough: percent; a row that needs more does not have to be.
+    """
+    found = []
+    for sweep in sweeps:
+        for index, row in _missing(sweep):
+            need = -math.inf if "again" in row else needs(row, sweep, sweeps)
+            if need <= enough:
+                # Of those without an answer what --fit finds, the models with short steps first.
+                key = (_beaten(sweep), need, "again" not in row, index, -row["predicted"])
+                found.append((key, sweep, index))
+    return min(found, key=lambda item: item[0])[1:] if found else None
+
+
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="Of plan.")],
     seconds: Annotated[float, typer.Option(help="After which no row begins.")] = 300.0,
+    enough: Annotated[
+        float, typer.Option(help="Percent: rows that need more are left out.")
+    ] = math.inf,
 ) -> None:
-    """Measure the rows that are missing: the first of all models and memories, then the second."""
-    start = time.monotonic()
+    """Measure the rows that are missing, what --fit finds first, then the likeliest to beat it."""
+    start, fresh = time.monotonic(), True
     sweeps = _read(file)
-    rows = [(index, sweep, row) for sweep in sweeps for index, row in enumerate(sweep["rows"])]
-    for index, sweep, row in sorted(rows, key=lambda row: row[0]):
-        if "measured" in row or "error" in row:
-            continue
-        if time.monotonic() - start > seconds:
-            break
-        row["error"] = "it ended the process"  # unless it does not
+    while time.monotonic() - start < seconds and (found := next_row(sweeps, enough)):
+        sweep, index = found
+        row = sweep["rows"][index]
+        row["error" if fresh else "again"] = "it ended the process"  # unless it does not
         _write(file, sweeps)
         began = time.monotonic()
         try:
             row |= speed(row["options"])
-            del row["error"]
+            row.pop("error", None)
         except LlmqError as error:
+            if not fresh:
+                print(f"{error}\nrun again: this row comes first in the next process")
+                raise typer.Exit(1) from error
             row["error"] = " ".join(str(error).split())
-        row["seconds"] = time.monotonic() - began
+        row.pop("again", None)
+        row["seconds"], fresh = time.monotonic() - began, False
         _write(file, sweeps)
         said = row.get("error") or f"{row['measured']:,.0f} of {row['predicted']:,.0f} predicted"
         where = f"{sweep['model']} in {sweep['memory']}, {index}"
@@ -251,15 +314,21 @@ def run(
 def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
     """Print, for each model and memory, how far what --fit finds is from the fastest; all rows."""
     print(f"`tools/fit_sweep.py table {file}`: tokens/s\n")
-    print("| model | memory | measured rows | --fit's | the fastest | faster by |")
-    print("|" + " --- |" * 6)
+    print("Others need: by how much any combination that was not measured would have to beat its")
+    print("prediction, more than any measured row of the model beats its own, in order to be")
+    print(f"{CLAIM:.0f} % faster than what --fit finds.\n")
+    print("| model | memory | measured rows | --fit's | the fastest | faster by | others need |")
+    print("|" + " --- |" * 7)
     sweeps = _read(file)
     for sweep in sweeps:
         own, *_ = speeds = [row.get("measured", 0.0) for row in sweep["rows"]]
         made = f"{sum(map(bool, speeds))} of {len(speeds)}"
         most = f"{100 * (max(speeds) / own - 1):.1f} %" if own else ""
+        least = {"predicted": sweep["rows"][0]["predicted"] * (1 - sweep["within"] / 100)}
+        rest = [least, *(row for row in sweep["rows"] if "measured" not in row)]
+        need = f"{min(needs(row, sweep, sweeps) for row in rest):.1f} %" if own else ""
         cells = (sweep["model"], sweep["memory"], made, f"{own:,.0f}", f"{max(speeds):,.0f}", most)
-        print(f"| {' | '.join(cells)} |")
+        print(f"| {' | '.join(cells)} | {need} |")
     for sweep in sweeps:
         print(f"\n## {sweep['model']} in {sweep['memory']}\n")
         print(f"Of {sweep['combinations']} combinations those predicted within {sweep['within']} %")

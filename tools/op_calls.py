@@ -42,6 +42,7 @@ from llmq.ops import (
     cross_entropy,
     dropout,
     embedding,
+    exp_codes,
     exp_rows,
     fill,
     fp8_scale,
@@ -50,6 +51,7 @@ from llmq.ops import (
     matmul,
     matmul_adapted,
     matmul_exp,
+    matmul_exp_codes,
     matmul_int8,
     matmul_rope,
     matmul_swiglu,
@@ -383,6 +385,33 @@ def matmul_exp_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
     return [Call("bf16", matmul_exp.forward, args)]
 
 
+def exp_codes_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
+    args, one, vectors = _exponentials(rows, columns, K, vocab), f32(1, value=1.0), f32(rows)
+    operands = {"x": Spec((rows, K), E4M3), "weight": Spec((columns, K), E4M3)}
+    shift = operands | {"scale_x": one, "scale_weight": one}
+    shift |= {name: args[name] for name in ("shift", "targets")}
+    masks = Spec((exp_codes.num_masks(rows),), I32)
+    finish = {name: args[name] for name in ("shift", "sums", "target_logits", "targets")}
+    finish |= dict.fromkeys(("losses", "lse", "factors", "own"), vectors)
+    gather = {"listed": Spec((1 + rows,), I32), "listed_x": operands["x"], "x": operands["x"]}
+    of_row = {"factors": vectors, "own": vectors, "targets": args["targets"]}
+    turn = {"turned": Spec((columns, rows), E5M2), "codes": Spec((rows, columns), E5M2)}
+    of_input = {"d": bf16(rows, K), "weight": operands["weight"], "scale_weight": one}
+    return [
+        Call("shift", exp_codes.shift, shift),
+        Call("finish", exp_codes.finish, finish | {"masks": masks, "z_loss": 0.0}),
+        Call("gather", exp_codes.gather, gather | {"masks": np.zeros(masks.shape, np.int32)}),
+        Call("input gradient", exp_codes.input_gradient, of_input | of_row),
+        Call("turn", exp_codes.turn, turn | of_row | {"scale": 2.0**-15}),
+    ]
+
+
+def matmul_exp_codes_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
+    args, one = _exponentials(M, N, K, vocab), f32(1, value=1.0)
+    args |= {"e": Spec((M, N), E5M2), "a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3)}
+    return [Call("fp8", matmul_exp_codes.forward, args | {"scale_a": one, "scale_b": one})]
+
+
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
@@ -645,6 +674,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "cross_entropy": cross_entropy_calls,
     "dropout": dropout_calls,
     "embedding": embedding_calls,
+    "exp_codes": exp_codes_calls,
     "exp_rows": exp_rows_calls,
     "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,
@@ -654,6 +684,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
     "matmul_exp": matmul_exp_calls,
+    "matmul_exp_codes": matmul_exp_codes_calls,
     "matmul_int8": matmul_int8_calls,
     "matmul_rope": matmul_rope_calls,
     "matmul_swiglu": matmul_swiglu_calls,

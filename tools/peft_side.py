@@ -22,14 +22,14 @@ LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 @dataclass(frozen=True, kw_only=True)
 class PeftJob:
     """What peft's process is told. document: config.json of the model. modules: names of those with
-    adapters. transposed: whether their weights are (in, out). windowed: whether some layers attend
-    to a window. compiled: "layers", "model" or "none". mode: of torch.compile. clip: gradient norm,
-    0: none."""
+    adapters. transposed: whether their weights are (in, out). masked: whether SDPA gets the mask
+    that transformers makes. compiled: "layers", "model" or "none". mode: of torch.compile. clip:
+    gradient norm, 0: none."""
 
     document: dict[str, Any]
     modules: list[str]
     transposed: bool
-    windowed: bool
+    masked: bool
     rank: int
     alpha: float
     adapter_dtype: str
@@ -51,7 +51,8 @@ class PeftSide:
 
     Three things a user has to know, without which it would be slower:
     - transformers gives SDPA a mask of (T, T) while torch compiles, for which there are no flash
-      kernels. So the attention is registered under another name, which gets none and is causal.
+      kernels. So the attention is registered under another name, which gets none and is causal
+      (not where layers have windows).
     - With gradient checkpointing, peft's hook that makes the embeddings require a gradient breaks
       the compiled graph; where checkpoints are not reentrant it is not needed.
     - Without autocast adapters in fp32 would be multiplied in fp32 (TF32).
@@ -77,7 +78,7 @@ class PeftSide:
         document = dict(job.document)
         config = AutoConfig.for_model(document.pop("model_type"), **document)
         config.use_cache = False
-        attention = "sdpa" if job.windowed else "sdpa_causal"
+        attention = "sdpa" if job.masked else "sdpa_causal"
         tell("model")
         with torch.device(job.device):  # weights are drawn where they stay: 7B on the CPU: minutes
             model = AutoModelForCausalLM.from_config(

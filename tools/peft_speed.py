@@ -14,7 +14,7 @@ torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes t
 in bf16 (autocast_adapter_dtype), under torch.autocast, so that their products are in bf16;
 --adapter-dtype bf16 keeps the adapters in bf16, too. --compile layers compiles one layer, which all
 layers share, the last norm and the loss; model compiles all layers as one graph, for which torch
-takes minutes.
+takes minutes. With that and --mask, peft is measured as its first user writes it.
 
 --form: options of llmq, once for each row; the default is FORMS. --limit: seconds for everything;
 what runs over it is ended. A side that fails is one line, and the other one's rows stay. --out gets
@@ -250,7 +250,7 @@ def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
     said = [
         "base in bf16",
         f"adapters in {job.adapter_dtype}" + " under torch.autocast in bf16" * job.autocast,
-        "SDPA with transformers' mask" if job.windowed else "SDPA with is_causal and no mask",
+        "SDPA with transformers' mask" if job.masked else "SDPA with is_causal and no mask",
         compiled,
         "gradient checkpointing (not reentrant)" if job.checkpointing else "no checkpointing",
         f"fused AdamW, gradients clipped at {job.clip:g}" if job.clip else "fused AdamW",
@@ -277,13 +277,13 @@ def checked(shared: Options, forms: list[str]) -> tuple[ModelConfig, TrainConfig
     return model, base
 
 
-def peft_job(model: ModelConfig, config: TrainConfig, **given: Any) -> PeftJob:
+def peft_job(model: ModelConfig, config: TrainConfig, masked: bool, **given: Any) -> PeftJob:
     """What both sides share, as peft and transformers name it."""
     return PeftJob(
         document=model.to_hf(),
         modules=target_modules(model, adapters_of(config)),
         transposed=bool(model.arch.transposed),
-        windowed=model.windows != {None},
+        masked=masked or model.windows != {None},
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         batch_size=config.batch_size,
@@ -339,6 +339,7 @@ def main(
     autocast: Annotated[bool, typer.Option(help="peft's adapters in fp32: bf16 products")] = True,
     compile_: Annotated[str, typer.Option("--compile", help="layers, model or none")] = "layers",
     compile_mode: Annotated[str, typer.Option(help="of torch.compile")] = "default",
+    mask: Annotated[bool, typer.Option(help="peft's SDPA gets transformers' mask")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option(help="peft's")] = False,
     grad_clip: Annotated[float, typer.Option(min=0, help="of both sides; 0: none")] = 1.0,
     form: Annotated[list[str] | None, typer.Option(help="options of llmq, for a row")] = None,
@@ -375,6 +376,7 @@ def main(
             compiled=compile_,
             mode=compile_mode,
             checkpointing=gradient_checkpointing,
+            masked=mask,
         )
         page = Page(
             out=out,

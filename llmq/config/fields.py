@@ -362,4 +362,4 @@ class Fields:
         "Attention kernels; auto: the faster ones that work here",
         choices=("auto", "cudnn", "native"),
     )
-    tune: bool = option(_MACHINE, True, "Time the candidates for each matrix product at the start")
+    tune: bool = option(_MACHINE, True, "Time candidates for products and attention at the start")

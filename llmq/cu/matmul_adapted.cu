@@ -10,8 +10,8 @@
 // Data     out: bf16 (M, N), a: A (M, K), b: B (N, K), of bf16 with TRANSPOSED (K, N). h: bf16
 //          (M, R), tail: bf16 (N, R), with TRANSPOSED (R, N). scale_a, scale_b: F32 (1), of fp8
 //          codes. RANK: R rounded up to 16; 0: there are no h and tail. bias: bf16 (N), with BIAS.
-//          addend: as out, other memory, with ADDEND. TILE_WIDTH: of a tile, 192, 224 or 256, which
-//          changes no bit.
+//          addend: as out, other memory, with ADDEND. TILE_WIDTH: of a tile, 192 or 224, which changes
+//          no bit.
 // Launch   an even number of blocks of THREADS threads, not more than there are multiprocessors;
 //          SHARED bytes of dynamic shared memory (ops/matmul_adapted.py).
 // Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and TILE_WIDTH of b for each of its tiles.

@@ -1,4 +1,4 @@
-"""Which kernels compute a layer's attention, in each direction."""
+"""Which kernels may compute a layer's attention, in each direction."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from llmq.ops.attention import Sight
 # also compute at the edges of what is seen, which costs cuDNN more and counts less in longer
 # sequences: the shares are those where the two meet at T = 8192, below those at T = 1024.
 NATIVE_BACKWARD = {64: 0.9, 128: 0.45}
+MEASURED = 90  # compute capability, times 10, where this was: nothing is left to time there
 
 
-def directions(backend: str, head_dim: int, seq_len: int, window: int | None) -> tuple[str, str]:
-    """The backends of forward and backward. What one leaves to the other is the same for both.
+def directions(
+    backend: str, head_dim: int, seq_len: int, window: int | None, capability: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The backends that may compute forward and backward, the first one where nothing is timed.
+    What one direction leaves to the other is the same for all.
 
     backend: "native" or "cudnn" in both directions, or "auto" where cuDNN computes the case: it
-    does so forward, and backward unless the layer's window hides so much that ours is faster.
-    window: positions that a query sees, its own included; None: all.
+    does so forward, and backward unless the layer's window hides so much that ours is faster. Where
+    it does, and this was not measured, ours may turn out to be faster. window: positions that a
+    query sees, its own included; None: all. capability: compute capability times 10.
     """
     if backend != "auto":
-        return backend, backend
+        return (backend,), (backend,)
+    library = ("cudnn",) if capability == MEASURED else ("cudnn", "native")
     limit = next((share for size, share in NATIVE_BACKWARD.items() if head_dim <= size), 0.0)
     seen = Sight(window=min(window or seq_len, seq_len)).pairs(seq_len) / seq_len**2
-    return "cudnn", "native" if seen < limit else "cudnn"
+    return library, ("native",) if seen < limit else library

@@ -90,7 +90,8 @@ class AttentionHalf:
         self.Hd, self.eps = config.head_dim, config.norm_eps
         self.chunks = options.attn_bwd_chunks
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
-        self.backends = [directions(backend, self.Hd, self.T, window) for window in windows]
+        sizes, capability = (backend, self.Hd, self.T), dev.spec.capability
+        self.backends = [directions(*sizes, window, capability) for window in windows]
         self.starts, self.sights = starts, [attention.Sight(starts, window) for window in windows]
         self.rope_tables = alloc_rope_tables(dev, config, self.T)
         self.qk_norm, self.qk_norm_backward = qk_normalization(config)

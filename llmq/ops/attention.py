@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 
-from llmq.base.dtypes import BF16, F32, U8, DType
+from llmq.base.dtypes import BF16, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
+from llmq.runtime.attention_tiles import backward_tiles, compile_consts, forward_tiles
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.head_groups import split, splits_query_heads
@@ -63,91 +64,49 @@ CUDNN_BACKWARD = Kernel(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a kernel cuts its work. A thread block owns `own` rows (queries in the forward, keys or
-    queries in the backward) and walks over the other side in steps of `step` rows.
-
-    shared: bytes of dynamic shared memory. stages: how many steps it holds at once. split_keys:
-    dK and dV are the work of different blocks.
-    """
-
-    own: int
-    step: int
-    threads: int
-    shared: int
-    stages: int = 1
-    split_keys: bool = False
-
-
-def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
-    """Tiles of attention_forward: shared memory holds the queries and one step's keys, values.
-
-    masked: as compile_consts.
-    """
-    large = head_dim > 128
-    if dtype == F32:
-        own, step = (32, 16) if large else (64, 32)
-        return Tiles(own, step, 256, (own + 2 * step) * (head_dim + 4) * 4 + own * (step + 4) * 4)
-    # 32 queries a warp: each key fragment that is read from shared memory is used twice. Larger
-    # heads leave registers for fewer scores, and then for fewer queries.
-    own = 64 if large or (masked and head_dim > 96) else 128
-    step = 64 if head_dim <= (64 if masked else 96) else 32
-    return Tiles(own, step, 128, (own + 2 * step) * (head_dim + 8) * 2)
-
-
-def backward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
-    """Tiles of attention_backward_tiles: shared memory holds two tiles of owned rows and two of
-    each step, for BF16 with the step's statistics."""
-    large = head_dim > 128
-    if dtype == F32:
-        own, step = (16, 16) if large else (32, 32) if head_dim > 96 else (64, 32)
-        rows = 2 * own + 2 * step
-        shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
-        return Tiles(own, step, 256, shared)
-    # As registers allow for two sums of own rows, or for one.
-    own = 128 if head_dim <= 64 and not masked else 64
-    step, stages = (16, 1) if large else (32, 2)
-    rows = 2 * own + 2 * stages * step
-    shared = rows * (head_dim + 8) * 2 + 2 * stages * step * 4
-    return Tiles(own, step, 128, shared, stages, split_keys=large)
-
-
-def compile_consts(dtype: DType, head_dim: int, masked: bool = False) -> dict[str, int]:
-    """The compile-time constants of attention.cu: the same for all its entries.
-
-    masked: queries see less than all that is before them.
-    """
-    backward = backward_tiles(dtype, head_dim, masked)
-    consts = {
-        "HEAD_DIM": head_dim,
-        "MASKED": int(masked),
-        "BACKWARD_STAGES": backward.stages,
-        "SPLIT_KEYS": int(backward.split_keys),
-    }
-    for name, tiles in (
-        ("FORWARD", forward_tiles(dtype, head_dim, masked)),
-        ("BACKWARD", backward),
-    ):
-        consts[f"{name}_OWN"] = tiles.own
-        consts[f"{name}_STEP"] = tiles.step
-        consts[f"{name}_THREADS"] = tiles.threads
-    return consts
-
-
 def _check(
-    op: str, dev: Device, qkv: Tensor, num_heads: int, num_kv_heads: int, backend: str = "native"
+    op: str,
+    dev: Device,
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    backends: tuple[str, ...] = ("native",),
 ) -> tuple[int, int, int]:
     """B, T, Hd of packed heads (B, T, Hq + 2 Hkv, Hd)."""
     batch, seq_len, head_dim = expect_qkv(op, "qkv", qkv, num_heads, num_kv_heads)
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{op}: {num_heads} heads cannot share {num_kv_heads} key/value heads")
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    if backend not in BACKENDS:
-        raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
-    if backend == "cudnn" and qkv.dtype != BF16:
-        raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
+    for backend in backends:
+        if backend not in BACKENDS:
+            raise ValueError(f"{op}: backend must be one of {BACKENDS}, got {backend!r}")
+        if backend == "cudnn" and qkv.dtype != BF16:
+            raise TypeError(f"{op}: the cudnn backend needs BF16, got {qkv.dtype.label}")
     return batch, seq_len, head_dim
+
+
+def _names(backend: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (backend,) if isinstance(backend, str) else backend
+
+
+def _choose(
+    op: str,
+    dev: Device,
+    backends: tuple[str, ...],
+    ways: dict[str, Callable[[], None]],
+    qkv: Tensor,
+    num_heads: int,
+    sight: Sight,
+) -> None:
+    """One of these backends' ways. Chunks tell no choice from another, as they change no bit."""
+    if len(backends) == 1:
+        ways[backends[0]]()
+        return
+    batch, seq_len, heads, head_dim = qkv.shape
+    window = "" if sight.window is None else f" window {sight.window}"
+    sizes = f"{num_heads}/{(heads - num_heads) // 2} heads of {head_dim}"
+    work = f"{op} {batch}x{seq_len} {sizes} {qkv.dtype.name}{window}"
+    dev.choose(work, {name: ways[name] for name in backends})
 
 
 def forward(
@@ -159,7 +118,7 @@ def forward(
     num_kv_heads: int,
     sight: Sight = ALL,
     *,
-    backend: str = "native",
+    backend: str | tuple[str, ...] = "native",
 ) -> None:
     """out = softmax(q k^T / sqrt(Hd), causal) v for each head; lse for the backward.
 
@@ -169,35 +128,40 @@ def forward(
         qkv      in   (B,T,Hq+2*Hkv,Hd)    query heads, then key heads, then value heads;
                                            query head h uses key/value head h // (Hq/Hkv)
         sight    what queries see; starts with "native" alone
-        backend  "native": llmq/cu/attention.cu; "cudnn": the library, BF16 only
+        backend  "native": llmq/cu/attention.cu; "cudnn": the library, BF16 only; several: as
+                 Device.choose takes ways
 
     Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), or less by what is not seen; one launch;
              cudnn takes a workspace.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
-    op = "attention.forward"
-    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backend)
+    op, backends = "attention.forward", _names(backend)
+    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
     expect(op, "out", out, qkv.dtype, _like(out, batch, seq_len, num_heads, head_dim))
     expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
     out = out.view(batch, seq_len, num_heads, head_dim)
-    sight = sight.within(op, batch, seq_len, backend)
+    sight = sight.within(op, batch, seq_len, backends)
     sizes = (seq_len, num_heads, num_kv_heads, *sight.args(seq_len))
     flops = 2 * batch * num_heads * sight.pairs(seq_len) * head_dim
-    if backend == "cudnn":
+
+    def cudnn() -> None:
         with dev.scratch("cudnn_workspace", (FORWARD_WORKSPACE_BYTES,), U8) as workspace:
             args = (out, lse, qkv, *sizes, workspace)
             dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
-        return
-    tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
-    dev.launch(
-        FORWARD,
-        (ceil_div(seq_len, tiles.own), num_heads, batch),
-        tiles.threads,
-        (out, lse, qkv, *sizes),
-        consts=compile_consts(qkv.dtype, head_dim, sight.masked),
-        smem=tiles.shared,
-        flops=flops,
-    )
+
+    def native() -> None:
+        tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
+        dev.launch(
+            FORWARD,
+            (ceil_div(seq_len, tiles.own), num_heads, batch),
+            tiles.threads,
+            (out, lse, qkv, *sizes),
+            consts=compile_consts(qkv.dtype, head_dim, sight.masked),
+            smem=tiles.shared,
+            flops=flops,
+        )
+
+    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
 
 
 def _like(x: Tensor, batch: int, seq_len: int, num_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -219,7 +183,7 @@ def backward(
     chunks: int = 1,
     sight: Sight = ALL,
     *,
-    backend: str = "native",
+    backend: str | tuple[str, ...] = "native",
     deterministic: bool = True,
 ) -> None:
     """Gradient of attention: probabilities are computed again from lse.
@@ -232,6 +196,7 @@ def backward(
         chunks         pieces that the batch is cut into, one after another, to share a workspace;
                        with cudnn up to B*Hq, of which those beyond B cut the heads
         sight          of the forward
+        backend        of the forward or another one, as there
         deterministic  False lets cudnn add in any order, for less workspace; native always is
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
@@ -239,28 +204,48 @@ def backward(
              chunks beyond B do nothing; cudnn: one or two, about 2*B*Hq*T*T/chunks.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
-    op = "attention.backward"
-    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backend)
+    op, backends = "attention.backward", _names(backend)
+    batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
     expect(op, "d_qkv", d_qkv, qkv.dtype, qkv.shape)
     for name, x in (("d_out", d_out), ("out", out)):
         expect(op, name, x, qkv.dtype, _like(x, batch, seq_len, num_heads, head_dim))
     expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
-    if not 1 <= chunks <= batch * num_heads:
+    if not 1 <= chunks <= (most := batch * num_heads):
         raise ValueError(
-            f"{op}: chunks must be from 1 to {batch * num_heads}, the heads of all sequences, got "
-            f"{chunks}"
+            f"{op}: chunks must be from 1 to {most}, the heads of all sequences, got {chunks}"
         )
-    sight = sight.within(op, batch, seq_len, backend)
+    sight = sight.within(op, batch, seq_len, backends)
     heads = (batch, seq_len, num_heads, head_dim)
     tensors = (d_qkv, d_out.view(*heads), out.view(*heads), lse, qkv)
     step, parts = split(batch, chunks)
+
+    def cudnn() -> None:
+        for part, seen in _batches(tensors, sight, step):
+            _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
+
+    def native() -> None:
+        at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
+        for part, seen in _batches(tensors, sight, at_once):
+            _backward_native(dev, part, num_heads, num_kv_heads, seen)
+
+    _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
+
+
+def _fitting(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
+    """Sequences that native takes at a time beside cudnn, which takes `step`: all of them, if their
+    sums of rows fit into its workspace, as nearly always."""
+    batch, num_heads, seq_len = lse.shape
+    heads = (num_heads, (qkv.shape[2] - num_heads) // 2)
+    there = divided_workspace_bytes(step, seq_len, *heads, qkv.shape[3], parts)
+    return batch if lse.nbytes <= there else step
+
+
+def _batches(tensors: tuple, sight: Sight, step: int) -> Iterator[tuple[tuple, Sight]]:
+    """So many sequences of these tensors at a time, and what is seen of them."""
+    batch = tensors[0].shape[0]
     for start in range(0, batch, step):
         stop = min(start + step, batch)
-        part, seen = tuple(x.rows(start, stop) for x in tensors), sight.rows(start, stop)
-        if backend == "cudnn":
-            _backward_cudnn(dev, part, num_heads, num_kv_heads, parts, seen, deterministic)
-        else:
-            _backward_native(dev, part, num_heads, num_kv_heads, seen)
+        yield tuple(x.rows(start, stop) for x in tensors), sight.rows(start, stop)
 
 
 def _backward_native(

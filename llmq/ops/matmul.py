@@ -1,12 +1,23 @@
-"""Matrix product; a library call on CUDA (llmq/runtime/cublaslt.py), NumPy's BLAS on the host."""
+"""Matrix product; a library call on CUDA (llmq/runtime/cublaslt.py), NumPy's BLAS on the host.
+
+On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, whose scales are one
+(llmq/runtime/block_scales.py): their tensor cores do that at twice the speed.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8, DType
 from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
+from llmq.runtime.arena import ALIGN
+from llmq.runtime.block_scales import BLOCK, SCALARS, scales_bytes
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.product import Product
 
 _ARGS = (
     "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "
@@ -24,6 +35,22 @@ _FP8_ARGS = (
 MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
 MATMUL_FP8_ACCUMULATE = Kernel("matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
 FP8_MULTIPLE = 16  # of M, N and K: rows of codes that start at multiples of 16 bytes
+
+_MXFP8_ARGS = (
+    "const A* a, const B* b, const u8* scales, const f32* scalars, const bf16*? bias, "
+    "const D*? addend, u8* workspace, "
+    "i64 M, i64 N, i64 K, i32 accumulate, i32 fast_accumulation"
+)
+MXFP8 = Kernel("matmul", "matmul_mxfp8", args=f"D* out, {_MXFP8_ARGS}")
+MXFP8_ACCUMULATE = Kernel("matmul", "matmul_mxfp8", args=f"inout D* out, {_MXFP8_ARGS}")
+BLOCK_SCALES = Kernel(
+    "matmul.cu",
+    "block_scales",
+    args="u8* scales, f32* scalars, const f32* scale_a, const f32* scale_b, f32 beta, i64 n",
+)
+BLOCK_SCALED_GENERATION = 12  # major compute capability where this may be faster
+SCALES_THREADS = 256
+SCALES_SHARE = 2  # block scales may take one part of the workspace in so many
 
 
 def matmul(
@@ -107,7 +134,8 @@ def matmul_fp8(
                                                without it, sums of some of them are added up in
                                                F32. Elsewhere it has no effect.
 
-    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
+    Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch, of
+             which block scales, which a kernel writes before, take a byte for 32 codes.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_fp8"
@@ -122,15 +150,89 @@ def matmul_fp8(
     _check_added(op, out, bias, addend, accumulate)
     if bias is not None:
         expect(op, "bias", bias, BF16, (N,))
-    operands = (out, a, b, scale_a, scale_b, bias, *of_codes, addend)
+    operands = (out, a, b, scale_a, scale_b, bias, addend)
+    sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        dev.launch(
-            MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
-            1,
-            1,
-            (*operands, workspace, M, N, K, int(accumulate), int(fast_accumulation)),
-            flops=2 * M * N * K,
-        )
+        per_tensor = partial(_per_tensor, dev, operands, of_codes, workspace, sizes)
+        if out.dtype not in (E4M3, E5M2) and _may_be_block_scaled(dev, a, b):
+            _choose(dev, per_tensor, operands, workspace, sizes)
+        else:
+            per_tensor()
+
+
+def _choose(
+    dev: Device, per_tensor: Callable[[], None], operands: tuple, workspace: Tensor, sizes: tuple
+) -> None:
+    """The product by the faster of two ways; operands, sizes: as of _block_scaled."""
+    out, a, b, _, _, bias, addend = operands
+    *matrices, accumulate, fast = sizes
+    types = (False, True, a.dtype, b.dtype, out.dtype)
+    flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast), addend is not None)
+    block_scaled = partial(_block_scaled, dev, operands, workspace, sizes)
+    ways = {"per-tensor": per_tensor, "block-scaled": block_scaled}
+    work = _work(*matrices, *types, *flags)
+    dev.choose(work, ways, kept=out if accumulate else None)
+
+
+@cache  # the same few, launch after launch
+def _work(*product: Any) -> str:
+    """What tells this product's choice from others; arguments: those of Product."""
+    return f"matmul_fp8 {Product(*product)}"
+
+
+def _per_tensor(
+    dev: Device, operands: tuple, of_codes: list[Tensor | None], workspace: Tensor, sizes: tuple
+) -> None:
+    """A product of codes; of_codes: factor and largest. The rest is as of _block_scaled."""
+    *tensors, addend = operands
+    M, N, K, accumulate, _ = sizes
+    dev.launch(
+        MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
+        1,
+        1,
+        (*tensors, *of_codes, addend, workspace, *sizes),
+        flops=2 * M * N * K,
+    )
+
+
+def _may_be_block_scaled(dev: Device, a: Tensor, b: Tensor) -> bool:
+    """Whether block scales may make a product of these codes faster, and there is room for them."""
+    if dev.spec.capability // 10 != BLOCK_SCALED_GENERATION or a.shape[1] % BLOCK:
+        return False
+    return SCALES_SHARE * _block_scales_bytes(a, b) <= dev.spec.library_workspace
+
+
+def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
+    """For both: they are the same bytes."""
+    return scales_bytes(max(a.shape[0], b.shape[0]), a.shape[1])
+
+
+def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple) -> None:
+    """A product of codes whose block scales are one; those of the tensors become its factor.
+
+    operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of MXFP8.
+    """
+    out, a, b, scale_a, scale_b, bias, addend = operands
+    M, N, K, accumulate, _ = sizes
+    count = _block_scales_bytes(a, b)  # a multiple of ALIGN
+    scales = workspace.rows(0, count)
+    at = workspace.offset + count
+    scalars = Tensor("scalars", (SCALARS,), F32, workspace.storage, at)
+    rest = workspace.rows(count + ALIGN, workspace.nbytes)
+    beta = 1.0 if accumulate or addend is not None else 0.0
+    dev.launch(
+        BLOCK_SCALES,
+        ceil_div(count, 16 * SCALES_THREADS),
+        SCALES_THREADS,
+        (scales, scalars, scale_a, scale_b, beta, count),
+    )
+    dev.launch(
+        MXFP8_ACCUMULATE if accumulate else MXFP8,
+        1,
+        1,
+        (out, a, b, scales, scalars, bias, addend, rest, *sizes),
+        flops=2 * M * N * K,
+    )
 
 
 def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:

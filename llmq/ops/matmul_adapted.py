@@ -6,8 +6,6 @@ which takes longer than its arithmetic.
 
 from __future__ import annotations
 
-from functools import cache
-
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -21,22 +19,25 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 384
-TILE = (256, 192)  # of a cluster of two blocks
-WIDER = (224, 256)  # columns of other tiles
-# Stages, chunks of out, barriers, alignment.
-SHARED = 5 * 40960 + 8 * 2048 + 20 * 8 + 1024
-SHARED_WIDER = 4 * 49152 + 16 * 2048 + 18 * 8 + 1024
+TILE_ROWS = 256  # of a tile of a cluster of two blocks
+# Bytes of shared memory by columns of a tile: stages, chunks of out, barriers, alignment.
+SHARED = {
+    192: 5 * 40960 + 8 * 2048 + 20 * 8 + 1024,
+    224: 4 * 49152 + 16 * 2048 + 18 * 8 + 1024,
+}
+NARROW, WIDE = SHARED
+STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
 # With fewer columns the last turn of the clusters counts. One without a tile costs the more the
 # longer K is, and what is saved, one reading and writing of the result, does not depend on K: the
 # part of the clusters' tiles that is none, times the bytes of a row of a
 # (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md).
-MOST_IDLE = 1280
+MOST_IDLE = 2400
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
-    """b_rows, tail_rows: of the half of a tile of b or tail, or with K outside of 64 columns."""
+    """b_rows, tail_rows: of the half of a tile of b or tail."""
     return Kernel(
         "matmul_adapted.cu",
         "matmul_adapted",
@@ -47,22 +48,23 @@ def _kernel(b_rows: int, tail_rows: int) -> Kernel:
     )
 
 
-INSIDE, OUTSIDE = 96, 32  # K of a tile of b or tail is the inner dimension, or the outer one
+# Rows of the half of a tile where K is the inner dimension, and of 64 columns where it is not.
+INSIDE, INSIDE_WIDE, OUTSIDE = NARROW // 2, WIDE // 2, 32
 MATMUL_ADAPTED = _kernel(INSIDE, INSIDE)
+MATMUL_ADAPTED_WIDE = _kernel(INSIDE_WIDE, INSIDE_WIDE)
 MATMUL_ADAPTED_TAIL_TRANSPOSED = _kernel(INSIDE, OUTSIDE)
+MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE = _kernel(INSIDE_WIDE, OUTSIDE)
 MATMUL_ADAPTED_TRANSPOSED = _kernel(OUTSIDE, OUTSIDE)
 
 
-@cache
 def _kernel_of(columns: int, b_outside: bool, tail_outside: bool) -> Kernel:
-    """Of tiles of so many columns."""
-    if columns not in (TILE[1], *WIDER):
-        raise ValueError(f"matmul_adapted: columns must be 192, 224 or 256, got {columns}")
-    if columns == TILE[1]:
-        kernels = (MATMUL_ADAPTED, MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TRANSPOSED)
-        return kernels[b_outside + tail_outside]
-    inside = columns // 2
-    return _kernel(OUTSIDE if b_outside else inside, OUTSIDE if tail_outside else inside)
+    """Where b's K is the outer dimension, tail's is, too."""
+    if b_outside:
+        return MATMUL_ADAPTED_TRANSPOSED
+    if tail_outside:
+        tails = (MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE)
+        return tails[columns == WIDE]
+    return (MATMUL_ADAPTED, MATMUL_ADAPTED_WIDE)[columns == WIDE]
 
 
 def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool:
@@ -76,15 +78,34 @@ def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool
     rows = (2 * N, dtype.itemsize * K, 2 * R)
     return (
         M >= MIN_ROWS
-        and (N >= MIN_COLUMNS or _idle(dev, M, N) * rows[1] <= MOST_IDLE)
+        and (N >= MIN_COLUMNS or _idle(dev, M, N, rows[1]) * rows[1] <= MOST_IDLE)
         and runs_own_products(dev, CAPABILITY, rows, R)
     )
 
 
-def _idle(dev: Device, M: int, N: int) -> float:
+def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
+    """Of the tiles with which a product takes the least time. row_bytes: of a row of a.
+
+    Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
+    stored, others are multiplied; while wide ones are, nothing is.
+    """
+
+    def seconds(columns: int) -> int:  # in no unit
+        alone = STORED_ALONE if columns == WIDE else 0
+        return _turns(dev, M, N, columns) * columns * (row_bytes + alone)
+
+    return min(SHARED, key=seconds)
+
+
+def _turns(dev: Device, M: int, N: int, columns: int) -> int:
+    """How many tiles a cluster has, at most."""
+    return ceil_div(ceil_div(M, TILE_ROWS) * ceil_div(N, columns), dev.spec.num_sms // 2)
+
+
+def _idle(dev: Device, M: int, N: int, row_bytes: int) -> float:
     """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    tiles, clusters = ceil_div(M, TILE[0]) * ceil_div(N, TILE[1]), dev.spec.num_sms // 2
-    computed = ceil_div(tiles, clusters) * clusters * TILE[0] * TILE[1]
+    columns = tile_columns(dev, M, N, row_bytes)
+    computed = _turns(dev, M, N, columns) * (dev.spec.num_sms // 2) * TILE_ROWS * columns
     return computed / (M * N) - 1
 
 
@@ -101,7 +122,6 @@ def matmul_adapted(
     bias: Tensor | None = None,
     addend: Tensor | None = None,
     transposed: bool = False,
-    columns: int = TILE[1],
 ) -> None:
     """Row-major out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend, rounded once.
 
@@ -118,7 +138,6 @@ def matmul_adapted(
         bias        in   BF16                 (N,)    or None
         addend      in   BF16                 (M,N)   or None; other memory than out
         transposed                                    out = a @ b + h @ tail, but for fp8 codes b
-        columns                                       of a tile, 192 or of WIDER; changes no bit
 
     Cost:    2*M*N*(K+R) FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -133,9 +152,10 @@ def matmul_adapted(
     expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
     _expect_added(op, bias, addend, M, N)
     R = expect_adapters(op, h, tail, M, N, transposed=transposed)
+    columns = tile_columns(dev, M, N, a.dtype.itemsize * K)
     dev.launch(
         _kernel_of(columns, transposed and not fp8, transposed),
-        own_product_blocks(dev, M, N, (TILE[0], columns)),
+        own_product_blocks(dev, M, N, (TILE_ROWS, columns)),
         THREADS,
         (out, a, b, h, tail, scale_a, scale_b, bias, addend, M, N, K),
         consts={
@@ -145,7 +165,7 @@ def matmul_adapted(
             "TILE_WIDTH": columns,
         }
         | rank_consts(R),
-        smem=SHARED if columns == TILE[1] else SHARED_WIDER,
+        smem=SHARED[columns],
         flops=2 * M * N * (K + R),
     )
 

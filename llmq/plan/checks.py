@@ -135,9 +135,10 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
             for window in model.windows:
-                chosen = directions(config.attention, model.head_dim, config.seq_len, window)
+                case = (config.attention, model.head_dim, config.seq_len, window)
+                _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    library.check(*sizes, parts, window, backward=chosen[1] == "cudnn")
+                    library.check(*sizes, parts, window, backward="cudnn" in ways)
     except LlmqError as error:
         if required:
             raise ConfigError(f"--attention cudnn: {error}") from error

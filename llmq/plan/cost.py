@@ -164,7 +164,7 @@ class Rates:
             if seconds is not None:
                 return seconds / self._slowest
         memory = work.device_bytes / self._memory
-        if work.file in PRODUCTS:
+        if work.file in PRODUCTS and work.flops:
             more = more_work(work.entry, work.args, work.device_bytes)
             memory -= more.nbytes / self._memory
             return LAUNCH + self._product(work, memory) + exposed(more) / self._memory

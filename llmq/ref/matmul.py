@@ -151,3 +151,37 @@ def matmul_fp8(
             encode_fp8(out.view(np.uint8)[rows], total, factor[0], out.dtype)
         elif not in_place:
             out[rows] = total
+
+
+def block_scales(
+    scales: np.ndarray,
+    scalars: np.ndarray,
+    scale_a: np.ndarray,
+    scale_b: np.ndarray,
+    beta: float,
+    n: int,
+) -> None:
+    """scales: bytes 127, each the scale 1 of 32 codes. scalars F32: at 0 the product of the scales,
+    at 4 beta; the others stay."""
+    scales[...] = 127
+    scalars[0], scalars[4] = scale_a[0] * scale_b[0], beta
+
+
+def matmul_mxfp8(
+    out: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    scales: np.ndarray,
+    scalars: np.ndarray,
+    bias: np.ndarray | None,
+    addend: np.ndarray | None,
+    workspace: np.ndarray,
+    M: int,
+    N: int,
+    K: int,
+    accumulate: int,
+    fast_accumulation: int,
+) -> None:
+    """As matmul_fp8 with scales whose product is scalars[0]; those of blocks are one."""
+    one, sizes = np.ones(1, np.float32), (M, N, K, accumulate, fast_accumulation)
+    matmul_fp8(out, a, b, scalars[:1], one, bias, None, None, addend, workspace, *sizes)

@@ -1,4 +1,4 @@
-"""The file of tuned matrix-product algorithms, shared by the ranks of a process."""
+"""The file of tuned algorithms and other choices, shared by the ranks of a process."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from llmq.base.files import check_readable, write_shared
 FORMAT = 3
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
 CHOICE_BYTES = ALGORITHM_BYTES + 1  # and whether FP8 products accumulate fast: 0 or 1
+CHECK_BYTES = 4  # of an entry of the file
 
 
 class AlgorithmFile:
@@ -62,7 +63,7 @@ class AlgorithmFile:
                 self._known = there | self._known
         except OSError as error:
             folder, reason = self.path.parent, error.strerror
-            line = f"tuned matrix products are not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
+            line = f"what was tuned is not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
             warn([f"{line} to a folder that can be written"])
             self.path = None  # no further attempts
 
@@ -79,7 +80,7 @@ class AlgorithmFile:
             return {}
         except (ValueError, TypeError, KeyError, AttributeError):
             return {}
-        known = {key: entry[:CHOICE_BYTES] for key, entry in found.items()}
+        known = {key: entry[:-CHECK_BYTES] for key, entry in found.items()}
         return {key: v for key, v in known.items() if _entry(key, v) == found[key]}
 
     def _write(self, known: dict[str, bytes]) -> None:
@@ -90,7 +91,7 @@ class AlgorithmFile:
 
 def _entry(key: str, algorithm: bytes) -> bytes:
     """What the file holds of a key: damaged bytes could be another algorithm that runs, too."""
-    return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(4, "little")
+    return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(CHECK_BYTES, "little")
 
 
 @contextlib.contextmanager

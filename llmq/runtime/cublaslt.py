@@ -12,41 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.runtime.algorithm_file import algorithm_file
+from llmq.runtime.algorithm_file import CHOICE_BYTES, algorithm_file
+from llmq.runtime.block_scales import BETA, computes_right
 from llmq.runtime.kernel import POINTER_ALIGN
 from llmq.runtime.product import Choice, Operands, Product
-from llmq.runtime.tuning import fastest
+from llmq.runtime.product_plan import Plan, describe, free, set_attribute
+from llmq.runtime.tuning import Unsupported, fastest
 
 CANDIDATES = 48  # algorithms asked of the heuristic
 
-COMPUTE_32F = 68  # cublasComputeType_t: products summed in F32, and no TF32 for F32 operands
-CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E5M2: 29}  # cudaDataType_t
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-
-
-class Plan:
-    """cuBLASLt's description of one product, and how it is computed."""
-
-    __slots__ = ("address", "beta", "choice", "desc", "layouts", "product")
-
-    def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
-        self.product = product
-        self.desc = desc
-        self.layouts = layouts  # of b, a, what is added, out
-        self.choice: Choice | None = None
-        adds = product.accumulate or product.addend
-        self.beta = np.array([1.0 if adds else 0.0], np.float32)
-        self.address = np.zeros(1, np.int64)  # on its way into desc
 
 
 class CublasLt:
     """The matrix-product library of one rank; for the rank's thread, with its GPU current.
 
-    The methods matmul and fp8 take a stream and the arguments of the library kernels `matmul` and
-    `matmul_fp8` that llmq/ops/matmul.py declares.
+    The methods matmul, fp8 and mxfp8 take a stream and the arguments of the library kernels
+    `matmul`, `matmul_fp8` and `matmul_mxfp8` that llmq/ops/matmul.py declares.
     """
 
     def __init__(
@@ -82,6 +66,7 @@ class CublasLt:
         self._name = f"{device_name}, cuBLASLt {library.get_version()}"
         self.plans: dict[Product, Plan] = {}
         self._alpha = np.ones(1, np.float32)
+        self._block_scales_work: bool | None = None  # None: not tried yet
 
     def matmul(
         self,
@@ -101,8 +86,8 @@ class CublasLt:
     ) -> None:
         """Enqueue out = op(a) @ op(b) [+ bias] [+ addend | + out] on the stream (an integer).
 
-        Raises RuntimeError for a product that cuBLASLt cannot compute, and inside a graph capture
-        for one that would have to be tuned first.
+        Raises Unsupported for a product that cuBLASLt cannot compute, and RuntimeError inside a
+        graph capture for one that would have to be tuned first.
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
@@ -134,7 +119,7 @@ class CublasLt:
         factor, largest: where out are codes, of what they are multiplied by, and the largest
         magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not
         tuning takes it.
-        Raises RuntimeError as matmul does; no GPU before Ada can compute it.
+        Raises as matmul does; no GPU before Ada can compute it.
         """
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
@@ -143,12 +128,40 @@ class CublasLt:
         operands = Operands(out, a, b, bias, addend, workspace, scale_a, scale_b, **of_codes)
         self._multiply(stream, product, operands)
 
+    def mxfp8(
+        self,
+        stream: int,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scales: Tensor,
+        scalars: Tensor,
+        bias: Tensor | None,
+        addend: Tensor | None,
+        workspace: Tensor,
+        M: int,
+        N: int,
+        K: int,
+        accumulate: int,
+        fast_accumulation: int,
+    ) -> None:
+        """Enqueue out = alpha * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
+
+        scales: of the blocks of both, all one. scalars: F32, alpha, and at BETA 1 if there is an
+        addend, else 0. fast_accumulation has no effect, these sums are F32's.
+        Raises as matmul does, Unsupported also where the library is wrong.
+        """
+        types = (a.dtype, b.dtype, out.dtype)
+        flags = (bias is not None, bool(accumulate), workspace.nbytes)
+        how = {"addend": addend is not None, "block_scaled": True}
+        product = Product(M, N, K, False, True, *types, *flags, **how)
+        tensors = (out, a, b, bias, addend, workspace, scales, scales)
+        self._multiply(stream, product, Operands(*tensors, scalars=scalars))
+
     def close(self) -> None:
         """Free the library's descriptors and its handle."""
         for plan in self.plans.values():
-            for layout in set(plan.layouts):
-                self._lt.matrix_layout_destroy(layout)
-            self._lt.matmul_desc_destroy(plan.desc)
+            free(self._lt, plan)
         self.plans.clear()
         self._lt.destroy(self._handle)
 
@@ -159,41 +172,35 @@ class CublasLt:
         """
         plan = self.plans.get(product)
         if plan is None:
-            plan = self._describe(product)
-            plan.choice = self._choose(stream, plan, operands)
+            plan = describe(self._lt, product)
+            try:
+                plan.choice = self._choose(stream, plan, operands)
+            except Unsupported:
+                free(self._lt, plan)
+                raise
             self._accumulate_fast(plan, plan.choice.fast)
             self.plans[product] = plan
         self._run(stream, plan, plan.choice.algorithm, operands)
 
-    def _describe(self, product: Product) -> Plan:
-        lt = self._lt
-        desc = lt.matmul_desc_create(COMPUTE_32F, CUDA_TYPES[F32])
-        attribute = lt.MatmulDescAttribute
-        # The first operand of out^T = op(b)^T @ op(a)^T is b.
-        values = {attribute.TRANSA: product.trans_b, attribute.TRANSB: product.trans_a}
-        if product.bias:
-            values[attribute.EPILOGUE] = lt.Epilogue.BIAS
-            # Not an address yet: the heuristic reads from it how the bias will be aligned.
-            values[attribute.BIAS_POINTER] = POINTER_ALIGN
-        if product.fp8:
-            # Not addresses yet. One scale a tensor is the default mode.
-            values[attribute.A_SCALE_POINTER] = values[attribute.B_SCALE_POINTER] = POINTER_ALIGN
-            if product.bias:
-                values[attribute.BIAS_DATA_TYPE] = CUDA_TYPES[BF16]
-        if product.makes_codes:
-            values[attribute.D_SCALE_POINTER] = values[attribute.AMAX_D_POINTER] = POINTER_ALIGN
-        for name, value in values.items():
-            self._set_attribute("matmul_desc", desc, name, value)
-        dtypes = (product.b, product.a, product.out)
-        layouts = tuple(
-            lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
-            for dtype, layout in zip(dtypes, product.layouts, strict=True)
-        )
-        # What is added lies as out does; of codes, to which nothing is, it has to be BF16.
-        added = layouts[-1]
-        if product.makes_codes:
-            added = lt.matrix_layout_create(CUDA_TYPES[BF16], *product.layouts[-1])
-        return Plan(product, desc, (*layouts[:2], added, layouts[-1]))
+    def _try_block_scales(self, stream: int, workspace: Tensor) -> None:
+        """Raise Unsupported unless block-scaled products are right, which is tried once."""
+
+        def run(product: Product, operands: Operands) -> None:
+            plan = describe(self._lt, product)
+            try:
+                algorithm = self._candidates(plan, 1, False)[0].algorithm
+                self._run(stream, plan, algorithm, operands)
+            finally:
+                free(self._lt, plan)
+
+        if self._block_scales_work is None:
+            try:
+                right = computes_right(self._cuda, stream, workspace, run)
+            except (Unsupported, self._lt.cuBLASLtError):
+                right = False
+            self._block_scales_work = right
+        if not self._block_scales_work:
+            raise Unsupported(f"matmul: {self._name} does not compute block-scaled products")
 
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Choice:
         """What to run: remembered, or tuned, or the heuristic's first."""
@@ -201,7 +208,7 @@ class CublasLt:
             return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"
         remembered = self._file.get(key)
-        if remembered is not None:
+        if remembered is not None and len(remembered) == CHOICE_BYTES:
             choice = Choice.frombytes(remembered)
             if self._accepts(plan, choice):
                 return choice
@@ -211,15 +218,9 @@ class CublasLt:
 
     def _accumulate_fast(self, plan: Plan, fast: bool) -> None:
         """Describe an FP8 product as one that accumulates fast, or not."""
-        if plan.product.fp8:
+        if plan.product.fp8 and not plan.product.block_scaled:
             name = self._lt.MatmulDescAttribute.FAST_ACCUM
-            self._set_attribute("matmul_desc", plan.desc, name, fast)
-
-    def _set_attribute(self, kind: str, handle: int, name: int, value: Any) -> None:
-        """kind: of the handle, "matmul_desc" or "matmul_preference"."""
-        buffer = np.array([value], getattr(self._lt, f"get_{kind}_attribute_dtype")(name))
-        set_attribute = getattr(self._lt, f"{kind}_set_attribute")
-        set_attribute(handle, name, buffer.ctypes.data, buffer.nbytes)
+            set_attribute(self._lt, "matmul_desc", plan.desc, name, fast)
 
     def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Choice]:
         """Up to `count` ways to compute it, best first by the heuristic's estimate."""
@@ -238,7 +239,7 @@ class CublasLt:
         preference = lt.matmul_preference_create()
         try:
             for name, value in values.items():
-                self._set_attribute("matmul_preference", preference, name, value)
+                set_attribute(lt, "matmul_preference", preference, name, value)
             lt.matmul_algo_get_heuristic(
                 self._handle,
                 plan.desc,
@@ -249,12 +250,12 @@ class CublasLt:
                 found.ctypes.data,
             )
         except lt.cuBLASLtError as error:
-            raise RuntimeError(self._no_algorithm(plan)) from error
+            raise Unsupported(self._no_algorithm(plan)) from error
         finally:
             lt.matmul_preference_destroy(preference)
         usable = [r["algo"].tobytes() for r in results[: found[0]] if r["state"] == 0]
         if not usable:
-            raise RuntimeError(self._no_algorithm(plan))
+            raise Unsupported(self._no_algorithm(plan))
         return [Choice(np.frombuffer(algorithm, np.uint8), fast) for algorithm in usable]
 
     def _tune(self, stream: int, plan: Plan, operands: Operands) -> Choice:
@@ -265,6 +266,8 @@ class CublasLt:
                 f"matmul: {plan.product} was not seen before this graph capture, in which it "
                 "cannot be tuned; run it once outside of the graph, or switch tuning off"
             )
+        if plan.product.block_scaled:
+            self._try_block_scales(stream, operands.workspace)
         if plan.product.accumulate:
             saved = np.empty(out.nbytes, np.uint8)
             cuda.memcpyAsync(saved.ctypes.data, out.ptr, out.nbytes, DEVICE_TO_HOST, stream)
@@ -281,7 +284,7 @@ class CublasLt:
             cuda.memcpyAsync(out.ptr, saved.ctypes.data, out.nbytes, HOST_TO_DEVICE, stream)
         cuda.streamSynchronize(stream)
         if best is None:
-            raise RuntimeError(self._no_algorithm(plan))
+            raise Unsupported(self._no_algorithm(plan))
         return best
 
     def _accepts(self, plan: Plan, choice: Choice) -> bool:
@@ -303,7 +306,11 @@ class CublasLt:
 
     def _run(self, stream: int, plan: Plan, algorithm: np.ndarray, operands: Operands) -> None:
         lt = self._lt
-        out, a, b, bias, addend, workspace, scale_a, scale_b, factor, largest = operands
+        out, a, b, bias, addend, workspace, scale_a, scale_b, *others = operands
+        factor, largest, scalars = others
+        alpha, beta = self._alpha.ctypes.data, plan.beta.ctypes.data
+        if scalars is not None:
+            alpha, beta = scalars.ptr, scalars.ptr + BETA * scalars.dtype.itemsize
         added = out if addend is None else addend
         # The addresses of this call. lt.matmul reads the descriptor before it returns, so that a
         # captured graph keeps those of its own call.
@@ -319,12 +326,12 @@ class CublasLt:
         lt.matmul(
             self._handle,
             plan.desc,
-            self._alpha.ctypes.data,
+            alpha,
             b.ptr,
             layout_b,
             a.ptr,
             layout_a,
-            plan.beta.ctypes.data,
+            beta,
             0 if plan.product.makes_codes else added.ptr,
             layout_added,
             out.ptr,

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from llmq import __version__
 from llmq.base.errors import LlmqError, MachineError
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
+from llmq.runtime.choices import Choices
 from llmq.runtime.compile import cache_dir
 from llmq.runtime.cuda_kernels import CudaKernels
 from llmq.runtime.device import Device, DeviceSpec, Launch, MemorySizes
@@ -27,6 +29,7 @@ from llmq.runtime.pinned import PinnedMemory, read_write_combined
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
 NOT_READY = 600  # cudaErrorNotReady
 NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the legacy default stream
+TUNED = "matmul.json"  # in the folder of the cache: what was tuned, of products and else
 DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 
 
@@ -91,6 +94,7 @@ class CudaDevice(Device):
         self._tune = tune
         self._kernels = CudaKernels(api, spec.capability)
         self._libraries: dict[str, Any] = {}
+        self._choices: Choices | None = None
         self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches
 
     def _take_memory(self, spec: DeviceSpec, need: int) -> int:
@@ -151,7 +155,7 @@ class CudaDevice(Device):
             if name == "matmul":
                 from llmq.runtime.cublaslt import CublasLt
 
-                path = cache_dir() / "matmul.json"
+                path = cache_dir() / TUNED
                 self._libraries[name] = CublasLt(self.spec.name, tune=self._tune, cache_path=path)
             else:
                 from llmq.runtime.cudnn import CudnnAttention
@@ -159,6 +163,24 @@ class CudaDevice(Device):
                 self._libraries[name] = CudnnAttention(self.index)
             self._errors += self._libraries[name].errors
         return self._libraries[name]
+
+    def choose(
+        self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
+    ) -> None:
+        if not self._tune:
+            super().choose(work, ways)
+            return
+        if self._choices is None:
+            from llmq.runtime.gpu_info import library_versions
+
+            releases = {"llmq": __version__} | library_versions()
+            machine = ", ".join([self.spec.name, *(f"{n} {v}" for n, v in releases.items())])
+            path = cache_dir() / TUNED
+            self._choices = Choices(machine, cuda=self._runtime, cache_path=path)
+        self._choices.run(self._stream, work, ways, kept)
+
+    def choices(self) -> dict[str, str]:
+        return {} if self._choices is None else dict(self._choices.chosen)
 
     def fast_products(self) -> dict[str, bool]:
         plans = getattr(self._libraries.get("matmul"), "plans", {})

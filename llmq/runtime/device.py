@@ -201,6 +201,22 @@ class Device(ABC):
     @abstractmethod
     def _launch(self, launch: Launch) -> None: ...
 
+    def choose(
+        self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
+    ) -> None:
+        """Enqueue a piece of work in one of several ways, the first where nothing is timed.
+
+        work: tells it from all other. ways: by name; each enqueues launches on the current stream,
+        and has all that it writes written over by any other, but for `kept`, what it adds to. A
+        CUDA device that tunes takes the fastest one, and the same ever after; it does without those
+        that raise Unsupported (llmq/runtime/choices.py).
+        """
+        next(iter(ways.values()))()
+
+    def choices(self) -> dict[str, str]:
+        """Of each piece of work so far that `choose` had several ways for, the one it takes."""
+        return {}
+
     @abstractmethod
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """Enqueue a copy of src's bytes to dst (same size, any places) on the current stream."""

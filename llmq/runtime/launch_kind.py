@@ -12,6 +12,7 @@ from llmq.base.tensor import Tensor
 FUSED = {
     "matmul_adapted": (1, "adapted"),
     "matmul_exp": (3, "exp"),
+    "matmul_exp_codes": (3, "exp"),
     "matmul_rope": (1, "rope"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
@@ -47,6 +48,8 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
         if entry == "matmul_adapted" and tensors[-1] != "-":
             words.append("addend")
         return Kind("/".join([library, *words]), (m, n, k))
+    if entry == "matmul_mxfp8":  # whichever is faster of the two
+        entry = "matmul_fp8"
     if entry.startswith("matmul"):
         m, n, k, *flags = [x for x in args if isinstance(x, int)]
         out, a = tensors[:2]

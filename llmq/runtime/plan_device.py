@@ -73,6 +73,23 @@ class PlanDevice(Device):
         self.graphs: list[tuple[tuple, Trace]] = []
         self._trace: Trace | None = None  # of the graph that is being run
         self._part = ""
+        self._counts = True  # launches, that is; not their memory
+        self._chosen: set[tuple[str, int]] = set()  # work with several ways, and where on the stack
+
+    def choose(
+        self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
+    ) -> None:
+        """There is memory and code for all ways; the first one is what counts as launched."""
+        first, *others = ways.values()
+        first()
+        here = work, self.stack.used
+        if here in self._chosen:  # its memory and code are there
+            return
+        self._chosen.add(here)
+        before, self._counts = self._counts, False
+        for way in others:
+            way()
+        self._counts = before
 
     def _launch(self, launch: Launch) -> None:
         kernel, args = launch.kernel, launch.args
@@ -107,6 +124,8 @@ class PlanDevice(Device):
 
     def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
         """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""
+        if not self._counts:
+            return
         self.launches[entry] += 1
         self.bytes[entry] += sum(sizes[:3])  # of this device's own memory and of the host's
         self.flops[entry] += flops

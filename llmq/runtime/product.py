@@ -26,6 +26,7 @@ class Product(NamedTuple):
     workspace: int  # bytes that the library may use
     fast_accumulation: bool = False  # may be used; of FP8 only
     addend: bool = False  # another matrix than out is added; not to codes
+    block_scaled: bool = False  # of FP8, by scales of blocks that are one; see block_scales.py
 
     @property
     def fp8(self) -> bool:
@@ -50,6 +51,7 @@ class Product(NamedTuple):
         text = f"{self.M}x{self.N}x{self.K} {flags} {operands}->{self.out.name}"
         text += (" bias" if self.bias else "") + (" accumulate" if self.accumulate else "")
         text += (" addend" if self.addend else "") + (" fast" if self.fast_accumulation else "")
+        text += " block-scaled" if self.block_scaled else ""
         return f"{text}, {self.workspace} bytes of workspace"
 
 
@@ -66,6 +68,7 @@ class Operands(NamedTuple):
     scale_b: Tensor | None = None
     factor: Tensor | None = None  # of results that are codes
     largest: Tensor | None = None
+    scalars: Tensor | None = None  # alpha and beta, of block-scaled products
 
 
 class Choice(NamedTuple):

@@ -20,11 +20,11 @@ class Sight:
     starts: Tensor | None = None
     window: int | None = None
 
-    def within(self, op: str, batch: int, seq_len: int, backend: str) -> Sight:
+    def within(self, op: str, batch: int, seq_len: int, backends: tuple[str, ...]) -> Sight:
         """Without a window that every query's keys fit into. TypeError or ValueError if wrong."""
         if self.starts is not None:
             expect(op, "starts", self.starts, I32, (batch, seq_len))
-            if backend == "cudnn":
+            if "cudnn" in backends:
                 raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
         if self.window is not None and self.window < 1:
             raise ValueError(f"{op}: window must be at least 1, got {self.window}")

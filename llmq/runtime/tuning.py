@@ -1,7 +1,8 @@
 """Choosing the fastest of several ways to run the same work on a GPU.
 
 A first look at every candidate, then the best ones again, in turns and for longer: a card under
-load runs at a lower clock than one that has just woken up, and the order may change.
+load runs at a lower clock than one that has just woken up, and the order may change. Of long work
+one run is look enough: half a hundred ways to multiply with a large head take seconds a run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-LOOK = 3  # runs of every candidate
+LOOK = 3  # runs of every candidate that takes less than LONG_MS
+LONG_MS = 1.0
 FINALISTS = 10
 ROUNDS = 4
 ROUND_MS = 8.0  # of one finalist; 40 rounds of 15 products take 5 s of a cold start
@@ -17,6 +19,10 @@ WORTH_MS = 0.05  # below this the first look decides: nobody waits for such a pr
 MIN_GAIN = 0.99  # a later candidate must take less than this share of the best one's time
 
 Candidate = TypeVar("Candidate")
+
+
+class Unsupported(RuntimeError):
+    """What a library cannot compute here, in any way that it was asked for."""
 
 
 def fastest(
@@ -47,7 +53,8 @@ def fastest(
         except refused:
             continue
         cuda.streamSynchronize(stream)
-        times.append((milliseconds(candidate, LOOK), index))
+        ms = milliseconds(candidate, 1)
+        times.append((ms if ms >= LONG_MS else milliseconds(candidate, LOOK), index))
     finalists = sorted(times)[:FINALISTS]
     totals = {index: ms for ms, index in sorted(finalists, key=lambda item: item[1])}
     long_look = len(totals) > 1 and finalists[0][0] >= WORTH_MS

@@ -15,6 +15,7 @@ _OF_STEPS = {
     "cpu",
     "abs-maxes",
     "fast-products",
+    "choices",
 }  # step s writes them; others: between
 
 

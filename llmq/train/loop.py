@@ -333,8 +333,8 @@ class _Run:
         tokens = self.trainer.plan.tokens - self.trainer.ranks.padding_of(p.ticket)
         self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
         if p.step == self.first:  # all products have been tuned
-            chosen = self.trainer.ranks.run_first("products", lambda rank: rank.dev.fast_products())
-            self.reporter.fast_products(p.step, chosen)
+            chosen = self.trainer.ranks.run_first("choices", lambda rank: rank.choices())
+            self.reporter.choices(p.step, *chosen)
         self.sensing.after_step(p.step, result, ms)
         if self.scaling is not None and p.step >= self.first + SKIPPED and self.scaling.add(ms):
             self.reporter.scaling(p.step, *self.scaling.report())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -288,6 +289,21 @@ class Reporter:
             fast = sum(chosen.values())
             self.view.line(f"  fast accumulation: {fast} of {len(chosen)} fp8 products that may")
             self.log.write("fast-products", step, fast_products=chosen)
+
+    def choices(self, step: int, fast: dict[str, bool], chosen: dict[str, str]) -> None:
+        """fast: as fast_products. chosen: of work that has several ways the one it takes, see
+        Device.choose. A product that takes another way was only timed, whatever its sums have."""
+        others = {work for work, way in chosen.items() if way != "per-tensor"}
+        self.fast_products(step, {p: f for p, f in fast.items() if f"matmul_fp8 {p}" not in others})
+        if chosen:
+            counts: dict[str, Counter[str]] = {}
+            for work, way in chosen.items():
+                counts.setdefault(work.split()[0], Counter())[way] += 1
+            for operation, ways in counts.items():
+                found = [f"{count} {way}" for way, count in ways.most_common()]
+                line = ", ".join(found if ways.total() > 1 else ways)
+                self.view.line(f"  {operation}: {line}")
+            self.log.write("choices", step, choices=chosen)
 
     def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
         """What --measure-scaling found."""

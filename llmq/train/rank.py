@@ -58,6 +58,10 @@ class Rank:
             for piece in pieces if group.startswith("adam") else []:
                 self.dev.zero(piece.tensor)
 
+    def choices(self) -> tuple[dict[str, bool], dict[str, str]]:
+        """As its device's fast_products and choices."""
+        return self.dev.fast_products(), self.dev.choices()
+
     def finish(self) -> None:
         """Wait until all that was enqueued is done."""
         self.dev.synchronize()

@@ -93,7 +93,7 @@ def text(record: dict[str, Any]) -> tuple[str, Any] | None:
             return "cmd", shlex.join(record["cmd"])
         case "sample":
             return f"sample-{record['step']}", {record["prompt"]: record["text"]}
-        case "links" | "fast-products":
+        case "links" | "fast-products" | "choices":
             return kind, record[kind.replace("-", "_")]
         case "sol" | "scaling" | "dataset" | "gpu-model":
             of = record.get("split", record.get("rank"))

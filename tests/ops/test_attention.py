@@ -1,16 +1,19 @@
 """Attention on a device against the reference."""
 
+from contextlib import closing
 from functools import partial
 
 import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops import attention
+from llmq.ops import attention, random
 from llmq.ref.attention import CASES
+from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cudnn import backward_workspace_bytes, divided_workspace_bytes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.plan_device import PlanDevice
+from tests.conftest import gpu_problem
 from tests.harness import GPU_SPEC, host_device, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
@@ -480,3 +483,41 @@ def test_wrong_arguments():
     decode = partial(refuse, call=attention.decode, arguments=caches)
     decode(ValueError, "position must be from 0 to 8, .* got 9", position=9)
     decode(ValueError, "v_cache must have shape", position=0, v_cache=make((2, 15, 2, 64), BF16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu_problem() is not None, reason=str(gpu_problem()))
+@pytest.mark.parametrize("case, window", [("qwen05b", 128), ("qwen15b", 128), ("qwen15b", None)])
+def test_the_choice_is_what_was_measured(monkeypatch, tmp_path, case, window):
+    """On Hopper, where a run times nothing: cuDNN, but for backward with a window."""
+    monkeypatch.setattr(cuda_device, "TUNED", str(tmp_path / "m.json"))
+    _, T, Hq, Hkv, Hd = CASES[case]
+    both, sight = ("cudnn", "native"), attention.Sight(window=window)
+
+    def step(dev):
+        def alloc(name, *shape, dtype=BF16):
+            tensor = dev.alloc(name, shape, dtype, "Activations")
+            if dtype == BF16 and dev.kind == "cuda":
+                random.normal(dev, tensor, 1.0, 0)
+            return tensor
+
+        qkv, d_qkv = (alloc(name, 8, T, Hq + 2 * Hkv, Hd) for name in ("qkv", "d_qkv"))
+        out, d_out = (alloc(name, 8, T, Hq, Hd) for name in ("out", "d_out"))
+        lse = alloc("lse", 8, Hq, T, dtype=F32)
+        attention.forward(dev, out, lse, qkv, Hq, Hkv, sight, backend=both)
+        attention.backward(dev, d_qkv, d_out, out, lse, qkv, Hq, Hkv, sight=sight, backend=both)
+        return d_qkv
+
+    bits = []
+    for _ in range(2):
+        algorithm_file._files.clear()  # a new process
+        plan = PlanDevice(GPU_SPEC)
+        step(plan)
+        with closing(cuda_device.CudaDevice(0, plan.sizes())) as dev:
+            if dev.spec.capability != 90:
+                pytest.skip("measured on Hopper")
+            bits.append(dev.download(step(dev)).tobytes())
+            chosen = {work.split()[0]: way for work, way in dev.choices().items()}
+        backward = "cudnn" if window is None else "native"
+        assert chosen == {"attention.forward": "cudnn", "attention.backward": backward}
+    assert bits[0] == bits[1]

@@ -7,11 +7,11 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import ProductCodes
-from llmq.ops.matmul import matmul, matmul_fp8
+from llmq.ops.matmul import BLOCK_SCALES, matmul, matmul_fp8
 from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import dtype_of, run
+from tests.harness import compared, dtype_of, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 FP8_SMALL = {name: case for name, case in FP8_CASES.items() if not name.startswith("qwen")}
@@ -273,6 +273,23 @@ def test_fp8_scales_in_a_graph(fp8_dev, rng):
         dev.synchronize()
         np.testing.assert_array_equal(dev.download(t["first"]), total / 2)
         np.testing.assert_array_equal(dev.download(t["second"]), total * four)
+
+
+@pytest.mark.parametrize("count, beta", [(512, 0.0), (512 * 9, 1.0)])
+def test_block_scales(dev, count, beta):
+    arrays = {
+        "scales": np.zeros(count, np.uint8),
+        "scalars": np.full(8, 3, np.float32),
+        **{"scale_a": scalar(0.37), "scale_b": scalar(1.9)},
+        "next": np.full(64, 5, np.float32),  # tensors follow each other in memory
+    }
+
+    def call(dev, scales, scalars, scale_a, scale_b, next):
+        dev.launch(BLOCK_SCALES, 2, 256, (scales, scalars, scale_a, scale_b, beta, count))
+
+    want = compared(dev, call, arrays)
+    assert (want["scales"] == 127).all() and want["scalars"][4] == beta
+    np.testing.assert_array_equal(want["next"], 5)
 
 
 def test_counts_and_checks_of_8_bits():

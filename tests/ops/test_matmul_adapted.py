@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
-from llmq.ops.matmul_adapted import WIDER, is_faster, matmul_adapted
+from llmq.ops.matmul_adapted import is_faster, matmul_adapted, tile_columns
 from llmq.ref.matmul_adapted import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared
@@ -34,10 +34,10 @@ def arrays_of(rng, case, a, b):
     }
 
 
-def check(dev, arrays, transposed, columns=192):
+def check(dev, arrays, transposed):
     def call(dev, out, a, b, **rest):
         given = {"h": None, "tail": None} | rest
-        matmul_adapted(dev, out, a, b, **given, transposed=transposed, columns=columns)
+        matmul_adapted(dev, out, a, b, **given, transposed=transposed)
 
     compared(dev, call, {name: array for name, array in arrays.items() if array is not None})
 
@@ -49,9 +49,15 @@ def test_equals_reference(hopper, rng, case, dtype):
     check(hopper, arrays_of(rng, case, dtype, dtype), case[-1])
 
 
-def test_wider_tiles(hopper, rng):
-    """Of 224 columns the last 64 begin in those before; several turns of the emulator's cluster."""
-    check(hopper, arrays_of(rng, (272, 712, 208, 72, True), BF16, BF16), True, 224)
+@pytest.fixture
+def wide(monkeypatch):
+    """All tiles have 224 columns."""
+    monkeypatch.setattr("llmq.ops.matmul_adapted.tile_columns", lambda *args: 224)
+
+
+def test_wide_tiles(hopper, rng, wide):
+    """The last 64 columns begin in those before; several turns of the emulator's cluster."""
+    check(hopper, arrays_of(rng, (272, 712, 208, 72, True), BF16, BF16), True)
 
 
 # What follows are sources of their own, which take long to compile for the emulator.
@@ -92,12 +98,26 @@ def test_all_multiprocessors(hopper, rng, dtype, transposed):
 
 
 @gpu_only
-@pytest.mark.parametrize("columns", WIDER)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
-def test_all_multiprocessors_with_wider_tiles(hopper, rng, dtype, transposed, columns):
+def test_all_multiprocessors_with_wide_tiles(hopper, rng, wide, dtype, transposed):
     arrays = arrays_of(rng, (2064, 3088, 8208, 40, transposed), dtype, dtype)
-    check(hopper, arrays, transposed, columns)
+    check(hopper, arrays, transposed)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_wide_tiles_with_bias_and_addend(hopper, rng, wide, dtype):
+    check(hopper, arrays_of(rng, (304, 712, 208, 72, False), dtype, dtype), False)
+
+
+def test_where_tiles_are_wide():
+    """7B's 3,584 columns make 3.9 turns of wide tiles and 4.6 of narrow ones."""
+    dev = PlanDevice(replace(GPU_SPEC, num_sms=132))  # an H100's
+    assert tile_columns(dev, 4096, 3584, 2 * 18944) == tile_columns(dev, 4096, 3584, 18944) == 224
+    assert tile_columns(dev, 4096, 3584, 2 * 4608) == 224
+    assert tile_columns(dev, 4096, 3584, 4608) == 192  # tiles are multiplied as quickly as stored
+    assert tile_columns(dev, 4096, 4608, 2 * 3584) == 192  # 5.8 turns
 
 
 def test_where_it_is_faster():
@@ -110,10 +130,9 @@ def test_where_it_is_faster():
     assert faster() and faster(dtype=E4M3) and faster(R=128)
     assert not faster(M=1024) and not faster(R=136)
     assert not faster(R=12) and not faster(K=3592, dtype=E4M3)  # rows of no multiple of 16 bytes
-    # 5 turns of which the last is 0.6 full: what is idle costs less than it saves if K is short.
-    assert faster(N=3584) and faster(N=3584, K=4608) and faster(N=3584, K=4608, dtype=E4M3)
-    assert not faster(N=3584, K=18944) and not faster(N=3584, K=18944, dtype=E4M3)
-    assert faster(N=3584, K=8192, dtype=E4M3) and not faster(N=3584, K=8192)
+    # What is idle in the last turn costs less than is saved, if it is little, or K is short.
+    assert faster(N=3584) and faster(N=3584, K=37888) and faster(N=3584, K=37888, dtype=E4M3)
+    assert faster(N=3584, M=3584) and not faster(N=3584, M=3584, K=18944)
     assert not faster(N=512) and faster(N=512, M=16384)  # the first turn is not full
     assert not faster(dtype=F32) and not faster(out=F32)
     assert not any(faster(other) for other in devices_without())
@@ -146,8 +165,6 @@ def test_wrong_arguments():
         matmul_adapted(dev, out, a, b, h, tail, bias=tensor(BF16, 32))
     with pytest.raises(ValueError, match=r"addend must have shape \(32, 48\)"):
         matmul_adapted(dev, out, a, b, h, tail, addend=tail)
-    with pytest.raises(ValueError, match="columns must be 192, 224 or 256, got 128"):
-        matmul_adapted(dev, out, a, b, h, tail, columns=128)
     with pytest.raises(TypeError, match="only fp8 codes have scales"):
         matmul_adapted(dev, out, a, b, h, tail, one, one)
     codes = tensor(E5M2, 32, 64), tensor(E5M2, 48, 64)

@@ -134,3 +134,18 @@ def test_fast_accumulation_makes_no_difference_to_the_reference(rng):
         absent, sizes = (None,) * 4, (16, 16, 32, 0, fast)
         ref.matmul_fp8(out, a, a, scale, scale, *absent, NO_WORKSPACE, *sizes)
     np.testing.assert_array_equal(*results)
+
+
+def test_block_scales_that_are_one_change_nothing():
+    rng = np.random.default_rng(3)
+    a, b = (rng.normal(size=(n, 64)).astype(E4M3.numpy) for n in (16, 32))
+    start = rng.normal(size=(16, 32)).astype(np.float32)
+    scale_a, scale_b = (np.array([x], np.float32) for x in (0.37, 1.9))
+    scales, scalars = np.zeros(2 * 512, np.uint8), np.full(8, np.nan, np.float32)
+    ref.block_scales(scales, scalars, scale_a, scale_b, 1.0, scales.size)
+    assert (scales == 127).all() and scalars[4] == 1
+    want, got = start.copy(), start.copy()
+    rest = (NO_WORKSPACE, 16, 32, 64, 1, 0)
+    ref.matmul_fp8(want, a, b, scale_a, scale_b, None, None, None, None, *rest)
+    ref.matmul_mxfp8(got, a, b, scales, scalars, None, None, *rest)
+    np.testing.assert_array_equal(got, want)

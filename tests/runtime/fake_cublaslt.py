@@ -8,7 +8,7 @@ import numpy as np
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
 from llmq.runtime.algorithm_file import ALGORITHM_BYTES
-from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES
+from llmq.runtime.product_plan import COMPUTE_32F, CUDA_TYPES
 
 NUMPY_TYPES = {code: dtype.numpy for dtype, code in CUDA_TYPES.items()}
 FP8 = (E4M3.numpy, E5M2.numpy)
@@ -34,11 +34,13 @@ class FakeCublasLt:
     """The used part of nvmath.bindings.cublasLt, over host memory.
 
     costs: what each of its algorithms adds to the clock; None: it is refused when run. fast_costs:
-    that of FP8 products with fast accumulation, the same if not given.
+    that of FP8 products with fast accumulation, the same if not given; block_costs: of block-scaled
+    ones, none if not given. ignores_alpha: what a library does with block scales that is wrong.
     """
 
     cuBLASLtError = Refused
     MatmulDescAttribute = SimpleNamespace(
+        POINTER_MODE=2,
         TRANSA=3,
         TRANSB=4,
         EPILOGUE=7,
@@ -49,7 +51,11 @@ class FakeCublasLt:
         AMAX_D_POINTER=21,
         FAST_ACCUM=25,
         BIAS_DATA_TYPE=26,
+        A_SCALE_MODE=31,
+        B_SCALE_MODE=32,
     )
+    MatmulMatrixScale = SimpleNamespace(VEC32_UE8M0=2)
+    PointerMode = SimpleNamespace(DEVICE=1)
     MatmulPreferenceAttribute = SimpleNamespace(
         MAX_WORKSPACE_BYTES=1,
         REDUCTION_SCHEME_MASK=3,
@@ -62,9 +68,11 @@ class FakeCublasLt:
     ReductionScheme = SimpleNamespace(COMPUTE_TYPE=2)
     matmul_heuristic_result_dtype = RESULT
 
-    def __init__(self, costs=(1.0,), version=130100, fast_costs=None):
+    def __init__(self, costs=(1.0,), version=130100, fast_costs=None, block_costs=()):
         self.costs = costs
         self.fast_costs = fast_costs or costs
+        self.block_costs = block_costs
+        self.ignores_alpha = False
         self.version = version
         self.clock = 0.0
         self.runs = []  # the algorithm of each product
@@ -126,14 +134,14 @@ class FakeCublasLt:
         pointers = (8, 17, 18, 20, 21)
         assert all(self.alive[desc].get(pointer, 16) % 16 == 0 for pointer in pointers)
         self.asked.append(dict(self.alive[preference]))
-        found = min(count, len(self.costs))
+        found = min(count, len(self._costs(self.alive[desc])))
         for i, entry in enumerate(memory(results, RESULT, found)):
             entry["algo"] = i
         memory(n, np.dtype(np.int32), 1)[0] = found
 
     def matmul_algo_check(self, library, desc, a, b, c, d, algorithm, result):
         index = memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0]
-        if index >= len(self.costs):
+        if index >= len(self._costs(self.alive[desc])):
             raise Refused("not supported")
         memory(result, RESULT, 1)["workspace_size"] = 2 * WORKSPACE * (index == 9)
 
@@ -141,9 +149,11 @@ class FakeCublasLt:
         self._check_added(c_, d_)
         codes = self.alive[d_][0] in FP8
         assert not (codes and c)
-        assert rest[1:] == (WORKSPACE, STREAM)  # rest[0]: its address
+        _, nbytes, stream = rest
+        planned = {WORKSPACE, *(asked[1] for asked in self.asked)}
+        assert stream == STREAM and (nbytes in planned or not self.asked)
         index = int(memory(algorithm, np.dtype(np.uint8), ALGORITHM_BYTES)[0])
-        cost = (self.fast_costs if self.alive[desc].get(25) else self.costs)[index]
+        cost = self._costs(self.alive[desc])[index]
         if cost is None:
             raise Refused("not supported")
         self.runs.append(index)
@@ -160,11 +170,14 @@ class FakeCublasLt:
         attributes = self.alive[desc]
         if left.dtype in FP8:
             self._check_fp8(attributes, left.dtype, right.dtype)
+        if attributes.get(31):
+            self._check_block_scales(attributes, left.shape, right.shape)
         left = left.T if attributes[3] else left
         right = right.T if attributes[4] else right
-        total = scalar(alpha) * (left.astype(np.float32) @ right.astype(np.float32))
+        total = left.astype(np.float32) @ right.astype(np.float32)
+        total *= 1 if self.ignores_alpha and attributes.get(31) else scalar(alpha)
         for pointer in (17, 18):
-            if pointer in attributes:
+            if pointer in attributes and not attributes.get(31):
                 total *= scalar(attributes[pointer])
         if scalar(beta):
             total += scalar(beta) * columns(c, c_).astype(np.float32)
@@ -179,6 +192,19 @@ class FakeCublasLt:
             assert not {20, 21} & attributes.keys()
         out[...] = total.astype(out.dtype)
 
+    def _costs(self, attributes):
+        if attributes.get(31):
+            return self.block_costs
+        return self.fast_costs if attributes.get(25) else self.costs
+
+    def _check_block_scales(self, attributes, left, right):
+        """Scales of blocks of 32 codes are all one, as many as there are in tiles of 128 x 4."""
+        assert attributes[31] == attributes[32] == 2 and attributes[2] == 1
+        for pointer, (depth, rows) in ((17, left), (18, right)):
+            assert depth % 32 == 0
+            count = -(-rows // 128) * 128 * -(-depth // 128) * 4
+            assert (memory(attributes[pointer], np.dtype(np.uint8), count) == 127).all()
+
     def _check_added(self, c, d):
         """What cuBLASLt asks of the layouts of C and D: C is in BF16 where D are codes."""
         dtype, *sizes = self.alive[d]
@@ -191,7 +217,8 @@ class FakeCublasLt:
         assert (attributes[3], attributes[4]) == (1, 0)  # "TN"
         assert not attributes[17] % 16 and not attributes[18] % 16
         assert attributes.get(7) is None or NUMPY_TYPES[attributes[26]] == BF16.numpy
-        self.fast.append(attributes[25])
+        if not attributes.get(31):
+            self.fast.append(attributes[25])
 
 
 class FakeCuda:

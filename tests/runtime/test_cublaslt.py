@@ -17,7 +17,8 @@ from llmq.runtime.algorithm_file import (
     _entry,
     algorithm_file,
 )
-from llmq.runtime.cublaslt import COMPUTE_32F, CUDA_TYPES, CublasLt
+from llmq.runtime.cublaslt import CublasLt
+from llmq.runtime.product_plan import COMPUTE_32F, CUDA_TYPES
 from tests.harness import dtype_of, host_device
 from tests.runtime.fake_cublaslt import RESULT, STREAM, WORKSPACE, FakeCublasLt, FakeCuda
 
@@ -326,6 +327,13 @@ def test_tuning_takes_the_fastest(costs, best):
     np.testing.assert_allclose(args.out, args.reference(), atol=1e-4)  # order of F32 sums
 
 
+def test_a_first_look_at_long_products_is_one_run():
+    lt, library = make((2.0, 0.5), tune=True)  # milliseconds
+    lt.matmul(*Arguments(*SHAPE))
+    # To be loaded, looked at, in four turns of 8 ms; and then as the product that was asked for.
+    assert [library.runs.count(i) for i in (0, 1)] == [1 + 1 + 4 * 4, 1 + 1 + 3 + 4 * 16 + 1]
+
+
 def test_tuning_accumulates_once():
     lt, _ = make((2, 1), tune=True)
     args = Arguments(*SHAPE, accumulate=1)
@@ -405,11 +413,13 @@ def test_a_broken_file_is_empty_and_is_mended(tmp_path, content):
 
 def test_algorithms_of_the_wrong_size_are_ignored(tmp_path):
     path = tmp_path / "m.json"
-    algorithms = {key: _entry(key, bytes(size)).hex() for key, size in (("a", 64), ("b", 65))}
-    path.write_text(json.dumps({"format": 3, "algorithms": algorithms}))
-    file = AlgorithmFile(path)
-    assert file.get("a") is None
-    assert file.get("b") == bytes(65)
+    assert tuned(path, (3, 1))[-1] == 1
+    content = json.loads(path.read_text())
+    (key,) = content["algorithms"]
+    content["algorithms"][key] = _entry(key, bytes(64)).hex()  # sound, but no Choice
+    path.write_text(json.dumps(content))
+    assert len(tuned(path, (1, 3))) > 1
+    assert tuned(path, (3, 1)) == [0]
 
 
 def test_a_damaged_algorithm_is_not_run(tmp_path):
@@ -427,7 +437,7 @@ def test_a_file_that_cannot_be_written_is_one_warning(tmp_path, capsys):
     assert tuned(tmp_path / "file" / "m.json", (3, 1))[-1] == 1
     folder = tmp_path / "file"
     assert capsys.readouterr().err == (
-        f"warning: tuned matrix products are not kept in {folder} (File exists); set "
+        f"warning: what was tuned is not kept in {folder} (File exists); set "
         "LLMQ_CACHE_DIR to a folder that can be written\n"
     )
     file = algorithm_file(tmp_path / "file" / "m.json")
@@ -502,7 +512,8 @@ def test_constants_and_names_are_those_of_the_binding():
     for name in ("algo", "workspace_size", "state"):
         assert result.fields[name][1] == RESULT.fields[name][1]
     assert result["algo"].itemsize == ALGORITHM_BYTES
-    for enum in ("MatmulDescAttribute", "MatmulPreferenceAttribute", "Epilogue", "ReductionScheme"):
+    enums = ("MatmulDescAttribute", "MatmulPreferenceAttribute", "MatmulMatrixScale")
+    for enum in (*enums, "Epilogue", "PointerMode", "ReductionScheme"):
         for name, value in vars(getattr(FakeCublasLt, enum)).items():
             assert int(getattr(getattr(library, enum), name)) == value, name
     fake = FakeCublasLt()

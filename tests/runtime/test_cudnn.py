@@ -162,6 +162,36 @@ def test_our_backward_takes_the_librarys_statistics(rng, fake):
     assert fake.built == 1
 
 
+class Choosing(LibraryDevice):
+    """Takes these ways of what it may choose, by the first word of the work."""
+
+    def __init__(self, library, **taken):
+        super().__init__(library)
+        self.taken, self.works = taken, []
+
+    def choose(self, work, ways, kept=None):
+        assert tuple(ways) == ("cudnn", "native") and kept is None
+        self.works.append(work)
+        ways[self.taken[work.split()[0].removeprefix("attention.")]]()
+
+
+@pytest.mark.parametrize("forward", attention.BACKENDS)
+@pytest.mark.parametrize("backward", attention.BACKENDS)
+def test_each_direction_may_have_its_own_backend(rng, fake, forward, backward):
+    dev = Choosing(CudnnAttention(0), forward=forward, backward=backward)
+    call = partial(_forward_backward, backend=("cudnn", "native"), window=4, chunks=2)
+    arrays = _arrays(rng)
+    got = run(dev, call, arrays)
+    want = run(host_device(), call, arrays)
+    for name in arrays:
+        np.testing.assert_array_equal(got[name], want[name])
+    executed = (forward == "cudnn") + 2 * (backward == "cudnn")  # chunks cut cuDNN's work alone
+    assert len(fake.executed) == executed
+    assert dev.works == [
+        f"attention.{way} 2x11 4/2 heads of 32 bf16 window 4" for way in ("forward", "backward")
+    ]
+
+
 def test_graphs_are_built_once(rng, fake):
     library = CudnnAttention(0)
     dev = LibraryDevice(library)
