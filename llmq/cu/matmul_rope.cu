@@ -16,7 +16,7 @@
 // Launch   as matmul_adapted.cu with tiles of 192 columns, of half as many columns of pairs.
 // Cost     2 M N (K + R) FLOPs. About 14 instructions for each element of qkv, and 16 bytes of the
 //          table for 4, from L2 or L1: they hide behind the product where K is long enough.
-// Needs    compute capability 9.0; HEAD_DIM a multiple of 64; rows of a, b, h and tail of multiples of
+// Needs    compute capability 9.0; HEAD_DIM 64, 128 or 256; rows of a, b, h and tail of multiples of
 //          16 bytes; seq_length rows in the table, M HEAD_DIM < 2^31.
 // Same name  llmq/ops/matmul_rope.py  llmq/ref/matmul_rope.py  tests/ops/test_matmul_rope.py
 // Source   PTX ISA, as matmul_adapted.cu.

@@ -24,7 +24,7 @@ OP = "matmul_rope"
 THREADS = 384
 TILE = (256, 96)  # rows and pairs of columns, of a cluster of two blocks
 SHARED = 4 * 40960 + 8 * 4 * 2048 + 18 * 8 + 1024  # stages, chunks, barriers, alignment
-HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 64, 256
+HEAD_DIMS = (64, 128, 256)
 
 MIN_ROWS = 2048
 # Of what the clusters could multiply in their turns some is no result, and costs the more the
@@ -50,7 +50,7 @@ def serves(
     dtype: of a. sizes: M, N, K. rank: of the adapters, as h has it; 0: none. Fp8 codes may be given
     to it only where their products may sum with fewer bits.
     """
-    if dtype not in (BF16, E4M3) or head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+    if dtype not in (BF16, E4M3) or head_dim not in HEAD_DIMS:
         return False
     M, N, K = sizes
     row = dtype.itemsize * K
@@ -89,7 +89,7 @@ def matmul_rope(
     `rope.forward`, which reads and writes that. M = B*T, N = (Hq+2Hkv)*Hd.
 
     Args (contiguous; rows of a, b, h and tail multiples of 16 bytes):
-        qkv         out  BF16          (B,T,Hq+2Hkv,Hd)  Hd 64, 128, 192 or 256
+        qkv         out  BF16          (B,T,Hq+2Hkv,Hd)  Hd 64, 128 or 256
         a           in   BF16 or E4M3  (M,K)
         b           in   as a          (N,K)
         h           in   BF16          (M,R)             R at most MAX_RANK; or None
@@ -139,11 +139,8 @@ def _check(
 ) -> None:
     """Shapes and dtypes, as matmul_rope's; qkv has 4 dimensions."""
     B, T, heads, head_dim = qkv.shape
-    if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
-        raise ValueError(
-            f"{OP}: the head size must be a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}, "
-            f"got {head_dim}"
-        )
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"{OP}: the head size must be 64, 128 or 256, got {head_dim}")
     expect(OP, "qkv", qkv, BF16, qkv.shape)
     if len(a.shape) != 2 or a.shape[0] != B * T:
         raise ValueError(f"{OP}: a must have shape ({B * T}, K), got {a.shape}")
