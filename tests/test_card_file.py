@@ -11,6 +11,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.base.errors import ConfigError
 from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.tensor import Accumulator
 from llmq.commands.cli import _run
 from llmq.config import rig_cards
 from llmq.config.card_file import path_of, read_card_file, record_of, write_card_file
@@ -18,7 +19,14 @@ from llmq.config.cards import find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_of_file, rig_card
-from llmq.ops import attention, matmul, matmul_adapted, matmul_swiglu, matmul_swiglu_backward
+from llmq.ops import (
+    attention,
+    matmul,
+    matmul_adapted,
+    matmul_gradient,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+)
 from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured, half_wave
@@ -206,6 +214,26 @@ def test_a_product_with_adapters_is_like_one_without():
     assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/adapted"
     rates = Rates(card_of_file(FILE))
     assert rates.compute(other) < rates.compute(work) < 1.01 * rates.compute(other)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
+def test_a_gradient_that_is_added_is_like_its_product(fast):
+    """What it is added to is read while it is computed."""
+    M, N, K = 2048, 1024, 32768
+
+    def call(added, dev, alloc):
+        d, one, scalars = alloc("d", (M, N)), alloc("one", (1,), F32), alloc("s", (16,), I32)
+        operands = *(alloc("x", (rows, K), E4M3) for rows in (M, N)), one, one
+        target, function = d, matmul.matmul_fp8
+        if added:
+            target, function = Accumulator(d, True, scalars, 1), matmul_gradient.add
+        return lambda: function(dev, target, *operands, fast_accumulation=fast)
+
+    work, other = (traced(partial(call, added)) for added in (True, False))
+    assert kind_of(work).name == f"{kind_of(other).name}/gradient"
+    assert kind_of(work).sizes == kind_of(other).sizes == (M, N, K)
+    for rates in (Rates(CARD), Rates(card_of_file(FILE))):
+        assert rates.compute(work) == pytest.approx(rates.compute(other), rel=1e-6)
 
 
 def test_a_product_with_the_activation_takes_what_it_moves_besides():

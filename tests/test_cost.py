@@ -301,15 +301,21 @@ FUSED_WHERE = [
 ]
 
 
-@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
-def test_where_more_is_within_products(card, options, per_layer):
-    """Adapters, or the activation beside a product."""
+def entries_of(card, options):
+    """A configuration of 7B, and the launches of a micro-step with two layers, by entry."""
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "seq-len": 4096}
     config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
     model = replace(preset(config.model), num_layers=2)
     plan = make_plan(config, model, spec_of(card), "native", config.gpus)
     ((trace, _),) = plan.micro_steps
-    entries = Counter(item.entry for item in trace if isinstance(item, Work))
+    return config, Counter(item.entry for item in trace if isinstance(item, Work))
+
+
+@pytest.mark.parametrize(("card", "options", "per_layer"), FUSED_WHERE)
+def test_where_more_is_within_products(card, options, per_layer):
+    """Adapters, or the activation beside a product."""
+    config, entries = entries_of(card, options)
+    del entries["matmul_gradient"]
     large = config.gpus == 1 and (config.seq_len == 4096 or "gpt2" in config.model)
     bf16 = config.model_dtype == "bf16"
     assert entries.pop("matmul_exp", 0) == (large and bf16 and card is H100)  # of logits
@@ -339,6 +345,24 @@ def test_where_logits_become_codes_of_exponentials(card, options, launches):
     assert entries["matmul_exp_codes"] == entries["exp_codes_turn"] == launches
     apart = config.lmhead_chunks * (config.head_dtype == "e4m3") - launches
     assert entries["transpose_codes"] >= apart and not (launches and entries["transpose_codes"])
+
+
+@pytest.mark.parametrize(
+    ("card", "options", "count"),
+    [
+        (H100, DELAYED, 2 * 2),
+        (H100, DELAYED | {"head-dtype": "e4m3", "gradient-dtype": "e5m2"}, 2 * 2 + 1),
+        (H100, DELAYED | {"model": "Qwen2.5-0.5B"}, 2),
+        (H100, DELAYED | {"seq-len": 2048}, 0),
+        (H100, DELAYED | {"grad-accum-dtype": "fp32"}, 0),
+        (H100, DELAYED | {"gpus": 2}, 0),
+        (H100, DELAYED | LORA | {"base-dtype": "e4m3"}, 0),
+        (H100, {}, 0),
+        (RTX_4090, DELAYED, 0),
+    ],
+)
+def test_where_gradients_are_within_products(card, options, count):
+    assert entries_of(card, options)[1]["matmul_gradient"] == count
 
 
 @pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])

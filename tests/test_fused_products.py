@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import cache
 
@@ -12,6 +13,7 @@ from llmq.ops import (
     matmul_adapted,
     matmul_exp,
     matmul_exp_codes,
+    matmul_gradient,
     matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
@@ -35,18 +37,18 @@ FORMATS = {
 }
 
 
-ANY_SIZE = {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1, "MOST_IDLE": float("inf")}
-
-
 @pytest.fixture
 def fuse(monkeypatch):
     """Have these operations on the CPU, at any size."""
 
     def fuse(*operations):
         for operation in operations:
-            for name, value in ANY_SIZE.items():
+            monkeypatch.setattr(operation, "CAPABILITY", 0)
+            for name in ("MIN_ROWS", "MIN_COLUMNS", "MIN_DEPTH", "LEAST_USED", "LEAST_FILLED"):
                 if hasattr(operation, name):
-                    monkeypatch.setattr(operation, name, value)
+                    monkeypatch.setattr(operation, name, 0)
+            if hasattr(operation, "MOST_IDLE"):
+                monkeypatch.setattr(operation, "MOST_IDLE", math.inf)
         monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160
 
     return fuse
@@ -63,20 +65,24 @@ def batch_of(
     return *batch, np.maximum.accumulate(first, axis=1).astype(np.int32)
 
 
-def run(name: str, T: int = T, *, head_dim: int | None = None, **options):
+def run(name: str, T: int = T, grad_accumulation: int = 1, head_dim: int | None = None, **options):
     """Results and weights after two steps, and what the second has launched, by entry."""
     rng, entries = np.random.default_rng(0), Counter()
+    options |= {"model_dtype": "bf16", "grad_accumulation": grad_accumulation}
     path = exported(name) if head_dim is None else exported(name, head_dim=head_dim)
-    with trainer_for(path, model_dtype="bf16", **options) as trainer:
+    with trainer_for(path, **options) as trainer:
         launch = trainer.dev.launch
 
         def counted(kernel, *args, **kwargs):
             entries[kernel.entry] += 1
             launch(kernel, *args, **kwargs)
 
-        results = [trainer.step([batch_of(rng, T, **options)])]
+        first, second = (
+            [batch_of(rng, T, **options) for _ in range(grad_accumulation)] for _ in range(2)
+        )
+        results = [trainer.step(first)]
         with trainer.dev.instead(launch=counted):
-            results.append(trainer.step([batch_of(rng, T, **options)]))
+            results.append(trainer.step(second))
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights(), entries
 
@@ -202,3 +208,32 @@ def test_codes_of_exponentials_within_the_product_of_logits(name, options, fuse)
     assert not any(entry.startswith("cross_entropy_forward") for entry in found[2])
     moved = [not np.array_equal(found[1][key], want[1][key]) for key in want[1]]
     assert any(moved)  # or it would be the same way
+
+
+GRADIENTS = {
+    "delayed": DELAYED | {"head_dtype": "e4m3", "lmhead_chunks": 3},
+    "fast": FP8 | {"fp8_fast_accumulation": "all", "gradient_dtype": "e5m2"},
+}
+
+
+@pytest.mark.parametrize("options", GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_within_products(options, fuse):
+    """The same bits as with sums behind the products."""
+    want = run("qwen3", grad_accumulation=2, **options)
+    fuse(matmul_gradient)
+    found = run("qwen3", grad_accumulation=2, **options)
+    assert found[0] == want[0]
+    for weight, values in want[1].items():
+        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
+    head = options.get("lmhead_chunks", 0)  # in fp8
+    assert found[2]["matmul_gradient"] == 2 * (4 * LAYERS + head)
+    assert want[2]["reduce_sum"] > found[2]["reduce_sum"]
+    options = options | {"shard_gradients": True, "offload_gradients": True}
+    streamed = run("qwen3", grad_accumulation=2, **options)
+    assert streamed[0] == want[0] and streamed[2]["matmul_gradient"]
+
+
+@pytest.mark.parametrize("options", [{}, FP8 | {"grad_accum_dtype": "fp32"}], ids=["bf16", "f32"])
+def test_gradients_that_the_library_computes(options, fuse):
+    fuse(matmul_gradient)
+    assert not run("qwen3", grad_accumulation=2, **options)[2]["matmul_gradient"]

@@ -1,10 +1,11 @@
-"""The cases of tools/gemm_gate.py --swiglu and --rope, on the CPU device."""
+"""The cases of tools/gemm_gate.py --swiglu, --rope and --gradients, on the CPU device."""
 
 import importlib
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.runtime.device import MemorySizes
@@ -14,10 +15,14 @@ from llmq.runtime.plan_device import PlanDevice
 TOOLS = Path(__file__).parents[1] / "tools"
 
 
-def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng):
+@pytest.mark.parametrize(
+    "module, cases",
+    [("fused_products", "CASES"), ("fused_products", "ROTATED"), ("gradient_products", "CASES")],
+)
+def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng, module, cases):
     """At small sizes; and there is memory for all tensors."""
     monkeypatch.syspath_prepend(TOOLS)
-    fused = importlib.import_module("fused_products")
+    cases = getattr(importlib.import_module(module), cases)
 
     class Bench:
         """What a case wants of gemm_gate's."""
@@ -48,9 +53,10 @@ def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng):
             return 1.0
 
     machine = choose_machine("cpu", 1)
-    for make, case, results in (*fused.ACTIVATED.values(), *fused.ROTATED.values()):
-        small = {"B": 2, "Hq": 2, "Hkv": 1, "T": 16} if "B" in case._fields else {"M": 32, "F": 64}
-        small = case._replace(**small, K=64, R=min(case.R, 16))
+    for make, case, results in cases.values():
+        sizes = {"M": 32, "F": 64, "N": 64, "K": 64, "R": min(getattr(case, "R", 0), 16)}
+        sizes |= {"B": 2, "T": 16, "Hq": 2, "Hkv": 1}
+        small = case._replace(**{name: sizes[name] for name in case._fields if name in sizes})
         plan = PlanDevice(machine.spec)
         make(Bench(plan), small)
         assert sum(plan.bytes.values()) <= small.nbytes(results) + 4096  # and what aligns

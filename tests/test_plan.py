@@ -23,7 +23,7 @@ from llmq.config.option_types import parse_size
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.ops import matmul_exp_codes
+from llmq.ops import matmul_exp_codes, matmul_gradient
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import Usage, fewest_attention_parts, make_plan
@@ -205,7 +205,9 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
 
 def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
     """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides."""
-    monkeypatch.setattr(matmul_exp_codes, "MIN_ROWS", 1 << 40)  # these runs did not have it yet
+    # These runs did not have the one yet, and had a weight's gradient beside what it is added to.
+    monkeypatch.setattr(matmul_exp_codes, "MIN_ROWS", 1 << 40)
+    monkeypatch.setattr(matmul_gradient, "LEAST_USED", 2)
     spec = spec_of(find_card("h100"))
     older, newer = ("h100_offload",), ("h100_recipes", "h100_lora", "h100_int8")
     runs = [(report, run) for report, _, run in kept_runs() if report in older + newer]

@@ -54,6 +54,7 @@ PRODUCTS = (
     "matmul_exp",
     "matmul_exp_codes",
     "matmul_fp8",
+    "matmul_gradient",
     "matmul_int8",
     "matmul_rope",
     "matmul_swiglu",

@@ -231,7 +231,7 @@ FORWARD_BYTES, BACKWARD_BYTES = 2 * 2 + 2 + 2, 2 * (2 + 2) + 3
 CODES_BYTES = 2 + 2  # forward, up_gate as codes
 of_codes = partial(forward, coded=True)
 # Name: what makes the case, the case, and bytes of its results.
-ACTIVATED: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
+CASES: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
     "0.5B forward, fp8": (forward, Case(32768, 4864, 896, 0, E4M3), FORWARD_BYTES),
     "1.5B forward, fp8": (forward, Case(32768, 8960, 1536, 0, E4M3), FORWARD_BYTES),
     "7B forward, fp8": (forward, Case(16384, 18944, 3584, 0, E4M3), FORWARD_BYTES),

@@ -1,15 +1,16 @@
 """Products of our own against cuBLASLt's best, all at the card's power limit.
 
-    python tools/gemm_gate.py [--tail | --swiglu | --rope] [--seconds 3]
-        [--out benchmarks/h100_gemm_gate.md]
+    python tools/gemm_gate.py [--tail | --swiglu | --gradients | --rope] [--seconds 3]
+        [--out table.md]
 
 For an H100 or H200, whose `matmul_adapted` is. Without --tail it computes plain fp8 products, those
 between which SwiGLU stands: the up product, and the input gradient of the down product. cuBLASLt is
 allowed to accumulate fast, and not. With --tail it computes these with the product of adapters in
 them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first. With --swiglu it
 computes products with the MLP's activation in them, or its gradient, beside the two kernels that
-each of them replaces, and the first one of these alone (tools/fused_products.py); with --rope the
-qkv product with RoPE in it, in the same way.
+each of them replaces, and the first one of these alone (tools/fused_products.py). With --gradients
+it does so with weight gradients that are added to what is stored (tools/gradient_products.py);
+with --rope with the qkv product and RoPE.
 
 Operands are distributed as those of activations and weights are. cuBLASLt is tuned. All take turns,
 each for so many seconds, twice. Power and energy are the card's own counters.
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import fused_products
+import gradient_products
 import typer
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, DType
@@ -252,13 +254,9 @@ def with_tail(
     return " | ".join([*cells, f"{saved:.1%}", *(f"{error:.2e}" for error in errors)])
 
 
-def with_more(
-    card: Card,
-    made: tuple[Callable[..., Any], fused_products.Case | fused_products.Heads, int],
-    seconds: float,
-) -> str:
-    """The row of one case of fused_products."""
-    make, case, results = made
+def with_more(card: Card, row: tuple[Any, Any, int], seconds: float) -> str:
+    """The row of one case of fused_products or gradient_products."""
+    make, case, results = row
     with opened(card, case.nbytes(results) + (1 << 20)) as bench:
         ways = make(bench, case)
         ways.product(), ways.two(), ways.one()  # which tunes
@@ -303,29 +301,30 @@ def tail_table(card: Card, seconds: float) -> list[str]:
     ]
 
 
-def fused_table(cases: dict[str, tuple], card: Card, seconds: float) -> list[str]:
-    """Markdown. cases: of fused_products."""
+def table_with_more(card: Card, seconds: float, cases: dict[str, Any]) -> list[str]:
+    """Markdown."""
     return [
         "ms and J of each way: the product alone, the two kernels, and one; time and energy that "
         "one saves of the two; bytes that are the same, of that result which has the fewest.",
         "",
         "| product | alone | two kernels | one | time saved | energy saved | same bytes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
-        *(f"| {name} | {with_more(card, case, seconds)} |" for name, case in cases.items()),
+        *(f"| {name} | {with_more(card, row, seconds)} |" for name, row in cases.items()),
     ]
 
 
 def main(
     tail: Annotated[bool, typer.Option("--tail", help="With the product of adapters.")] = False,
     swiglu: Annotated[bool, typer.Option("--swiglu", help="With the MLP's activation.")] = False,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Of weights, added.")] = False,
     rope: Annotated[bool, typer.Option("--rope", help="With RoPE.")] = False,
     seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     import torch
 
-    if tail + swiglu + rope > 1:
-        raise typer.BadParameter("one of --tail, --swiglu and --rope")
+    if tail + swiglu + gradients + rope > 1:
+        raise typer.BadParameter("one of --tail, --swiglu, --gradients and --rope")
     card = Card()
     torch.backends.cuda.matmul.allow_tf32 = False
     title, flag, table = "An fp8 product of our own beside cuBLASLt's", "", plain_table
@@ -334,10 +333,13 @@ def main(
         flag, table = " --tail", tail_table
     elif swiglu:
         title = "Products with the activation in them beside two kernels"
-        flag, table = " --swiglu", partial(fused_table, fused_products.ACTIVATED)
+        flag, table = " --swiglu", partial(table_with_more, cases=fused_products.CASES)
+    elif gradients:
+        title = "Weight gradients added by their products beside two kernels"
+        flag, table = " --gradients", partial(table_with_more, cases=gradient_products.CASES)
     elif rope:
         title = "The qkv product with RoPE in it beside two kernels"
-        flag, table = " --rope", partial(fused_table, fused_products.ROTATED)
+        flag, table = " --rope", partial(table_with_more, cases=fused_products.ROTATED)
     command = f"python tools/{Path(__file__).name}{flag} --seconds {seconds:g}"
     text = [
         f"# {title}",

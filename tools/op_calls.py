@@ -52,6 +52,7 @@ from llmq.ops import (
     matmul_adapted,
     matmul_exp,
     matmul_exp_codes,
+    matmul_gradient,
     matmul_int8,
     matmul_rope,
     matmul_swiglu,
@@ -412,6 +413,16 @@ def matmul_exp_codes_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
     return [Call("fp8", matmul_exp_codes.forward, args | {"scale_a": one, "scale_b": one})]
 
 
+def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
+    one, acc = f32(1, value=1.0), {"acc": gradient(M, N)}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
+    function = matmul_gradient.add
+    return [
+        Call("fp8", function, acc | codes),
+        Call("fp8 fast", function, acc | codes | {"fast_accumulation": True}),
+    ]
+
+
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
@@ -685,6 +696,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_adapted": matmul_adapted_calls,
     "matmul_exp": matmul_exp_calls,
     "matmul_exp_codes": matmul_exp_codes_calls,
+    "matmul_gradient": matmul_gradient_calls,
     "matmul_int8": matmul_int8_calls,
     "matmul_rope": matmul_rope_calls,
     "matmul_swiglu": matmul_swiglu_calls,

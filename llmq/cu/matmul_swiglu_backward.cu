@@ -4,12 +4,11 @@
 //   d_out = bf16(scale_a * scale_b * (a @ b) + h @ tail)
 //   d_up_gate, out = swiglu_backward(d_out, up_gate)        as in swiglu.cu, with the same bits
 //
-// The product is that of product_sm90.cuh. While two warpgroups multiply a tile of d_out, another
-// one computes what follows from the one before: one warp on each scheduler, with
-// all registers that the others do not need, so that a warp has enough independent instructions. A
-// warp has 32 rows of each box, a thread 4 rows and 8 columns at a time: a row's codes are 8 bytes,
-// and those of a column 4, which go through shared memory, from where three warps copy whole lines.
-// What is read of up_gate is loaded 16 rows ahead, into registers.
+// The product is that of product_sm90.cuh. While two warpgroups multiply a tile of d_out, seven warps
+// compute what follows from the one before, in units of 16 rows and 64 columns, a thread 4 rows and 8
+// columns. What is read of up_gate is loaded a unit ahead, into registers, in lines of 128 bytes.
+// Transposed codes meet in shared memory, those of a box: with a unit of the next box, a warp copies
+// an eighth of them, in whole lines. Less than a line costs as much of the caches' time as a line.
 //
 // Data     d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          a: A (M, K), b: bf16 (K, F), fp8 codes B (F, K). h: bf16 (M, R), tail: bf16 (R, F).
@@ -34,194 +33,196 @@ template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };
 using Gate = Choice<GELU>::Type;
 
-constexpr int STAGES = 4;
-constexpr int WARPS = 4, PARTS = 2;  // of the epilogue; of a warp's rows of a box
-constexpr int LINES = 16;            // rows of a part: a thread has 4 of them
-constexpr int ROWS = 2;              // computed together, for many independent instructions
-constexpr int COPIERS = 3;           // warps that store transposed codes
-constexpr int TURNED_BYTES = BOX * TILE_ROWS;  // a box's codes, transposed
-constexpr int EPILOGUE_REGISTERS = 200, OTHER_REGISTERS = 56;
+constexpr int STAGES = TRANSPOSED ? 3 : 4;  // the fourth one's place is that of transposed codes
+constexpr int WARPS = 7;                    // of the epilogue
+constexpr int UNIT_ROWS = 16, UNITS_OF_BOX = TILE_ROWS / UNIT_ROWS;
+// Transposed codes of a box, of up and then of gate: a line of 128 bytes for each column, whose 16
+// bytes of unit u lie in place u ^ (column / 8). Two boxes take turns.
+constexpr int TURNED_BYTES = BOX * LINE, BUFFERS = 2;
+constexpr int BARRIER_BYTES = 512;  // not all of them are used
 
-using Product = SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS>;
+using Product =
+    SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS, bf16, UNITS_OF_BOX>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
+constexpr int UNITS = Product::BOXES * UNITS_OF_BOX;
 
-// Codes of 64 columns and 128 rows, transposed, in shared memory: a line for each column, in which
-// 16 bytes, of 16 rows, lie in place w ^ (column / 8) instead of w. rows: of the lane's four.
-__device__ __forceinline__ void put_turned(unsigned char* tile, int sixteen, int octet, int four,
-                                           const uint2 (&rows)[4]) {
-    u32 turned[2][4];
-    transpose_bytes(turned[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
-    transpose_bytes(turned[1], {rows[0].y, rows[1].y, rows[2].y, rows[3].y});
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int place = (8 * octet + i) * LINE + ((sixteen ^ octet) << 4) + 4 * four;
-        *reinterpret_cast<u32*>(tile + place) = turned[i / 4][i % 4];
-    }
-}
-
-// To transposed (columns, rows), from this row and column of it, by the copying warps.
-__device__ __forceinline__ void copy_turned(Q* transposed, const unsigned char* tile, int row,
-                                            int column, int rows) {
-    const int thread = threadIdx.x - 32, k = thread % 8;
-    if (row + 16 * k >= rows) { return; }
-    Q* const to = transposed + (i64)column * rows + row + 16 * k;
-#pragma unroll 2
-    for (int c = thread / 8; c < BOX; c += COPIERS * 4) {
-        *reinterpret_cast<uint4*>(to + (i64)c * rows) =
-            *reinterpret_cast<const uint4*>(tile + c * LINE + ((k ^ c / 8) << 4));
-    }
-}
-
-// What lies in shared memory: the boxes, and behind the product's barriers two, and tiles of
-// transposed codes: of up and of gate.
-struct Shared {
-    unsigned char *boxes, *up, *gate;
-    SharedAddress full, empty;
-    __device__ __forceinline__ Shared(unsigned char* dynamic, const Product& product) {
-        boxes = dynamic + (product.boxes - shared_address(dynamic));
-        up = boxes + Product::BOXES * Product::BOX_BYTES + 512;
-        gate = up + TURNED_BYTES;
-        full = shared_address(up) - 16;
-        empty = full + 8;
+// A unit: of a tile its box, and 16 rows of that. row, column: of the lane's first element, which has
+// four rows and eight columns.
+struct Unit {
+    int box, part, line, octet;  // line: of the box, the lane's first; octet: of the line's eight
+    int row, column;
+    bool inside;  // M is a multiple of 16 and F one of 64
+    i64 place;    // in up_gate, of the lane's first element
+    __device__ __forceinline__ Unit(const Tile& tile, int unit, int M, int F) {
+        const int lane = threadIdx.x % 32;
+        box = unit / UNITS_OF_BOX, part = unit % UNITS_OF_BOX;
+        line = part * UNIT_ROWS + lane / 8 * 4, octet = lane % 8;
+        row = tile.row + line, column = tile.column + box * BOX + 8 * octet;
+        inside = row < M && column < F;
+        place = (i64)row * 2 * F + column;
     }
 };
 
-// The warps that store transposed codes.
-__device__ __forceinline__ void copy_boxes(const Work& work, const Shared& shared, Q* transposed,
-                                           int M, int F) {
-    u32 parity = 0;
-    for (int t = work.cluster; t < work.tiles; t += work.clusters) {
-        const Tile tile(t, work);
-#pragma unroll 1
-        for (int box = 0; box < Product::BOXES; ++box, parity ^= 1) {
-            const int column = tile.column + box * BOX;
-            barrier_wait(shared.full, parity);
-            if (column < F) {
-                copy_turned(transposed, shared.up, tile.row, column, M);
-                copy_turned(transposed, shared.gate, tile.row, column + F, M);
-            }
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) { barrier_arrive(shared.empty); }
-        }
-    }
-}
+// A box whose transposed codes are in shared memory. turn: its number of all of this block.
+struct Turned {
+    u32 turn;
+    int row, column;  // its first
+    __device__ __forceinline__ u32 buffer() const { return turn % BUFFERS; }
+    __device__ __forceinline__ u32 parity() const { return turn / BUFFERS & 1; }
+};
 
-// What a thread of the epilogue does.
+// What a warp of the epilogue does.
 struct Gradients {
     bf16* d_up_gate;
     const bf16* up_gate;
     bf16* out;
-    Q* codes;
+    Q *codes, *transposed;
     int M, F;
+    unsigned char* turned;
+    SharedAddress coded, drained;  // barriers, as many as buffers: all units are in; have been copied
     Encoder encoder;
-    uint4 up[4], gate[4];  // of the part that comes next, a row each
+    uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
-    static __device__ __forceinline__ int octet() { return threadIdx.x % 8; }
-    static __device__ __forceinline__ int four() { return threadIdx.x % 32 / 8; }
-
-    // A warp's rows of a box: their place in up_gate, of the thread's first element.
-    struct Part {
-        int row, column;  // of the warp's first
-        bool inside;      // M and F are multiples of what a part has
-        i64 place;
-        __device__ __forceinline__ Part(const Tile& tile, int box, int part, int M, int F) {
-            row = tile.row + (threadIdx.x / 32 % WARPS * PARTS + part) * LINES;
-            column = tile.column + box * BOX;
-            inside = row < M && column < F;
-            row += 4 * four();
-            column += 8 * octet();
-            place = (i64)row * 2 * F + column;
+    static __device__ __forceinline__ void init(SharedAddress coded, SharedAddress drained) {
+        for (int i = 0; i < BUFFERS; ++i) {
+            barrier_init(coded + 8 * i, UNITS_OF_BOX);
+            barrier_init(drained + 8 * i, UNITS_OF_BOX);
         }
-    };
-
-    __device__ __forceinline__ void load(const Part& part, int row) {
-        const bf16* const from = up_gate + part.place + (i64)row * 2 * F;
-        up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
-        gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
     }
 
-    // All tiles of this block.
+    // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
     __device__ __forceinline__ void take(const Work& work, const Product& product,
-                                         const Shared& shared) {
-        u32 parity = 0, turned_parity = 1;
+                                         const unsigned char* boxes, int me) {
+        u32 parity = 0;
+        int unit = me;
         Tile tile(work.cluster, work);
-        const Part first(tile, 0, 0, M, F);
-        if (first.inside) {
+        Turned first{0, tile.row, tile.column};  // of the tile's boxes
+        Turned before{0, M, F};                  // the last one of the tile before
+        Unit now(tile, unit, M, F);
+        if (now.inside) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) { load(first, i); }
+            for (int i = 0; i < 4; ++i) { load(now, i); }
         }
         for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
             const Tile next(t + work.clusters < work.tiles ? t + work.clusters : t, work);
 #pragma unroll 1
-            for (int box = 0; box < Product::BOXES; ++box, turned_parity ^= 1) {
-                barrier_wait(product.ready + 8 * box, parity);
-                if constexpr (TRANSPOSED) { barrier_wait(shared.empty, turned_parity); }
-#pragma unroll 1
-                for (int part = 0; part < PARTS; ++part) {
-                    const bool is_last = part + 1 == PARTS, wraps = is_last && box + 1 == Product::BOXES;
-                    const Part then(wraps ? next : tile, wraps ? 0 : box + is_last,
-                                    is_last ? 0 : part + 1, M, F);
-                    work_on(Part(tile, box, part, M, F), then, shared,
-                            shared.boxes + box * Product::BOX_BYTES, part);
-                }
+            for (; unit < UNITS; unit += WARPS) {
+                const bool wraps = unit + WARPS >= UNITS;
+                const Unit then(wraps ? next : tile, unit + WARPS - (wraps ? UNITS : 0), M, F);
+                barrier_wait(product.ready + 8 * now.box, parity);
+                uint2 up_codes[4], gate_codes[4];
+                work_on(now, then, boxes + now.box * Product::BOX_BYTES, up_codes, gate_codes);
                 __syncwarp();
-                if (threadIdx.x % 32 == 0) {
-                    barrier_arrive(product.taken + 8 * box);
-                    if constexpr (TRANSPOSED) { barrier_arrive(shared.full); }
+                if (threadIdx.x % 32 == 0) { barrier_arrive(product.taken + 8 * now.box); }
+                if constexpr (TRANSPOSED) {
+                    put_turned(now, first.turn + now.box, up_codes, gate_codes);
+                    const Turned last =
+                        now.box == 0 ? before
+                                     : Turned{first.turn + now.box - 1, tile.row,
+                                              tile.column + (now.box - 1) * BOX};
+                    if (first.turn + now.box > 0) { copy_turned(last, now.part); }
                 }
+                now = then;
             }
+            unit -= UNITS;
+            before = {first.turn + Product::BOXES - 1, tile.row,
+                      tile.column + (Product::BOXES - 1) * BOX};
+            first.turn += Product::BOXES;
             tile = next;
+        }
+        if constexpr (TRANSPOSED) {
+            if (first.turn > 0) {
+                for (int part = me; part < UNITS_OF_BOX; part += WARPS) { copy_turned(before, part); }
+            }
         }
     }
 
 private:
-    // part, while what `then` needs is loaded.
-    __device__ __forceinline__ void work_on(const Part& part, const Part& then,
-                                            const Shared& shared, const unsigned char* box,
-                                            int index) {
-        const int sixteen = threadIdx.x / 32 % WARPS * PARTS + index;  // of the box's rows
-        const unsigned char* const lines = box + (sixteen * LINES + 4 * four()) * LINE;
-        uint2 up_codes[4], gate_codes[4];
+    __device__ __forceinline__ void load(const Unit& unit, int row) {
+        const bf16* const from = up_gate + unit.place + (i64)row * 2 * F;
+        up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
+        gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
+    }
+
+    // A unit, while what `then` needs is loaded.
+    __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
+                                            const unsigned char* box, uint2 (&up_codes)[4],
+                                            uint2 (&gate_codes)[4]) {
+        const unsigned char* const lines = box + unit.line * LINE;
 #pragma unroll
-        for (int first = 0; first < 4; first += ROWS) {
-            uint4 d[ROWS], d_up[ROWS], d_gate[ROWS], again[ROWS];
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int row = first + i, swizzled = octet() ^ (4 * four() + row) & 7;
-                d[i] = *reinterpret_cast<const uint4*>(lines + row * LINE + (swizzled << 4));
-                forget(up[row]), forget(gate[row]);
+        for (int row = 0; row < 4; ++row) {
+            const int word = unit.octet ^ (unit.line + row) & 7;
+            const uint4 d = *reinterpret_cast<const uint4*>(lines + row * LINE + (word << 4));
+            forget(up[row]), forget(gate[row]);
+            uint4 d_up, d_gate, again;
+            compute(d_up, d_gate, again, d, up[row], gate[row]);
+            if (then.inside) { load(then, row); }
+            if (!unit.inside) { continue; }
+            forget(d_up), forget(d_gate);
+            encoder.see(d_up, d_gate);
+            const i64 place = unit.place + (i64)row * 2 * F;
+            up_codes[row] = encoder.codes(d_up);
+            gate_codes[row] = encoder.codes(d_gate);
+            if constexpr (TENSOR) {
+                store(d_up_gate + place, d_up);
+                store(d_up_gate + place + F, d_gate);
             }
-            compute(d_up, d_gate, again, d, up + first, gate + first);
-            if (then.inside) {
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) { load(then, first + i); }
+            if constexpr (CODES) {
+                store(codes + place, up_codes[row]);
+                store(codes + place + F, gate_codes[row]);
             }
-            if (!part.inside) { continue; }
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int row = first + i;
-                const i64 place = part.place + (i64)row * 2 * F;
-                forget(d_up[i]), forget(d_gate[i]);
-                up_codes[row] = encoder.encode(d_up[i]);
-                gate_codes[row] = encoder.encode(d_gate[i]);
-                if constexpr (TENSOR) {
-                    *reinterpret_cast<uint4*>(d_up_gate + place) = d_up[i];
-                    *reinterpret_cast<uint4*>(d_up_gate + place + F) = d_gate[i];
-                }
-                if constexpr (CODES) {
-                    *reinterpret_cast<uint2*>(codes + place) = up_codes[row];
-                    *reinterpret_cast<uint2*>(codes + place + F) = gate_codes[row];
-                }
-                if constexpr (OUT) {
-                    *reinterpret_cast<uint4*>(out + place - (i64)(part.row + row) * F) = again[i];
-                }
-            }
+            if constexpr (OUT) { store(out + place - (i64)(unit.row + row) * F, again); }
         }
-        if (!part.inside) { return; }
-        if constexpr (TRANSPOSED) {
-            put_turned(shared.up, sixteen, octet(), four(), up_codes);
-            put_turned(shared.gate, sixteen, octet(), four(), gate_codes);
+    }
+
+    template <class Words> static __device__ __forceinline__ void store(void* to, const Words& x) {
+        *static_cast<Words*>(to) = x;
+    }
+
+    // The lane's codes into those of the box, when its place has been left by the one before the last.
+    __device__ __forceinline__ void put_turned(const Unit& unit, u32 turn, const uint2 (&up_codes)[4],
+                                               const uint2 (&gate_codes)[4]) const {
+        const u32 buffer = turn % BUFFERS;
+        barrier_wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
+        unsigned char* const mine = turned + buffer * 2 * TURNED_BYTES + unit.octet * 8 * LINE +
+                                    (unit.part ^ unit.octet) * 16 + unit.line % 16;
+        put_octets(mine, up_codes);
+        put_octets(mine + TURNED_BYTES, gate_codes);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) { barrier_arrive(coded + 8 * buffer); }
+    }
+
+    // Four rows of eight columns: four bytes into each of eight lines.
+    static __device__ __forceinline__ void put_octets(unsigned char* to, const uint2 (&rows)[4]) {
+        u32 words[2][4];
+        transpose_bytes(words[0], {rows[0].x, rows[1].x, rows[2].x, rows[3].x});
+        transpose_bytes(words[1], {rows[0].y, rows[1].y, rows[2].y, rows[3].y});
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            *reinterpret_cast<u32*>(to + LINE * i) = words[i / 4][i % 4];
         }
+    }
+
+    // From there to transposed (2F, M), of up and of gate the columns of octet `part`: eight lanes
+    // have a line.
+    __device__ __forceinline__ void copy_turned(const Turned& box, int part) const {
+        barrier_wait(coded + 8 * box.buffer(), box.parity());
+        const int lane = threadIdx.x % 32, word = lane % 8, c = part * 8 + lane / 8;
+        const int row = box.row + 16 * word, column = box.column + c;
+        if (row < M && column < F) {
+            const unsigned char* const from = turned + box.buffer() * 2 * TURNED_BYTES + c * LINE +
+                                              (word ^ part) * 16;
+            Q* const to = transposed + (i64)column * M + row;
+            uint4 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                x[i] = *reinterpret_cast<const uint4*>(from + i / 2 * TURNED_BYTES + i % 2 * 4 * LINE);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { store(to + (i64)(i / 2 * F + i % 2 * 4) * M, x[i]); }
+        }
+        __syncwarp();
+        if (lane == 0) { barrier_arrive(drained + 8 * box.buffer()); }
     }
 
     static __device__ __forceinline__ u32 pair_of(const uint4& x, int i) {
@@ -232,35 +233,34 @@ private:
     }
 
     // again: forward's result.
-    static __device__ __forceinline__ void compute(uint4 (&d_up)[ROWS], uint4 (&d_gate)[ROWS],
-                                                   uint4 (&again)[ROWS], const uint4 (&d)[ROWS],
-                                                   const uint4* up, const uint4* gate) {
-        float g[ROWS * 8], s[ROWS * 8];
-        u32 lowest = 0;  // as most_of orders negative numbers
+    static __device__ __forceinline__ void compute(uint4& d_up, uint4& d_gate, uint4& again,
+                                                   const uint4& d, const uint4& up,
+                                                   const uint4& gate) {
+        float g[8], s[8];
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) { lowest = max_halves(lowest, most_of(gate[i])); }
-#pragma unroll
-        for (int i = 0; i < ROWS * 8; ++i) { g[i] = element(gate[i / 8], i % 8); }
+        for (int i = 0; i < 8; ++i) { g[i] = element(gate, i); }
+        const u32 lowest = most_of(gate);  // which orders negative numbers
         shares<Gate, false>(s, g);
         if (max(lowest << 16, lowest) >= Gate::FAR << 16) { shares<Gate, true>(s, g); }
+        u32 x[4], y[4], z[4];
 #pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-            u32 x[4], y[4], z[4];
+        for (int j = 0; j < 4; ++j) {
+            float of_up[2], of_gate[2], of_out[2];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int k = 8 * row + 2 * j;
-                const float d_0 = element(d[row], 2 * j), d_1 = element(d[row], 2 * j + 1);
-                const float up_0 = element(up[row], 2 * j), up_1 = element(up[row], 2 * j + 1);
-                const float share_0 = g[k] * s[k], share_1 = g[k + 1] * s[k + 1];
-                x[j] = to_pair(share_0 * d_0, share_1 * d_1);
-                y[j] = to_pair(Gate::slope(g[k], s[k]) * up_0 * d_0,
-                               Gate::slope(g[k + 1], s[k + 1]) * up_1 * d_1);
-                z[j] = to_pair(up_0 * share_0, up_1 * share_1);
+            for (int i = 0; i < 2; ++i) {
+                const int k = 2 * j + i;
+                const float d_k = element(d, k), up_k = element(up, k), active = g[k] * s[k];
+                of_up[i] = active * d_k;
+                of_gate[i] = Gate::slope(g[k], s[k]) * up_k * d_k;
+                of_out[i] = up_k * active;
             }
-            d_up[row] = make_uint4(x[0], x[1], x[2], x[3]);
-            d_gate[row] = make_uint4(y[0], y[1], y[2], y[3]);
-            again[row] = make_uint4(z[0], z[1], z[2], z[3]);
+            x[j] = to_pair(of_up[0], of_up[1]);
+            y[j] = to_pair(of_gate[0], of_gate[1]);
+            z[j] = to_pair(of_out[0], of_out[1]);
         }
+        d_up = make_uint4(x[0], x[1], x[2], x[3]);
+        d_gate = make_uint4(y[0], y[1], y[2], y[3]);
+        again = make_uint4(z[0], z[1], z[2], z[3]);
     }
 };
 
@@ -272,29 +272,26 @@ matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
                        Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out) {
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
-    const Shared shared(dynamic, product);
+    const SharedAddress coded = product.taken + 8 * Product::BOXES, drained = coded + 8 * BUFFERS;
     if (threadIdx.x == 0) {
-        barrier_init(shared.full, WARPS);
-        barrier_init(shared.empty, COPIERS);
+        if constexpr (TRANSPOSED) { Gradients::init(coded, drained); }
         product.init();
     }
     cluster_arrive();
     cluster_wait();
     const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        give_registers<OTHER_REGISTERS>();
-        if (threadIdx.x == 0) {
-            product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2);
-        } else if (TRANSPOSED && threadIdx.x >= 32) {
-            copy_boxes(work, shared, transposed, M, F);
-        }
-    } else if (warpgroup < 3) {
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+    if (warpgroup == 1 || warpgroup == 2) {
         product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
+    } else if (warp == 0) {
+        if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2); }
     } else {
-        take_registers<EPILOGUE_REGISTERS>();
-        Gradients gradients{d_up_gate, up_gate, out, codes, M, F, Encoder(scale)};
-        gradients.take(work, product, shared);
+        const int me = warp < 4 ? warp - 1 : warp - 9;
+        unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
+        unsigned char* const turned = boxes + Product::BOXES * Product::BOX_BYTES + BARRIER_BYTES;
+        Gradients gradients{d_up_gate, up_gate, out, codes,   transposed,    M,
+                            F,         turned,  coded, drained, Encoder(scale)};
+        gradients.take(work, product, boxes, me);
         gradients.encoder.finish(saturated, abs_max);
     }
     cluster_arrive();

@@ -188,9 +188,10 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
-// Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each; they scale it, round it
-// to Rounded, put it into shared memory, and go on with the next one. EPILOGUES further warps take
-// the tile from there, each 32 lines of a box, in turns.
+// Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
+// they scale it, round it to Rounded, put it into shared memory, and go on with the next one.
+// EPILOGUES further warps take the tile from there, a unit of a box each, in turns: UNITS_OF_BOX are
+// 128 lines.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
 // 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
@@ -203,8 +204,9 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are further tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
+// IN_PARTS: the tensor cores' sums of some steps are added up in F32.
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES, class Rounded = bf16>
+          int STAGES, int EPILOGUES, class Rounded = bf16, int UNITS_OF_BOX = 4, bool IN_PARTS = false>
 struct SharedProduct {
     static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
     static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
@@ -236,7 +238,7 @@ struct SharedProduct {
         }
         for (int i = 0; i < BOXES; ++i) {
             barrier_init(ready + 8 * i, 8);  // the warps that multiply
-            barrier_init(taken + 8 * i, 4);  // its units, see take_boxes
+            barrier_init(taken + 8 * i, UNITS_OF_BOX);
         }
         barriers_ready();
     }
@@ -264,27 +266,32 @@ struct SharedProduct {
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. Returns the
-    // largest |x| of codes.
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. part: steps,
+    // at least 2, with IN_PARTS. Returns the largest |x| of codes.
     __device__ __forceinline__ float multiply_tiles(const Work& work, int me, float scale,
-                                                    Rounding<Rounded> rounding = {}) const {
+                                                    Rounding<Rounded> rounding = {},
+                                                    int part = 0) const {
         const u32 thread = threadIdx.x % 128;
         Ring<STAGES> ring(0);
         u32 free_parity = 1;  // the boxes are free at first
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             float d[1][SUMS];
-            SharedAddress before = empty;
+            if constexpr (IN_PARTS) {
+                float more[1][SUMS];
+#pragma unroll
+                for (int i = 0; i < SUMS; ++i) { d[0][i] = 0.0f; }
+                // One warpgroup adds while the other one has products on their way.
+                int count = me == 0 ? part : part / 2;
 #pragma unroll 1
-            for (int k = 0; k < steps; ++k, ring.next()) {
-                barrier_wait(full + 8 * ring.stage, ring.parity);
-                multiply<Left, Right, RIGHT_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 64 * me,
-                                                     SLICES, k);
-                wgmma_wait<1>();
-                if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
-                before = empty + 8 * ring.stage;
+                for (int left = steps; left > 0; left -= count, count = part) {
+                    count = min(count, left);
+                    multiply_steps(more, ring, me, count);
+#pragma unroll
+                    for (int i = 0; i < SUMS; ++i) { d[0][i] += more[0][i]; }
+                }
+            } else {
+                multiply_steps(d, ring, me, steps);
             }
-            wgmma_wait<0>();
-            if (thread < 2) { barrier_arrive_at(before, thread); }
             if constexpr (TAILS > 0) {
                 if constexpr (SCALED) {
 #pragma unroll
@@ -307,6 +314,24 @@ struct SharedProduct {
             free_parity ^= 1;
         }
         return rounding.largest;
+    }
+
+    // d = the sum of so many steps, of a warpgroup's rows.
+    __device__ __forceinline__ void multiply_steps(float (&d)[1][SUMS], Ring<STAGES>& ring, int me,
+                                                   int count) const {
+        const u32 thread = threadIdx.x % 128;
+        SharedAddress before = empty;
+#pragma unroll 1
+        for (int k = 0; k < count; ++k, ring.next()) {
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            multiply<Left, Right, RIGHT_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, 64 * me,
+                                                 SLICES, k);
+            wgmma_wait<1>();
+            if (k > 0 && thread < 2) { barrier_arrive_at(before, thread); }
+            before = empty + 8 * ring.stage;
+        }
+        wgmma_wait<0>();
+        if (thread < 2) { barrier_arrive_at(before, thread); }
     }
 
     // A warp's 16 rows of a tile into the boxes.
@@ -371,15 +396,16 @@ struct SharedProduct {
     }
 
     // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
-    // lines of box b from that one, of which it reads nothing afterwards.
-    template <class WorkOn>
+    // lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
+    // takes its first unit alone, the others are the multiplying warps' (take_last).
+    template <bool HELPED = false, class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
-        constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;
         u32 unit = me, parity = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
+            const bool alone = !HELPED || t + work.clusters < work.tiles;
 #pragma unroll 1
-            for (; unit < UNITS; unit += EPILOGUES) {
+            for (; unit < UNITS; unit += alone ? EPILOGUES : UNITS) {
                 const u32 b = unit / PARTS, line = unit % PARTS * 32;
                 barrier_wait(ready + 8 * b, parity);
                 work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
@@ -390,6 +416,21 @@ struct SharedProduct {
             parity ^= 1;
         }
     }
+
+    // By a warp that has multiplied all tiles: one unit of the last one.
+    template <class WorkOn>
+    __device__ __forceinline__ void take_last(const Work& work, u32 unit, WorkOn& work_on) const {
+        static_assert(UNITS == EPILOGUES + 8, "a unit for each warp");
+        if (work.cluster >= work.tiles) { return; }
+        const int before = (work.tiles - 1 - work.cluster) / work.clusters;  // tiles
+        const Tile tile(work.cluster + before * work.clusters, work);
+        const u32 b = unit / PARTS, line = unit % PARTS * 32;
+        barrier_wait(ready + 8 * b, before & 1);
+        work_on(tile, b, line, boxes + b * BOX_BYTES + line * BOX_LINE);
+    }
+
+private:
+    static constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;  // of a tile
 };
 
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
@@ -434,6 +475,34 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
                 return make_uint2(four(x.x, x.y), four(x.z, x.w));
             }
         }
+        return make_uint2(0, 0);
+    }
+
+    // encode in two steps: of two octets what is saturated and the largest, and of each its codes.
+    __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
+        if constexpr (IS_WANTED || IS_MEASURED) {
+            const u32 most = larger_magnitudes(magnitude(x), magnitude(y)) & ABS;
+            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
+            if constexpr (IS_WANTED) {
+                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
+                    count_saturated(x), count_saturated(y);
+                }
+            }
+        }
+    }
+    static __device__ __forceinline__ u32 magnitude(const uint4& x) {
+        return larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
+    }
+    __device__ __forceinline__ void count_saturated(const uint4& x) {
+        const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
+#pragma unroll 1
+        for (int k = 0; k < 4; ++k) {
+            const u32 pair = k == 0 ? pairs[0] : k == 1 ? pairs[1] : k == 2 ? pairs[2] : pairs[3];
+            count += is_saturated(pair & 0xFFFF) + is_saturated(pair >> 16);
+        }
+    }
+    __device__ __forceinline__ uint2 codes(const uint4& x) const {
+        if constexpr (IS_WANTED) { return make_uint2(four(x.x, x.y), four(x.z, x.w)); }
         return make_uint2(0, 0);
     }
 

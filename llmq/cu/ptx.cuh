@@ -118,6 +118,13 @@ __device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int 
     return larger;
 }
 
+// The larger magnitudes of the lower and of the upper BF16; a NaN if one is. Capability 9.0, later.
+__device__ __forceinline__ unsigned int larger_magnitudes(unsigned int a, unsigned int b) {
+    unsigned int x;
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+    return x;
+}
+
 // The larger one, or NaN if one is. Compute capability 8.0 and later.
 __device__ __forceinline__ float larger(float a, float b) {
     float x;

@@ -20,7 +20,14 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
 from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes, Rotated
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
-from llmq.ops import matmul_adapted, matmul_rope, matmul_swiglu, matmul_swiglu_backward, reduce
+from llmq.ops import (
+    matmul_adapted,
+    matmul_gradient,
+    matmul_rope,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+    reduce,
+)
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.runtime.device import Device
 
@@ -200,11 +207,11 @@ class Linear:
         """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
 
         None: not wanted, because the parameter is frozen or there is none. A BF16 accumulator
-        cannot add inside the product, which would round to nearest every time and lose small
-        contributions; it gets the product's BF16 result added with stochastic rounding.
-        salt: as in input_gradient.
+        cannot add inside the library's product, which would round to nearest every time and lose
+        small contributions; it gets the product's BF16 result added with stochastic rounding, by a
+        product of our own where that is faster. salt: as in input_gradient.
         """
-        if d_weight is not None:
+        if d_weight is not None and not self._added(d_weight, d_out, x):
             target = d_weight.tensor
             if target.dtype == F32 or not d_weight.accumulate:
                 self._weight_product(target, d_out, x, d_weight.accumulate, salt)
@@ -215,6 +222,19 @@ class Linear:
         if d_bias is not None:
             source = d_out.source if isinstance(d_out, Fp8) else d_out
             bias_op.backward(self.dev, d_bias, source)
+
+    def _added(self, d_weight: Accumulator, d_out: Operand, x: Operand) -> bool:
+        """Adds to the gradient by a product of our own, where that is the way; whether it is."""
+        if not isinstance(x, Fp8):
+            return False
+        depth = x.transposed.shape[1]
+        if not matmul_gradient.serves(self.dev, d_weight.tensor, depth):
+            return False
+        matmul_gradient.add(
+            self.dev, d_weight, d_out.transposed, x.transposed, d_out.scale, x.scale,
+            fast_accumulation=self.fast.d_weight,
+        )  # fmt: skip
+        return True
 
     def _weight_product(
         self, out: Tensor, d_out: Operand, x: Operand, accumulate: bool, salt: int

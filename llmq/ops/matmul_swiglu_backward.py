@@ -33,7 +33,7 @@ from llmq.runtime.kernel import Kernel, expect
 OP = "matmul_swiglu_backward"
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
 TILE = (256, 192)  # of a cluster of two blocks
-TURNED_BYTES = 8192
+TURNED_BYTES = 32768  # two boxes of transposed codes of up and of gate; there is a stage less then
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
 MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
 
@@ -167,6 +167,6 @@ def _results(
 
 def _shared(consts: dict[str, int]) -> int:
     """Bytes: stages, the tile of d_out, transposed codes, barriers, alignment."""
-    turned = 2 * consts["TRANSPOSED"] * TURNED_BYTES
+    turned = consts["TRANSPOSED"] * (TURNED_BYTES - STAGE_BYTES)
     tiles = PRODUCT_STAGES * STAGE_BYTES + BOXES_BYTES + turned
     return tiles + 8 * BARRIERS + 1024

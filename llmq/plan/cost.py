@@ -226,8 +226,7 @@ class Rates:
 
     def _product(self, work: Work, memory: float) -> float:
         if work.entry in FUSED:
-            entry, (a, _), (*_, depth) = fused_product(work.entry, work.args)
-            fast = True
+            entry, (a, _), (*_, depth), fast = fused_product(work.entry, work.args)
         else:
             out, a = work.args[:2]
             entry, depth = work.entry, work.flops // (2 * out.size)

@@ -21,6 +21,7 @@ from llmq.ref.common import (
 # name: (M, F, K, R)
 CASES = {
     "small": (16, 64, 64, 0),
+    "whole": (144, 192, 64, 0),
     "tiles": (304, 320, 400, 40),
     "qwen05b": (32768, 4864, 896, 0),
     "qwen15b": (32768, 8960, 1536, 0),

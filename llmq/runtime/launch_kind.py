@@ -13,6 +13,7 @@ FUSED = {
     "matmul_adapted": (1, "adapted"),
     "matmul_exp": (3, "exp"),
     "matmul_exp_codes": (3, "exp"),
+    "matmul_gradient": (1, "gradient"),
     "matmul_rope": (1, "rope"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
@@ -40,11 +41,11 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
     """Of one launch, copy or fill: file and entry of its kernel, or "" and what it does."""
     tensors = _names(args)
     if entry in FUSED:
-        library, (a, b), (m, n, k) = fused_product(entry, args)
+        library, (a, b), (m, n, k), fast = fused_product(entry, args)
         out = _result_dtype(entry, args).name
         words = [a.dtype.name, "0", str(int(b.shape == (n, k))), "0", out, *_does(entry, args)]
         if library == "matmul_fp8":
-            words[:4] = ["1", a.dtype.name, "0"]  # as below
+            words[:4] = [str(int(fast)), a.dtype.name, "0"]  # as below
         if entry == "matmul_adapted" and tensors[-1] != "-":
             words.append("addend")
         return Kind("/".join([library, *words]), (m, n, k))
@@ -76,12 +77,14 @@ def _does(entry: str, args: tuple) -> list[str]:
 
 def fused_product(
     entry: str, args: tuple
-) -> tuple[str, tuple[Tensor, Tensor], tuple[int, int, int]]:
-    """Of a launch of FUSED: the library's entry point of the same product, its a and b, M, N, K."""
+) -> tuple[str, tuple[Tensor, Tensor], tuple[int, int, int], bool]:
+    """Of a launch of FUSED: the library's entry point of the same product, its a and b, M, N, K,
+    and whether it sums with fewer bits if these are codes."""
     first, _ = FUSED[entry]
     a, b = args[first : first + 2]
     m, k = a.shape
-    return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k)
+    fast = entry != "matmul_gradient" or args[-1] == 0
+    return "matmul" if a.dtype == BF16 else "matmul_fp8", (a, b), (m, b.size // k, k), fast
 
 
 class More(NamedTuple):
@@ -93,10 +96,10 @@ class More(NamedTuple):
 
 
 def more_work(entry: str, args: tuple, device_bytes: int) -> More:
-    """Nothing of launches that are not of FUSED."""
-    if entry not in FUSED:
+    """Nothing of launches that are not of FUSED, and of those that hide what they do besides."""
+    if entry not in FUSED or entry == "matmul_gradient":
         return More()
-    _, (a, b), (m, n, _) = fused_product(entry, args)
+    _, (a, b), (m, n, _), _ = fused_product(entry, args)
     result = m * n * _result_dtype(entry, args).itemsize
     nbytes = max(device_bytes - a.nbytes - b.nbytes - result, 0)
     behind = args[FUSED[entry][0] + 2 :]

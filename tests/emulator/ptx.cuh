@@ -56,6 +56,10 @@ static inline unsigned max_halves(unsigned a, unsigned b) {
     return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
 }
 
+static inline unsigned larger_magnitudes(unsigned a, unsigned b) {
+    return max_halves(a & 0x7FFF7FFF, b & 0x7FFF7FFF);
+}
+
 static inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 
 // -- Thread-block clusters: both halves of the barrier happen in the second one --------------------

@@ -337,11 +337,12 @@ def test_which_products_accumulate_fast(dev):
     dev._libraries.clear()
     name = "48x144x64 nt e4m3->bf16{} fast, 4096 bytes of workspace"
     assert found == {name.format(""): True, name.format(" bias"): False}
-    for name in FUSED:  # ours have no other way
+    for name in FUSED:  # ours have no other way, but for exact ones
         for dtype in ("bf16", "e4m3"):
             types = ("A", dtype), ("B", dtype)
-            source = Source(f"{name}.cu", name, types, (("RANK", 16),))
-            dev._kernels._loaded[source] = None
+            for constant in ("RANK", 16), ("EXACT", 1):
+                source = Source(f"{name}.cu", name, types, (constant,))
+                dev._kernels._loaded[source] = None
     found = dev.fast_products()
     dev._kernels._loaded.clear()
     assert found == {f"{name} A=e4m3 B=e4m3 RANK=16": True for name in FUSED}

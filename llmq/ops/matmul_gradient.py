@@ -1,0 +1,131 @@
+"""A weight's gradient for Hopper: the product of fp8 codes that it is, added to what is stored.
+
+A product of the library is written, and read again by the sum that rounds stochastically
+(`llmq.ops.reduce`). This one is added to a stored BF16 gradient while the next tile is multiplied.
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import (
+    CAPABILITY,
+    MULTIPLE,
+    PRODUCT_SHARED,
+    PRODUCT_THREADS,
+    own_product_blocks,
+    runs_own_products,
+)
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+OP = "matmul_gradient.add"
+TILE = (256, 192)  # of a cluster of two blocks
+# Where sums may not be fast: after so many steps of 128 the tensor cores' sum, of 14
+# significant bits, is added to one in F32.
+PART_STEPS = 4
+
+MIN_DEPTH = 4096  # of what the sums are over: a shorter product hides less of the addition
+# Of the turns of all clusters that are work, and of the tiles' elements that are there. The library
+# divides sums among multiprocessors where turns would be wasted, and has tiles of other sizes.
+LEAST_USED, LEAST_FILLED = 0.87, 0.93
+
+
+def _kernel(d: str) -> Kernel:
+    return Kernel(
+        "matmul_gradient.cu",
+        "matmul_gradient",
+        args=f"{d} d, const A[128]* a, const B[96]* b, const f32* scale_a, const f32* scale_b, "
+        "const i32* scalars, i32 accumulate, u32 salt, i32 M, i32 N, i32 K, i32 part_steps",
+        capability=CAPABILITY,
+    )
+
+
+# Declared apart, because one reads what it adds to.
+GRADIENT, GRADIENT_ACCUMULATE = _kernel("bf16*"), _kernel("inout bf16*")
+
+
+def serves(dev: Device, target: Tensor, K: int) -> bool:
+    """Whether this is the way to add a product of fp8 codes to a gradient (M, N) on a device.
+
+    K: rows that it is summed over.
+    """
+    M, N = target.shape
+    if target.dtype != BF16 or K < MIN_DEPTH:
+        return False
+    if not runs_own_products(dev, CAPABILITY, (2 * N, K), 0):
+        return False
+    used, filled = _share_of_turns(dev, M, N), _share_of_tiles(M, N)
+    return used >= LEAST_USED and filled >= LEAST_FILLED
+
+
+def _share_of_turns(dev: Device, M: int, N: int) -> float:
+    tiles, clusters = _tiles(M, N), dev.spec.num_sms // 2
+    return tiles / (ceil_div(tiles, clusters) * clusters)
+
+
+def _share_of_tiles(M: int, N: int) -> float:
+    return M * N / (_tiles(M, N) * TILE[0] * TILE[1])
+
+
+def _tiles(M: int, N: int) -> int:
+    return ceil_div(M, TILE[0]) * ceil_div(N, TILE[1])
+
+
+def add(
+    dev: Device,
+    acc: Accumulator,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    fast_accumulation: bool = False,
+) -> None:
+    """acc.tensor += BF16(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
+
+    The bits are those of the product alone, and of `reduce.add` behind it.
+
+    Args (contiguous; rows of multiples of 16 bytes):
+        acc.tensor   inout  BF16   (M,N)   sums are rounded stochastically
+        a            in     E4M3 or E5M2 (M,K)
+        b            in     E4M3   (N,K)
+        scale_a      in     F32    (1,)
+        scale_b      in     F32    (1,)
+        fast_accumulation                  as in matmul_fp8; here it is taken
+
+    Cost:    2*M*N*K FLOPs; acc.tensor written once, and read once if it is added to; one launch.
+             Needs compute capability 9.0.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    M, N, K = _sizes(acc, a, b)
+    expect(OP, "scale_a", scale_a, F32, (1,))
+    expect(OP, "scale_b", scale_b, F32, (1,))
+    part_steps = 0 if fast_accumulation else PART_STEPS
+    adding = (acc.scalars, int(acc.accumulate), acc.salt)
+    dev.launch(
+        GRADIENT_ACCUMULATE if acc.accumulate else GRADIENT,
+        own_product_blocks(dev, M, N, TILE),
+        PRODUCT_THREADS,
+        (acc.tensor, a, b, scale_a, scale_b, *adding, M, N, K, part_steps),
+        consts={"EXACT": int(part_steps > 0)},
+        smem=PRODUCT_SHARED,
+        flops=2 * M * N * K,
+    )
+
+
+def _sizes(acc: Accumulator, a: Tensor, b: Tensor) -> tuple[int, int, int]:
+    """(M, N, K). TypeError or ValueError if operands do not fit."""
+    if len(acc.tensor.shape) != 2 or len(a.shape) != 2:
+        raise ValueError(f"{OP}: acc.tensor and a must have 2 dimensions")
+    if a.dtype not in (E4M3, E5M2):
+        raise TypeError(f"{OP}: a must be fp8 codes, got {a.dtype.label}")
+    M, N = acc.tensor.shape
+    K = a.shape[1]
+    expect(OP, "acc.tensor", acc.tensor, BF16, (M, N))
+    expect(OP, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
+    expect(OP, "a", a, None, (M, K))
+    expect(OP, "b", b, E4M3, (N, K))
+    if 2 * N % MULTIPLE or K % MULTIPLE:
+        raise ValueError(f"{OP}: rows must have multiples of {MULTIPLE} bytes, got {(M, N, K)}")
+    return M, N, K
