@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tools.predicted import date_of
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -16,11 +18,12 @@ def kept_reports() -> list[Path]:
 
 
 def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
-    """Of each that succeeded on a GPU: the name of its report, the device, the run."""
+    """Of each that succeeded on a GPU: its report's name, the device, the run with its date."""
     found = []
     for path in kept_reports():
         report = json.loads(path.read_text())
         device = (report["machine"] or {}).get("device")
         if device:
-            found += [(path.stem, device, run) for run in report["runs"] if run["status"] == "ok"]
+            runs = [run for run in report["runs"] if run["status"] == "ok"]
+            found += [(path.stem, device, run | {"date": date_of(report, run)}) for run in runs]
     return found

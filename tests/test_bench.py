@@ -30,7 +30,7 @@ from llmq.ops import fill
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice
-from llmq.runtime.device import Device, MemorySizes
+from llmq.runtime.device import HOST_SPEC, Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.launch_kind import Kind
 from llmq.runtime.timing import LaunchTime, time_launches
@@ -494,6 +494,23 @@ def bench_with(monkeypatch, tmp_path, outcomes, file, given=None, add=False):
     run_bench(given or {}, file, how, ["/usr/bin/llmq", "bench", "--config", "a b.yaml"])
 
 
+def test_memory_that_is_not_as_planned():
+    """The stack may be smaller: a validation, which is not measured, may take the most of it."""
+    planned = MemorySizes(device=1 << 20, stack=1 << 16, pinned=256)
+
+    def as_planned(**found):
+        sizes = dataclasses.replace(planned, **found)
+        usages = [SimpleNamespace(sizes=s, device_bytes=0) for s in (planned, sizes)]
+        plan = SimpleNamespace(usage=usages[0])
+        dev = SimpleNamespace(spec=HOST_SPEC, kind="host")
+        trainer = SimpleNamespace(plan=plan, usage=usages[1], dev=dev)
+        return measure._memory(trainer)["as_planned"]
+
+    assert as_planned() and as_planned(stack=1 << 15)
+    for found in ({"stack": 1 << 17}, {"device": 1 << 19}, {"pinned": 0}):
+        assert not as_planned(**found)
+
+
 def test_report(monkeypatch, tmp_path, capsys):
     slow = RESULT | {
         "tokens_per_second": 60000.0,
@@ -593,7 +610,10 @@ def test_runs_are_added_to_a_report(monkeypatch, tmp_path):
     both = measure('model: tiny\nbatch-size: "2"\n', ok(21.0))  # replaces
     assert both == ([(1, 10.0), (2, 21.0)], [0, 1])
     lines = (tmp_path / "h100.v1.md").read_text().splitlines()
-    assert [line[:14] for line in lines[2:4]] == ["- `llmq bench "] * 2 and lines[4] == ""
+    starts = [line[:15] for line in lines[2:4]]
+    assert starts == ["1. `llmq bench ", "2. `llmq bench "] and lines[4] == ""
+    made = [line.split(" | ")[3:5] for line in lines if line.startswith("| tiny ")]
+    assert made == [["1", "10"], ["2", "21"]]  # by which of these
     assert measure("model: tiny\nbatch-size: [1, 2]\n", ok(11.0), ok(22.0))[1] == [0, 0]
     before = (tmp_path / "h100.v1.json").read_text()
     other = MACHINE | {"device": "NVIDIA H200"}

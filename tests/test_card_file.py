@@ -27,10 +27,11 @@ from llmq.ops import (
     matmul_swiglu,
     matmul_swiglu_backward,
 )
-from llmq.plan.cost import Rates, exposed_seconds, replay, step_time
+from llmq.plan.cost import Rates, exposed_seconds, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured, half_wave
 from llmq.plan.plan import make_plan
+from llmq.plan.replay import replay
 from llmq.plan.target import target
 from llmq.rig import steps
 from llmq.rig.child import Job
@@ -363,6 +364,12 @@ def test_attention_is_the_models_times_what_was_measured():
     for other in (attended(4096), attended(1024, window=128)):
         assert rig.compute(other) == pytest.approx(2 * sheet._attention(other))
     assert rig.compute(attended(64, F32)) == sheet.compute(attended(64, F32))
+    # More heads are more of the same; another head size is another kernel, however near.
+    flops, seq_len, head_dim, window = kind.sizes
+    points = [[[8 * flops, seq_len, head_dim, window], 8 * twice]]
+    points += [[[flops, seq_len, 2 * head_dim, window], 3 * twice]]
+    rig = Rates(card_of_file(card_file(launches={kind.name: points})))
+    assert rig.compute(work) == pytest.approx(twice)
 
 
 def test_the_rigs_own_bus_and_what_gpus_share():

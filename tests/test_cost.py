@@ -17,7 +17,7 @@ from llmq.base.tensor import Tensor
 from llmq.config.cards import CARDS, find_card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
-from llmq.ops import attention, matmul, matmul_swiglu
+from llmq.ops import attention, attention_backward, matmul, matmul_swiglu
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,
@@ -28,13 +28,14 @@ from llmq.plan.cost import (
     Network,
     Rates,
     exposed_seconds,
-    replay,
     step_time,
 )
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, EXPOSED_TURNED
 from llmq.plan.plan import make_plan
+from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
+from llmq.ref.attention_backward import CASES as BACKWARD_CASES
 from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
@@ -144,6 +145,11 @@ def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
     # As long as both go on.
     phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
     assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
+    # One that reads host memory all of it, as long as it waits for the bus; a copy nothing.
+    for file, delay in (("quantize.cu", 1 / H100.bus), ("", 0.0)):
+        loading = work("comm", file=file, loaded=gigabyte, size=gigabyte // 2)
+        phase = replay([loading, work(size=gigabyte), work(size=gigabyte)], rates)
+        assert phase.busy["memory_bound"] == pytest.approx(delay + 2 * one)
     event = Event()
     after = [beside, Mark("comm", event, False), Mark("main", event, True), work(size=gigabyte)]
     assert replay(after, rates).wall == pytest.approx(2 * one)
@@ -157,6 +163,9 @@ def test_the_bus_carries_one_transfer_at_a_time_in_each_direction():
     # Both directions together are faster than one, not twice as fast.
     both = [work("copy", loaded=gigabyte), work("store", stored=gigabyte)]
     assert replay(both, rates).wall == pytest.approx(2 / BOTH_WAYS * load)
+    # While the other one is busy, and no longer.
+    more = [*both, work("copy", loaded=2 * gigabyte)]
+    assert replay(more, rates).wall == pytest.approx(load * (3 + 2 / BOTH_WAYS - 1))
     zero_copy = [work(size=gigabyte, loaded=gigabyte, stored=gigabyte)]
     assert replay(zero_copy, rates).wall == pytest.approx(2 / BOTH_WAYS * load)
 
@@ -553,8 +562,9 @@ def test_attention_by_its_size(case):
 
 def measured_attention() -> dict[tuple[str, str], float]:
     """Microseconds on an H100 by call and case."""
-    text = (Path(__file__).parents[1] / "benchmarks" / "h100_attention.txt").read_text()
-    rows = re.findall(r"^attention +(\S.*?) +(qwen\w+) +([\d.]+) ", text, re.MULTILINE)
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    text = "".join(p.read_text() for p in sorted(benchmarks.glob("h100_attention*.txt")))
+    rows = re.findall(r"^attention\S* +(\S.*?) +(qwen\w+) +([\d.]+) ", text, re.MULTILINE)
     return {(call, case): float(us) for call, case, us in rows}
 
 
@@ -563,6 +573,7 @@ def test_attention_with_windows_and_documents(case):
     """All that was measured, forward and backward, by the library and by ourselves."""
     B, T, heads, kv_heads, head_dim = CASES[case]
     measured = {call: us for (call, of), us in measured_attention().items() if of == case}
+    measured.pop("backward")  # Hopper's own, see below
     assert len(measured) == 10
     for call, us in measured.items():
         direction, backend, *window = call.split()
@@ -584,6 +595,20 @@ def test_attention_with_windows_and_documents(case):
         # Two runs of a call differ by 1 or 2 %. These documents begin where tiles do, which others
         # do not, and have no edges inside of tiles.
         assert (1 if by_documents else 0.95) < ratio < (1.4 if by_documents else 1.05), call
+
+
+@pytest.mark.parametrize("case", [name for name in BACKWARD_CASES if name.startswith("qwen")])
+def test_attention_backward_of_hopper(case):
+    B, T, heads, kv_heads, head_dim = BACKWARD_CASES[case]
+    dev = PlanDevice(spec_of(H100))
+    qkv = dev.alloc("qkv", (B, T, heads + 2 * kv_heads, head_dim), BF16, "Activations")
+    out = dev.alloc("out", (B, T, heads, head_dim), BF16, "Activations")
+    lse = dev.alloc("lse", (B, heads, T), F32, "Activations")
+    own = attention_backward.chosen(dev, qkv, attention.ALL)
+    tensors = (qkv, out, out, lse, qkv)
+    dev.graph(("call",), lambda: attention.backward(dev, *tensors, heads, kv_heads, own=own))
+    wall = 1e6 * replay(dev.graphs[-1][1], Rates(H100)).wall
+    assert 0.95 < wall / measured_attention()["backward", case] < 1.05
 
 
 def test_trace_of_the_plan_device():

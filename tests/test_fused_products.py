@@ -187,8 +187,20 @@ HEADS_OF_CODES = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3", "olmo2"])
-@pytest.mark.parametrize("options", HEADS_OF_CODES.values(), ids=HEADS_OF_CODES)
+TRAINED = HEADS_OF_CODES["frozen"] | {"train": ("head",), "grad_accumulation": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(
+            pytest.param(name, options, id=f"{name}-{id}")
+            for name in ("qwen3", "olmo2")
+            for id, options in HEADS_OF_CODES.items()
+        ),
+        pytest.param("qwen2_untied", TRAINED, id="beside adapters"),
+    ],
+)
 def test_codes_of_exponentials_within_the_product_of_logits(name, options, fuse):
     """Of logits with the same bits; gradients have two bits in either way."""
     want = run(name, **options)
@@ -199,9 +211,9 @@ def test_codes_of_exponentials_within_the_product_of_logits(name, options, fuse)
     assert first[1].norm == pytest.approx(first[0].norm, rel=3e-2)
     assert second[1].loss == pytest.approx(second[0].loss, rel=2e-3)
     launched = [f"exp_codes_{x}" for x in ("shift", "finish", "gather", "again", "input", "turn")]
-    chunks = options.get("lmhead_chunks", 1)
-    wanted = dict.fromkeys([*launched, "matmul_exp_codes"], chunks)
-    if "lora_rank" in options:  # nothing is multiplied by transposed codes
+    times = options.get("lmhead_chunks", 1) * options.get("grad_accumulation", 1)
+    wanted = dict.fromkeys([*launched, "matmul_exp_codes"], times)
+    if "lora_rank" in options and "train" not in options:  # no product has transposed codes
         wanted.pop("exp_codes_turn")
     counts = {entry: n for entry, n in found[2].items() if "exp_codes" in entry}
     assert counts == wanted

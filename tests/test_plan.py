@@ -205,16 +205,17 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
 
 def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
     """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides."""
-    # These runs did not have the one yet, and had a weight's gradient beside what it is added to.
-    monkeypatch.setattr(matmul_exp_codes, "MIN_ROWS", 1 << 40)
-    monkeypatch.setattr(matmul_gradient, "LEAST_USED", 2)
     spec = spec_of(find_card("h100"))
     older, newer = ("h100_offload",), ("h100_recipes", "h100_lora", "h100_int8")
     runs = [(report, run) for report, _, run in kept_runs() if report in older + newer]
     assert len(runs) >= 8 + 15
     for report, run in runs:
         config, model = make_config(run["options"]), preset(run["model"])
-        plan = make_plan(config, model, spec, "cudnn")
+        with monkeypatch.context() as patch:
+            if run["date"] < "2026-11-23 02":  # neither codes of exponentials, nor added gradients
+                patch.setattr(matmul_exp_codes, "MIN_ROWS", 1 << 40)
+                patch.setattr(matmul_gradient, "LEAST_USED", 2)
+            plan = make_plan(config, model, spec, "cudnn")
         # Older runs still had a buffer for a half's output beside the residual stream, and where
         # the MLP's backward takes most, a weight's gradient beside the activation's.
         rows, C, F = config.batch_size * config.seq_len, model.hidden_size, model.intermediate_size
@@ -305,7 +306,7 @@ def test_command_predicts_the_speed_of_a_known_card(capsys):
     assert "  Device:          NVIDIA H100 80GB HBM3\n" in out
     (line,) = [line for line in out.splitlines() if line.startswith("  Predicted: ")]
     # Measured: 152,071, before products had more in them.
-    assert 140_000 < int(line.split()[1].replace(",", "")) < 175_000
+    assert 140_000 < int(line.split()[1].replace(",", "")) < 180_000
     (line,) = [line for line in out.splitlines() if line.startswith("  Of which: ")]
     assert sum(float(part.rstrip("%,")) for part in line.split() if "%" in part) == (
         pytest.approx(100, abs=0.3)  # five numbers with a digit after the point

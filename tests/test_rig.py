@@ -15,7 +15,8 @@ from llmq.config.presets import preset
 from llmq.ops.common import CAPABILITY, runs_own_products
 from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps
 from llmq.rig.findings import words_on
-from llmq.rig.rig import LAST, SHARES, run_rig
+from llmq.rig.markdown import _steps
+from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
 from llmq.runtime.launch_kind import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
@@ -507,6 +508,15 @@ def test_launches_together_take_as_long_as_a_step():
     step = [launch(2.0, kind), launch(1.0, other), launch(9.0, other, main=False), launch(1.0)]
     table = launches.as_in_steps([step, step], 3e-3)
     assert table == {"copy/": [[[1 << 20], 1.5e-3]], "zero/": [[[1 << 20], pytest.approx(7.5e-4)]]}
+
+
+def test_launches_that_waited_for_the_host_are_not_in_the_card_file():
+    found = report(results()) | {"date": "2026-11-23 10:00 UTC", "llmq": "1"}
+    (step,) = found["measured"]["steps"]
+    assert "swiglu_forward/bf16,bf16,-" in card_file_of(found).launches
+    found["measured"]["steps"] = [step | {"idle": -1.1}]
+    assert "swiglu_forward/bf16,bf16,-" not in card_file_of(found).launches
+    assert "-110.0%, left out: the host was too slow" in _steps(found)
 
 
 def launch(ms, kind=None, main=True):

@@ -72,7 +72,13 @@ def test_every_call_runs(tool, monkeypatch, op):
         assert "error" not in record
         assert (record["op"], record["case"]) == (op, case)
         assert record["us"] > 0 and record["bytes"] > 0
-        bound = {"attention": 1e12, "matmul": 1e12, "matmul_fp8": 2e12, "matmul_int8": 2e12}
+        bound = {
+            "attention": 1e12,
+            "attention_backward": 1e12,
+            "matmul": 1e12,
+            "matmul_fp8": 2e12,
+            "matmul_int8": 2e12,
+        }
         ours = ("matmul_adapted", "matmul_exp", "matmul_gradient", "matmul_rope", "matmul_swiglu")
         if op.startswith(ours):
             bound[op] = 2e12 if record["call"].startswith("fp8") else 1e12
@@ -357,7 +363,7 @@ def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
     kind, same_size = (int(cell.removesuffix(" %")) for cell in cells[8:])
     assert cells[6:8] == rows[-1][4:] and 0 <= same_size <= kind < 100
     assert last.startswith("rates measured on this rig") and "of 2 within 5 %" in last
-    day = report["invocations"][0]["date"][:10]
+    day = report["invocations"][report["runs"][-1]["invocation"]]["date"][:10]
     told = [printed(None, since).splitlines() for since in (day, f"{day} 24", "")]
     assert told[0][2:] == told[2][2:] and len(told[1]) == len(told[0]) - 2
 
@@ -400,6 +406,13 @@ def test_rivals_of_what_a_search_finds(tool, capsys, monkeypatch, tmp_path):
     (row,) = (line for line in lines if line.startswith("| tiny |"))
     assert f" {len(configs)} of {len(configs)} " in row and row.endswith(" % |")
     assert any(line.split(" | ")[1:2] == ["it does not fit"] for line in lines)
+    # Another plan, of fewer rivals, keeps what was measured, with what is predicted now.
+    (before,) = (s["rows"] for s in json.loads(file.read_text())["sweeps"] if s["model"] == "tiny")
+    stale = [row | {"predicted": 1.0} for row in before]
+    file.write_text(json.dumps({"sweeps": [other, found | {"rows": stale}]}))
+    sweep.plan(file, ["tiny"], ["80GiB"], card="h100", within=0.0, sequences=16)
+    (after,) = (s["rows"] for s in json.loads(file.read_text())["sweeps"] if s["model"] == "tiny")
+    assert after == before
 
 
 def test_likely_rivals_are_measured_first(tool, monkeypatch, tmp_path, capsys):

@@ -49,6 +49,7 @@ FACTS = Path(__file__).parents[1] / "benchmarks" / "peers.json"
 GOAL = 85  # percent of the bandwidth of a copy
 PRODUCTS = (
     "attention",
+    "attention_backward",
     "matmul",
     "matmul_adapted",
     "matmul_exp",

@@ -10,7 +10,9 @@ streaming, transposed codes, and chunks of the LM head, each with recomputation 
 will do. A rival is left out where its predicted speed is --within percent below that of what --fit
 finds: where predictions are within e percent, and it is asked whether anything is more than 3
 percent faster, 2 e - 3 are enough. Also where another one does a part of its work and nothing else,
-or exactly the same. The file may hold several models and memories: others than these stay in it.
+or exactly the same. The file may hold several models and memories: others than these stay in it,
+and so does all that was measured of these, with its date. After a change of the program begin a new
+file, or what an older one measured stands beside what is predicted of the newer one.
 
 `run` measures in one process, each row as soon as the one before is done, and notes each in its
 file at once: run again, it goes on with those that are missing. Steps are short (--sequences),
@@ -19,7 +21,9 @@ always the row that is likeliest, by what was measured so far, to be 3 percent f
 needs x percent if for this it would have to beat its prediction by x percent more than any measured
 row of its model, in whatever memory, beats its own; the one that needs the least comes next. So
 wherever `run` ends, all combinations that were not measured need at least what `table` says, those
-that `plan` has left out included. A factor that is wrong in all predictions of a model does not
+that `plan` has left out for their speed included, and also those that do all that another row does
+and more, unless that one was measured: then they are taken to be no faster, whatever is predicted.
+A factor that is wrong in all predictions of a model does not
 matter to that, and how far they scatter is not assumed, but seen. With --enough rows that need more
 are left out. Where a row is that much faster, the others of its model and memory come last.
 Whatever was measured is in the file and in the table.
@@ -37,6 +41,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,10 +207,28 @@ def plan(
         ]
         sweep = {"model": name, "memory": size, "within": within, "source": planner.card.source}
         sweep |= {"combinations": len(configs), "rows": rows}
-        others = _read(file) if file.exists() else []
-        kept = [o for o in others if (o["model"], o["memory"]) != (name, size)]
-        _write(file, [*kept, sweep])
+        sweeps = _read(file) if file.exists() else []
+        before = [s for s in sweeps if (s["model"], s["memory"]) == (name, size)]
+        others = [s for s in sweeps if s not in before]
+        keep_measured(rows, [row for s in before for row in s["rows"]], planner)
+        _write(file, [*others, sweep])
         print(f"{name} in {size}: {len(found)} rivals of {len(configs)} combinations", flush=True)
+
+
+def keep_measured(
+    rows: list[dict[str, Any]], before: list[dict[str, Any]], planner: Planner
+) -> None:
+    """Give rows of a new plan what an older one's were measured to be. Those that it has no more
+    follow at its end, with what is predicted of them now."""
+    for old in before:
+        if "measured" not in old:
+            continue
+        row = next((row for row in rows if row["options"] == old["options"]), None)
+        if row is None:
+            row = {"options": old["options"]}
+            row["predicted"] = planner.exact(make_config(old["options"])).speed
+            rows.append(row)
+        row |= {name: value for name, value in old.items() if name not in row}
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
@@ -293,7 +316,7 @@ def run(
         row = sweep["rows"][index]
         row["error" if fresh else "again"] = "it ended the process"  # unless it does not
         _write(file, sweeps)
-        began = time.monotonic()
+        began, made = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
         try:
             row |= speed(row["options"])
             row.pop("error", None)
@@ -303,7 +326,8 @@ def run(
                 raise typer.Exit(1) from error
             row["error"] = " ".join(str(error).split())
         row.pop("again", None)
-        row["seconds"], fresh = time.monotonic() - began, False
+        row |= {"seconds": time.monotonic() - began, "date": made}
+        fresh = False
         _write(file, sweeps)
         said = row.get("error") or f"{row['measured']:,.0f} of {row['predicted']:,.0f} predicted"
         where = f"{sweep['model']} in {sweep['memory']}, {index}"
@@ -316,7 +340,8 @@ def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
     print(f"`tools/fit_sweep.py table {file}`: tokens/s\n")
     print("Others need: by how much any combination that was not measured would have to beat its")
     print("prediction, more than any measured row of the model beats its own, in order to be")
-    print(f"{CLAIM:.0f} % faster than what --fit finds.\n")
+    print(f"{CLAIM:.0f} % faster than what --fit finds. What does all that a measured row does and")
+    print("more is taken to be no faster than that.\n")
     print("| model | memory | measured rows | --fit's | the fastest | faster by | others need |")
     print("|" + " --- |" * 7)
     sweeps = _read(file)
@@ -327,12 +352,14 @@ def table(file: Annotated[Path, typer.Argument(help="Of run.")]) -> None:
         least = {"predicted": sweep["rows"][0]["predicted"] * (1 - sweep["within"] / 100)}
         rest = [least, *(row for row in sweep["rows"] if "measured" not in row)]
         need = f"{min(needs(row, sweep, sweeps) for row in rest):.1f} %" if own else ""
-        cells = (sweep["model"], sweep["memory"], made, f"{own:,.0f}", f"{max(speeds):,.0f}", most)
+        rates = [f"{speed:,.0f}" if speed else "" for speed in (own, max(speeds))]
+        cells = (sweep["model"], sweep["memory"], made, *rates, most)
         print(f"| {' | '.join(cells)} | {need} |")
     for sweep in sweeps:
         print(f"\n## {sweep['model']} in {sweep['memory']}\n")
         print(f"Of {sweep['combinations']} combinations those predicted within {sweep['within']} %")
-        print(f"of what --fit finds, which is the first ({sweep['source']}).\n")
+        print(f"of what --fit finds, which is the first ({sweep['source']}),")
+        print("and what an earlier plan had measured.\n")
         print("| flags | measured | predicted |\n| --- | --- | --- |")
         for row in sweep["rows"]:
             flags = {k: v for k, v in row["options"].items() if k not in HIDDEN}

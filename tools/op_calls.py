@@ -36,6 +36,7 @@ from llmq.ops import (
     adapter,
     adapter_backward,
     attention,
+    attention_backward,
     bias,
     clock,
     convert,
@@ -69,7 +70,7 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.add import add
-from llmq.ops.common import FP8_MULTIPLE, padded_columns
+from llmq.ops.common import FP8_MULTIPLE, num_sums, padded_columns
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 from llmq.runtime.head_groups import divisions
@@ -237,6 +238,15 @@ def attention_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
     ]
 
 
+def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    """FLOPs without what the kernel computes twice."""
+    out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
+    args = {"d_qkv": qkv, "d_out": out, "out": out, "qkv": qkv, "num_heads": Hq}
+    args |= {"lse": f32(B, Hq, T, value=float(np.log(T))), "num_kv_heads": Hkv}  # as above
+    args["own"] = attention_backward.backward
+    return [Call("backward", attention.backward, args, flops=5 * B * Hq * T * T * Hd)]
+
+
 def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
     shared = {"losses": f32(rows), "lse": f32(rows), "targets": tokens(vocab, rows)}
     shared |= {"logits": bf16(rows, padded), "vocab_size": vocab}
@@ -364,7 +374,7 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
 
 def _exponentials(rows: int, columns: int, K: int, vocab: int) -> dict[str, Any]:
     """What both operations of a row of logits take."""
-    args = {"e": bf16(rows, columns), "sums": f32(matmul_exp.num_tiles(columns), rows, value=1.0)}
+    args = {"e": bf16(rows, columns), "sums": f32(num_sums(columns), rows, value=1.0)}
     args |= {name: f32(rows, value=1.0) for name in ("shift", "target_logits")}
     return args | {"targets": np.arange(rows, dtype=np.int32) % vocab, "vocab_size": vocab}
 
@@ -679,6 +689,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "adapter": adapter_calls,
     "adapter_backward": adapter_backward_calls,
     "attention": attention_calls,
+    "attention_backward": attention_backward_calls,
     "bias": bias_calls,
     "clock": clock_calls,
     "convert": convert_calls,

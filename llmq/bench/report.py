@@ -119,12 +119,14 @@ def markdown(report: dict[str, Any]) -> str:
     shared = shared_flags(runs)
     systems = list(dict.fromkeys(name for run in runs for name in run["peers"]))
     measured = [run for run in runs if run["status"] == "ok"]
+    several = len(report["invocations"]) > 1  # maybe of different programs
     cells = [
         {
             "model": run["model"],
             "dtype": run["dtype"],
             "batch": f"{run['batch']} x {run['accumulation']}",
             "flags": " ".join(v for k, v in run["flags"].items() if k not in shared),
+            "made by": str(run["invocation"] + 1) if several else "",
             **{name: cell(run) for name, cell in _COLUMNS.items()},
             **{name: _over(run, run["peers"].get(name)) for name in systems},
         }
@@ -174,7 +176,7 @@ def _heading(report: dict[str, Any]) -> str:
         for i, version in zip(report["invocations"], versions, strict=True)
     ]
     if len(lines) > 1:
-        lines = [f"- {line}" for line in lines] + [""]
+        lines = [f"{number}. {line}" for number, line in enumerate(lines, 1)] + [""]
     if machine is not None:
         driver = (machine["gpu"] or {}).get("driver")  # "" without NVML
         device = machine["device"] + (f", driver {driver}" if driver else "")

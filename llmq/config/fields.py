@@ -311,7 +311,7 @@ class Fields:
         _MEMORY,
         1,
         "Parts of the backward pass of attention, or fewer that take no more memory; divides the "
-        "batch size, or is a multiple of it: then heads are divided too",
+        "batch size, or is a multiple of it: then cuDNN divides heads, too",
         min=1,
     )
     offload_residual: bool = switch(

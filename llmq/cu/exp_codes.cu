@@ -32,7 +32,6 @@
 #include "ptx.cuh"
 
 constexpr int THREADS = 256, ROW_WARPS = THREADS / 32, BLOCK_ROWS = 32;
-constexpr int CODES_TILE = 128;  // rows and columns of turn
 constexpr float LOG2E = 1.4426950408889634f, INFINITE = 3.0e38f;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -182,15 +181,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 exp_codes_turn(e5m2* __restrict__ turned, const e5m2* __restrict__ codes,
                const f32* __restrict__ factors, const f32* __restrict__ own,
                const i32* __restrict__ targets, i32 rows, i32 columns, f32 over_scale) {
-    constexpr int PLACES = CODES_TILE / 16;
     constexpr float LARGEST_HALF = 65504.0f;
-    __shared__ uint4 tile[CODES_TILE][PLACES];
-    const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CODES_TILE;
-    const int tile_column = blockIdx.x * CODES_TILE;
-
-    const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, group = threadIdx.x & 7;
-    const i64 row = tile_row + warp * 16 + four_rows * 4;
-    const int column = tile_column + group * 16;
+    __shared__ CodesTile tile;
+    const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CodesTile::SIZE;
+    const int tile_column = blockIdx.x * CodesTile::SIZE;
+    const i64 row = tile_row + CodesTile::row();
+    const int column = tile_column + CodesTile::column();
     uint4 loaded[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) { loaded[i] = make_uint4(0, 0, 0, 0); }
@@ -221,23 +217,7 @@ exp_codes_turn(e5m2* __restrict__ turned, const e5m2* __restrict__ codes,
                            x.z | (place / 4 == 2 ? at : 0), x.w | (place / 4 == 3 ? at : 0));
         }
     }
-    u32 lines[4][4];
-    transpose_bytes(lines[0], {loaded[0].x, loaded[1].x, loaded[2].x, loaded[3].x});
-    transpose_bytes(lines[1], {loaded[0].y, loaded[1].y, loaded[2].y, loaded[3].y});
-    transpose_bytes(lines[2], {loaded[0].z, loaded[1].z, loaded[2].z, loaded[3].z});
-    transpose_bytes(lines[3], {loaded[0].w, loaded[1].w, loaded[2].w, loaded[3].w});
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        uint4* place = &tile[group * 16 + i][warp ^ group];
-        reinterpret_cast<u32*>(place)[four_rows] = lines[i / 4][i % 4];
-    }
+    tile.put(loaded);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < CODES_TILE * PLACES / THREADS; ++i) {
-        const u32 index = i * THREADS + threadIdx.x, line = index / PLACES, k = index % PLACES;
-        const i64 first_row = tile_row + k * 16, c = tile_column + line;
-        if (first_row < rows && c < columns) {
-            *reinterpret_cast<uint4*>(turned + c * rows + first_row) = tile[line][k ^ (line / 16)];
-        }
-    }
+    tile.store(turned, tile_row, tile_column, rows, columns);
 }

@@ -160,7 +160,46 @@ struct OctetTile {
     }
 };
 
-// A thread's place in a matrix (rows, columns) that is cut into such blocks, in a grid (across,
+// Codes that are there, to be turned: as OctetTile, but a thread has 4 rows of 16 columns, of 128, and
+// places are w ^ (column / 16). A barrier is between put and store.
+struct CodesTile {
+    static constexpr int SIZE = 128, PLACES = SIZE / 16;
+    uint4 line[SIZE][PLACES];
+
+    static __device__ __forceinline__ int row() { return OctetTile::row(); }
+    static __device__ __forceinline__ int column() { return (threadIdx.x & 7) * 16; }
+
+    __device__ __forceinline__ void put(const uint4 (&four)[4]) {
+        const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3;
+        const int group = threadIdx.x & 7;
+        u32 turned[4][4];
+        transpose_bytes(turned[0], {four[0].x, four[1].x, four[2].x, four[3].x});
+        transpose_bytes(turned[1], {four[0].y, four[1].y, four[2].y, four[3].y});
+        transpose_bytes(turned[2], {four[0].z, four[1].z, four[2].z, four[3].z});
+        transpose_bytes(turned[3], {four[0].w, four[1].w, four[2].w, four[3].w});
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            uint4* place = &line[group * 16 + i][warp ^ group];
+            reinterpret_cast<u32*>(place)[four_rows] = turned[i / 4][i % 4];
+        }
+    }
+
+    // To transposed (columns, rows) what lies inside of it; rows % 16 == 0.
+    template <class Format>
+    __device__ __forceinline__ void store(Format* transposed, i64 first_row, int first_column,
+                                          i64 rows, int columns) const {
+#pragma unroll
+        for (int i = 0; i < SIZE * PLACES / 256; ++i) {
+            const u32 index = i * 256 + threadIdx.x, c = index / PLACES, k = index % PLACES;
+            const i64 row = first_row + k * 16, column = first_column + c;
+            if (row < rows && column < columns) {
+                store_codes<false>(transposed + column * rows + row, line[c][k ^ (c / 16)]);
+            }
+        }
+    }
+};
+
+// A thread's place in a matrix (rows, columns) that is cut into OctetTiles, in a grid (across,
 // down). rows % 16 == 0, columns % 16 == 0: all of its 4 rows and 8 columns are inside, or none.
 struct OctetPlace {
     i64 first_row, row;

@@ -28,7 +28,6 @@ constexpr int TILE_COLUMNS = 192;
 #include "product_sm90.cuh"
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
-constexpr float LOG2E = 1.4426950408889634f;
 using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS>;
 
 // What a thread of the epilogue does with its row of a tile, box after box. row: of all but a; beyond
@@ -110,14 +109,8 @@ private:
     // Of eight logits from this column on.
     template <bool IS_LAST>
     __device__ __forceinline__ uint2 exponentials(const uint4& x, int column) {
-        float y[8] = {lower_half(x.x), upper_half(x.x), lower_half(x.y), upper_half(x.y),
-                      lower_half(x.z), upper_half(x.z), lower_half(x.w), upper_half(x.w)};
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
-            if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
-        }
-        sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
+        float y[8];
+        exponentials_of<IS_LAST>(y, sum, x, offset, column, vocab);
         return make_uint2(to_fp8<e5m2>(y[0], y[1], y[2], y[3]), to_fp8<e5m2>(y[4], y[5], y[6], y[7]));
     }
 

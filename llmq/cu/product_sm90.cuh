@@ -7,7 +7,7 @@
 // way (TMA), in a ring of stages.
 //
 // Included after the type variables and constants of a launch are defined: no name in here may be
-// one of those. TILE_COLUMNS, 192, 224 or 256, is a constant of the file that includes it.
+// one of those. TILE_COLUMNS, 192 or 224, is a constant of the file that includes it.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"
@@ -400,6 +400,7 @@ struct SharedProduct {
     // takes its first unit alone, the others are the multiplying warps' (take_last).
     template <bool HELPED = false, class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
+        static_assert(UNITS_OF_BOX == PARTS, "units of other sizes are taken by the file's own code");
         u32 unit = me, parity = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
@@ -440,6 +441,23 @@ __device__ __forceinline__ float upper_half(u32 pair) { return __uint_as_float(p
 __device__ __forceinline__ u32 to_pair(float lower, float upper) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(lower, upper);
     return *reinterpret_cast<const u32*>(&pair);
+}
+
+constexpr float LOG2E = 1.4426950408889634f;
+// Eight logits from a column on become y = 2^(x * LOG2E + offset), and what they are added to sum.
+// IS_LAST: 0 in columns >= vocab.
+template <bool IS_LAST>
+__device__ __forceinline__ void exponentials_of(float (&y)[8], float& sum, const uint4& x, float offset,
+                                                int column, int vocab) {
+    const u32 pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int k = 0; k < 8; ++k) { y[k] = k % 2 ? upper_half(pairs[k / 2]) : lower_half(pairs[k / 2]); }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+        y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
+        if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
+    }
+    sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
 }
 
 // Of the bits, as unsigned numbers: of all lower, and of all upper halves.

@@ -50,6 +50,20 @@ __device__ __forceinline__ uint4 load_shared(SharedAddress from) {
     return x;
 }
 
+// 8 bytes, aligned.
+__device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+    return x;
+}
+
+// The inverse of load_shared.
+__device__ __forceinline__ void store_shared(SharedAddress to, const uint4& x) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y),
+                 "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
 // d += a b, BF16 products summed in F32; fragments as above.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[4],
                                                   unsigned int b0, unsigned int b1) {
@@ -231,6 +245,15 @@ __device__ __forceinline__ void load_box_for(SharedAddress to, const TensorMap* 
         "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
         : "memory");
 }
+// So many bytes in a row, to a multiple of 16 from one; `bytes` is one, too.
+__device__ __forceinline__ void load_bytes(SharedAddress to, const void* from, unsigned int bytes,
+                                           SharedAddress barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            to),
+        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
+        : "memory");
+}
 // After stores_begin, which makes the warp's writes to shared memory visible to the copy.
 __device__ __forceinline__ void store_box(const TensorMap* map, int x, int y, SharedAddress from) {
     asm volatile(
@@ -271,19 +294,18 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
         "+f"(d[i + 6]), "+f"(d[i + 7])
 #define PTX_32(i) PTX_8(i), PTX_8(i + 8), PTX_8(i + 16), PTX_8(i + 24)
-#define PTX_NAMES_96                                                                           \
+#define PTX_NAMES_32                                                                           \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "         \
-    "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, "    \
-    "%35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "    \
-    "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, "    \
-    "%69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "    \
-    "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+    "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PTX_NAMES_64                                                                           \
+    PTX_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "    \
+    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PTX_NAMES_96                                                                           \
+    PTX_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "    \
+    "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define PTX_NAMES_112                                                                          \
     PTX_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, "      \
     "%108, %109, %110, %111"
-#define PTX_NAMES_128                                                                          \
-    PTX_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, " \
-    "%124, %125, %126, %127"
 // d (64, columns) = a (64, inner) b (inner, columns) [+ d]: 32 bytes of the inner dimension. Lane
 // 4 g + t of warp w of the warpgroup has d[4 j + i], of row 16 w + g + 8 (i / 2) and column
 // 8 j + 2 t + i % 2. WIDTH: n and the columns; A, B, ADD: the names behind those of d.
@@ -293,15 +315,14 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
                  ", add, 1, 1" TRANSPOSED ";\n}\n"                                             \
                  : __VA_ARGS__                                                                 \
                  : "l"(a), "l"(b), "r"(add))
+#define PTX_64(FORMATS, TRANSPOSED)                                                            \
+    PTX_WGMMA("n64", PTX_NAMES_32, "%32", "%33", "%34", FORMATS, TRANSPOSED, PTX_32(0))
 #define PTX_192(FORMATS, TRANSPOSED)                                                           \
     PTX_WGMMA("n192", PTX_NAMES_96, "%96", "%97", "%98", FORMATS, TRANSPOSED, PTX_32(0),       \
               PTX_32(32), PTX_32(64))
 #define PTX_224(FORMATS, TRANSPOSED)                                                           \
     PTX_WGMMA("n224", PTX_NAMES_112, "%112", "%113", "%114", FORMATS, TRANSPOSED, PTX_32(0),   \
               PTX_32(32), PTX_32(64), PTX_8(96), PTX_8(104))
-#define PTX_256(FORMATS, TRANSPOSED)                                                           \
-    PTX_WGMMA("n256", PTX_NAMES_128, "%128", "%129", "%130", FORMATS, TRANSPOSED, PTX_32(0),   \
-              PTX_32(32), PTX_32(64), PTX_32(96))
 #define PTX_OF_FORMATS(PRODUCT)                                                                \
     if constexpr (sizeof(Left) == 2) {                                                         \
         if constexpr (K_OUTSIDE) {                                                             \
@@ -317,27 +338,62 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
         PRODUCT("k32.f32.e4m3.e4m3", "");                                                      \
     }
 
-// COLUMNS: 192, 224 or 256. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then BF16,
-// and moves by 16 rows.
+// COLUMNS: 64, 192 or 224. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then
+// BF16, and moves by 16 rows.
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
-    static_assert(COLUMNS == 192 || COLUMNS == 224 || COLUMNS == 256);
-    if constexpr (COLUMNS == 192) {
+    static_assert(COLUMNS == 64 || COLUMNS == 192 || COLUMNS == 224);
+    if constexpr (COLUMNS == 64) {
+        PTX_OF_FORMATS(PTX_64)
+    } else if constexpr (COLUMNS == 192) {
         PTX_OF_FORMATS(PTX_192)
-    } else if constexpr (COLUMNS == 224) {
-        PTX_OF_FORMATS(PTX_224)
     } else {
-        PTX_OF_FORMATS(PTX_256)
+        PTX_OF_FORMATS(PTX_224)
     }
 }
 #undef PTX_OF_FORMATS
-#undef PTX_256
+
+// As PTX_WGMMA with a in registers, BF16: A(i) is the name of the i-th of its four.
+#define PTX_LEFT(WIDTH, NAMES, A, B, ADD, TRANSPOSED, ...)                                     \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                          \
+                 "wgmma.mma_async.sync.aligned.m64" WIDTH "k16.f32.bf16.bf16 {" NAMES "}, {" A  \
+                 "}, " B ", add, 1, 1, " TRANSPOSED ";\n}\n"                                   \
+                 : __VA_ARGS__                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add))
+#define PTX_LEFT_64(TRANSPOSED)                                                                \
+    PTX_LEFT("n64", PTX_NAMES_32, "%32, %33, %34, %35", "%36", "%37", TRANSPOSED, PTX_32(0))
+#define PTX_LEFT_128(TRANSPOSED)                                                               \
+    PTX_LEFT("n128", PTX_NAMES_64, "%64, %65, %66, %67", "%68", "%69", TRANSPOSED, PTX_32(0),  \
+             PTX_32(32))
+// As wgmma, of BF16. COLUMNS: 64 or 128. a: registers of 64 rows and 16 of the inner dimension, in
+// each warp those of 16 rows as in m16n8k16. They may change once the products have been waited for.
+template <int COLUMNS, bool K_OUTSIDE>
+__device__ __forceinline__ void wgmma_left(float (&d)[COLUMNS / 2], const unsigned int (&a)[4],
+                                           Descriptor b, int add) {
+    static_assert(COLUMNS == 64 || COLUMNS == 128);
+    if constexpr (COLUMNS == 64) {
+        if constexpr (K_OUTSIDE) {
+            PTX_LEFT_64("1");
+        } else {
+            PTX_LEFT_64("0");
+        }
+    } else if constexpr (K_OUTSIDE) {
+        PTX_LEFT_128("1");
+    } else {
+        PTX_LEFT_128("0");
+    }
+}
+#undef PTX_LEFT_128
+#undef PTX_LEFT_64
+#undef PTX_LEFT
 #undef PTX_224
 #undef PTX_192
+#undef PTX_64
 #undef PTX_WGMMA
-#undef PTX_NAMES_128
 #undef PTX_NAMES_112
 #undef PTX_NAMES_96
+#undef PTX_NAMES_64
+#undef PTX_NAMES_32
 #undef PTX_32
 #undef PTX_8
 // Between other uses of d and the first product; the end of a group of products; until at most
@@ -350,6 +406,12 @@ __device__ __forceinline__ void wgmma_commit() {
 }
 template <int PENDING> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// After wgmma_wait: no use of d may be moved to before it.
+template <int COUNT> __device__ __forceinline__ void arrived(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) { asm volatile("" : "+f"(d[i])::"memory"); }
 }
 
 // The inverse of ldmatrix_x4: registers of all lanes into the rows.
@@ -386,3 +448,4 @@ __device__ __forceinline__ void forget(uint4& x) {
 }
 __device__ __forceinline__ void forget(uint2& x) { asm volatile("" : "+r"(x.x), "+r"(x.y)); }
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void forget(unsigned int& x) { asm volatile("" : "+r"(x)); }

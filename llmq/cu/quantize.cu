@@ -26,7 +26,6 @@
 #include "fp8.cuh"
 
 constexpr int THREADS = 256, OCTETS = 4;  // of a thread of quantize, 8 elements each
-constexpr int CODES_TILE = 128;           // rows and columns of transpose_codes
 constexpr float LEAST_ABS_MAX = 1e-10f;   // LEAST_ABS_MAX in llmq/ref/quantize.py
 
 #ifndef ABS_MAX  // compiled for another entry
@@ -138,19 +137,15 @@ quantize_scaled(const T* __restrict__ x, i64 rows, i32 cols, f32* abs_max, Q* __
     finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
-// A thread turns 4 rows of 16 columns. Shared memory as in OctetTile, but for place
-// w ^ (column / 16). From the last rows to the first: a norm that wrote q just before leaves its
-// last rows in the L2 cache.
+// From the last rows to the first: a norm that wrote q just before leaves its last rows in the L2
+// cache.
 extern "C" __global__ void __launch_bounds__(THREADS)
 transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols) {
-    constexpr int PLACES = CODES_TILE / 16;
-    __shared__ uint4 tile[CODES_TILE][PLACES];
-    const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CODES_TILE;
-    const int tile_column = blockIdx.x * CODES_TILE;
-
-    const int warp = threadIdx.x >> 5, four_rows = threadIdx.x >> 3 & 3, group = threadIdx.x & 7;
-    const i64 row = tile_row + warp * 16 + four_rows * 4;
-    const int column = tile_column + group * 16;
+    __shared__ CodesTile tile;
+    const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CodesTile::SIZE;
+    const int tile_column = blockIdx.x * CodesTile::SIZE;
+    const i64 row = tile_row + CodesTile::row();
+    const int column = tile_column + CodesTile::column();
     uint4 loaded[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -159,25 +154,9 @@ transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols
             loaded[i] = load_packed_stream(q + (row + i) * cols + column);
         }
     }
-    u32 turned[4][4];
-    transpose_bytes(turned[0], {loaded[0].x, loaded[1].x, loaded[2].x, loaded[3].x});
-    transpose_bytes(turned[1], {loaded[0].y, loaded[1].y, loaded[2].y, loaded[3].y});
-    transpose_bytes(turned[2], {loaded[0].z, loaded[1].z, loaded[2].z, loaded[3].z});
-    transpose_bytes(turned[3], {loaded[0].w, loaded[1].w, loaded[2].w, loaded[3].w});
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-        uint4* place = &tile[group * 16 + i][warp ^ group];
-        reinterpret_cast<u32*>(place)[four_rows] = turned[i / 4][i % 4];
-    }
+    tile.put(loaded);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < CODES_TILE * PLACES / THREADS; ++i) {
-        const u32 index = i * THREADS + threadIdx.x, line = index / PLACES, k = index % PLACES;
-        const i64 first_row = tile_row + k * 16, c = tile_column + line;
-        if (first_row < rows && c < cols) {
-            store_16(q_t + c * rows + first_row, tile[line][k ^ (line / 16)]);
-        }
-    }
+    tile.store(q_t, tile_row, tile_column, rows, cols);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

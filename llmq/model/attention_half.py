@@ -24,7 +24,7 @@ from llmq.model.attention_choice import directions
 from llmq.model.block_linear import BlockLinear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import attention, qk_norm, rope
+from llmq.ops import attention, attention_backward, qk_norm, rope
 from llmq.runtime.device import Device
 
 
@@ -195,10 +195,12 @@ class AttentionHalf:
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
                 self._backward_o(layer, w, g, again, d_out, d_att)
+                by_head, sight = self._by_head(qkv), self.sights[layer.index]
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att), layer.lse,
-                    self._by_head(qkv), self.Hq, self.Hkv, self.chunks, self.sights[layer.index],
+                    by_head, self.Hq, self.Hkv, self.chunks, sight,
                     backend=self.backends[layer.index][1],
+                    own=attention_backward.chosen(dev, by_head, sight),
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, layer, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(layer.index, "qkv", d_x, d_product, w, g)

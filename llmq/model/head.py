@@ -28,6 +28,7 @@ from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import cross_entropy, exp_codes, exp_rows, matmul_exp, matmul_exp_codes, quantize
+from llmq.ops.common import num_sums
 from llmq.runtime.device import Device
 
 LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
@@ -221,7 +222,7 @@ class Head:
             e = temps.enter_context(dev.scratch("logits", (rows, vocab), self.dtype))
             factors = temps.enter_context(dev.scratch("logits.factors", (rows,), F32))
             with ExitStack() as inner:
-                shape = (matmul_exp.num_tiles(vocab), rows)
+                shape = (num_sums(vocab), rows)
                 sums = inner.enter_context(dev.scratch("logits.sums", shape, F32))
                 shift = inner.enter_context(dev.scratch("logits.shift", (rows,), F32))
                 picked = inner.enter_context(dev.scratch("logits.targets", (rows,), F32))
@@ -289,7 +290,7 @@ class Head:
             shift = scratch("shift", (rows,), F32)
             operands = (lm_head.codes, x.scale, lm_head.scale)
             exp_codes.shift(dev, shift, x.codes, *operands, targets)
-            sums = scratch("sums", (matmul_exp_codes.num_tiles(vocab), rows), F32)
+            sums = scratch("sums", (num_sums(vocab), rows), F32)
             picked = scratch("targets", (rows,), F32)
             after = (*operands, shift, targets)
             matmul_exp_codes.forward(dev, e, sums, picked, x.codes, *after, size)

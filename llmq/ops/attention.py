@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from llmq.base.dtypes import BF16, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
+from llmq.runtime.arena import ALIGN
 from llmq.runtime.attention_tiles import backward_tiles, compile_consts, forward_tiles
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
@@ -185,6 +186,7 @@ def backward(
     *,
     backend: str | tuple[str, ...] = "native",
     deterministic: bool = True,
+    own: Callable[..., None] | None = None,
 ) -> None:
     """Gradient of attention: probabilities are computed again from lse.
 
@@ -197,6 +199,7 @@ def backward(
                        with cudnn up to B*Hq, of which those beyond B cut the heads
         sight          of the forward
         backend        of the forward or another one, as there
+        own            what "native" means here, of ops.attention_backward.chosen()
         deterministic  False lets cudnn add in any order, for less workspace; native always is
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
@@ -226,18 +229,18 @@ def backward(
     def native() -> None:
         at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
         for part, seen in _batches(tensors, sight, at_once):
-            _backward_native(dev, part, num_heads, num_kv_heads, seen)
+            (own or _backward_native)(dev, part, num_heads, num_kv_heads, seen)
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
 
 
 def _fitting(lse: Tensor, qkv: Tensor, step: int, parts: int) -> int:
     """Sequences that native takes at a time beside cudnn, which takes `step`: all of them, if their
-    sums of rows fit into its workspace, as nearly always."""
+    sums of rows (of `own` two for each) fit into its workspace, as nearly always."""
     batch, num_heads, seq_len = lse.shape
     heads = (num_heads, (qkv.shape[2] - num_heads) // 2)
     there = divided_workspace_bytes(step, seq_len, *heads, qkv.shape[3], parts)
-    return batch if lse.nbytes <= there else step
+    return batch if 2 * lse.nbytes + ALIGN <= there else step
 
 
 def _batches(tensors: tuple, sight: Sight, step: int) -> Iterator[tuple[tuple, Sight]]:

@@ -28,9 +28,10 @@ CAPABILITY = 90
 MULTIPLE = 16  # bytes: of rows of all their matrices
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
 # With work behind them, in warps of its own: threads, and bytes of stages, of a tile's three boxes,
-# barriers and alignment.
+# barriers and alignment; rows and columns of a cluster's tile.
 PRODUCT_THREADS, PRODUCT_STAGES, STAGE_BYTES, BOXES_BYTES = 512, 4, 40960, 3 * 16384
 PRODUCT_SHARED = PRODUCT_STAGES * STAGE_BYTES + BOXES_BYTES + 8 * (2 * PRODUCT_STAGES + 6) + 1024
+PRODUCT_TILE = (256, 192)
 _library_only = False  # within library_products()
 
 # column_sum of cu/bias.cu: columns and threads of one block.
@@ -319,9 +320,25 @@ def library_products() -> Iterator[None]:
         _library_only = before
 
 
+def own_product_tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    """Of a result. tile: rows and columns of what a cluster of two blocks computes at once."""
+    return ceil_div(rows, tile[0]) * ceil_div(columns, tile[1])
+
+
+def num_sums(columns: int) -> int:
+    """Of a row of a result, by PRODUCT_TILE's columns."""
+    return ceil_div(columns, PRODUCT_TILE[1])
+
+
 def own_product_blocks(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """Of a persistent grid, in clusters of two. tile: rows and columns of a cluster's result."""
-    return 2 * min(ceil_div(rows, tile[0]) * ceil_div(columns, tile[1]), dev.spec.num_sms // 2)
+    """Of a persistent grid, in clusters of two. tile: as own_product_tiles."""
+    return 2 * min(own_product_tiles(rows, columns, tile), dev.spec.num_sms // 2)
+
+
+def own_product_computed(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
+    """Tiles that all clusters could compute in the turns that they take. tile: as above."""
+    clusters = dev.spec.num_sms // 2
+    return ceil_div(own_product_tiles(rows, columns, tile), clusters) * clusters
 
 
 def rank_consts(R: int) -> dict[str, int]:

@@ -16,7 +16,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 BLOCK_ROWS = 32
-CODES_TILE = 128  # rows and columns of turn
+CODES_TILE = 128  # rows and columns of turn; CodesTile in cu/fp8.cuh
 AGAIN = 4096.0  # the sum of a row's exponentials when they are computed again
 
 SHIFT = Kernel(

@@ -12,11 +12,12 @@ from llmq.ops.common import (
     CAPABILITY,
     expect_adapters,
     own_product_blocks,
+    own_product_computed,
     rank_consts,
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 THREADS = 384
 TILE_ROWS = 256  # of a tile of a cluster of two blocks
@@ -92,21 +93,17 @@ def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
 
     def seconds(columns: int) -> int:  # in no unit
         alone = STORED_ALONE if columns == WIDE else 0
-        return _turns(dev, M, N, columns) * columns * (row_bytes + alone)
+        computed = own_product_computed(dev, M, N, (TILE_ROWS, columns))
+        return computed * columns * (row_bytes + alone)
 
     return min(SHARED, key=seconds)
-
-
-def _turns(dev: Device, M: int, N: int, columns: int) -> int:
-    """How many tiles a cluster has, at most."""
-    return ceil_div(ceil_div(M, TILE_ROWS) * ceil_div(N, columns), dev.spec.num_sms // 2)
 
 
 def _idle(dev: Device, M: int, N: int, row_bytes: int) -> float:
     """Of what all clusters could compute in their turns, what is no result; the result is 1."""
     columns = tile_columns(dev, M, N, row_bytes)
-    computed = _turns(dev, M, N, columns) * (dev.spec.num_sms // 2) * TILE_ROWS * columns
-    return computed / (M * N) - 1
+    computed = own_product_computed(dev, M, N, (TILE_ROWS, columns))
+    return computed * TILE_ROWS * columns / (M * N) - 1
 
 
 def matmul_adapted(

@@ -13,15 +13,16 @@ from llmq.ops.common import (
     CAPABILITY,
     PRODUCT_SHARED,
     PRODUCT_THREADS,
+    PRODUCT_TILE,
+    num_sums,
     own_product_blocks,
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 from llmq.runtime.machine import PLAN_SPEC
 
 OP = "matmul_exp.forward"
-TILE = (256, 192)  # of a cluster of two blocks
 
 # Fewer rows would leave multiprocessors idle in the last turn, and gain less than launches cost.
 MIN_ROWS, MIN_COLUMNS = 2048, 8192
@@ -49,11 +50,6 @@ def serves(dev: Device, a: Tensor, N: int) -> bool:
     )
 
 
-def num_tiles(N: int) -> int:
-    """Sums of a row of N columns."""
-    return ceil_div(N, TILE[1])
-
-
 def forward(
     dev: Device,
     e: Tensor,
@@ -69,7 +65,7 @@ def forward(
 
     Args (contiguous; N and K multiples of 8; X is BF16):
         e              out  X    (M, N)   columns >= vocab_size are 0
-        sums           out  F32  (num_tiles(N), M)   of e before it is rounded
+        sums           out  F32  (num_sums(N), M)   of e before it is rounded
         target_logits  out  F32  (M,)     the target's logit; nothing is written of masked rows
         a              in   X    (M, K)
         b              in   X    (N, K)
@@ -81,7 +77,7 @@ def forward(
     """
     (M, K), N = a.shape, b.shape[0]
     expect(OP, "e", e, BF16, (M, N))
-    expect(OP, "sums", sums, F32, (num_tiles(N), M))
+    expect(OP, "sums", sums, F32, (num_sums(N), M))
     expect(OP, "a", a, BF16, (M, K))
     expect(OP, "b", b, BF16, (N, K))
     for name, tensor in (("target_logits", target_logits), ("shift", shift)):
@@ -91,7 +87,7 @@ def forward(
         raise ValueError(f"{OP}: vocab_size must be in [1, {N}], got {vocab_size}")
     dev.launch(
         FORWARD,
-        own_product_blocks(dev, M, N, TILE),
+        own_product_blocks(dev, M, N, PRODUCT_TILE),
         PRODUCT_THREADS,
         (e, sums, target_logits, a, b, shift, targets, M, N, K, vocab_size),
         smem=PRODUCT_SHARED,

@@ -12,19 +12,17 @@ from llmq.ops.common import (
     CAPABILITY,
     PRODUCT_SHARED,
     PRODUCT_THREADS,
+    PRODUCT_TILE,
     expect_fp8_multiples,
+    num_sums,
     own_product_blocks,
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_exp_codes"
-TILE = (256, 192)  # of a cluster of two blocks
-
-# As of matmul_exp.
-MIN_ROWS, MIN_COLUMNS = 2048, 8192
-
+MIN_ROWS, MIN_COLUMNS = 2048, 8192  # as of matmul_exp
 
 FORWARD = Kernel(
     "matmul_exp_codes.cu",
@@ -57,11 +55,6 @@ def serves(dev: Device, a: Tensor, N: int) -> bool:
     return M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, (M, N, K), 0)
 
 
-def num_tiles(N: int) -> int:
-    """Sums of a row of N columns."""
-    return ceil_div(N, TILE[1])
-
-
 def forward(
     dev: Device,
     e: Tensor,
@@ -80,7 +73,7 @@ def forward(
     Args (contiguous; M, N and K multiples of 16):
         e              out  E5M2 (M, N)   rounded to nearest even and clamped; columns >= vocab_size
                                           and each row's target are 0
-        sums           out  F32  (num_tiles(N), M)   by tiles of columns, of e before it is rounded
+        sums           out  F32  (num_sums(N), M)   by tiles of columns, of e before it is rounded
         target_logits  out  F32  (M,)     nothing is written of masked rows
         a              in   E4M3 (M, K)
         b              in   E4M3 (N, K)
@@ -96,7 +89,7 @@ def forward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
     M, N = _check(OP, e, a, b, scale_a, scale_b, shift, targets, vocab_size)
-    expect(OP, "sums", sums, F32, (num_tiles(N), M))
+    expect(OP, "sums", sums, F32, (num_sums(N), M))
     expect(OP, "target_logits", target_logits, F32, (M,))
     operands = (a, b, scale_a, scale_b, shift, targets)
     results, flops = (e, sums, target_logits), 2 * a.size * N
@@ -156,6 +149,6 @@ def _check(
 def _launch(
     dev: Device, kernel: Kernel, tensors: tuple, sizes: tuple[int, int, int, int], flops: int = 0
 ) -> None:
-    blocks = own_product_blocks(dev, *sizes[:2], TILE)
+    blocks = own_product_blocks(dev, *sizes[:2], PRODUCT_TILE)
     args = (*tensors, *sizes)
     dev.launch(kernel, blocks, PRODUCT_THREADS, args, smem=PRODUCT_SHARED, flops=flops)

@@ -13,14 +13,16 @@ from llmq.ops.common import (
     MULTIPLE,
     PRODUCT_SHARED,
     PRODUCT_THREADS,
+    PRODUCT_TILE,
     own_product_blocks,
+    own_product_computed,
+    own_product_tiles,
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_gradient.add"
-TILE = (256, 192)  # of a cluster of two blocks
 # Where sums may not be fast: after so many steps of 128 the tensor cores' sum, of 14
 # significant bits, is added to one in F32.
 PART_STEPS = 4
@@ -55,21 +57,10 @@ def serves(dev: Device, target: Tensor, K: int) -> bool:
         return False
     if not runs_own_products(dev, CAPABILITY, (2 * N, K), 0):
         return False
-    used, filled = _share_of_turns(dev, M, N), _share_of_tiles(M, N)
+    tiles = own_product_tiles(M, N, PRODUCT_TILE)
+    used = tiles / own_product_computed(dev, M, N, PRODUCT_TILE)
+    filled = M * N / (tiles * PRODUCT_TILE[0] * PRODUCT_TILE[1])
     return used >= LEAST_USED and filled >= LEAST_FILLED
-
-
-def _share_of_turns(dev: Device, M: int, N: int) -> float:
-    tiles, clusters = _tiles(M, N), dev.spec.num_sms // 2
-    return tiles / (ceil_div(tiles, clusters) * clusters)
-
-
-def _share_of_tiles(M: int, N: int) -> float:
-    return M * N / (_tiles(M, N) * TILE[0] * TILE[1])
-
-
-def _tiles(M: int, N: int) -> int:
-    return ceil_div(M, TILE[0]) * ceil_div(N, TILE[1])
 
 
 def add(
@@ -105,7 +96,7 @@ def add(
     adding = (acc.scalars, int(acc.accumulate), acc.salt)
     dev.launch(
         GRADIENT_ACCUMULATE if acc.accumulate else GRADIENT,
-        own_product_blocks(dev, M, N, TILE),
+        own_product_blocks(dev, M, N, PRODUCT_TILE),
         PRODUCT_THREADS,
         (acc.tensor, a, b, scale_a, scale_b, *adding, M, N, K, part_steps),
         consts={"EXACT": int(part_steps > 0)},

@@ -14,11 +14,12 @@ from llmq.ops.common import (
     expect_adapters,
     expect_qkv,
     own_product_blocks,
+    own_product_computed,
     rank_consts,
     runs_own_products,
 )
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, ceil_div, expect
+from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_rope"
 THREADS = 384
@@ -63,8 +64,7 @@ def serves(
 
 def _idle(dev: Device, M: int, N: int) -> float:
     """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    tiles, clusters = ceil_div(M, TILE[0]) * ceil_div(N // 2, TILE[1]), dev.spec.num_sms // 2
-    return ceil_div(tiles, clusters) * clusters * TILE[0] * TILE[1] * 2 / (M * N) - 1
+    return own_product_computed(dev, M, N // 2, TILE) * TILE[0] * TILE[1] * 2 / (M * N) - 1
 
 
 def matmul_rope(

@@ -18,6 +18,7 @@ from llmq.ops.common import (
     MULTIPLE,
     PRODUCT_STAGES,
     PRODUCT_THREADS,
+    PRODUCT_TILE,
     STAGE_BYTES,
     abs_max_consts,
     expect_adapters,
@@ -32,7 +33,6 @@ from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_swiglu_backward"
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
-TILE = (256, 192)  # of a cluster of two blocks
 TURNED_BYTES = 32768  # two boxes of transposed codes of up and of gate; there is a stage less then
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
 MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
@@ -110,7 +110,7 @@ def backward(
     operands = (a, b, h, tail, scale_a, scale_b, up_gate)
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
-        own_product_blocks(dev, M, F, TILE),
+        own_product_blocks(dev, M, F, PRODUCT_TILE),
         PRODUCT_THREADS,
         (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), out),
         consts=consts,

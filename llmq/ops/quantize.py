@@ -18,7 +18,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 PER_BLOCK = 4 * 8 * THREADS  # elements: four times eight per thread; OCTETS in cu/quantize.cu
-CODES_TILE = 128  # rows and columns of transpose_codes
+CODES_TILE = 128  # rows and columns of transpose_codes; CodesTile in cu/fp8.cuh
 MULTIPLE = 16  # of rows and columns: one 16-byte access
 
 QUANTIZE = Kernel(

@@ -1,14 +1,8 @@
-"""How long an optimizer step takes: its trace on the plan device, replayed at a card's rates.
-
-Work on one stream runs in order. Streams run beside each other, held back by the events between
-them and by what carries one transfer at a time: the bus in each direction, the link to peers, and
-each GPU's share of the host's memory.
-"""
+"""How long an optimizer step takes: its trace on the plan device, replayed at a card's rates."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -17,21 +11,26 @@ from llmq.config.cards import Card
 from llmq.ops.attention import MAX_HEAD_DIM
 from llmq.plan.measured import exposed, half_wave, measured
 from llmq.plan.plan import Plan
+from llmq.plan.replay import Transfers, replay
 from llmq.plan.rig_links import RigLinks
 from llmq.plan.small_grids import small_grids
-from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import FUSED, attention_window, fused_product, launch_kind, more_work
-from llmq.runtime.plan_device import Trace, Work
+from llmq.runtime.launch_kind import (
+    FUSED,
+    PRODUCTS,
+    attention_sizes,
+    fused_product,
+    launch_kind,
+    more_work,
+)
+from llmq.runtime.plan_device import Work
 
-# Files of matrix products.
-PRODUCTS = ("matmul", "matmul_int8.cu", *(f"{entry}.cu" for entry in FUSED))
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
 # From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-# Of one direction's rate, what both have together: 75 of 55 GB/s (docs/decisions.md, offload).
-BOTH_WAYS = 1.36
+# Of one direction's rate, what both have together: 48 of 55 GB/s each (benchmarks/h200_x4_bus.txt).
+BOTH_WAYS = 1.74
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
 # they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
 # all GPUs and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone
@@ -91,15 +90,12 @@ NATIVE_ATTENTION = {
         64: Attention(3.44e12, 423, 256),
         MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
     },
+    # On Hopper, from benchmarks/h100_attention_backward.txt; it has no windows.
+    "attention_gradient": {
+        64: Attention(3.99e12, 142, None),
+        MAX_HEAD_DIM: Attention(4.67e12, 113, None),
+    },
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
-    """One replayed trace, in seconds. busy: of the main stream by part. wall: until all is done."""
-
-    busy: dict[str, float]
-    wall: float
 
 
 class Network(NamedTuple):
@@ -143,7 +139,7 @@ class Rates:
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
         self._host = HOST_MEMORY[nccl] / gpus
         self._staged = HOST_SHARE[nccl] * self._bus
-        self._transfers: dict[tuple, tuple[dict[str, float], float]] = {}
+        self._transfers: dict[tuple, Transfers] = {}
         self._launches = self._links = None
         self._slowest = 1.0  # of one GPU's speed, where all of them work
         if card.measured is not None:
@@ -190,39 +186,40 @@ class Rates:
         ratio *= self._small_grids(work)
         return seconds * ratio / self._attention_of(*kernel, *sizes)
 
-    def transfers(self, work: Work) -> tuple[dict[str, float], float]:
-        """Seconds on the bus towards the card, on the bus away from it, on the link, of host memory
-        and on the network, by name and without those that it does not need; and seconds of a bus
-        that is busy both ways.
-        """
+    @property
+    def both_ways(self) -> tuple[float, float]:
+        """How many times as long a transfer to the card, and one from it, takes while the bus
+        carries another one the other way."""
+        known = None if self._links is None else self._links.both_ways
+        return known or (2 / BOTH_WAYS, 2 / BOTH_WAYS)
+
+    def transfers(self, work: Work) -> Transfers:
+        """How long each carrier is busy with a piece of work."""
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
         key = (work.entry, *sizes) if work.received else sizes
         if key not in self._transfers:  # pieces of transfers are all alike
             carried = None if self._links is None else self._links.carried(work)
-            carriers, both_ways = carried or self._carried(*sizes[:5])
+            found = carried or self._carried(*sizes[:5])
             if work.network:
-                carriers |= {"network": work.network / self._network.rate}
-            self._transfers[key] = carriers, both_ways
+                found.carriers["network"] = work.network / self._network.rate
+            self._transfers[key] = found
         return self._transfers[key]
 
     def _carried(
         self, loaded: int, stored: int, received: int, shared: int, sent: int
-    ) -> tuple[dict[str, float], float]:
+    ) -> Transfers:
         if self._link:
             link = (received + shared) / self._link
             staged_in = staged_out = 0
         else:
             link, loaded = 0.0, loaded + shared
             staged_in, staged_out = received, sent
-        load = loaded / self._bus + staged_in / self._staged
-        store = stored / self._bus + staged_out / self._staged
+        load, store = loaded / self._bus, stored / self._bus
         host = 0.0
         if self._host < BOTH_WAYS * self._bus:
             host = (loaded + stored + staged_in + staged_out) / self._host
-        carriers = {"load": load, "store": store, "link": link, "host": host}
-        both_ways = (loaded + stored) / self._bus / BOTH_WAYS
-        both_ways += max(staged_in, staged_out) / self._staged
-        return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
+        exchange = (staged_in / self._staged, staged_out / self._staged)
+        return Transfers.of(load, store, exchange, link=link, host=host)
 
     def _product(self, work: Work, memory: float) -> float:
         if work.entry in FUSED:
@@ -240,11 +237,9 @@ class Rates:
         return max(work.flops / rate, memory) + last_wave
 
     def _attention(self, work: Work) -> float:
-        x = work.args[0]  # (B, T, heads, head_dim)
-        if x.dtype == F32:
+        if work.args[0].dtype == F32:
             return work.flops / (F32_RATE * self.card.num_sms)
-        window = attention_window(work.file, work.entry, work.args)
-        sizes = (work.flops, x.shape[1], x.shape[3], window)
+        sizes = (work.flops, *attention_sizes(work.file, work.entry, work.args))
         seconds = self._attention_of(work.file, work.entry, *sizes, self._visible)
         return seconds * self._small_grids(work)
 
@@ -275,76 +270,6 @@ class Rates:
             # Documents take as long as a window that hides as much.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate
-
-
-def replay(trace: Trace, rates: Rates) -> Phase:
-    """Run a trace from an idle machine until all of its streams are done.
-
-    That both directions share the bus is taken into account for the whole, not at each moment. A
-    kernel beside those of the main stream takes from them what it needs itself.
-    """
-    streams: defaultdict[str, float] = defaultdict(float)
-    carriers: defaultdict[str, float] = defaultdict(float)
-    recorded: dict[Event, float] = {}
-    busy: defaultdict[str, float] = defaultdict(float)
-    exchanges, kernels = _Beside(rates.slowdown), _Beside(2.0)
-    bus = 0.0
-    for item in trace:
-        stream = item.stream
-        if not isinstance(item, Work):
-            if item.wait:
-                streams[stream] = max(streams[stream], recorded.get(item.event, 0.0))
-            else:
-                recorded[item.event] = streams[stream]
-            continue
-        start, seconds = streams[stream], rates.compute(item)
-        if stream == "main":
-            seconds += exchanges.delay(start, seconds) + kernels.delay(start, seconds)
-        lasts = seconds
-        # Most move nothing, and it takes time.
-        if item.loaded or item.stored or item.received or item.shared or item.network:
-            transfers, both_ways = rates.transfers(item)
-            bus += both_ways
-            for name in transfers:
-                start = max(start, carriers[name])
-            for name, duration in transfers.items():
-                carriers[name] = start + duration
-                lasts = max(lasts, duration)
-            if item.received:
-                exchanges.note(start, start + lasts)
-        if stream != "main" and item.file:
-            kernels.note(start, start + seconds)
-        streams[stream] = start + lasts
-        if stream == "main":
-            busy[_part(item)] += seconds
-    return Phase(busy=dict(busy), wall=max(bus, *streams.values(), 0.0))
-
-
-class _Beside:
-    """When something takes memory's rate and multiprocessors from the kernels of the main stream:
-    exchanges of GPUs, or other kernels."""
-
-    def __init__(self, slowdown: float):
-        """slowdown: how many times as long kernels take beside it."""
-        self._more = slowdown - 1
-        self._going_on: list[tuple[float, float]] = []
-
-    def note(self, start: float, end: float) -> None:
-        """One that was enqueued."""
-        if self._more:
-            self._going_on.append((start, end))
-
-    def delay(self, start: float, seconds: float) -> float:
-        """How much later a kernel ends that takes so long without them; ask in order of time."""
-        self._going_on = [(s, e) for s, e in self._going_on if e > start]
-        overlap = sum(max(min(e, start + seconds) - max(s, start), 0) for s, e in self._going_on)
-        return self._more * min(overlap, seconds)
-
-
-def _part(work: Work) -> str:
-    if work.file in PRODUCTS:
-        return "head" if work.part == "head" else "blocks"
-    return "attention" if work.file.startswith("attention") else "memory_bound"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

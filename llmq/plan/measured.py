@@ -71,10 +71,15 @@ class Measured:
         return self._seconds[key]
 
     def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
-        """Sizes and seconds of the launch of this kind, or its like, that is nearest in size."""
+        """Sizes and seconds of the launch of this kind, or its like, that is nearest in size.
+
+        Of attention: of those with its length, head size and window, if there is any. They differ
+        in the number of heads alone, which does not change what the kernel does.
+        """
         known = self._like(kind)
         if not known:
             return None
+        known = {s: t for s, t in known.items() if s[1:] == kind.sizes[1:]} or known
         sizes = min(known, key=lambda sizes: _distance(sizes, kind.sizes))
         return sizes, known[sizes]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from llmq.config.card_file import CardFile, Points
+from llmq.plan.replay import Transfers
 from llmq.runtime.plan_device import Work
 
 _WITHOUT_ACCESS = {True: "nccl-off", False: "staged"}  # backends, by whether NCCL exchanges
@@ -29,7 +30,15 @@ class RigLinks:
         beside = file.beside.get(number, {}).get(backend, 1.0)
         self.slowdown = 1.0 if at_once else max(beside, 1.0)
 
-    def carried(self, work: Work) -> tuple[dict[str, float], float] | None:
+    @property
+    def both_ways(self) -> tuple[float, float] | None:
+        """As Rates has it; None where so many GPUs were not measured."""
+        if self._bus is None:
+            return None
+        into, out, both = self._bus
+        return max(into / both, 1.0), max(out / both, 1.0)
+
+    def carried(self, work: Work) -> Transfers | None:
         """As Rates.transfers, without a network; None where so many GPUs were not measured."""
         received, loaded = 0 if self._at_once else work.received, work.loaded
         if self._beside_bus and "all_gather" in self._exchange:
@@ -40,14 +49,12 @@ class RigLinks:
         if self._bus is None or (received and points is None):
             return None
         exchange = exchange_seconds(points, received) if received else 0.0
-        into, out, both = (1e9 * rate for rate in self._bus)
-        load, store, both_ways = loaded / into, work.stored / out, (loaded + work.stored) / 2 / both
+        into, out, _ = (1e9 * rate for rate in self._bus)
+        load, store = loaded / into, work.stored / out
         if self._beside_bus:
-            carriers = {"load": load, "store": store, "link": exchange}
-        else:  # what one GPU receives, another one sends at the same time
-            carriers = {"load": load + exchange, "store": store + exchange}
-            both_ways += exchange
-        return {name: seconds for name, seconds in carriers.items() if seconds}, both_ways
+            return Transfers.of(load, store, (0.0, 0.0), link=exchange)
+        # What one GPU receives, another one sends at the same time.
+        return Transfers.of(load, store, (exchange, exchange))
 
 
 def exchange_seconds(points: Points, received: int) -> float:

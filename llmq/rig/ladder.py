@@ -11,7 +11,17 @@ from typing import Any
 
 from llmq.base.dtypes import BF16, E4M3, F32, I8, MIB, U8
 from llmq.base.tensor import Tensor
-from llmq.ops import abs_max, attention, fill, matmul, matmul_int8, quantize, quantize_int8, random
+from llmq.ops import (
+    abs_max,
+    attention,
+    attention_backward,
+    fill,
+    matmul,
+    matmul_int8,
+    quantize,
+    quantize_int8,
+    random,
+)
 from llmq.plan.checks import FP8_CAPABILITY
 from llmq.rig.child import Job
 from llmq.rig.launches import table_of
@@ -114,7 +124,8 @@ def _attention(
     random.normal(dev, d_out, 1.0, 1)
     ahead()
     tensors = (d_qkv, d_out, out, lse, qkv)
-    return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend)
+    own = attention_backward.chosen(dev, qkv, attention.Sight())
+    return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend, own=own)
 
 
 def cases(spec: DeviceSpec) -> Iterator[Case]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from llmq.runtime.timing import LaunchTime
 
+BEHIND = 0.1  # of a step, see in_time
+
 Table = dict[str, list[list[Any]]]
 """By the name of a kind: [sizes, seconds], one of each size."""
 
@@ -34,6 +36,16 @@ def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
     total = sum(medians.get(time.kind, time.ms / 1e3) for time in rounds[0] if time.main)
     factor = seconds / total if total else 1.0
     return {name: [[s, factor * t] for s, t in points] for name, points in table.items()}
+
+
+def in_time(idle: float) -> bool:
+    """Whether a step's launches, timed by themselves, are good for more than their sum.
+
+    idle: the part of the step in which none of them ran, negative where they took longer than it.
+    By more than BEHIND of it no clock does that: the GPU waited for the host between a launch and
+    its marks, the longer the shorter a launch is, and no factor makes up for it.
+    """
+    return idle > -BEHIND
 
 
 def merged(tables: Iterable[Table]) -> Table:

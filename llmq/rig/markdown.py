@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmq.base.dtypes import GIB
+from llmq.rig.launches import in_time
 
 Report = dict[str, Any]
 BESIDE = " (products as beside other GPUs)"
@@ -192,12 +193,17 @@ def _steps(report: Report) -> str:
             f"{found['options']['batch-size']} x {found['options']['seq-len']}",
             _flags(found["options"]) + BESIDE * bool(found.get("beside")),
             _number(found["tokens_per_second"], "{:,.0f}"),
-            _number(found["idle"], "{:.1%}"),
+            _idle(found["idle"]),
             _number(found["seconds"], "{:.0f} s"),
         )
         for found in report["measured"].get("steps", [])
     ]
     return _table(("model", "micro-batch", "flags", "tokens/s", "idle", "took"), rows)
+
+
+def _idle(share: float | None) -> str:
+    left_out = share is not None and not in_time(share)
+    return _number(share, "{:.1%}") + ", left out: the host was too slow" * left_out
 
 
 def _rows(report: Report) -> str:

@@ -19,7 +19,7 @@ from llmq.rig import rows, steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import words_on
-from llmq.rig.launches import merged
+from llmq.rig.launches import in_time, merged
 from llmq.rig.markdown import markdown
 from llmq.rig.picture import draw
 
@@ -182,7 +182,7 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
 def card_file_of(report: dict[str, Any]) -> CardFile:
     """What plans need of a report. Raises ConfigError where too little was measured."""
     measured, spec = report["measured"], report["spec"]
-    tables = [found.get("launches", {}) for found in measured["steps"]]
+    tables = [step.get("launches", {}) for step in measured["steps"] if in_time(step["idle"])]
     bus = measured["bus"].get("at_once", {})
     exchange, beside, beside_bus = {}, {}, False
     for backend, found in measured["exchanges"].items():

@@ -17,6 +17,7 @@ from llmq.base.dtypes import E4M3, F32, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.runtime.kernel import ceil_div
 from llmq.runtime.product import Operands, Product
+from llmq.runtime.tuning import DEVICE_TO_HOST, HOST_TO_DEVICE
 
 ONE = 127  # the byte of the scale 1
 BLOCK = 32  # codes that share a scale
@@ -51,7 +52,7 @@ def computes_right(
         at = workspace.offset + offset
         tensor = Tensor(name, array.shape, dtype, workspace.storage, at)
         offset += 256 * ceil_div(tensor.nbytes, 256)
-        cuda.memcpyAsync(tensor.ptr, array.ctypes.data, array.nbytes, 1, stream)  # to the device
+        cuda.memcpyAsync(tensor.ptr, array.ctypes.data, array.nbytes, HOST_TO_DEVICE, stream)
         cuda.streamSynchronize(stream)
         return tensor
 
@@ -71,7 +72,7 @@ def computes_right(
         scalars = put("scalars", both, F32)
         run(product, Operands(out, *codes, None, None, rest, scales, scales, scalars=scalars))
         got = np.empty((M, N), np.float32)
-        cuda.memcpyAsync(got.ctypes.data, out.ptr, out.nbytes, 2, stream)  # to the host
+        cuda.memcpyAsync(got.ctypes.data, out.ptr, out.nbytes, DEVICE_TO_HOST, stream)
         cuda.streamSynchronize(stream)
         if not np.array_equal(got, factor * want):
             return False

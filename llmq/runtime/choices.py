@@ -6,13 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmq.base.tensor import Tensor
 from llmq.runtime.algorithm_file import algorithm_file
 from llmq.runtime.tuning import Unsupported, fastest
-
-HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
 Ways = dict[str, Callable[[], None]]
 
@@ -55,17 +51,6 @@ class Choices:
                 f"{work} was not seen before this graph capture, in which it cannot be timed; run "
                 "it once outside of the graph, or switch tuning off"
             )
-        best = self._timed(stream, ways, kept) or next(iter(ways))  # which says why it cannot run
+        best = fastest(self._cuda, stream, list(ways), lambda name: ways[name](), Unsupported, kept)
+        best = best or next(iter(ways))  # which says why it cannot run
         return names.get(self._file.publish(key, best.encode(), instead_of=remembered), best)
-
-    def _timed(self, stream: int, ways: Ways, kept: Tensor | None) -> str | None:
-        cuda = self._cuda
-        if kept is not None:
-            saved = np.empty(kept.nbytes, np.uint8)
-            cuda.memcpyAsync(saved.ctypes.data, kept.ptr, kept.nbytes, DEVICE_TO_HOST, stream)
-            cuda.streamSynchronize(stream)
-        best = fastest(cuda, stream, list(ways), lambda name: ways[name](), Unsupported)
-        if kept is not None:
-            cuda.memcpyAsync(kept.ptr, saved.ctypes.data, kept.nbytes, HOST_TO_DEVICE, stream)
-        cuda.streamSynchronize(stream)
-        return best

@@ -23,8 +23,6 @@ from llmq.runtime.tuning import Unsupported, fastest
 
 CANDIDATES = 48  # algorithms asked of the heuristic
 
-HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
-
 
 class CublasLt:
     """The matrix-product library of one rank; for the rank's thread, with its GPU current.
@@ -260,7 +258,7 @@ class CublasLt:
 
     def _tune(self, stream: int, plan: Plan, operands: Operands) -> Choice:
         """The fastest of the heuristic's candidates, each timed on the operands of this call."""
-        cuda, out = self._cuda, operands.out
+        cuda = self._cuda
         if cuda.streamIsCapturing(stream):
             raise RuntimeError(
                 f"matmul: {plan.product} was not seen before this graph capture, in which it "
@@ -268,9 +266,6 @@ class CublasLt:
             )
         if plan.product.block_scaled:
             self._try_block_scales(stream, operands.workspace)
-        if plan.product.accumulate:
-            saved = np.empty(out.nbytes, np.uint8)
-            cuda.memcpyAsync(saved.ctypes.data, out.ptr, out.nbytes, DEVICE_TO_HOST, stream)
         candidates = self._candidates(plan, CANDIDATES, False)  # first: they win if equally fast
         if plan.product.fast_accumulation:
             candidates += self._candidates(plan, CANDIDATES, True)
@@ -279,10 +274,8 @@ class CublasLt:
             self._accumulate_fast(plan, choice.fast)
             self._run(stream, plan, choice.algorithm, operands)
 
-        best = fastest(cuda, stream, candidates, run, self._lt.cuBLASLtError)
-        if plan.product.accumulate:
-            cuda.memcpyAsync(out.ptr, saved.ctypes.data, out.nbytes, HOST_TO_DEVICE, stream)
-        cuda.streamSynchronize(stream)
+        kept = operands.out if plan.product.accumulate else None
+        best = fastest(cuda, stream, candidates, run, self._lt.cuBLASLtError, kept)
         if best is None:
             raise Unsupported(self._no_algorithm(plan))
         return best

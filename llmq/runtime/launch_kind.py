@@ -18,6 +18,8 @@ FUSED = {
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
+# Files of matrix products.
+PRODUCTS = ("matmul", "matmul_int8.cu", *(f"{entry}.cu" for entry in FUSED))
 LONGER = ("swiglu", "swiglu_backward")  # of these words, those that say it takes longer
 OPERANDS = 6  # arguments of these: a, b, h and tail of adapters, and two scales
 
@@ -61,8 +63,7 @@ def launch_kind(file: str, entry: str, args: tuple, flops: int, device_bytes: in
             words.append("addend")
         return Kind("/".join([entry, *words]), (m, n, k))
     if file.startswith("attention") and flops:
-        _, seq_len, _, head_dim = args[0].shape
-        sizes = (flops, seq_len, head_dim, attention_window(file, entry, args))
+        sizes = (flops, *attention_sizes(file, entry, args))
         return Kind(f"{entry}/{file.partition('.')[2] or 'library'}/{tensors[0]}", sizes)
     return Kind(f"{entry}/{','.join(tensors)}", (device_bytes,))
 
@@ -113,9 +114,18 @@ def _result_dtype(entry: str, args: tuple) -> DType:
     return E4M3 if has_scale else BF16
 
 
-def attention_window(file: str, entry: str, args: tuple) -> int:
-    """How many keys a query sees, of the arguments of one of attention's kernels."""
-    return args[-2 if (file, entry) == ("attention", "attention_forward") else -1]
+def attention_sizes(file: str, entry: str, args: tuple) -> tuple[int, int, int]:
+    """Sequence length, head size and how many keys a query sees, of the arguments of one of
+    attention's kernels."""
+    if entry == "attention_gradient":  # whose tensors are matrices
+        seq_len, num_heads, num_kv_heads = args[-3:]
+        return seq_len, args[0].shape[1] // (num_heads + 2 * num_kv_heads), seq_len
+    _, seq_len, _, head_dim = args[0].shape
+    return (
+        seq_len,
+        head_dim,
+        args[-2 if (file, entry) == ("attention", "attention_forward") else -1],
+    )
 
 
 def library_heads(file: str, entry: str, args: tuple) -> tuple[int, int, int] | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llmq.base.tensor import Tensor
@@ -98,13 +99,15 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     it does once the device has work for a few milliseconds, or gaps count as time of the launches.
     """
     marks = Marks(dev)
-    spans: list[tuple[str, int, int, Kind | None, bool, int, int]] = []
+    spans: list[tuple[Callable[[], tuple], bool, int, int]] = []
 
     def timed(call: Callable[..., None], describe: Callable[..., tuple]) -> Callable[..., None]:
         def run(*args: Any, **options: Any) -> None:
             main, first = dev.stream_name == "main", marks.mark()
             call(*args, **options)
-            spans.append((*describe(*args, **options), main, first, marks.mark()))
+            second = marks.mark()
+            # To describe it takes longer than a small launch: afterwards.
+            spans.append((partial(describe, *args, **options), main, first, second))
 
         return run
 
@@ -120,7 +123,8 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
     own = statistics.median(marks.milliseconds(*pair) for pair in itertools.pairwise(empty))
     times = [
         LaunchTime(name, max(marks.milliseconds(*pair) - own, 0.0), traffic, flops, main, kind)
-        for name, traffic, flops, kind, main, *pair in spans
+        for describe, main, *pair in spans
+        for name, traffic, flops, kind in [describe()]
     ]
     marks.close()
     return times

@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
+from llmq.base.tensor import Tensor
+
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 LOOK = 3  # runs of every candidate that takes less than LONG_MS
 LONG_MS = 1.0
 FINALISTS = 10
@@ -31,11 +36,16 @@ def fastest(
     candidates: Sequence[Candidate],
     run: Callable[[Candidate], None],
     refused: type[Exception],
+    kept: Tensor | None = None,
 ) -> Candidate | None:
     """The candidate that takes the least time, the first of equals; None if all are refused.
 
-    cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`.
+    cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept:
+    what a run adds to, which is as before afterwards. Waits for the stream.
     """
+    if kept is not None:
+        saved = np.empty(kept.nbytes, np.uint8)
+        cuda.memcpyAsync(saved.ctypes.data, kept.ptr, kept.nbytes, DEVICE_TO_HOST, stream)
     events = [cuda.eventCreate(), cuda.eventCreate()]
 
     def milliseconds(candidate: Candidate, count: int) -> float:
@@ -65,6 +75,9 @@ def fastest(
             )
     for event in events:
         cuda.eventDestroy(event)
+    if kept is not None:
+        cuda.memcpyAsync(kept.ptr, saved.ctypes.data, kept.nbytes, HOST_TO_DEVICE, stream)
+    cuda.streamSynchronize(stream)
     best = None
     for index, total in totals.items():
         if best is None or total < totals[best] * MIN_GAIN:

@@ -340,6 +340,7 @@ static void describe_deadlock() {
 
 static void run_cluster() {
     std::memset(dynamic_shared + dynamic_bytes, CANARY, 64);
+    ptx::begin_cluster();
     bool all_done = false;
     while (!all_done && !failure) {
         all_done = true;
@@ -374,6 +375,7 @@ static void run_cluster() {
             failure = "the kernel writes behind its dynamic shared memory";
         }
     }
+    if (!failure) { failure = ptx::end_cluster(); }
 }
 
 // Each stack lies behind a page that nobody may touch.

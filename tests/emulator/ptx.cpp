@@ -80,12 +80,64 @@ MmaBytesOut multiply_bytes(const MmaBytesIn& in) {
     return warp_exchange<MmaBytesOut>(~0u, in, multiply_all_bytes);
 }
 
+// -- Fences between what threads write to shared memory and what copies and products see there ------
+
+// Of 16 bytes: when and by which thread of the cluster they were last written, 0: not by a thread.
+struct Write {
+    unsigned time, thread;
+};
+static std::vector<Write> writes;     // by block of the cluster and place in dynamic shared memory
+static std::vector<unsigned> fences;  // by thread of the cluster: when its last one was
+static unsigned now;
+
+static inline unsigned this_thread() { return emulator::current - emulator::block->thread.data(); }
+
+template <class T> static T& mine(std::vector<T>& all) {
+    const size_t thread = this_thread() + emulator::block_rank() * emulator::block->threads;
+    if (thread >= all.size()) { all.resize(thread + 1); }
+    return all[thread];
+}
+
+static Write* write_at(SharedAddress address, unsigned rank) {
+    const size_t place = (address - (SharedAddress)emulator::dynamic_shared) / 16;
+    constexpr size_t PLACES = emulator::MAX_DYNAMIC / 16;
+    const size_t index = rank * PLACES + place;
+    return place < PLACES && index < writes.size() ? &writes[index] : nullptr;
+}
+
+void written(SharedAddress address) {
+    const unsigned rank = emulator::block_rank();
+    if (!write_at(address, rank)) { writes.resize((rank + 1) * (emulator::MAX_DYNAMIC / 16)); }
+    if (Write* write = write_at(address, rank)) {
+        *write = {++now, this_thread() + rank * emulator::block->threads};
+    }
+}
+
+void fence_writes() { mine(fences) = ++now; }
+
+// Whether the writer, or the running thread later, has made a fence.
+void check_fence(SharedAddress address, unsigned rank) {
+    const Write* write = write_at(address, rank);
+    if (!write || !write->time || mine(fences) > write->time) { return; }
+    check(write->thread < fences.size() && fences[write->thread] > write->time,
+          "a copy or product meets what a thread wrote to shared memory, without a fence between");
+}
+
+static void check_fences(SharedAddress address, unsigned bytes, unsigned rank, bool overwrites) {
+    for (unsigned i = 0; i < bytes; i += 16) {
+        check_fence(address + i, rank);
+        Write* write = write_at(address + i, rank);
+        if (write && overwrites) { write->time = 0; }
+    }
+}
+
 void store_matrices(SharedAddress row, const Registers4& matrices) {
     struct In {
         SharedAddress row;
         Registers4 matrices;
     };
     const In in{row, matrices};
+    written(row);
     warp_exchange<int>(~0u, in, [](const In* const* in, int* const*) {
         for (int lane = 0; lane < 32; ++lane) {
             for (int i = 0; i < 4; ++i) {
@@ -155,8 +207,6 @@ struct Sleeper {
 };
 static std::vector<Sleeper> sleepers;
 
-static inline unsigned this_thread() { return emulator::current - emulator::block->thread.data(); }
-
 static Barrier& barrier_at(SharedAddress address, unsigned rank) {
     check(address % 8 == 0, "a barrier's address is not a multiple of 8");
     Barrier& barrier = *emulator::map_shared((Barrier*)address, rank);
@@ -194,12 +244,20 @@ void barrier_init(SharedAddress address, unsigned arrivals) {
 struct Load {
     SharedAddress to, barrier;
     unsigned rank;
-    const TensorMap* map;
+    const TensorMap* map;  // null: `bytes` in a row
     int x, y;
+    const void* from;
+    unsigned bytes;
 };
 static std::vector<Load> loads;
 
 static void land(const Load& load) {
+    if (!load.map) {
+        std::memcpy((void*)load.to, load.from, load.bytes);
+        barrier_at(load.barrier, load.rank).bytes -= load.bytes;
+        look_at(load.barrier, load.rank);
+        return;
+    }
     const TensorMap& map = *load.map;
     for (int r = 0; r < map.box_rows; ++r) {
         for (int c = 0; c < map.width(); ++c) {
@@ -216,16 +274,25 @@ static void land(const Load& load) {
     look_at(load.barrier, load.rank);
 }
 
+static void start(const Load& load) {
+    check_fences(load.to, load.bytes, load.rank, true);
+    std::memset(emulator::map_shared((char*)load.to, load.rank), emulator::POISON, load.bytes);
+    const bool awaited = std::any_of(sleepers.begin(), sleepers.end(), [&](const Sleeper& s) {
+        return s.rank == load.rank && s.barrier == load.barrier;
+    });
+    if (awaited) { land(load); } else { loads.push_back(load); }
+}
+
 void start_load(SharedAddress to, const TensorMap* map, int x, int y, SharedAddress barrier,
                 unsigned rank) {
     check(to % 128 == 0, "a box's address is not a multiple of 128");
-    const int bytes = 128 * map->box_rows;
-    std::memset(emulator::map_shared((char*)to, rank), emulator::POISON, bytes);
-    const Load load{to, barrier, rank, map, x, y};
-    const bool awaited = std::any_of(sleepers.begin(), sleepers.end(), [&](const Sleeper& s) {
-        return s.rank == rank && s.barrier == barrier;
-    });
-    if (awaited) { land(load); } else { loads.push_back(load); }
+    start({to, barrier, rank, map, x, y, nullptr, (unsigned)(128 * map->box_rows)});
+}
+
+void start_load(SharedAddress to, const void* from, unsigned bytes, SharedAddress barrier) {
+    check(to % 16 == 0 && (size_t)from % 16 == 0 && bytes % 16 == 0,
+          "cp.async.bulk: addresses and size must be multiples of 16");
+    start({to, barrier, emulator::block_rank(), nullptr, 0, 0, from, bytes});
 }
 
 void wait_at(SharedAddress address, unsigned parity) {
@@ -252,13 +319,9 @@ struct Store {
 };
 static std::vector<std::vector<Store>> stores;  // by thread of the cluster
 
-template <class T> static T& mine(std::vector<T>& all) {
-    const size_t thread = this_thread() + emulator::block_rank() * emulator::block->threads;
-    if (thread >= all.size()) { all.resize(thread + 1); }
-    return all[thread];
-}
-
 void start_store(const TensorMap* map, int x, int y, SharedAddress from) {
+    check(from % 128 == 0, "a box's address is not a multiple of 128");
+    check_fences(from, 128 * map->box_rows, emulator::block_rank(), false);
     mine(stores).push_back({map, x, y, from});
 }
 
@@ -283,10 +346,32 @@ void finish_stores(size_t pending) {
 struct ProductQueue {
     std::vector<std::vector<Product>> groups;  // committed, oldest first
     std::vector<Product> open;
+    bool begun = false;  // since registers were last waited for
 };
 static std::vector<ProductQueue> product_queues;
 
-void add_product(const Product& product) { mine(product_queues).open.push_back(product); }
+LeftRows gather_left(const Registers4& a) {
+    return warp_exchange<LeftRows>(~0u, a, [](const Registers4* const* in, LeftRows* const* out) {
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int t = 0; t < 4; ++t) {
+                for (int i = 0; i < 4; ++i) {
+                    for (int j = 0; j < 2; ++j) {
+                        out[lane]->x[i % 2][2 * t + 8 * (i / 2) + j] =
+                            bf16_half(in[lane / 4 * 4 + t]->r[i], j);
+                    }
+                }
+            }
+        }
+    });
+}
+
+void products_begin() { mine(product_queues).begun = true; }
+
+void add_product(const Product& product) {
+    auto& queue = mine(product_queues);
+    check(queue.begun, "a product without wgmma.fence behind other uses of registers");
+    queue.open.push_back(product);
+}
 
 void products_commit() {
     auto& queue = mine(product_queues);
@@ -295,11 +380,73 @@ void products_commit() {
 }
 
 void finish_products(size_t pending) {
-    auto& groups = mine(product_queues).groups;
+    auto& [groups, open, begun] = mine(product_queues);
+    begun = false;
     while (groups.size() > pending) {
         for (const Product& product : groups[0]) { product.compute(product); }
         groups.erase(groups.begin());
     }
+}
+
+// -- Registers of a launch, one block a multiprocessor ---------------------------------------------
+
+struct Registers {
+    unsigned count = 0;  // of a thread; 0: as many as the launch gave
+};
+static std::vector<Registers> registers;  // by thread of the cluster
+
+static unsigned at_launch() { return std::min(65536 / emulator::block->threads / 8 * 8, 255u / 8 * 8); }
+
+void set_registers(unsigned count, bool more) {
+    check(count % 8 == 0 && count >= 24 && count <= 256, "setmaxnreg: 24 to 256, in steps of 8");
+    auto& mine_now = mine(registers).count;
+    const unsigned before = mine_now ? mine_now : at_launch();
+    check(more ? count >= before : count <= before, "setmaxnreg: fewer, or more, than there are");
+    mine_now = count;
+}
+
+static const char* wrong_registers() {
+    for (const emulator::Block& b : emulator::cluster) {
+        unsigned sum = 0;
+        for (unsigned i = 0; i < b.threads; ++i) {
+            const size_t first = b.rank * b.threads, at = first + i;
+            const auto of = [&](size_t t) { return t < registers.size() ? registers[t].count : 0; };
+            if (of(at) != of(first + i / 128 * 128)) {
+                return "setmaxnreg: not by all threads of a warpgroup";
+            }
+            sum += of(at) ? of(at) : at_launch();
+        }
+        if (sum > at_launch() * b.threads) { return "setmaxnreg: more registers than at launch"; }
+    }
+    return nullptr;
+}
+
+// -- A cluster's beginning and end -----------------------------------------------------------------
+
+void begin_cluster() {
+    writes.clear();
+    fences.clear();
+    registers.clear();
+    copy_queues.clear();
+    sleepers.clear();
+    loads.clear();
+    stores.clear();
+    product_queues.clear();
+    now = 0;
+}
+
+const char* end_cluster() {
+    if (!loads.empty()) { return "a copy to shared memory that nobody has waited for"; }
+    for (const auto& of_thread : stores) {
+        if (!of_thread.empty()) { return "a store of a box that its thread has not waited for"; }
+    }
+    for (const ProductQueue& queue : product_queues) {
+        for (const auto& group : queue.groups) {
+            if (!group.empty()) { return "a product that its thread has not waited for"; }
+        }
+        if (!queue.open.empty()) { return "a product in no group"; }
+    }
+    return registers.empty() ? nullptr : wrong_registers();
 }
 
 unsigned long long time() {

@@ -19,6 +19,17 @@ static inline uint4 load_shared(SharedAddress from) {
     return *(const uint4*)from;
 }
 
+static inline float2 load_shared_pair(SharedAddress from) {
+    ptx::check(from % 8 == 0, "ld.shared: an address is not a multiple of 8");
+    return *(const float2*)from;
+}
+
+static inline void store_shared(SharedAddress to, const uint4& x) {
+    ptx::check(to % 16 == 0, "st.shared: an address is not a multiple of 16");
+    *(uint4*)to = x;
+    ptx::written(to);
+}
+
 static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0,
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
@@ -102,10 +113,14 @@ static inline void load_box_for(SharedAddress to, const TensorMap* map, int x, i
         if (blocks >> rank & 1) { ptx::start_load(to, map, x, y, barrier, rank); }
     }
 }
+static inline void load_bytes(SharedAddress to, const void* from, unsigned bytes,
+                              SharedAddress barrier) {
+    ptx::start_load(to, from, bytes, barrier);
+}
 static inline void store_box(const TensorMap* map, int x, int y, SharedAddress from) {
     ptx::start_store(map, x, y, from);
 }
-static inline void stores_begin() {}
+static inline void stores_begin() { ptx::fence_writes(); }
 template <int PENDING = 0> static inline void stores_have_read() { ptx::finish_stores(PENDING); }
 static inline void stores_are_done() { ptx::finish_stores(); }
 
@@ -117,21 +132,36 @@ static inline Descriptor k_outside(SharedAddress tile, unsigned chunk) { return 
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
 static inline void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
-    ptx::add_product({d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>});
+    const ptx::Product product{d, a, b, add, ptx::compute<COLUMNS, Left, Right, K_OUTSIDE>};
+    ptx::check_operands<COLUMNS, Right, K_OUTSIDE>(product);
+    ptx::add_product(product);
 }
-static inline void wgmma_begin() {}
+template <int COLUMNS, bool K_OUTSIDE>
+static inline void wgmma_left(float (&d)[COLUMNS / 2], const unsigned (&a)[4], Descriptor b,
+                              int add) {
+    ptx::Product product{d, {}, b, add, ptx::compute<COLUMNS, __nv_bfloat16, __nv_bfloat16, K_OUTSIDE>};
+    product.left = ptx::gather_left({{a[0], a[1], a[2], a[3]}});
+    product.in_registers = true;
+    ptx::check_operands<COLUMNS, __nv_bfloat16, K_OUTSIDE>(product);
+    ptx::add_product(product);
+}
+static inline void wgmma_begin() { ptx::products_begin(); }
 static inline void wgmma_commit() { ptx::products_commit(); }
 template <int PENDING> static inline void wgmma_wait() { ptx::finish_products(PENDING); }
+
+template <int COUNT> static inline void arrived(float (&)[COUNT]) {}
 
 static inline void stmatrix_x4(SharedAddress row, unsigned a, unsigned b, unsigned c, unsigned d) {
     ptx::store_matrices(row, {{a, b, c, d}});
 }
 
-template <int COUNT> static inline void give_registers() {}
-template <int COUNT> static inline void take_registers() {}
+template <int COUNT> static inline void give_registers() { ptx::set_registers(COUNT, false); }
+template <int COUNT> static inline void take_registers() { ptx::set_registers(COUNT, true); }
 
 static inline unsigned long long global_time() { return ptx::time(); }
 
 static inline void forget(uint4&) {}
 static inline void forget(uint2&) {}
 static inline void forget(int&) {}
+static inline void forget(unsigned&) {}
+static inline void forget(SharedAddress&) {}

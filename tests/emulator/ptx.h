@@ -42,6 +42,13 @@ MmaBytesOut multiply_bytes(const MmaBytesIn& in);
 
 void store_matrices(SharedAddress row, const Registers4& matrices);
 
+// -- Fences between what threads write to shared memory and what copies and products see there ------
+
+// The running thread has written 16 bytes; it makes a fence; a copy or product of its meets them.
+void written(SharedAddress address);
+void fence_writes();
+void check_fence(SharedAddress address, unsigned rank = emulator::block_rank());
+
 // -- Copies in the background ---------------------------------------------------------------------
 
 void copy_in_background(SharedAddress to, const void* from, bool valid, int size);
@@ -76,6 +83,7 @@ namespace ptx {
 
 void start_load(SharedAddress to, const TensorMap* map, int x, int y, SharedAddress barrier,
                 unsigned rank);
+void start_load(SharedAddress to, const void* from, unsigned bytes, SharedAddress barrier);
 void start_store(const TensorMap* map, int x, int y, SharedAddress from);
 void finish_stores(size_t pending = 0);
 
@@ -91,12 +99,21 @@ struct Descriptor {
 
 namespace ptx {
 
+// The two rows of a left operand in registers that a thread's results are of.
+struct LeftRows {
+    float x[2][16];
+};
+LeftRows gather_left(const Registers4& a);
+
 struct Product {
     float* d;
     Descriptor a, b;
     int add;
     void (*compute)(const Product&);
+    bool in_registers = false;  // of a
+    LeftRows left;
 };
+void products_begin();
 void add_product(const Product& product);
 void products_commit();
 void finish_products(size_t pending);
@@ -115,7 +132,10 @@ static void compute(const Product& p) {
     float a[2][INNER], b[INNER];
     for (int half = 0; half < 2; ++half) {
         for (int k = 0; k < INNER; ++k) {
-            a[half][k] = element<Left>(row_of(p.a, 16 * warp + g + 8 * half) + k * sizeof(Left));
+            a[half][k] = p.in_registers
+                             ? p.left.x[half][k % 16]
+                             : element<Left>(row_of(p.a, 16 * warp + g + 8 * half) +
+                                             k * sizeof(Left));
         }
     }
     for (int j = 0; j < COLUMNS / 8; ++j) {
@@ -138,6 +158,35 @@ static void compute(const Product& p) {
         }
     }
 }
+
+// That operands in shared memory may be read: by one thread of the warpgroup.
+template <int COLUMNS, class Element, bool K_OUTSIDE>
+static void check_operands(const Product& p) {
+    if (emulator::current->index.x % 128 != 0) { return; }
+    for (int i = 0; i < 32; i += 16) {
+        for (int row = 0; row < 64 && !p.in_registers; ++row) {
+            check_fence(swizzled(row_of(p.a, row) + i));
+        }
+        for (int row = 0; row < COLUMNS && !K_OUTSIDE; ++row) {
+            check_fence(swizzled(row_of(p.b, row) + i));
+        }
+    }
+    for (int k = 0; k < 16 && K_OUTSIDE; ++k) {
+        for (int column = 0; column < COLUMNS; column += 8) {
+            const Descriptor chunk{p.b.address + column / 64 * p.b.chunk, 0};
+            check_fence(swizzled(row_of(chunk, k) + column % 64 * sizeof(Element)));
+        }
+    }
+}
+
+// -- Registers of a warpgroup ----------------------------------------------------------------------
+
+void set_registers(unsigned count, bool more);
+
+// -- A cluster's beginning and end: what was left behind, or null -----------------------------------
+
+void begin_cluster();
+const char* end_cluster();
 
 unsigned long long time();
 

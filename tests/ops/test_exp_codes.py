@@ -6,7 +6,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.model.head import gradient_scale
 from llmq.ops import cross_entropy, exp_codes, matmul_exp_codes
-from llmq.ops.matmul_exp_codes import num_tiles
+from llmq.ops.common import num_sums
 from llmq.ref.exp_codes import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -50,7 +50,7 @@ def whole_way(dev, vocab, z_loss, largest=57344.0, **arrays):
     row = np.full(rows, np.nan, np.float32)
     arrays |= dict.fromkeys(("shift", "losses", "lse", "factors", "own", "target_logits"), row)
     arrays["masks"] = np.full(exp_codes.num_masks(rows), -1, np.int32)
-    arrays["sums"] = np.full((num_tiles(columns), rows), np.nan, np.float32)
+    arrays["sums"] = np.full((num_sums(columns), rows), np.nan, np.float32)
     arrays["e"] = np.full((rows, columns), np.nan, E5M2.numpy)
     arrays["turned"] = np.full((columns, rows), np.nan, E5M2.numpy)
     arrays["listed"] = np.full(1 + rows, -1, np.int32)

@@ -8,6 +8,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import matmul_exp
+from llmq.ops.common import num_sums
 from llmq.ref.matmul_exp import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
@@ -28,7 +29,7 @@ def arrays_of(rng, M, N, K, vocab):
     targets[3::4] = -100
     return {
         "e": np.full((M, N), np.nan, BF16.numpy),
-        "sums": np.full((matmul_exp.num_tiles(N), M), np.nan, np.float32),
+        "sums": np.full((num_sums(N), M), np.nan, np.float32),
         "target_logits": np.full(M, -7, np.float32),
         "a": eighths(M, K),
         "b": eighths(N, K),

@@ -8,6 +8,7 @@ import pytest
 
 from llmq.base.dtypes import E4M3, E5M2, F32, I32
 from llmq.ops import matmul_exp_codes
+from llmq.ops.common import num_sums
 from llmq.ref.matmul_exp_codes import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
@@ -25,7 +26,7 @@ def arrays_of(rng, M, N, K, vocab):
     targets[3::4] = -100
     return {
         "e": np.full((M, N), np.nan, E5M2.numpy),
-        "sums": np.full((matmul_exp_codes.num_tiles(N), M), np.nan, np.float32),
+        "sums": np.full((num_sums(N), M), np.nan, np.float32),
         "target_logits": np.full(M, -7, np.float32),
         "a": whole(rng, E4M3, M, K),
         "b": whole(rng, E4M3, N, K),

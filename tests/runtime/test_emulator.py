@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(emulator.missing() is not None, reason=str(emula
 
 SOURCE = r"""
 #include "common.cuh"
+#include "ptx.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
 row_sums(float* __restrict__ out, const T* __restrict__ x, i64 C) {
@@ -87,7 +88,39 @@ extern "C" __global__ void __cluster_dims__(2) pair_sum(float* out, const float*
     }
     emulator::cluster_sync();
 }
+
+enum { NOTHING, NO_FENCE, NO_WAIT, PART_GIVES, ALL_TAKE, NO_PRODUCT_FENCE, NO_COMMIT };
+
+// Eight lines of 64 ones through shared memory, as Hopper's copies have it, with something wrong.
+extern "C" __global__ void __launch_bounds__(128)
+box_of_ones(const __grid_constant__ TensorMap out, i32 wrong) {
+    extern __shared__ __align__(1024) char box[];
+    const u32 ones = 0x3F803F80;
+    if (threadIdx.x < 64) {
+        store_shared(shared_address(box) + 16 * threadIdx.x, make_uint4(ones, ones, ones, ones));
+    }
+    if (wrong != NO_FENCE) { stores_begin(); }
+    if (wrong == PART_GIVES && threadIdx.x < 32) { give_registers<24>(); }
+    if (wrong == ALL_TAKE) { take_registers<256>(); }
+    float d[32] = {};
+    if (wrong != NO_PRODUCT_FENCE) { wgmma_begin(); }
+    const Descriptor all = k_inside(shared_address(box));
+    if (wrong >= NO_PRODUCT_FENCE) { wgmma<64, bf16, bf16, false>(d, all, all, 0); }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        store_box(&out, 0, 0, shared_address(box));
+        if (wrong != NO_WAIT) { stores_are_done(); }
+    }
+}
 """
+MESSAGES = (  # of what is wrong in box_of_ones, in order
+    "without a fence between",
+    "a store of a box that its thread has not waited for",
+    "not by all threads of a warpgroup",
+    "more registers than at launch",
+    "a product without wgmma.fence",
+    "a product in no group",
+)
 FILE = "emulated.cu"
 ROW_SUMS = Kernel(FILE, "row_sums", args="f32* out, const T* x, i64 C")
 NEIGHBOUR = Kernel(FILE, "neighbour", args="f32* out, i32 with_barrier")
@@ -98,6 +131,7 @@ VOTES = Kernel(FILE, "votes", args="i32* out")
 GEOMETRY = Kernel(FILE, "geometry", args="i32* out, inout i32* count")
 SHIFTED = Kernel(FILE, "shifted", args="f32* out, const f32* x, i32 by")
 PAIR_SUM = Kernel(FILE, "pair_sum", args="f32* out, const f32* x")
+BOX_OF_ONES = Kernel(FILE, "box_of_ones", args="bf16[8]* out, i32 wrong")
 
 
 @pytest.fixture
@@ -222,3 +256,12 @@ def test_what_a_gpu_refuses_is_refused(emulated):
             emulated.launch(DIVERGE, grid, block, (out,))
     with pytest.raises(ValueError, match="shared memory"):
         emulated.launch(DIVERGE, 1, 32, (out,), smem=1 << 20)
+
+
+def test_what_hopper_needs_around_copies_and_products(emulated):
+    out = empty(emulated, (8, 64), BF16)
+    for wrong, message in enumerate(MESSAGES, start=1):
+        with pytest.raises(RuntimeError, match=message):
+            emulated.launch(BOX_OF_ONES, 1, 128, (out, wrong), smem=1024)
+    emulated.launch(BOX_OF_ONES, 1, 128, (out, 0), smem=1024)
+    assert (out.numpy() == 1).all()
