@@ -55,7 +55,7 @@ def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng, module, cases):
     machine = choose_machine("cpu", 1)
     for make, case, results in cases.values():
         sizes = {"M": 32, "F": 64, "N": 64, "K": 64, "R": min(getattr(case, "R", 0), 16)}
-        sizes |= {"B": 2, "T": 16, "Hq": 2, "Hkv": 1}
+        sizes |= {"B": 2, "T": 16, "Hq": 2, "Hkv": 2}
         small = case._replace(**{name: sizes[name] for name in case._fields if name in sizes})
         plan = PlanDevice(machine.spec)
         make(Bench(plan), small)

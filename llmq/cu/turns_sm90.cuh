@@ -16,9 +16,10 @@ using Sums = float[HALVES_OF_TILE][SUMS];         // of a thread, as ptx.cuh has
 
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are the last tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
-// (TAIL_RANK, N). CHUNKS: of each warp that multiplies. HEAD: as load_pair has it, of right and tail.
+// (TAIL_RANK, N). WARP_BYTES: of shared memory, of each warp that multiplies. HEAD: as load_pair has
+// it, of right and tail.
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE,
-          int STAGES, int CHUNKS, int HEAD = 0>
+          int STAGES, int WARP_BYTES, int HEAD = 0>
 struct TurnsProduct {
     static constexpr int LOADER_REGISTERS = IN_TURNS ? 24 : 40;  // of a thread
     static constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
@@ -27,15 +28,15 @@ struct TurnsProduct {
     static constexpr bool SCALED = sizeof(Left) == 1;
     static constexpr int STEP_K = LINE / sizeof(Left);
 
-    // stages, chunks: 1024-byte aligned. The others are barriers: two of each stage, one of each
-    // warpgroup and warp that multiplies, the latter for one arrival.
+    // stages, chunks: 1024-byte aligned, chunks: all WARP_BYTES. The others are barriers: two of each
+    // stage, one of each warpgroup and warp that multiplies, the latter for one arrival.
     SharedAddress stages, chunks, full, empty, turn, arrived;
     int steps;  // of K, without tails
 
     __device__ __forceinline__ TurnsProduct(void* shared, int K) : steps((K + STEP_K - 1) / STEP_K) {
         stages = (shared_address(shared) + 1023) & ~(SharedAddress)1023;
         chunks = stages + STAGES * STAGE_BYTES;
-        full = chunks + WARPS * CHUNKS * CHUNK_BYTES;
+        full = chunks + WARPS * WARP_BYTES;
         empty = full + 8 * STAGES;
         turn = empty + 8 * STAGES;
         arrived = turn + 8 * CONSUMERS;
@@ -52,15 +53,16 @@ struct TurnsProduct {
         barriers_ready();
     }
 
-    // The first warpgroup.
+    // The first warpgroup. heads: of HEAD columns, and tile.column then counts pairs.
     __device__ __forceinline__ void load_tiles(const Work& work, const TensorMap* left,
                                                const TensorMap* right, const TensorMap* h,
-                                               const TensorMap* tail) const {
+                                               const TensorMap* tail, int heads = 1) const {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x != 0) { return; }
         Ring<STAGES> ring(STAGES);  // the first wait for an empty stage is over at once
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
+            const HeadBox<HEAD> box(HEAD > 0 ? tile.column / PAIRS : 0, heads);
 #pragma unroll 1
             for (int k = 0; k < steps + TAILS; ++k, ring.next()) {
                 const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
@@ -68,28 +70,31 @@ struct TurnsProduct {
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 if (k < steps) {
                     load_pair<RIGHT_OUTSIDE, HEAD>(stage, arrived, left, right, k * STEP_K, tile,
-                                                   work.rank);
+                                                   work.rank, TILE_COLUMNS / 2, box, heads);
                 } else {
                     load_pair<TAIL_OUTSIDE, HEAD>(stage, arrived, h, tail, (k - steps) * TAIL_K,
-                                                  tile, work.rank);
+                                                  tile, work.rank, TILE_COLUMNS / 2, box, heads);
                 }
             }
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. store(tile,
-    // d, row, chunks, arrived), for each tile: of d, Sums, 16 rows of the tile from `row` on are the
-    // warp's, of each half of the warpgroup's rows; chunks, arrived: the warp's.
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. Of each tile
+    // store.begin(tile, row), before it is multiplied, and then store(tile, d, row, chunks, arrived):
+    // of d, Sums, 16 rows of the tile from `row` on are the warp's, of each half of the warpgroup's
+    // rows; chunks, arrived: the warp's.
     template <class Store>
     __device__ __forceinline__ void multiply_tiles(const Work& work, int me, float scale,
-                                                   const Store& store) const {
+                                                   Store& store) const {
         take_registers<252 - LOADER_REGISTERS / 2>();
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
         const int taker = IN_TURNS ? me : 0, first_row = IN_TURNS ? 0 : 64 * me;
-        const SharedAddress chunk = chunks + warp * CHUNKS * CHUNK_BYTES;
+        const SharedAddress chunk = chunks + warp * WARP_BYTES;
         // n: of the cluster's tiles. What can be had of it takes no register meanwhile.
         for (int n = taker, t; t = work.cluster + n * work.clusters, t < work.tiles; n += TAKERS) {
             const Tile tile(t, work);
+            const int row = first_row + thread / 32 * 16;
+            store.begin(tile, row);
             Sums d;
             Ring<STAGES> ring(n * (steps + TAILS));
             SharedAddress before = empty;
@@ -127,7 +132,7 @@ struct TurnsProduct {
                 wgmma_wait<0>();
                 if (thread < 2) { barrier_arrive_at(empty + 8 * ring.stage, thread); }
             }
-            store(tile, d, first_row + thread / 32 * 16, chunk, arrived + 8 * warp);
+            store(tile, d, row, chunk, arrived + 8 * warp);
         }
     }
 };

@@ -125,7 +125,8 @@ class BlockLinear:
         """Whether forward takes Rotated in the place of `out` (rows, Q), for qkv."""
         parts = self._parts.get((layer, "qkv"))
         rank = 0 if parts is None else parts.hidden.shape[1]
-        return self.linear.rotates(out, x, w.qkv, self.config.head_dim, rank)
+        heads = self.config.head_dim, self.config.num_kv_heads
+        return self.linear.rotates(out, x, w.qkv, *heads, rank)
 
     def forward(
         self,

@@ -99,7 +99,15 @@ class Linear:
         operation = matmul_swiglu_backward if backward else matmul_swiglu
         return operation.serves(self.dev, multiplied(x), F, rank)
 
-    def rotates(self, out: Tensor, x: Operand, weight: Operand, head_dim: int, rank: int) -> bool:
+    def rotates(
+        self,
+        out: Tensor,
+        x: Operand,
+        weight: Operand,
+        head_dim: int,
+        num_kv_heads: int,
+        rank: int,
+    ) -> bool:
         """Whether `fused` is the way to compute out (rows, heads * head_dim) with RoPE behind it.
 
         rank: as in activates.
@@ -108,7 +116,7 @@ class Linear:
             return False
         left = multiplied(x)
         sizes = (*out.shape, left.shape[1])
-        return matmul_rope.serves(self.dev, left.dtype, sizes, head_dim, rank)
+        return matmul_rope.serves(self.dev, left.dtype, sizes, head_dim, num_kv_heads, rank)
 
     def fused(
         self,

@@ -24,7 +24,7 @@ from llmq.runtime.kernel import Kernel, expect
 OP = "matmul_rope"
 THREADS = 384
 TILE = (256, 96)  # rows and pairs of columns, of a cluster of two blocks
-SHARED = 4 * 40960 + 8 * 4 * 2048 + 18 * 8 + 1024  # stages, chunks, barriers, alignment
+SHARED = 4 * 40960 + 8 * 7552 + 18 * 8 + 1024  # stages, what 8 warps have, barriers, alignment
 HEAD_DIMS = (64, 128, 256)
 
 MIN_ROWS = 2048
@@ -43,15 +43,26 @@ MATMUL_ROPE = Kernel(
 )
 
 
+def takes_heads(head_dim: int, num_kv_heads: int) -> bool:
+    """A tile has parts of three heads, 32 pairs of each, and angles for one such part: between
+    queries or keys of one part and of the next one there must be two value heads."""
+    return head_dim in HEAD_DIMS and (head_dim == HEAD_DIMS[0] or num_kv_heads > 1)
+
+
 def serves(
-    dev: Device, dtype: DType, sizes: tuple[int, int, int], head_dim: int, rank: int = 0
+    dev: Device,
+    dtype: DType,
+    sizes: tuple[int, int, int],
+    head_dim: int,
+    num_kv_heads: int,
+    rank: int = 0,
 ) -> bool:
     """Whether this is the way to compute qkv (M, N) of a (M, K) on a device.
 
     dtype: of a. sizes: M, N, K. rank: of the adapters, as h has it; 0: none. Fp8 codes may be given
     to it only where their products may sum with fewer bits.
     """
-    if dtype not in (BF16, E4M3) or head_dim not in HEAD_DIMS:
+    if dtype not in (BF16, E4M3) or not takes_heads(head_dim, num_kv_heads):
         return False
     M, N, K = sizes
     row = dtype.itemsize * K
@@ -89,7 +100,7 @@ def matmul_rope(
     `rope.forward`, which reads and writes that. M = B*T, N = (Hq+2Hkv)*Hd.
 
     Args (contiguous; rows of a, b, h and tail multiples of 16 bytes):
-        qkv         out  BF16          (B,T,Hq+2Hkv,Hd)  Hd 64, 128 or 256
+        qkv         out  BF16          (B,T,Hq+2Hkv,Hd)  Hd 64, 128 or 256; Hkv > 1, or Hd 64
         a           in   BF16 or E4M3  (M,K)
         b           in   as a          (N,K)
         h           in   BF16          (M,R)             R at most MAX_RANK; or None
@@ -104,7 +115,7 @@ def matmul_rope(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     B, T, head_dim = expect_qkv(OP, "qkv", qkv, num_heads, num_kv_heads)
-    _check(qkv, a, b, scale_a, scale_b, bias)
+    _check(qkv, num_kv_heads, a, b, scale_a, scale_b, bias)
     M, N, K = B * T, qkv.size // (B * T), a.shape[1]
     if not table.shape or table.shape[0] < T:
         raise ValueError(f"{OP}: table must have at least {T} rows, got {table.shape}")
@@ -131,6 +142,7 @@ def matmul_rope(
 
 def _check(
     qkv: Tensor,
+    num_kv_heads: int,
     a: Tensor,
     b: Tensor,
     scale_a: Tensor | None,
@@ -141,6 +153,8 @@ def _check(
     B, T, heads, head_dim = qkv.shape
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"{OP}: the head size must be 64, 128 or 256, got {head_dim}")
+    if not takes_heads(head_dim, num_kv_heads):
+        raise ValueError(f"{OP}: of heads of {head_dim} there must be more than one for keys")
     expect(OP, "qkv", qkv, BF16, qkv.shape)
     if len(a.shape) != 2 or a.shape[0] != B * T:
         raise ValueError(f"{OP}: a must have shape ({B * T}, K), got {a.shape}")

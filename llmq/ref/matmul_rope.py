@@ -9,7 +9,7 @@ from llmq.ref.common import adapted_product, compute, decode_fp8, turn_heads
 # name: (B, T, Hq, Hkv, Hd, K, R)
 CASES = {
     "head_64": (2, 72, 2, 1, 64, 208, 0),
-    "head_128": (1, 304, 2, 1, 128, 144, 40),
+    "head_128": (1, 304, 3, 2, 128, 144, 40),
     "qwen05b": (32, 1024, 14, 2, 64, 896, 0),
     "qwen15b": (32, 1024, 12, 2, 128, 1536, 0),
     "qwen7b": (16, 1024, 28, 4, 128, 3584, 0),

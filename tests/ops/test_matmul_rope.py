@@ -67,7 +67,8 @@ def check(dev, arrays, case):
     "case, dtype", [*zip(SMALL.values(), (BF16, E4M3), strict=True)], ids=SMALL
 )
 def test_equals_reference_and_two_operations(hopper, rng, case, dtype):
-    """Clusters whose second block has nothing, tiles with parts of heads, and half of a tile."""
+    """Clusters whose second block has nothing, tiles with values of one part and queries of the
+    next one, and a part of a tile."""
     check(hopper, arrays_of(rng, case, dtype), case)
 
 
@@ -84,7 +85,7 @@ gpu_only = pytest.mark.parametrize(
 def test_all_multiprocessors(hopper, rng, dtype, head_dim, more):
     """Several tiles of each cluster, with adapters and without."""
     for R in (0, 48):
-        case = (5, 1001, 1280 // head_dim, 512 // head_dim, head_dim, 1040, R)
+        case = (5, 1001, 1024 // head_dim, 512 // head_dim, head_dim, 1040, R)
         check(hopper, arrays_of(rng, case, dtype, **more), case)
 
 
@@ -101,8 +102,8 @@ def test_infinities_stay_where_they_are(hopper, rng):
 def test_where_it_serves():
     dev = PlanDevice(replace(GPU_SPEC, num_sms=132))  # an H100's
 
-    def serves_here(dev=dev, M=32768, N=2048, K=1536, head_dim=128, rank=0, dtype=E4M3):
-        return serves(dev, dtype, (M, N, K), head_dim, rank)
+    def serves_here(dev=dev, M=32768, N=2048, K=1536, head_dim=128, rank=0, dtype=E4M3, kv=2):
+        return serves(dev, dtype, (M, N, K), head_dim, kv, rank)
 
     assert serves_here() and serves_here(dtype=BF16)
     assert serves_here(N=1152, K=896, head_dim=64)  # Qwen2.5 of 0.5B, 3B, and 7B with adapters
@@ -112,6 +113,7 @@ def test_where_it_serves():
     assert not serves_here(M=2048)  # the second turn is nearly empty
     assert not serves_here(M=1024, N=32768)
     assert not serves_here(head_dim=80) and not serves_here(head_dim=192)
+    assert not serves_here(kv=1) and serves_here(kv=1, head_dim=64)
     assert not serves_here(rank=136) and not serves_here(rank=12) and not serves_here(K=1540)
     assert not serves_here(dtype=E5M2) and not serves_here(dtype=F32)
     assert not any(serves_here(other) for other in devices_without())
@@ -146,6 +148,8 @@ def test_wrong_arguments():
         call(qkv=(F32, 2, 16, 5, 64))
     with pytest.raises(ValueError, match="head size must be 64, 128 or 256, got 80"):
         call(qkv=(BF16, 2, 16, 5, 80))
+    with pytest.raises(ValueError, match="of heads of 128 there must be more than one for keys"):
+        call(qkv=(BF16, 2, 16, 5, 128), b=(BF16, 640, 128))
     with pytest.raises(ValueError, match=r"a must have shape \(32, K\), got \(16, 128\)"):
         call(a=(BF16, 16, 128))
     with pytest.raises(TypeError, match="a must be F8_E4M3 or BF16, got F8_E5M2"):
