@@ -386,6 +386,12 @@ def test_exchanges_alone_and_beside_kernels(monkeypatch):
     ((received, alone, beside),) = found["operations"]["all_gather"]
     assert received == 1 << 19 and alone > 0 and beside > 0
     assert found["intact"] and found["slowdown"] >= 1 and not found["beside_bus"]
+    # Where they go through host memory, what is loaded from there meanwhile, too.
+    work, notes = job()
+    exchanges.measure(work, backend="staged", gpus=2, device="cpu")
+    ((loaded, alone, beside),) = notes[0]["operations"].pop("load")
+    assert loaded == 1 << 18 and alone > 0 and beside > 0
+    assert set(notes[0]["operations"]) == {"all_gather", "all_to_all"}
 
 
 def test_a_ladder_of_sizes(monkeypatch, device):
