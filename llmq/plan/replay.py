@@ -139,6 +139,8 @@ class _Slower:
 
     def seconds(self, place: int, needs: Transfers) -> dict[str, float]:
         """Of each carrier."""
+        if not (needs.load or needs.store):
+            return needs.carriers
         found, beside = dict(needs.carriers), self.beside.get(place, ())
         for name, alone, more, times in (
             ("load", needs.load, self.more_load, self.load),
