@@ -196,11 +196,14 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
         and "Nothing is wrong." in text
         and "+1.0 %" in text
         and "| 0 to 1 | 390.0 | 350.0 |" in text
+        and "| staged | load | 52.5 | 55.0 | 27.5 |" in text
+        and "load: from host memory, alone, and by how much longer" in text
     )
     assert (tmp_path / "deep" / "rig.png").read_bytes().startswith(b"\x89PNG")
     kept = read_card_file(path_of(H100, 2))
     assert kept.bus == {"1": [55.0, 55.0, 48.0], "2": [53.0, 54.0, 40.0]}
     assert kept.exchange["2"]["staged"]["all_gather"][1] == [[111 << 20], 5e-4]
+    assert kept.exchange["2"]["staged"]["load"] == [[[55_000_000], 2e-3]]
     assert kept.slowest == 0.98 and set(kept.launches) > {"swiglu_forward/bf16,bf16,-"}
     assert read_card_file(tmp_path / "deep" / "rig.json").launches == kept.launches
     assert "card file: " in capsys.readouterr().out
@@ -386,6 +389,12 @@ def test_exchanges_alone_and_beside_kernels(monkeypatch):
     ((received, alone, beside),) = found["operations"]["all_gather"]
     assert received == 1 << 19 and alone > 0 and beside > 0
     assert found["intact"] and found["slowdown"] >= 1 and not found["beside_bus"]
+    # Where they go through host memory, what is loaded from there meanwhile, too.
+    work, notes = job()
+    exchanges.measure(work, backend="staged", gpus=2, device="cpu")
+    ((loaded, alone, beside),) = notes[0]["operations"].pop("load")
+    assert loaded == 1 << 18 and alone > 0 and beside > 0
+    assert set(notes[0]["operations"]) == {"all_gather", "all_to_all"}
 
 
 def test_a_ladder_of_sizes(monkeypatch, device):

@@ -51,6 +51,7 @@ def test_exchanges_between_gpus(backend):
     found = child.run_part("exchanges", 60.0, {"backend": backend, "gpus": 2})
     assert found["error"] is None and found["result"]["intact"]
     assert 1 <= found["result"]["slowdown"] <= 2
+    assert ("load" in found["result"]["operations"]) == (backend in ("nccl-off", "staged"))
 
 
 def test_load_of_a_gpu(monkeypatch):

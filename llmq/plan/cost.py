@@ -193,6 +193,12 @@ class Rates:
         known = None if self._links is None else self._links.both_ways
         return known or (2 / BOTH_WAYS, 2 / BOTH_WAYS)
 
+    @property
+    def beside_exchanges(self) -> tuple[float, float]:
+        """The same, while GPUs exchange data through the host; HOST_SHARE is of runs that load
+        beside that."""
+        return (1.0, 1.0) if self._links is None else self._links.beside_exchanges
+
     def transfers(self, work: Work) -> Transfers:
         """How long each carrier is busy with a piece of work."""
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
