@@ -136,16 +136,16 @@ def test_streams_wait_for_events_only():
     assert replay([], rates).wall == 0
 
 
-def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
+def test_kernels_of_the_main_stream_wait_for_those_of_others():
     rates, gigabyte = Rates(H100), 10**9
     one = seconds(gigabyte)
     beside = work("comm", entry="quantize", file="quantize.cu", size=gigabyte)
     phase = replay([beside, work(size=4 * gigabyte)], rates)
     assert phase.busy["memory_bound"] == pytest.approx(one + seconds(4 * gigabyte))
-    # As long as both go on.
+    # Whatever size they have.
     phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
-    assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
-    # One that reads host memory all of it, as long as it waits for the bus; a copy nothing.
+    assert phase.busy["memory_bound"] == pytest.approx(one + 2 * seconds(gigabyte // 4))
+    # For one that reads host memory as long as it waits for the bus; for a copy not at all.
     for file, delay in (("quantize.cu", 1 / H100.bus), ("", 0.0)):
         loading = work("comm", file=file, loaded=gigabyte, size=gigabyte // 2)
         phase = replay([loading, work(size=gigabyte), work(size=gigabyte)], rates)

@@ -72,8 +72,7 @@ class Phase:
 def replay(trace: Trace, rates: Rates) -> Phase:
     """Run a trace from an idle machine until all of its streams are done.
 
-    A kernel beside those of the main stream takes from them what it needs itself; one that reads or
-    writes host memory all that they have, as long as it takes.
+    Kernels of the main stream wait while one of another stream runs, whose blocks come first.
     Each direction of the bus is slower in that part of the phase in which the other one is busy,
     as a first run says, and all of its transfers by the same factor. Where a transfer and an
     exchange through the host waited for each other in that run, they really share the bus: so long
@@ -208,7 +207,7 @@ def _replay(timed: list[_Timed], slowdown: float, slower: _Slower) -> tuple[Phas
     streams: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
-    exchanges, kernels, holding = _Beside(slowdown), _Beside(2.0), _Holding()
+    exchanges, holding = _Beside(slowdown), _Holding()
     carriers = _Carriers(slower)
     for place, (item, seconds, needs) in enumerate(timed):
         stream = item.stream
@@ -220,8 +219,8 @@ def _replay(timed: list[_Timed], slowdown: float, slower: _Slower) -> tuple[Phas
             continue
         start = streams[stream]
         if stream == "main":
-            beside = exchanges.delay(start, seconds) + kernels.delay(start, seconds)
-            seconds += beside + holding.delay(start, seconds + beside)
+            seconds += exchanges.delay(start, seconds)
+            seconds += holding.delay(start, seconds)
         lasts = seconds
         if needs is not None:
             start, carried = carriers.carry(place, needs, start)
@@ -229,10 +228,7 @@ def _replay(timed: list[_Timed], slowdown: float, slower: _Slower) -> tuple[Phas
             if item.received:
                 exchanges.note(start, start + lasts)
         if stream != "main" and item.file:
-            if item.loaded or item.stored:
-                holding.note(start, start + lasts)
-            else:
-                kernels.note(start, start + seconds)
+            holding.note(start, start + (lasts if item.loaded or item.stored else seconds))
         streams[stream] = start + lasts
         if stream == "main":
             busy[_part(item)] += seconds
@@ -241,8 +237,8 @@ def _replay(timed: list[_Timed], slowdown: float, slower: _Slower) -> tuple[Phas
 
 
 class _Beside:
-    """When something takes memory's rate and multiprocessors from the kernels of the main stream:
-    exchanges of GPUs, or other kernels."""
+    """When exchanges of GPUs take memory's rate and multiprocessors from the kernels of the main
+    stream."""
 
     def __init__(self, slowdown: float):
         """slowdown: how many times as long kernels take beside it."""
@@ -262,9 +258,10 @@ class _Beside:
 
 
 class _Holding:
-    """When a kernel of another stream has all multiprocessors and waits for the bus.
+    """When a kernel of another stream has the multiprocessors, or waits there for the bus.
 
-    Its blocks, more than fit at once, come before those of all that is enqueued later.
+    Its blocks, more than fit at once, come before those of all that is enqueued later: a launch of
+    the main stream waits for the whole kernel.
     """
 
     def __init__(self) -> None:
