@@ -92,8 +92,8 @@ NATIVE_ATTENTION = {
     },
     # On Hopper, from benchmarks/h100_attention_backward.txt; it has no windows.
     "attention_gradient": {
-        64: Attention(3.99e12, 142, None),
-        MAX_HEAD_DIM: Attention(4.67e12, 113, None),
+        64: Attention(4.05e12, 129, None),
+        MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
 }
 
