@@ -80,11 +80,11 @@ def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTra
 
 
 @cache
-def exported(name: str) -> Path:
-    """The directory of hf_model(name), written once; for reading only."""
+def exported(name: str, **changed: object) -> Path:
+    """The directory of hf_model(name, **changed), written once; for reading only."""
     folder = tempfile.TemporaryDirectory(prefix=f"{name}-")
     atexit.register(folder.cleanup)
-    hf_model(name).save_pretrained(folder.name)
+    hf_model(name, **changed).save_pretrained(folder.name)
     return Path(folder.name)
 
 

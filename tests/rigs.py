@@ -74,6 +74,7 @@ def results() -> dict[str, Any]:
         for s in range(2)
     ]
     operations = {"all_gather": [[1 << 19, 1e-5, 1.2e-5], [111 << 20, 4e-4, 5e-4]]}
+    operations["load"] = [[55_000_000, 1e-3, 2e-3]]
     series = {"seconds": [1.0, 2.0], "clock": [1500, 1490], "power": [700.0, 699.0]}
     series |= {"tflops": [691.0, 690.0], "temperature": [60, 64]}
     return copy.deepcopy(
@@ -118,6 +119,7 @@ def results() -> dict[str, Any]:
                         "options": {"model": "Qwen2.5-1.5B", "batch-size": 32, "seq-len": 1024},
                         "tokens_per_second": 100_000.0,
                         "idle": 0.01,
+                        "in_turn": True,
                         "seconds": 9.0,
                         "launches": {"swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]]},
                     }

@@ -430,7 +430,7 @@ class FakeGpu(HostDevice):
 
     kind = "cuda"
     stream = 7
-    without_graphs = CudaDevice.without_graphs
+    without_graphs, _switch = CudaDevice.without_graphs, Device._switch
 
     def __init__(self):
         super().__init__(MemorySizes(device=1 << 20, stack=0, pinned=0))
@@ -459,6 +459,20 @@ def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
     assert graphs == [False] and dev.use_graphs
     assert not dev.api.live
     assert not {"launch", "copy", "zero"} & set(vars(dev))
+
+
+def test_launches_of_other_streams_can_be_timed_in_turn():
+    dev = FakeGpu()
+    x = dev.alloc("x", (8,), F32, "Activations")
+
+    def work():
+        with dev.on("comm"):
+            dev.zero(x)
+        dev.zero(x)
+
+    assert [launch.main for launch in time_launches(dev, work)] == [False, True]
+    assert [launch.main for launch in time_launches(dev, work, in_turn=True)] == [True, True]
+    assert "on" not in vars(dev)
 
 
 # -- many runs, and the report -------------------------------------------------------------------

@@ -35,6 +35,7 @@ from llmq.plan.replay import replay
 from llmq.plan.target import target
 from llmq.rig import steps
 from llmq.rig.child import Job
+from llmq.runtime.device import Event
 from llmq.runtime.launch_kind import Kind, launch_kind, more_work
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
@@ -406,6 +407,31 @@ def test_exchanges_take_what_was_measured():
         replay([exchanged(1 << 28)], Rates(card, 2)).wall
         == replay([exchanged(1 << 28)], sheet).wall
     )
+
+
+def test_a_load_beside_an_exchange_through_the_host_takes_what_it_adds_to_that():
+    staged = {"all_gather": [[[1 << 24], 2e-3], [[1 << 28], 2e-2]]}
+    into, _, each = FILE.bus["2"]
+    load, alone = moved(0, "copy", loaded=10**8), 0.1 / into
+    event = Event()
+    after = [Mark("comm", event, False), Mark("copy", event, True), load]
+
+    def wall(trace, **operations):
+        file = card_file(exchange={"2": {"staged": staged | operations}})
+        return replay(trace, Rates(card_of_file(file), 2, peer_access=False)).wall
+
+    assert wall([exchanged(1 << 28)]) == pytest.approx(2e-2)
+    # Not measured: as beside copies the other way, which the exchange has; in either order.
+    for both in ([exchanged(1 << 28), load], [load, exchanged(1 << 28)]):
+        assert wall(both) == pytest.approx(2e-2 + 0.1 / each)
+    assert wall([exchanged(1 << 28), *after]) == pytest.approx(2e-2 + alone)
+    # No longer than the exchange does.
+    for both in ([exchanged(1 << 24), load], [load, exchanged(1 << 24)]):
+        assert wall(both) == pytest.approx(2e-3 + alone + 2e-3 * (1 - each / into))
+    for added in (2 * alone, alone / 2):
+        measured = {"load": [[[10**8], added]]}
+        assert wall([exchanged(1 << 28), load], **measured) == pytest.approx(2e-2 + added)
+        assert wall([exchanged(1 << 28), *after], **measured) == pytest.approx(2e-2 + alone)
 
 
 def test_kernels_beside_exchanges_take_longer_and_gpus_wait_for_the_slowest():

@@ -136,16 +136,16 @@ def test_streams_wait_for_events_only():
     assert replay([], rates).wall == 0
 
 
-def test_kernels_of_other_streams_take_from_those_of_the_main_stream():
+def test_kernels_of_the_main_stream_wait_for_those_of_others():
     rates, gigabyte = Rates(H100), 10**9
     one = seconds(gigabyte)
     beside = work("comm", entry="quantize", file="quantize.cu", size=gigabyte)
     phase = replay([beside, work(size=4 * gigabyte)], rates)
     assert phase.busy["memory_bound"] == pytest.approx(one + seconds(4 * gigabyte))
-    # As long as both go on.
+    # Whatever size they have.
     phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
-    assert phase.busy["memory_bound"] == pytest.approx(4 * seconds(gigabyte // 4))
-    # One that reads host memory all of it, as long as it waits for the bus; a copy nothing.
+    assert phase.busy["memory_bound"] == pytest.approx(one + 2 * seconds(gigabyte // 4))
+    # For one that reads host memory as long as it waits for the bus; for a copy not at all.
     for file, delay in (("quantize.cu", 1 / H100.bus), ("", 0.0)):
         loading = work("comm", file=file, loaded=gigabyte, size=gigabyte // 2)
         phase = replay([loading, work(size=gigabyte), work(size=gigabyte)], rates)
@@ -266,9 +266,10 @@ def test_small_products_are_less_efficient():
 
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
 AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
+ROPE, ROPE_TWICE = {"matmul_rope": 1}, {"matmul_rope": 2}
 BOTH = FORWARD | BACKWARD
-# qkv, o and the MLP's other product, in both directions or in one.
-OTHERS, OTHERS_FORWARD = {"matmul_adapted": 6}, {"matmul_adapted": 3}
+# qkv, o and the MLP's other product, in both directions or in one; qkv forward has RoPE in it.
+OTHERS, OTHERS_FORWARD = ROPE | {"matmul_adapted": 5}, ROPE | {"matmul_adapted": 2}
 LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
@@ -281,22 +282,26 @@ FUSED_WHERE = [
     ),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
     (H100, LORA | {"lora-dropout": 0.1}, FORWARD | OTHERS_FORWARD),
-    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
-    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 7}),
+    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH | ROPE),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | ROPE | {"matmul_adapted": 6}),
     (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | OTHERS),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
-    (H100, {}, BOTH),
-    (H100, {"recompute-swiglu": True}, BOTH),
-    (H100, {"recompute-ffn": True}, BOTH | AGAIN),
-    (H100, {"matmul-dtype": "e4m3"}, BOTH),
-    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | AGAIN),
-    (H100, DELAYED, BOTH),
-    (H100, DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True}, FORWARD | AGAIN_TWICE),
+    (H100, {}, BOTH | ROPE),
+    (H100, {"recompute-swiglu": True}, BOTH | ROPE),
+    (H100, {"recompute-ffn": True}, BOTH | ROPE | AGAIN),
+    (H100, {"matmul-dtype": "e4m3"}, BOTH | ROPE),
+    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | ROPE | AGAIN),
+    (H100, DELAYED, BOTH | ROPE),
+    (
+        H100,
+        DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True},
+        FORWARD | ROPE_TWICE | AGAIN_TWICE,
+    ),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
-    (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD),
-    (H100, DELAYED | {"mlp-dtype": "e4m3", "recompute-ffn": True}, {"matmul_swiglu": 2}),
+    (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD | ROPE),
+    (H100, DELAYED | {"mlp-dtype": "e4m3", "recompute-ffn": True}, ROPE | {"matmul_swiglu": 2}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
     (H100, {"model": "Qwen3-0.6B"}, {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from functools import cache
 
@@ -13,6 +14,7 @@ from llmq.ops import (
     matmul_exp,
     matmul_exp_codes,
     matmul_gradient,
+    matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
 )
@@ -45,16 +47,30 @@ def fuse(monkeypatch):
             for name in ("MIN_ROWS", "MIN_COLUMNS", "MIN_DEPTH", "LEAST_USED", "LEAST_FILLED"):
                 if hasattr(operation, name):
                     monkeypatch.setattr(operation, name, 0)
+            if hasattr(operation, "MOST_IDLE"):
+                monkeypatch.setattr(operation, "MOST_IDLE", math.inf)
         monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160
 
     return fuse
 
 
-def run(name: str, T: int = T, grad_accumulation: int = 1, **options):
+def batch_of(
+    rng: np.random.Generator, T: int, *, document_mask: bool = False, **_: object
+) -> tuple:
+    """Random; with documents that are masked also where they start."""
+    batch = random_batch(rng, T=T)
+    if not document_mask:
+        return batch
+    first = np.where(rng.random((2, T)) < 0.1, np.arange(T), 0)
+    return *batch, np.maximum.accumulate(first, axis=1).astype(np.int32)
+
+
+def run(name: str, T: int = T, grad_accumulation: int = 1, head_dim: int | None = None, **options):
     """Results and weights after two steps, and what the second has launched, by entry."""
     rng, entries = np.random.default_rng(0), Counter()
     options |= {"model_dtype": "bf16", "grad_accumulation": grad_accumulation}
-    with trainer_for(exported(name), **options) as trainer:
+    path = exported(name) if head_dim is None else exported(name, head_dim=head_dim)
+    with trainer_for(path, **options) as trainer:
         launch = trainer.dev.launch
 
         def counted(kernel, *args, **kwargs):
@@ -62,7 +78,7 @@ def run(name: str, T: int = T, grad_accumulation: int = 1, **options):
             launch(kernel, *args, **kwargs)
 
         first, second = (
-            [random_batch(rng, T=T) for _ in range(grad_accumulation)] for _ in range(2)
+            [batch_of(rng, T, **options) for _ in range(grad_accumulation)] for _ in range(2)
         )
         results = [trainer.step(first)]
         with trainer.dev.instead(launch=counted):
@@ -104,6 +120,35 @@ def test_activation_within_products(name, format, recompute, fuse):
     if adapters:
         want["matmul_adapted"] -= 1  # nothing is trained in front of the first block's adapters
     assert {entry: found[2][entry] for entry in FUSED if found[2][entry]} == want
+
+
+ROTATED = {
+    "bf16": {"document_mask": True},
+    "fp8, again": DELAYED | {"recompute_block": True},
+    "adapters": LORA | DELAYED | {"base_dtype": "e4m3"},
+}
+
+
+@pytest.mark.parametrize("options", ROTATED.values(), ids=ROTATED)
+def test_rope_within_the_product(options, fuse):
+    """The same bits as behind it."""
+    fuse(*[matmul_adapted] * ("lora_rank" in options))  # which rounds otherwise than two products
+    want = run("llama_biases", head_dim=64, **options)
+    fuse(matmul_rope)
+    found = run("llama_biases", head_dim=64, **options)
+    assert found[0] == want[0]
+    for weight, values in want[1].items():
+        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
+    times = LAYERS * (1 + ("recompute_block" in options))
+    assert want[2]["rope_forward"] == found[2]["matmul_rope"] == times
+    assert found[2]["rope_forward"] == want[2]["matmul_rope"] == 0
+
+
+def test_norm_of_queries_before_rope(fuse):
+    """Has its own kernel, and RoPE too."""
+    fuse(matmul_rope)
+    found = run("qwen3", head_dim=64)
+    assert found[2]["rope_forward"] == LAYERS and not found[2]["matmul_rope"]
 
 
 HEADS = {

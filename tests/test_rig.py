@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,14 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.config.presets import preset
+from llmq.config.rig_cards import card_of_file
 from llmq.ops.common import CAPABILITY, runs_own_products
-from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps
+from llmq.plan.cost import Rates
+from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps, waits
 from llmq.rig.findings import words_on
 from llmq.rig.markdown import _steps
 from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
-from llmq.runtime.launch_kind import Kind
+from llmq.runtime.launch_kind import Kind, launch_kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
 from tests.rigs import H100, job, report, results
@@ -196,11 +199,14 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
         and "Nothing is wrong." in text
         and "+1.0 %" in text
         and "| 0 to 1 | 390.0 | 350.0 |" in text
+        and "| staged | load | 52.5 | 55.0 | 27.5 |" in text
+        and "load: from host memory, alone, and by how much longer" in text
     )
     assert (tmp_path / "deep" / "rig.png").read_bytes().startswith(b"\x89PNG")
     kept = read_card_file(path_of(H100, 2))
     assert kept.bus == {"1": [55.0, 55.0, 48.0], "2": [53.0, 54.0, 40.0]}
     assert kept.exchange["2"]["staged"]["all_gather"][1] == [[111 << 20], 5e-4]
+    assert kept.exchange["2"]["staged"]["load"] == [[[55_000_000], 2e-3]]
     assert kept.slowest == 0.98 and set(kept.launches) > {"swiglu_forward/bf16,bf16,-"}
     assert read_card_file(tmp_path / "deep" / "rig.json").launches == kept.launches
     assert "card file: " in capsys.readouterr().out
@@ -386,6 +392,12 @@ def test_exchanges_alone_and_beside_kernels(monkeypatch):
     ((received, alone, beside),) = found["operations"]["all_gather"]
     assert received == 1 << 19 and alone > 0 and beside > 0
     assert found["intact"] and found["slowdown"] >= 1 and not found["beside_bus"]
+    # Where they go through host memory, what is loaded from there meanwhile, too.
+    work, notes = job()
+    exchanges.measure(work, backend="staged", gpus=2, device="cpu")
+    ((loaded, alone, beside),) = notes[0]["operations"].pop("load")
+    assert loaded == 1 << 18 and alone > 0 and beside > 0
+    assert set(notes[0]["operations"]) == {"all_gather", "all_to_all"}
 
 
 def test_a_ladder_of_sizes(monkeypatch, device):
@@ -517,6 +529,33 @@ def test_launches_that_waited_for_the_host_are_not_in_the_card_file():
     found["measured"]["steps"] = [step | {"idle": -1.1}]
     assert "swiglu_forward/bf16,bf16,-" not in card_file_of(found).launches
     assert "-110.0%, left out: the host was too slow" in _steps(found)
+
+
+NF4 = {"model": "Qwen2.5-0.5B", "from-scratch": True, "lora-rank": 8, "batch-size": 1}
+NF4 |= {"num-layers": 4, "vocab-size": 1024, "base-dtype": "nf4", "recompute-block": True}
+
+
+def test_launches_of_older_reports_may_have_waited_for_other_streams():
+    """One kind that waited for all decoding is found, of two that did so, a half of each wait."""
+    found = report(results()) | {"date": "2026-11-23 10:00 UTC", "llmq": "1"}
+    file, step = card_file_of(found), {"options": NF4, "idle": 0.0}
+    assert waits.waits(step, file.spec()) and not waits.waits(step | {"in_turn": True}, file.spec())
+    assert not waits.waits({"options": NF4 | {"base-dtype": "bf16"}}, file.spec())
+    rates, alone, count, decoding = Rates(card_of_file(file)), {}, Counter(), 0.0
+    for work, times in waits.works_of(step, file.spec()):
+        kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
+        alone[kind] = rates.compute(work)
+        count[kind] += times
+        decoding += times * alone[kind] * (work.entry == "nf4_decode")
+    rope, norm = (next(k for k in alone if k.name.startswith(n)) for n in ("rope_f", "norm_f"))
+    for late in ((rope,), (rope, norm)):
+        wait = {kind: (kind in late) * decoding / count[kind] for kind in (rope, norm)}
+        step["launches"] = {k.name: [[list(k.sizes), alone[k] + wait[k]]] for k in wait}
+        found["measured"]["steps"] = [step]
+        table = card_file_of(found).launches
+        for kind in (rope, norm):
+            rest = wait[kind] * (1 - 1 / len(late))
+            assert table[kind.name] == [[list(kind.sizes), pytest.approx(alone[kind] + rest)]]
 
 
 def launch(ms, kind=None, main=True):

@@ -51,6 +51,7 @@ def test_exchanges_between_gpus(backend):
     found = child.run_part("exchanges", 60.0, {"backend": backend, "gpus": 2})
     assert found["error"] is None and found["result"]["intact"]
     assert 1 <= found["result"]["slowdown"] <= 2
+    assert ("load" in found["result"]["operations"]) == (backend in ("nccl-off", "staged"))
 
 
 def test_load_of_a_gpu(monkeypatch):
@@ -70,8 +71,10 @@ def test_load_of_several_gpus():
 
 def test_steps_of_a_quarter_of_a_model():
     work, notes = job(30)
-    steps.measure(work, runs=steps.runs(False)[-2:-1], settle=0.5)
-    (found,) = notes[-1]["steps"]
+    beside = steps.quarter("Qwen2.5-0.5B", **steps.LORA | steps.NF4)  # decodes on another stream
+    steps.measure(work, runs=[steps.runs(False)[-2], beside], settle=0.5)
+    found, decoded = notes[-1]["steps"]
+    assert any(name.startswith("nf4_decode/") for name in decoded["launches"])
     products = [name for name in found["launches"] if name.startswith("matmul/bf16")]
     assert len(products) >= 3 and found["tokens_per_second"] > 0
     # How they add up is not looked at: other tests use the GPU meanwhile.

@@ -57,6 +57,7 @@ PRODUCTS = (
     "matmul_fp8",
     "matmul_gradient",
     "matmul_int8",
+    "matmul_rope",
     "matmul_swiglu",
     "matmul_swiglu_backward",
 )  # bound by arithmetic, all others by memory

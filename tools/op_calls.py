@@ -55,6 +55,7 @@ from llmq.ops import (
     matmul_exp_codes,
     matmul_gradient,
     matmul_int8,
+    matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
     nf4,
@@ -343,6 +344,18 @@ def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> li
     return [
         Call("bf16", matmul_adapted.matmul_adapted, low | halves),
         Call("fp8", matmul_adapted.matmul_adapted, low | codes),
+    ]
+
+
+def matmul_rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, K: int, R: int) -> list[Call]:
+    one, M, N = f32(1, value=1.0), B * T, (Hq + 2 * Hkv) * Hd
+    shared = {"qkv": bf16(B, T, Hq + 2 * Hkv, Hd), "bias": bf16(N)}
+    shared |= {"table": rope.make_table(T, Hd, 1e6, None), "num_heads": Hq, "num_kv_heads": Hkv}
+    shared |= {"h": bf16(M, R) if R else None, "tail": bf16(N, R) if R else None}
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
+    return [
+        Call("bf16", matmul_rope.matmul_rope, shared | {"a": bf16(M, K), "b": bf16(N, K)}),
+        Call("fp8", matmul_rope.matmul_rope, shared | codes),
     ]
 
 
@@ -696,6 +709,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_exp_codes": matmul_exp_codes_calls,
     "matmul_gradient": matmul_gradient_calls,
     "matmul_int8": matmul_int8_calls,
+    "matmul_rope": matmul_rope_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "nf4": nf4_calls,

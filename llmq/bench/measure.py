@@ -124,10 +124,12 @@ def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None
     return seconds, waits if dev.kind == "cuda" else None
 
 
-def launch_times(trainer: Trainer, batches: list[Batch]) -> list[LaunchTime]:
-    """Every launch of a step, timed by itself."""
+def launch_times(
+    trainer: Trainer, batches: list[Batch], *, in_turn: bool = False
+) -> list[LaunchTime]:
+    """Every launch of a step, timed by itself; in_turn: as time_launches has it."""
     trainer.enqueue_step(batches)  # so that the host is ahead of the device
-    return time_launches(trainer.dev, lambda: trainer.step(batches))
+    return time_launches(trainer.dev, lambda: trainer.step(batches), in_turn=in_turn)
 
 
 def idle_share(launches: list[LaunchTime], step_seconds: float) -> float:

@@ -21,6 +21,7 @@ constexpr int RESIDENT = 5 << 20;  // bytes of `right` that a group has at most,
 constexpr int NARROWEST = 8;       // but so many columns of tiles in any case
 constexpr int SLICES = 4;          // of a tile: products of 32 bytes of K
 constexpr int TAIL_K = 64;         // BF16 in a line: of the tiles of adapters
+constexpr int PAIRS = 32;          // of rows of one head: what HeadBox is of
 
 // A place in the ring of stages. parity: of the barrier's phase that is waited for.
 template <int STAGES> struct Ring {
@@ -64,15 +65,33 @@ struct Tile {
     }
 };
 
+// Of heads with HEAD rows of `right`, of which rows i and i + HEAD / 2 are pair i: PAIRS neighbouring
+// pairs, a part of one head. Boxes are counted over all heads, and then over the next part of them.
+template <int HEAD> struct HeadBox {
+    int head, part;
+    __device__ __forceinline__ HeadBox(int box, int heads) : head(box % heads), part(box / heads) {}
+    __device__ __forceinline__ int row() const { return head * HEAD + part * PAIRS; }  // its first
+    __device__ __forceinline__ HeadBox next(int heads) const {
+        HeadBox box = *this;
+        if (++box.head == heads) { box.head = 0, ++box.part; }
+        return box;
+    }
+};
+
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
 // blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
 // outside the last box may have more columns than the tile, of which nothing is read.
-template <bool K_OUTSIDE>
+//
+// HEAD: 0, or of HeadBox, a multiple of 2 PAIRS, of `heads` heads: a tile has the first rows of the
+// pairs of `box` and of the next ones, and then their second rows. K inside.
+template <bool K_OUTSIDE, int HEAD = 0>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
                                           const Tile& tile, u32 rank,
-                                          int apart = TILE_COLUMNS / 2) {
+                                          int apart = TILE_COLUMNS / 2, HeadBox<HEAD> box = {0, 1},
+                                          int heads = 1) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
+    static_assert(HEAD == 0 || !K_OUTSIDE && HEAD % (2 * PAIRS) == 0);
     barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
     load_box(stage, left, k, tile.row, arrived);
     const SharedAddress to = stage + LEFT_BYTES;
@@ -81,6 +100,12 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
         for (int c = 0; c < TILE_BOXES; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
                          tile.column + c * BOX, k + rank * (BOX / 2), arrived, 3);
+        }
+    } else if constexpr (HEAD > 0) {
+#pragma unroll
+        for (int c = 0; c < TILE_COLUMNS / 2; c += PAIRS, box = box.next(heads)) {
+            load_box_for(to + rank * HALF_BYTES + c * LINE, right, k, box.row() + rank * (HEAD / 2),
+                         arrived, 3);
         }
     } else {
         load_box_for(to + rank * HALF_BYTES, right, k, tile.column + rank * apart, arrived, 3);

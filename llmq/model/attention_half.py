@@ -2,6 +2,7 @@
 
     x -> qkv (-> qk_norm) (-> rope) -> attention -> o -> out
 
+Where `BlockLinear.rotates`, and there is no qk_norm, qkv and rope are one operation.
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
 Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
 """
@@ -14,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.base.operand import Operand, Target
+from llmq.base.operand import Operand, Rotated, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig
@@ -121,14 +122,18 @@ class AttentionHalf:
 
     def _qkv(self, layer: Layer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
         """The query, key and value heads that attention takes."""
+        qkv, table = self._by_head(to.qkv), self.rope_tables[layer.index]
+        turns = table is not None and to.qk_raw is None
+        if turns and self.linear.rotates(layer.index, to.qkv, x, w):
+            out = Rotated(qkv, table, self.Hq, self.Hkv, self.starts)
+            self.linear.forward(layer.index, "qkv", out, x, w)
+            return
         self.linear.forward(layer.index, "qkv", to.qkv, x, w)
-        qkv = self._by_head(to.qkv)
         if to.qk_raw is not None:
             self.qk_norm(
                 self.dev, qkv, to.qk_raw, layer.qk_rstd, w.q_norm, w.k_norm, self.eps,
                 self.Hq, self.Hkv,
             )  # fmt: skip
-        table = self.rope_tables[layer.index]
         if table is not None:
             rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, starts=self.starts)
 

@@ -5,7 +5,7 @@
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
 Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
-the MLP's activation makes of y, or its gradient of d_x.
+the MLP's activation or RoPE make of y, or the activation's gradient of d_x.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import E4M3, DType
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes, Rotated
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
 from llmq.config.model import ModelConfig
@@ -121,11 +121,18 @@ class BlockLinear:
         F, rank = self.config.intermediate_size, 0 if parts is None else parts.hidden.shape[1]
         return self.linear.activates(x, getattr(w, key), F, rank, backward=backward)
 
+    def rotates(self, layer: int, out: Tensor, x: Operand, w: BlockWeights) -> bool:
+        """Whether forward takes Rotated in the place of `out` (rows, Q), for qkv."""
+        parts = self._parts.get((layer, "qkv"))
+        rank = 0 if parts is None else parts.hidden.shape[1]
+        heads = self.config.head_dim, self.config.num_kv_heads
+        return self.linear.rotates(out, x, w.qkv, *heads, rank)
+
     def forward(
         self,
         layer: int,
         key: str,
-        out: Tensor | ProductCodes | Activated,
+        out: Tensor | ProductCodes | Activated | Rotated,
         x: Operand,
         w: BlockWeights,
         addend: Tensor | None = None,
@@ -138,10 +145,10 @@ class BlockLinear:
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         # Also of a tensor: what is computed again gets the bits of the first time.
-        fused = key == "up" and self.activates(layer, key, x, w)
+        fused = isinstance(out, Rotated) or (key == "up" and self.activates(layer, key, x, w))
         more = {} if addend is None else {"addend": addend}
         if parts is None and fused:
-            self.linear.fused(out, x, weight)
+            self.linear.fused(out, x, weight, bias=bias)
             return
         if parts is None:
             self.linear.forward(out, x, weight, bias, **more)

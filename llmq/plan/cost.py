@@ -92,8 +92,8 @@ NATIVE_ATTENTION = {
     },
     # On Hopper, from benchmarks/h100_attention_backward.txt; it has no windows.
     "attention_gradient": {
-        64: Attention(3.99e12, 142, None),
-        MAX_HEAD_DIM: Attention(4.67e12, 113, None),
+        64: Attention(4.05e12, 129, None),
+        MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
 }
 
@@ -192,6 +192,12 @@ class Rates:
         carries another one the other way."""
         known = None if self._links is None else self._links.both_ways
         return known or (2 / BOTH_WAYS, 2 / BOTH_WAYS)
+
+    @property
+    def beside_exchanges(self) -> tuple[float, float]:
+        """The same, while GPUs exchange data through the host; HOST_SHARE is of runs that load
+        beside that."""
+        return (1.0, 1.0) if self._links is None else self._links.beside_exchanges
 
     def transfers(self, work: Work) -> Transfers:
         """How long each carrier is busy with a piece of work."""

@@ -38,6 +38,15 @@ class RigLinks:
         into, out, both = self._bus
         return max(into / both, 1.0), max(out / both, 1.0)
 
+    @property
+    def beside_exchanges(self) -> tuple[float, float]:
+        """As Rates has it: what loads add to exchanges where that was measured, else as beside
+        plain copies the other way."""
+        into, out = self.both_ways or (1.0, 1.0)
+        for (nbytes,), seconds in self._exchange.get("load", ()):
+            into = seconds * 1e9 * self._bus[0] / nbytes
+        return into, out
+
     def carried(self, work: Work) -> Transfers | None:
         """As Rates.transfers, without a network; None where so many GPUs were not measured."""
         received, loaded = 0 if self._at_once else work.received, work.loaded

@@ -263,3 +263,52 @@ def adapted_product(
         if low is not None:
             total += compute(h[rows]) @ low
         yield rows, total
+
+
+def _rotate(
+    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_heads: int, num_kv_heads: int
+) -> None:
+    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2).
+
+    Both are laid out as the heads are, (T, Hq + Hkv, 2, Hd/2), because NumPy is slow where a
+    broadcast makes its inner loop as short as half a head.
+    """
+    seq_length, half = cos.shape
+    heads = num_heads + num_kv_heads
+    wide_cos = np.empty((seq_length, heads, 2, half), cos.dtype)
+    wide_cos[...] = cos[:, None, None]
+    wide_sin = np.empty_like(wide_cos)
+    np.negative(sin[:, None], out=wide_sin[:, :, 0])
+    wide_sin[:, :, 1] = sin[:, None]
+    swapped = np.empty_like(wide_cos)
+    for sequence in qkv:  # so that the temporaries are small
+        x = sequence[:, :heads].reshape(seq_length, heads, 2, half)
+        np.copyto(swapped, x[:, :, ::-1])
+        swapped *= wide_sin
+        rotated = np.multiply(x, wide_cos, out=x if x.dtype == cos.dtype else None)
+        rotated += swapped
+        if rotated is not x:
+            x[...] = rotated
+
+
+def turn_heads(
+    qkv: np.ndarray,
+    table: np.ndarray,
+    num_heads: int,
+    num_kv_heads: int,
+    first_position: int,
+    starts: np.ndarray | None,
+    sign: int,
+) -> None:
+    """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision.
+
+    By the angles of the tokens' positions, whose cos and sin table has, times sign.
+    """
+    positions = first_position + np.arange(qkv.shape[1])
+    # Sequences of the same positions together.
+    pieces = [(qkv, positions)]
+    if starts is not None:
+        pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]
+    for piece, rows in pieces:
+        angles = table[rows].astype(compute(qkv[:0]).dtype, copy=False)
+        _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads)

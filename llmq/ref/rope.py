@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.ref.common import compute, emit_fp8, update_abs_max
+from llmq.ref.common import compute, emit_fp8, turn_heads, update_abs_max
 
 # name: (B, T, Hq, Hkv, Hd)
 CASES = {
@@ -26,52 +26,6 @@ CASES = {
 TILE_ROWS = 64  # of one partial sum
 
 
-def _rotate(
-    qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_heads: int, num_kv_heads: int
-) -> None:
-    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2).
-
-    Both are laid out as the heads are, (T, Hq + Hkv, 2, Hd/2), because NumPy is slow where a
-    broadcast makes its inner loop as short as half a head.
-    """
-    seq_length, half = cos.shape
-    heads = num_heads + num_kv_heads
-    wide_cos = np.empty((seq_length, heads, 2, half), cos.dtype)
-    wide_cos[...] = cos[:, None, None]
-    wide_sin = np.empty_like(wide_cos)
-    np.negative(sin[:, None], out=wide_sin[:, :, 0])
-    wide_sin[:, :, 1] = sin[:, None]
-    swapped = np.empty_like(wide_cos)
-    for sequence in qkv:  # so that the temporaries are small
-        x = sequence[:, :heads].reshape(seq_length, heads, 2, half)
-        np.copyto(swapped, x[:, :, ::-1])
-        swapped *= wide_sin
-        rotated = np.multiply(x, wide_cos, out=x if x.dtype == cos.dtype else None)
-        rotated += swapped
-        if rotated is not x:
-            x[...] = rotated
-
-
-def _turn(
-    qkv: np.ndarray,
-    table: np.ndarray,
-    num_heads: int,
-    num_kv_heads: int,
-    first_position: int,
-    starts: np.ndarray | None,
-    sign: int,
-) -> None:
-    """_rotate by the angles of the tokens' positions, times sign, in the computing precision."""
-    positions = first_position + np.arange(qkv.shape[1])
-    # Sequences of the same positions together.
-    pieces = [(qkv, positions)]
-    if starts is not None:
-        pieces = [(qkv[b : b + 1], positions - row) for b, row in enumerate(starts)]
-    for piece, rows in pieces:
-        angles = table[rows].astype(compute(qkv[:0]).dtype, copy=False)
-        _rotate(piece, angles[..., 0], sign * angles[..., 1], num_heads, num_kv_heads)
-
-
 def rope_forward(
     qkv: np.ndarray,
     table: np.ndarray,
@@ -83,7 +37,7 @@ def rope_forward(
     starts: np.ndarray | None = None,
 ) -> None:
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + Hd/2), in place."""
-    _turn(qkv, table, num_heads, num_kv_heads, first_position, starts, 1)
+    turn_heads(qkv, table, num_heads, num_kv_heads, first_position, starts, 1)
 
 
 def rope_backward(
@@ -97,7 +51,7 @@ def rope_backward(
     abs_max: np.ndarray | None = None,
 ) -> None:
     """The rotation by the opposite angles, in place."""
-    _turn(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1)
+    turn_heads(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1)
     update_abs_max(abs_max, d_qkv)
 
 

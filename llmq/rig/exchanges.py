@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
 from llmq.ops import clock, fill, matmul, random
 from llmq.rig.child import Job
-from llmq.runtime.device import Device, MemorySizes
+from llmq.runtime.device import Device, Event, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -39,6 +40,7 @@ BACKENDS = {
 PRODUCT = {"cuda": 4096, "host": 64}  # rows
 COPY = {"cuda": 128 * MIB, "host": MIB}
 LONGER = 2  # times as long as the exchanges, so that these have kernels beside them to their end
+LOAD = "load"  # among the operations, what exchanges through host memory have beside them
 
 Times = dict[tuple[str, int], float]
 """Seconds by operation and MiB of a slab."""
@@ -48,15 +50,33 @@ Times = dict[tuple[str, int], float]
 class Exchanges:
     """What was measured of a backend. alone: of the slowest rank. beside: of the rank that waits
     for none, while kernels run. slowdown: how many times as long these take meanwhile, at the
-    largest size. intact: whether what was gathered is what had been sent; None where that was not
-    looked at.
+    largest size. load: bytes that come from host memory, seconds of that alone, and how much longer
+    an exchange through host memory takes with them; None where exchanges do not go there. intact:
+    whether what was gathered is what had been sent; None where that was not looked at.
     """
 
     links: LinkTable | None
     alone: Times
     beside: Times = field(default_factory=dict)
     slowdown: float | None = None
+    load: tuple[int, float, float] | None = None
     intact: bool | None = None
+
+
+class Load:
+    """A copy from host memory beside an exchange: half of what a rank receives by that, as weights
+    in fp8 are of their gradients in bf16."""
+
+    def __init__(self, dev: Device, slab: Tensor):
+        """slab: what is exchanged."""
+        self.dev, self.nbytes = dev, slab.nbytes * (dev.world_size - 1) // dev.world_size // 2
+        self._source = dev.alloc("load.source", (self.nbytes,), U8, "Activations", place="pinned")
+        self._target = dev.alloc("load.target", (self.nbytes,), U8, "Activations")
+
+    def run(self) -> None:
+        """Enqueue it, on a stream of its own."""
+        with self.dev.on("copy"):
+            self.dev.copy(self._target, self._source)
 
 
 class Kernels:
@@ -91,20 +111,36 @@ class Kernels:
         return tuple(float(self.dev.download(total)[0]) / 1e3 for total in self.totals)
 
 
-def calls(dev: Device, options: CommOptions, whole: Tensor) -> dict[str, Callable[[Tensor], None]]:
-    """What is measured: functions of a slab at the beginning of `whole`."""
+class Calls:
+    """So many calls on the current stream. ready: when they begin, and their data are there: as in
+    a step, what is sent through host memory need not wait for the call before."""
+
+    def __init__(self, dev: Device):
+        self.dev, self.ready = dev, dev.event()
+
+    def run(self, call: Callable[[], None], count: int) -> None:
+        """Enqueue them."""
+        self.dev.record(self.ready)
+        for _ in range(count):
+            call()
+
+
+def operations(
+    dev: Device, options: CommOptions, whole: Tensor, ready: Event
+) -> dict[str, Callable[[Tensor], None]]:
+    """What is measured: functions of a slab at the beginning of `whole`. ready: as Calls has it."""
     spare = dev.alloc("spare", (whole.size // dev.world_size,), whole.dtype, "Activations")
 
     def all_gather(slab: Tensor) -> None:
         dev.comm.all_gather(slab, part(slab, dev.rank, dev.world_size))
 
     def all_to_all(slab: Tensor) -> None:
-        dev.comm.all_to_all(slab, spare.rows(0, slab.size // dev.world_size))
+        dev.comm.all_to_all(slab, spare.rows(0, slab.size // dev.world_size), ready)
 
-    measured = {"all_gather": all_gather, "all_to_all": all_to_all}
+    found = {"all_gather": all_gather, "all_to_all": all_to_all}
     if options.nccl:
-        measured["reduce_scatter"] = dev.comm.reduce_scatter
-    return measured
+        found["reduce_scatter"] = dev.comm.reduce_scatter
+    return found
 
 
 def _captured(dev: Device, key: tuple, fn: Callable[[], None]) -> Callable[[], None]:
@@ -117,13 +153,13 @@ def _captured(dev: Device, key: tuple, fn: Callable[[], None]) -> Callable[[], N
     return lambda: dev.graph(key, fn)
 
 
-def seconds(dev: Device, workers: Workers, key: tuple, call: Callable[[], None]) -> float:
+def seconds(calls: Calls, workers: Workers, key: tuple, call: Callable[[], None]) -> float:
     """Time of one call on this rank, beginning together."""
+    dev = calls.dev
 
     def several() -> None:
         with dev.on("comm"):
-            for _ in range(CALLS):
-                call()
+            calls.run(call, CALLS)
 
     replay = _captured(dev, key, several)
     workers.barrier()
@@ -135,20 +171,25 @@ def seconds(dev: Device, workers: Workers, key: tuple, call: Callable[[], None])
 
 
 def _beside(
-    dev: Device,
+    calls: Calls,
     workers: Workers,
     key: tuple,
     call: Callable[[], None],
     kernels: Kernels,
     count: int,
 ) -> tuple[float, float]:
-    """Seconds of one call on this rank beside so many kernels, and of all those kernels."""
+    """Seconds of one call on this rank beside so many kernels, and of all those kernels.
+
+    A call before the clock starts makes ranks begin together: what one that comes late finds in
+    its peer's ring would count as its speed.
+    """
+    dev = calls.dev
 
     def several() -> None:
         with dev.on("comm"):
+            calls.run(call, 1)
             clock.start(dev, kernels.at[1])
-            for _ in range(CALLS):
-                call()
+            calls.run(call, CALLS)
             clock.stop(dev, kernels.totals[1], kernels.at[1])
         kernels.run(count)
 
@@ -172,20 +213,44 @@ def program(
         once = _captured(dev, ("kernels",), lambda: kernels.run(CALLS))
         once()
         one = kernels.seconds(once)[0] / CALLS
-    for name, call in calls(dev, options, whole).items():
+    calls = Calls(dev)
+    functions = operations(dev, options, whole, calls.ready)
+    for name, call in functions.items():
         for mib, length in lengths.items():
             slab = whole.rows(0, length)
             run = lambda call=call, slab=slab: call(slab)  # noqa: E731 (bound now)
-            alone = found.alone[name, mib] = seconds(dev, workers, (name, mib), run)
+            alone = found.alone[name, mib] = seconds(calls, workers, (name, mib), run)
             if together:
                 count = max(1, round(LONGER * CALLS * alone / one))
-                mixed = _beside(dev, workers, (name, mib), run, kernels, count)
+                mixed = _beside(calls, workers, (name, mib), run, kernels, count)
                 found.beside[name, mib] = mixed[0]
                 if name == "all_gather" and mib == max(sizes):
                     lost = max(mixed[1] - count * one, 0.0)
-                    found.slowdown = 1 + lost / max(CALLS * mixed[0] - lost, lost, 1e-9)
+                    exchanging = (1 + CALLS) * mixed[0]
+                    found.slowdown = 1 + lost / max(exchanging - lost, lost, 1e-9)
+    if together and options.p2p == "off":
+        exchange = partial(functions["all_to_all"], whole)
+        found.load = _with_load(calls, workers, exchange, Load(dev, whole))
     found.intact = _intact(dev, workers, whole.rows(0, min(lengths.values())))
     return found
+
+
+def _with_load(
+    calls: Calls, workers: Workers, exchange: Callable[[], None], load: Load
+) -> tuple[int, float, float]:
+    """As Exchanges.load.
+
+    A load that exchanges have beside them shares their direction of the bus, and what they take
+    away in the other one slows it down, which a load alone is not.
+    """
+
+    def both() -> None:
+        load.run()
+        exchange()
+
+    functions = {"load": load.run, "exchange": exchange, "both": both}
+    took = {name: seconds(calls, workers, (LOAD, name), fn) for name, fn in functions.items()}
+    return load.nbytes, took["load"], max(took["both"] - took["exchange"], 1e-9)
 
 
 def _intact(dev: Device, workers: Workers, slab: Tensor) -> bool:
@@ -216,7 +281,10 @@ def memory(
     """What a rank needs for slabs of that size. kernels: the kind of device, if they run beside."""
     plan = PlanDevice(PLAN_SPEC, world_size=world_size)
     connect([plan], options)
-    calls(plan, options, plan.alloc("slab", (mib * MIB // 2,), BF16, "Activations"))
+    slab = plan.alloc("slab", (mib * MIB // 2,), BF16, "Activations")
+    operations(plan, options, slab, plan.event())
+    if kernels is not None and options.p2p == "off":
+        Load(plan, slab)
     if kernels is not None:
         Kernels(plan, kernels).run(1)
     return plan.sizes()
@@ -252,21 +320,33 @@ def measured(
         alone={key: max(rank.alone[key] for rank in ranks) for key in ranks[0].alone},
         # Of the rank that comes last: the others' times have their waiting for it.
         beside={key: min(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
+        load=_slowest([rank.load for rank in ranks if rank.load]),
         slowdown=max((rank.slowdown for rank in ranks), default=None) if together else None,
         intact=all(rank.intact for rank in ranks),
     )
 
 
+def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] | None:
+    """Of ranks that load as much at once."""
+    if not loads:
+        return None
+    nbytes, alone, beside = zip(*loads, strict=True)
+    return nbytes[0], max(alone), max(beside)
+
+
 def measure(job: Job, *, backend: str, gpus: int, device: str = "cuda", **_: Any) -> None:
-    """The part: seconds by operation, as [received bytes, alone, beside kernels] of each size."""
+    """The part: seconds by operation, as [received bytes, alone, beside kernels] of each size; of
+    LOAD as Exchanges.load."""
     found = measured(device, gpus, BACKENDS[backend], SIZES, True)
-    operations: dict[str, list[list[float]]] = {}
+    points: dict[str, list[list[float]]] = {}
     for name, mib in found.alone:
         received = mib * MIB * (gpus - 1) // gpus
         times = [found.alone[name, mib], found.beside[name, mib]]
-        operations.setdefault(name, []).append([received, *times])
+        points.setdefault(name, []).append([received, *times])
+    if found.load is not None:
+        points[LOAD] = [list(found.load)]
     beside_bus = found.links is not None and all(map(all, _pairs(found.links.beside_bus)))
-    result = {"operations": operations, "slowdown": found.slowdown, "intact": found.intact}
+    result = {"operations": points, "slowdown": found.slowdown, "intact": found.intact}
     job.note(result | {"beside_bus": beside_bus})
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmq.base.dtypes import GIB
+from llmq.rig.exchanges import LOAD
 from llmq.rig.launches import in_time
 
 Report = dict[str, Any]
@@ -154,6 +155,11 @@ def _exchanges(report: Report) -> str:
     ]
     if slow:
         table += f"\n\nKernels take so many times as long meanwhile: {', '.join(slow)}."
+    if any(operation == LOAD for _, operation, *_ in rows):
+        table += (
+            f"\n\n{LOAD}: from host memory, alone, and by how much longer an all_to_all takes that "
+            "goes through it, too."
+        )
     return table
 
 

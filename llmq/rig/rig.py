@@ -19,9 +19,10 @@ from llmq.rig import rows, steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import words_on
-from llmq.rig.launches import in_time, merged
+from llmq.rig.launches import Table, in_time, merged
 from llmq.rig.markdown import markdown
 from llmq.rig.picture import draw
+from llmq.rig.waits import waits, without_waits
 
 MINUTES = 10.0
 LAST = 10.0  # seconds that the report takes
@@ -181,8 +182,20 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
     """What plans need of a report. Raises ConfigError where too little was measured."""
+    measured = report["measured"]
+    good = [step for step in measured["steps"] if in_time(step["idle"])]
+    ladder = measured["ladder"].get("launches", {})
+    file = _card_file(report, merged([ladder, *(step.get("launches", {}) for step in good)]))
+    waited = [step for step in good if waits(step, file.spec())]
+    if not waited:
+        return file
+    tables = [ladder, *(step.get("launches", {}) for step in good if step not in waited)]
+    file = _card_file(report, merged(tables))
+    return _card_file(report, merged([*tables, *(without_waits(step, file) for step in waited)]))
+
+
+def _card_file(report: dict[str, Any], launches: Table) -> CardFile:
     measured, spec = report["measured"], report["spec"]
-    tables = [step.get("launches", {}) for step in measured["steps"] if in_time(step["idle"])]
     bus = measured["bus"].get("at_once", {})
     exchange, beside, beside_bus = {}, {}, False
     for backend, found in measured["exchanges"].items():
@@ -195,7 +208,6 @@ def card_file_of(report: dict[str, Any]) -> CardFile:
             beside[backend] = found["slowdown"]
             beside_bus |= found["beside_bus"]
     gpus = len(report["gpus"])
-    launches = merged([measured["ladder"].get("launches", {}), *tables])
     if not launches:
         raise ConfigError("no launch was measured, so there is no card file")
     return checked(

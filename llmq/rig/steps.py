@@ -21,6 +21,7 @@ from llmq.ops.common import library_products
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
 from llmq.rig.launches import as_in_steps
+from llmq.rig.waits import IN_TURN
 from llmq.runtime.timing import LaunchTime
 from llmq.train.trainer import Trainer
 
@@ -134,8 +135,8 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
     """The part: `steps`, a record of each of the runs that there was time for, and `refused`, why
     not, of those that do not fit, by index.
 
-    A record has `launches`, `seconds` that they took to measure, and `tokens_per_second`, `idle`,
-    `options` and BESIDE of the run.
+    A record has `launches`, IN_TURN, `seconds` that they took to measure, and `tokens_per_second`,
+    `idle`, `options` and BESIDE of the run.
     """
     found: dict[str, Any] = {"steps": [], "refused": {}}
     took: list[float] = []
@@ -184,13 +185,15 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
             BESIDE: given.get(BESIDE, False),
             "tokens_per_second": trainer.plan.tokens / step,
             "idle": statistics.median(idle_share(times, step) for times in rounds),
+            IN_TURN: True,
             "launches": as_in_steps(rounds, step),
         }
 
 
 def _launches(trainer: Trainer, batches: list[Batch], count: int) -> list[LaunchTime]:
     """Of a step, each timed by itself, after so many others: the last one runs meanwhile, so that
-    the host stays ahead of the GPU, whose clock is that of steps."""
+    the host stays ahead of the GPU, whose clock is that of steps. Those of other streams take their
+    turn, and no launch's time has a wait for one of them in it."""
     if count > 1:
         timed_steps(trainer, batches, count - 1)
-    return launch_times(trainer, batches)
+    return launch_times(trainer, batches, in_turn=True)

@@ -14,6 +14,7 @@ FUSED = {
     "matmul_exp": (3, "exp"),
     "matmul_exp_codes": (3, "exp"),
     "matmul_gradient": (1, "gradient"),
+    "matmul_rope": (1, "rope"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }

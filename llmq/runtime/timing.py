@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -92,9 +92,11 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
             marks.close()
 
 
-def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
+def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) -> list[LaunchTime]:
     """Run fn without graphs and time each launch, copy and fill of it; waits for the device.
 
+    in_turn: all on the main stream, in the order in which they are enqueued, which is right for any
+    order that events ask for. A launch beside one of another stream has waits for that in its time.
     What a pair of marks costs by itself is taken off. The host must stay ahead of the device, as
     it does once the device has work for a few milliseconds, or gaps count as time of the launches.
     """
@@ -111,11 +113,13 @@ def time_launches(dev: Device, fn: Callable[[], Any]) -> list[LaunchTime]:
 
         return run
 
+    streams = {"on": lambda _: nullcontext()} if in_turn else {}
     with dev.without_graphs():
         with dev.instead(
             launch=timed(dev.launch, _launched),
             copy=timed(dev.copy, lambda dst, src: _moved("copy", dst, src)),
             zero=timed(dev.zero, lambda tensor: _moved("zero", tensor)),
+            **streams,
         ):
             fn()
         empty = [marks.mark() for _ in range(CALIBRATIONS)]
