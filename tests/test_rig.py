@@ -409,7 +409,9 @@ def test_a_ladder_of_sizes(monkeypatch, device):
     ladder.measure(work, device=device)
     assert notes[-1]["refused"] == {}
     kinds = set(notes[-1]["launches"])
-    assert {"attention_forward/library/bf16", "attention_backward_tiles/cu/bf16"} <= kinds
+    assert "attention_forward/library/bf16" in kinds
+    # On Hopper backward is a kernel of its own.
+    assert kinds & {"attention_backward_tiles/cu/bf16", "attention_gradient/cu/bf16"}
     named = [case.name for case in ladder.cases(steps_spec())]
     assert {"bf16 product", "int8 product", "fp8 product", "fp8 product, fast sums", "copy"} < set(
         named

@@ -96,7 +96,8 @@ def test_infinities_stay_where_they_are(hopper, rng):
     arrays = arrays_of(rng, case, BF16)
     arrays["b"][-5] = np.inf
     got, want = (run(hopper, call(case), arrays)["qkv"] for call in (one, two))
-    np.testing.assert_array_equal(got, want)
+    # Sums of infinities of both signs are NaN, which arrays of BF16 take for unequal.
+    np.testing.assert_array_equal(got.astype(np.float32), want.astype(np.float32))
 
 
 def test_where_it_serves():
