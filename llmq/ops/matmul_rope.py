@@ -14,7 +14,7 @@ from llmq.ops.common import (
     expect_adapters,
     expect_qkv,
     own_product_blocks,
-    own_product_computed,
+    own_product_idle,
     rank_consts,
     runs_own_products,
 )
@@ -68,14 +68,9 @@ def serves(
     row = dtype.itemsize * K
     return (
         M >= MIN_ROWS
-        and _idle(dev, M, N) * row <= MOST_IDLE
+        and own_product_idle(dev, M, N // 2, TILE) * row <= MOST_IDLE
         and runs_own_products(dev, CAPABILITY, (row, 2 * rank), rank)
     )
-
-
-def _idle(dev: Device, M: int, N: int) -> float:
-    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    return own_product_computed(dev, M, N // 2, TILE) * TILE[0] * TILE[1] * 2 / (M * N) - 1
 
 
 def matmul_rope(
