@@ -1,4 +1,4 @@
-"""Whole steps as Hopper computes large ones, with more in products and its own attention: on the CPU."""
+"""Whole steps as Hopper computes large ones, with more in their products: on the CPU."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ OWN_BACKWARD = {  # and in how many launches: of layers times parts
 
 @pytest.mark.parametrize("model, options, times", OWN_BACKWARD.values(), ids=OWN_BACKWARD)
 def test_attention_backward_of_hopper(model, options, times, fuse):
-    """In whole steps, which need what was planned; heads are in no parts of their own."""
+    """Needs what was planned. Parts are of sequences alone."""
     of = {"T": 64, "seq_len": 64, "head_dim": 64} | options
     want = run(model, **of)
     fuse(attention_backward)
