@@ -44,8 +44,9 @@ MATMUL_ROPE = Kernel(
 
 
 def takes_heads(head_dim: int, num_kv_heads: int) -> bool:
-    """A tile has parts of three heads, 32 pairs of each, and angles for one such part: between
-    queries or keys of one part and of the next one there must be two value heads."""
+    """Whether every tile does with the angles of one part of a head, 32 pairs: it has such parts of
+    three heads, so that two value heads must be between queries or keys of one part and of the
+    next one."""
     return head_dim in HEAD_DIMS and (head_dim == HEAD_DIMS[0] or num_kv_heads > 1)
 
 
