@@ -434,6 +434,21 @@ def test_a_load_beside_an_exchange_through_the_host_takes_what_it_adds_to_that()
         assert wall([exchanged(1 << 28), *after], **measured) == pytest.approx(2e-2 + alone)
 
 
+@pytest.mark.parametrize("missing", ["bus", "exchange"])
+def test_a_load_beside_an_exchange_of_the_data_sheet_takes_what_it_takes(missing):
+    """The sheet's share of the bus is of runs that load beside exchanges."""
+    staged = {"all_gather": [[[1 << 24], 2e-3]], "load": [[[10**8], 1e-2]]}
+    measured = {"bus": FILE.bus, "exchange": {"2": {"staged": staged}}}
+    file = card_file(**measured | {missing: {}})
+    rates = Rates(card_of_file(file), 2, peer_access=False)
+    exchange, load = exchanged(1 << 28), moved(0, "copy", loaded=10**8)
+    alone = max(rates.transfers(load).carriers.values())
+    assert rates.beside_exchanges == (1.0, 1.0)
+    assert replay([exchange, load], rates).wall == (
+        pytest.approx(replay([exchange], rates).wall + alone)
+    )
+
+
 def test_kernels_beside_exchanges_take_longer_and_gpus_wait_for_the_slowest():
     card = card_of_file(FILE)
     rates, kernel = Rates(card, 2, nccl=True), moved(1 << 30)

@@ -1,4 +1,4 @@
-"""Whole steps with products that have more in them, as Hopper computes large ones: on the CPU."""
+"""Whole steps as Hopper computes large ones, with more in their products: on the CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from llmq.ops import (
+    attention_backward,
     matmul_adapted,
     matmul_exp,
     matmul_exp_codes,
@@ -149,6 +150,28 @@ def test_norm_of_queries_before_rope(fuse):
     fuse(matmul_rope)
     found = run("qwen3", head_dim=64)
     assert found[2]["rope_forward"] == LAYERS and not found[2]["matmul_rope"]
+
+
+OWN_BACKWARD = {  # and in how many launches: of layers times parts
+    "parts, again": ("llama_biases", {"attn_bwd_chunks": 4, "recompute_att": True}, LAYERS * 2),
+    "a window in one layer": ("qwen2_untied", {}, 1),
+    "documents": ("llama_biases", {"document_mask": True}, 0),
+}
+
+
+@pytest.mark.parametrize("model, options, times", OWN_BACKWARD.values(), ids=OWN_BACKWARD)
+def test_attention_backward_of_hopper(model, options, times, fuse):
+    """Needs what was planned. Parts are of sequences alone."""
+    of = {"T": 64, "seq_len": 64, "head_dim": 64} | options
+    want = run(model, **of)
+    fuse(attention_backward)
+    found = run(model, **of)
+    assert found[2]["attention_gradient"] == found[2]["attention_statistics"] == times
+    others = want[2]["attention_backward_tiles"] - times
+    assert found[2]["attention_backward_tiles"] == found[2]["attention_delta"] == others
+    for got, expected in zip(found[0], want[0], strict=True):
+        assert got.loss == pytest.approx(expected.loss, rel=1e-3)  # BF16 keeps 8 bits
+        assert got.norm == pytest.approx(expected.norm, rel=1e-2)
 
 
 HEADS = {

@@ -37,9 +37,11 @@ class CardFile:
     as one GPU takes for them in the middle of steps. bus: by how many GPUs copy at once, of each of
     them, host to GPU, GPU to host, and each way while both go on. exchange: by how many GPUs, by
     backend ("nccl", "copies", and without peer access "nccl-off", "staged"), by operation: bytes
-    that each receives, and seconds, beside kernels. beside: by GPUs and backend, how many times as
-    long those kernels take meanwhile. beside_bus: whether peers reach each other without taking the
-    bus to the host. slowest: of the speed of one GPU alone, what the slowest reaches when all work.
+    that each receives, and seconds, beside kernels; of "load" bytes that come from host memory, and
+    by how many seconds an exchange through it takes longer with them. beside: by GPUs and backend,
+    how many times as long those kernels take meanwhile. beside_bus: whether peers reach each other
+    without taking the bus to the host. slowest: of the speed of one GPU alone, what the slowest
+    reaches when all work.
     """
 
     device: str

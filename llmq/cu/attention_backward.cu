@@ -13,7 +13,7 @@
 // Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
 //          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
 //          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
-//          sums of d_out * out; taken: I32 (1,), how many tiles are. HEAD_DIM 64 or 128. T a
+//          sums of d_out * out; taken: I32 (1,), how many tiles blocks have. HEAD_DIM 64 or 128. T a
 //          multiple of 64. Sums are F32; P and dS are rounded before they are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as

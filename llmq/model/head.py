@@ -278,9 +278,9 @@ class Head:
     def _codes_of_exponentials(
         self, chunk: _Chunk, lm_head: Fp8, e: Tensor, factors: Tensor, own: Tensor
     ) -> None:
-        """Losses; and codes, of some rows twice, from another shift.
+        """Losses; and codes, which are made again of rows that need another shift than the first.
 
-        far: the rows of which the first sums say nothing, so that the shift needs their largest
+        Of some of these, `far`, the first sums say nothing: their shift is found by their largest
         logit.
         """
         start, stop, x, targets = chunk

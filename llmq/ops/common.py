@@ -361,6 +361,12 @@ def own_product_computed(dev: Device, rows: int, columns: int, tile: tuple[int, 
     return ceil_div(own_product_tiles(rows, columns, tile), clusters) * clusters
 
 
+def own_product_idle(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> float:
+    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
+    computed = own_product_computed(dev, rows, columns, tile)
+    return computed * tile[0] * tile[1] / (rows * columns) - 1
+
+
 def rank_consts(R: int) -> dict[str, int]:
     """The constant for adapters of rank R, 0 without them."""
     return {"RANK": RANK_STEP * ceil_div(R, RANK_STEP)}

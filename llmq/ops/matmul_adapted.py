@@ -13,6 +13,7 @@ from llmq.ops.common import (
     expect_adapters,
     own_product_blocks,
     own_product_computed,
+    own_product_idle,
     rank_consts,
     runs_own_products,
 )
@@ -76,11 +77,16 @@ def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool
     if out.dtype != BF16 or h.dtype != BF16 or dtype == F32:
         return False
     (M, N), R = out.shape, h.shape[1]
-    rows = (2 * N, dtype.itemsize * K, 2 * R)
+    row = dtype.itemsize * K
+
+    def fills() -> bool:
+        tile = (TILE_ROWS, tile_columns(dev, M, N, row))
+        return own_product_idle(dev, M, N, tile) * row <= MOST_IDLE
+
     return (
         M >= MIN_ROWS
-        and (N >= MIN_COLUMNS or _idle(dev, M, N, rows[1]) * rows[1] <= MOST_IDLE)
-        and runs_own_products(dev, CAPABILITY, rows, R)
+        and (N >= MIN_COLUMNS or fills())
+        and runs_own_products(dev, CAPABILITY, (2 * N, row, 2 * R), R)
     )
 
 
@@ -97,13 +103,6 @@ def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
         return computed * columns * (row_bytes + alone)
 
     return min(SHARED, key=seconds)
-
-
-def _idle(dev: Device, M: int, N: int, row_bytes: int) -> float:
-    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    columns = tile_columns(dev, M, N, row_bytes)
-    computed = own_product_computed(dev, M, N, (TILE_ROWS, columns))
-    return computed * TILE_ROWS * columns / (M * N) - 1
 
 
 def matmul_adapted(

@@ -14,7 +14,7 @@ from llmq.ops.common import (
     expect_adapters,
     expect_qkv,
     own_product_blocks,
-    own_product_computed,
+    own_product_idle,
     rank_consts,
     runs_own_products,
 )
@@ -44,8 +44,9 @@ MATMUL_ROPE = Kernel(
 
 
 def takes_heads(head_dim: int, num_kv_heads: int) -> bool:
-    """A tile has parts of three heads, 32 pairs of each, and angles for one such part: between
-    queries or keys of one part and of the next one there must be two value heads."""
+    """Whether every tile does with the angles of one part of a head, 32 pairs: it has such parts of
+    three heads, so that two value heads must be between queries or keys of one part and of the
+    next one."""
     return head_dim in HEAD_DIMS and (head_dim == HEAD_DIMS[0] or num_kv_heads > 1)
 
 
@@ -68,14 +69,9 @@ def serves(
     row = dtype.itemsize * K
     return (
         M >= MIN_ROWS
-        and _idle(dev, M, N) * row <= MOST_IDLE
+        and own_product_idle(dev, M, N // 2, TILE) * row <= MOST_IDLE
         and runs_own_products(dev, CAPABILITY, (row, 2 * rank), rank)
     )
-
-
-def _idle(dev: Device, M: int, N: int) -> float:
-    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
-    return own_product_computed(dev, M, N // 2, TILE) * TILE[0] * TILE[1] * 2 / (M * N) - 1
 
 
 def matmul_rope(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from llmq.runtime.device import Event
@@ -73,26 +74,19 @@ def replay(trace: Trace, rates: Rates) -> Phase:
     """Run a trace from an idle machine until all of its streams are done.
 
     Kernels of the main stream wait while one of another stream runs, whose blocks come first.
-    Each direction of the bus is slower in that part of the phase in which the other one is busy,
-    as a first run says, and all of its transfers by the same factor. Where a transfer and an
-    exchange through the host waited for each other in that run, they really share the bus: so long
-    the transfer has the other direction busy, too.
+    A transfer over the bus is slower while the bus is busy the other way, too: how long that is, a
+    first run says (`_longer`), and a second one has the transfers take that much longer.
     """
     timed = [_timed(item, rates) for item in trace]
-    phase, carried = _replay(timed, rates.slowdown, _Slower())
-    beside = carried.beside_exchanges()
-    if not beside and not (phase.load and phase.store):
+    phase, moved = _replay(timed, rates.slowdown)
+    longer = _longer(moved, phase, rates)
+    if not longer:
         return phase
-    others = (phase.store, phase.load)
-    slower = _Slower(
-        *(
-            (times - 1) * min(other / phase.wall, 1.0)
-            for times, other in zip(rates.both_ways, others, strict=True)
-        ),
-        *rates.beside_exchanges,
-        beside,
-    )
-    return _replay(timed, rates.slowdown, slower)[0]
+    again = [
+        (item, seconds, longer.get(place, needs))
+        for place, (item, seconds, needs) in enumerate(timed)
+    ]
+    return _replay(again, rates.slowdown)[0]
 
 
 _Timed = tuple[Work | Mark, float, Transfers | None]
@@ -107,108 +101,99 @@ def _timed(item: Work | Mark, rates: Rates) -> _Timed:
     return item, rates.compute(item), rates.transfers(item) if moves else None
 
 
-class _Shared(NamedTuple):
-    """How long a transfer waited for an exchange that went on, and an exchange of so many seconds
-    for the transfer, where in truth both go on.
-    """
-
-    before: float
-    after: float
-    lasts: float
-
-    def seconds(self, times: float) -> float:
-        """Of the transfer alone, what goes beside the exchange, where it takes so many times as
-        long: while it waited it would have got on by a part of that time."""
-        return self.before / times + min(self.after, self.lasts / times)
-
-
-@dataclass(frozen=True, slots=True)
-class _Slower:
-    """How much longer transfers over the bus take than alone.
-
-    more_load, more_store: of their time, in all of the phase. load, store: how many times as long,
-    while GPUs exchange through the host. beside: by which exchanges, by the transfer's place.
-    """
-
-    more_load: float = 0.0
-    more_store: float = 0.0
-    load: float = 1.0
-    store: float = 1.0
-    beside: dict[int, list[_Shared]] = field(default_factory=dict)
-
-    def seconds(self, place: int, needs: Transfers) -> dict[str, float]:
-        """Of each carrier."""
-        if not (needs.load or needs.store):
-            return needs.carriers
-        found, beside = dict(needs.carriers), self.beside.get(place, ())
-        for name, alone, more, times in (
-            ("load", needs.load, self.more_load, self.load),
-            ("store", needs.store, self.more_store, self.store),
-        ):
-            if alone:
-                slow = sum(shared.seconds(times) for shared in beside)
-                found[name] += alone * more + min(slow, alone) * (times - 1)
-        return found
-
-
-class _Span(NamedTuple):
-    """A transfer over the bus: its place in the trace, when it could start, did, and ended."""
+class _Moved(NamedTuple):
+    """A piece of work that needed carriers: its place in the trace, and when it could have started,
+    did so, and had left them all."""
 
     place: int
+    needs: Transfers
     ready: float
     start: float
     end: float
 
 
-class _Carriers:
-    """What carries one transfer at a time. load, store: seconds of the bus, as Phase has them."""
+def _longer(moved: list[_Moved], phase: Phase, rates: Rates) -> dict[int, Transfers]:
+    """What transfers need that are slower than alone, by their places.
 
-    def __init__(self, slower: _Slower):
-        self._slower = slower
-        self._free: defaultdict[str, float] = defaultdict(float)
-        self._exchanges: list[_Span] = []
-        self._one_way: list[_Span] = []
-        self.load = self.store = 0.0
+    Each direction of the bus is slower in that part of the phase in which the other one is busy,
+    and all of its transfers by the same factor. Where a transfer and an exchange through the host
+    waited for each other, they really share the bus: for so long the transfer has the other
+    direction busy, too.
+    """
+    exchanges = [span for span in moved if span.needs.exchange]  # one after the other
+    if not exchanges and not (phase.load and phase.store):
+        return {}
+    more_load, more_store = (
+        (times - 1) * min(other / phase.wall, 1.0)
+        for times, other in zip(rates.both_ways, (phase.store, phase.load), strict=True)
+    )
+    times_load, times_store = rates.beside_exchanges
+    found = {}
+    for span in moved:
+        needs = span.needs
+        if not (needs.load or needs.store):
+            continue
+        carriers = dict(needs.carriers)
+        beside = [] if needs.exchange else list(_beside(span, exchanges))
+        for name, alone, more, times in (
+            ("load", needs.load, more_load, times_load),
+            ("store", needs.store, more_store, times_store),
+        ):
+            if alone:
+                shared = sum(_shared(span, exchange, times) for exchange in beside)
+                carriers[name] += alone * more + min(shared, alone) * (times - 1)
+        if carriers != needs.carriers:
+            found[span.place] = needs._replace(carriers=carriers)
+    return found
 
-    def carry(self, place: int, needs: Transfers, ready: float) -> tuple[float, float]:
-        """When it starts, and for how long its longest carrier is busy."""
-        self.load, self.store = self.load + needs.load, self.store + needs.store
-        seconds = self._slower.seconds(place, needs)
-        start = max([ready, *(self._free[name] for name in seconds)])
-        for name, duration in seconds.items():
-            self._free[name] = start + duration
-        longest = max(seconds.values(), default=0.0)
-        if needs.exchange:
-            self._exchanges.append(_Span(place, ready, start, start + longest))
-        elif needs.load or needs.store:
-            self._one_way.append(_Span(place, ready, start, start + longest))
-        return start, longest
 
-    def beside_exchanges(self) -> dict[int, list[_Shared]]:
-        """Of transfers one way, by their places: the exchanges that shared the bus with them."""
-        ends = [exchange.end for exchange in self._exchanges]  # one after the other
-        found: defaultdict[int, list[_Shared]] = defaultdict(list)
-        for place, ready, start, end in self._one_way:
-            for exchange in self._exchanges[bisect_right(ends, ready) :]:
-                if exchange.ready >= end:
-                    break
-                before = _overlap(ready, start, exchange.start, exchange.end)
-                after = _overlap(start, end, exchange.ready, exchange.start)
-                found[place].append(_Shared(before, after, exchange.end - exchange.start))
-        return found
+def _beside(transfer: _Moved, exchanges: list[_Moved]) -> Iterator[_Moved]:
+    """The exchanges that this transfer waited for, or that waited for it."""
+    first = bisect_right(exchanges, transfer.ready, key=lambda exchange: exchange.end)
+    for exchange in exchanges[first:]:
+        if exchange.ready >= transfer.end:
+            return
+        yield exchange
+
+
+def _shared(transfer: _Moved, exchange: _Moved, times: float) -> float:
+    """Of the seconds of the transfer alone, those that go beside the exchange, where it takes so
+    many times as long: while it waited it would have got on by a part of that time."""
+    waited = _overlap(transfer.ready, transfer.start, exchange.start, exchange.end)
+    held_up = _overlap(transfer.start, transfer.end, exchange.ready, exchange.start)
+    return waited / times + min(held_up, (exchange.end - exchange.start) / times)
 
 
 def _overlap(start: float, end: float, other_start: float, other_end: float) -> float:
     return max(min(end, other_end) - max(start, other_start), 0.0)
 
 
-def _replay(timed: list[_Timed], slowdown: float, slower: _Slower) -> tuple[Phase, _Carriers]:
+class _Carriers:
+    """What carries one transfer at a time. moved: what did. load, store: seconds of the bus, as
+    Phase has them."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[str, float] = defaultdict(float)
+        self.moved: list[_Moved] = []
+        self.load = self.store = 0.0
+
+    def carry(self, place: int, needs: Transfers, ready: float) -> tuple[float, float]:
+        """When it starts, and for how long its longest carrier is busy."""
+        self.load, self.store = self.load + needs.load, self.store + needs.store
+        start = max([ready, *(self._free[name] for name in needs.carriers)])
+        for name, duration in needs.carriers.items():
+            self._free[name] = start + duration
+        longest = max(needs.carriers.values(), default=0.0)
+        self.moved.append(_Moved(place, needs, ready, start, start + longest))
+        return start, longest
+
+
+def _replay(timed: list[_Timed], slowdown: float) -> tuple[Phase, list[_Moved]]:
     """slowdown: as Rates has it."""
     streams: defaultdict[str, float] = defaultdict(float)
     recorded: dict[Event, float] = {}
     busy: defaultdict[str, float] = defaultdict(float)
-    exchanges, holding = _Beside(slowdown), _Holding()
-    carriers = _Carriers(slower)
+    exchanges, kernels, carriers = _GoingOn(), _GoingOn(), _Carriers()
     for place, (item, seconds, needs) in enumerate(timed):
         stream = item.stream
         if not isinstance(item, Work):
@@ -219,67 +204,57 @@ def _replay(timed: list[_Timed], slowdown: float, slower: _Slower) -> tuple[Phas
             continue
         start = streams[stream]
         if stream == "main":
-            seconds += exchanges.delay(start, seconds)
-            seconds += holding.delay(start, seconds)
+            # Exchanges take memory's rate and multiprocessors from it.
+            seconds += (slowdown - 1) * exchanges.beside(start, seconds)
+            seconds += kernels.wait(start, seconds)
         lasts = seconds
         if needs is not None:
             start, carried = carriers.carry(place, needs, start)
             lasts = max(seconds, carried)
-            if item.received:
+            if item.received and slowdown > 1:
                 exchanges.note(start, start + lasts)
         if stream != "main" and item.file:
-            holding.note(start, start + (lasts if item.loaded or item.stored else seconds))
+            kernels.note(start, start + (lasts if item.loaded or item.stored else seconds))
         streams[stream] = start + lasts
         if stream == "main":
             busy[_part(item)] += seconds
     wall = max(streams.values(), default=0.0)
-    return Phase(busy=dict(busy), wall=wall, load=carriers.load, store=carriers.store), carriers
+    phase = Phase(busy=dict(busy), wall=wall, load=carriers.load, store=carriers.store)
+    return phase, carriers.moved
 
 
-class _Beside:
-    """When exchanges of GPUs take memory's rate and multiprocessors from the kernels of the main
-    stream."""
-
-    def __init__(self, slowdown: float):
-        """slowdown: how many times as long kernels take beside it."""
-        self._more = slowdown - 1
-        self._going_on: list[tuple[float, float]] = []
-
-    def note(self, start: float, end: float) -> None:
-        """One that was enqueued."""
-        if self._more:
-            self._going_on.append((start, end))
-
-    def delay(self, start: float, seconds: float) -> float:
-        """How much later a kernel ends that takes so long without them; ask in order of time."""
-        self._going_on = [(s, e) for s, e in self._going_on if e > start]
-        overlap = sum(max(min(e, start + seconds) - max(s, start), 0) for s, e in self._going_on)
-        return self._more * min(overlap, seconds)
-
-
-class _Holding:
-    """When a kernel of another stream has the multiprocessors, or waits there for the bus.
-
-    Its blocks, more than fit at once, come before those of all that is enqueued later: a launch of
-    the main stream waits for the whole kernel.
-    """
+class _GoingOn:
+    """When other streams did something that kernels of the main stream may have beside them; these
+    ask in order of time."""
 
     def __init__(self) -> None:
-        self._going_on: list[tuple[float, float]] = []
+        self._times: list[tuple[float, float]] = []
 
     def note(self, start: float, end: float) -> None:
-        """One that was enqueued."""
-        self._going_on.append((start, end))
+        """What was enqueued."""
+        self._times.append((start, end))
 
-    def delay(self, start: float, seconds: float) -> float:
-        """How much later a kernel of the main stream ends; ask in order of time."""
-        self._going_on = [(s, e) for s, e in self._going_on if e > start]
+    def beside(self, start: float, seconds: float) -> float:
+        """How long something goes on in the time of a kernel that takes so long."""
+        self._forget(start)
+        return min(sum(_overlap(start, start + seconds, s, e) for s, e in self._times), seconds)
+
+    def wait(self, start: float, seconds: float) -> float:
+        """How much later a kernel ends where these are kernels, too.
+
+        They have the multiprocessors, or wait there for the bus. Their blocks, more than fit at
+        once, come before those of all that is enqueued later: a launch waits for a whole kernel.
+        """
+        self._forget(start)
         now, end = start, start + seconds  # now: until when others are taken into account
-        for s, e in sorted(self._going_on):
+        for s, e in sorted(self._times):
             now = max(now, s)
             if now < min(e, end):
                 now, end = e, end + e - now
         return end - start - seconds
+
+    def _forget(self, before: float) -> None:
+        self._times = [(s, e) for s, e in self._times if e > before]
 
 
 def _part(work: Work) -> str:

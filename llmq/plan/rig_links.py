@@ -41,8 +41,10 @@ class RigLinks:
     @property
     def beside_exchanges(self) -> tuple[float, float]:
         """As Rates has it: what loads add to exchanges where that was measured, else as beside
-        plain copies the other way."""
-        into, out = self.both_ways or (1.0, 1.0)
+        plain copies the other way. 1 where exchanges are the data sheet's, as none was measured."""
+        if self._bus is None or not self._exchange:
+            return 1.0, 1.0
+        into, out = self.both_ways
         for (nbytes,), seconds in self._exchange.get("load", ()):
             into = seconds * 1e9 * self._bus[0] / nbytes
         return into, out

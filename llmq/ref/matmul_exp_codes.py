@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from llmq.ref.common import BF16, adapted_product, compute, decode_fp8, encode_fp8
@@ -39,8 +41,7 @@ def matmul_exp_codes(
     of negative targets there is none. sums (ceil(N / TILE), M): of e over TILE columns each, before
     it is rounded.
     """
-    for rows, x in adapted_product(a, decode_fp8(b).T, None, None, scale_a, scale_b):
-        x = compute(x.astype(BF16))
+    for rows, x in _logits(a, b, scale_a, scale_b):
         counted = np.flatnonzero(targets[rows] >= 0)
         target_logits[rows][counted] = x[counted, targets[rows][counted]]
         _exponentials(e[rows], x, shift[rows], targets[rows], vocab)
@@ -64,8 +65,7 @@ def exp_codes_again(
 ) -> None:
     """The same of rows[1 : 1 + rows[0]] of e, sums, shift and targets, from the first rows of a."""
     listed = rows[1 : 1 + rows[0]]
-    for some, x in adapted_product(a[: len(listed)], decode_fp8(b).T, None, None, scale_a, scale_b):
-        x = compute(x.astype(BF16))
+    for some, x in _logits(a[: len(listed)], b, scale_a, scale_b):
         of_e = np.empty(x.shape, e.dtype)
         _exponentials(of_e, x, shift[listed[some]], targets[listed[some]], vocab)
         e[listed[some]] = of_e
@@ -86,10 +86,17 @@ def exp_codes_most(
 ) -> None:
     """most (ceil(N / TILE), M): of the same rows the largest logits of columns < vocab by tiles."""
     listed = rows[1 : 1 + rows[0]]
-    for some, x in adapted_product(a[: len(listed)], decode_fp8(b).T, None, None, scale_a, scale_b):
-        x = compute(x.astype(BF16))
+    for some, x in _logits(a[: len(listed)], b, scale_a, scale_b):
         x[:, vocab:] = -np.inf
         most[:, listed[some]] = _by_tiles(np.maximum, x)
+
+
+def _logits(
+    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows of a, and their logits, rounded to BF16."""
+    for rows, x in adapted_product(a, decode_fp8(b).T, None, None, scale_a, scale_b):
+        yield rows, compute(x.astype(BF16))
 
 
 def _by_tiles(reduce: np.ufunc, x: np.ndarray) -> np.ndarray:

@@ -181,17 +181,26 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
 
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
-    """What plans need of a report. Raises ConfigError where too little was measured."""
+    """What plans need of a report. Raises ConfigError where too little was measured.
+
+    Of steps whose launches waited for other streams, which only older reports have, the waits are
+    taken off by what the rest of the report says.
+    """
     measured = report["measured"]
     good = [step for step in measured["steps"] if in_time(step["idle"])]
     ladder = measured["ladder"].get("launches", {})
-    file = _card_file(report, merged([ladder, *(step.get("launches", {}) for step in good)]))
+
+    def file_of(steps: list[dict[str, Any]], *more: Table) -> CardFile:
+        tables = (step.get("launches", {}) for step in steps)
+        return _card_file(report, merged([ladder, *tables, *more]))
+
+    file = file_of(good)
     waited = [step for step in good if waits(step, file.spec())]
     if not waited:
         return file
-    tables = [ladder, *(step.get("launches", {}) for step in good if step not in waited)]
-    file = _card_file(report, merged(tables))
-    return _card_file(report, merged([*tables, *(without_waits(step, file) for step in waited)]))
+    others = [step for step in good if step not in waited]
+    rest = file_of(others)
+    return file_of(others, *(without_waits(step, rest) for step in waited))
 
 
 def _card_file(report: dict[str, Any], launches: Table) -> CardFile:

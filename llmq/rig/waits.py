@@ -66,7 +66,7 @@ def without_waits(step: Mapping[str, Any], file: CardFile) -> Table:
 
 
 def works_of(step: Mapping[str, Any], spec: DeviceSpec) -> Iterator[tuple[Work, int]]:
-    """All that such a step enqueues, and how often."""
+    """All that such a step enqueues, and how often; attention as it was then, the library's."""
     config = make_config(step["options"])
     model, _ = model_of_run(config)
     plan = make_plan(config, model, spec, "cudnn", 1)
@@ -77,5 +77,5 @@ def works_of(step: Mapping[str, Any], spec: DeviceSpec) -> Iterator[tuple[Work, 
 
 
 def is_beside(work: Work) -> bool:
-    """Whether it is a kernel of another stream, and needs the GPU alone."""
+    """Whether it is a kernel of another stream that reads and writes no host memory."""
     return work.stream != "main" and bool(work.file) and not (work.loaded or work.stored)
