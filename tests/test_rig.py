@@ -409,13 +409,9 @@ def test_a_ladder_of_sizes(monkeypatch, device):
     ladder.measure(work, device=device)
     assert notes[-1]["refused"] == {}
     kinds = set(notes[-1]["launches"])
-    assert "attention_forward/library/bf16" in kinds
-    # On Hopper backward is a kernel of its own.
-    assert kinds & {"attention_backward_tiles/cu/bf16", "attention_gradient/cu/bf16"}
-    named = [case.name for case in ladder.cases(steps_spec())]
-    assert {"bf16 product", "int8 product", "fp8 product", "fp8 product, fast sums", "copy"} < set(
-        named
-    )
+    assert {"attention_forward/library/bf16", "attention_backward_tiles/cu/bf16"} <= kinds
+    named = {case.name for case in ladder.cases(steps_spec())}
+    assert {"bf16 product", "int8 product", "fp8 product", "fp8 product, fast sums", "copy"} < named
 
 
 def steps_spec():
@@ -426,6 +422,9 @@ def steps_spec():
 
 def test_every_case_of_a_ladder_can_be_planned_and_fits():
     spec = steps_spec()
+    # On Hopper there is a kernel of its own for layers without windows.
+    ways = ("cudnn", "native", "native, whole sequences")
+    assert {f"attention backward, {way}" for way in ways} < {c.name for c in ladder.cases(spec)}
     for case in ladder.cases(spec):
         plan = PlanDevice(spec)
         case.prepare(plan)()

@@ -106,8 +106,9 @@ def _copy(mib: int, dev: Device) -> Callable[[], None]:
 
 
 def _attention(
-    head: tuple[int, int, int], seq_len: int, backend: str, backward: bool, dev: Device
+    head: tuple[int, int, int], seq_len: int, backend: str, backward: bool, own: bool, dev: Device
 ) -> Callable[[], None]:
+    """own: backward by ops.attention_backward, which is "native" for whole sequences on Hopper."""
     head_dim, heads, kv_heads = head
     batch = max(TOKENS // seq_len, 1)
 
@@ -124,8 +125,8 @@ def _attention(
     random.normal(dev, d_out, 1.0, 1)
     ahead()
     tensors = (d_qkv, d_out, out, lse, qkv)
-    own = attention_backward.chosen(dev, qkv, attention.Sight())
-    return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend, own=own)
+    way = attention_backward.backward if own else None
+    return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend, own=way)
 
 
 def cases(spec: DeviceSpec) -> Iterator[Case]:
@@ -144,11 +145,16 @@ def cases(spec: DeviceSpec) -> Iterator[Case]:
             yield Case("copy", f"{mib} MiB", 2 * mib * MIB, partial(_copy, mib))
     for head, length in [(head, length) for length in LENGTHS for head in HEADS]:
         square = max(TOKENS // length, 1) * head[1] * length * length * head[0]
-        for backend in reversed(attention.BACKENDS):
-            for backward in (False, True):
-                name = f"attention {'backward' if backward else 'forward'}, {backend}"
-                prepare = partial(_attention, head, length, backend, backward)
-                yield Case(name, f"{head[0]} x {length}", (5 if backward else 2) * square, prepare)
+        ways = [
+            (b, backward, False) for b in attention.BACKENDS[::-1] for backward in (False, True)
+        ]
+        if attention_backward.serves(spec.capability, length, head[0]):
+            ways.append(("native", True, True))
+        for backend, backward, own in ways:
+            name = f"attention {'backward' if backward else 'forward'}, {backend}"
+            name += ", whole sequences" if own else ""
+            prepare = partial(_attention, head, length, backend, backward, own)
+            yield Case(name, f"{head[0]} x {length}", (5 if backward else 2) * square, prepare)
 
 
 def prepared(dev: Device, case: Case) -> tuple[Callable[[], None], Tensor | None]:
