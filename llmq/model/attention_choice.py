@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmq.ops import attention_backward
 from llmq.ops.attention import Sight
+from llmq.runtime.sight import sees_all_before
 
 # By the largest head size that it is for: the share of the causal pairs of query and key below
 # which a window makes our backward the faster one. cuDNN's takes as long with a window as without,
@@ -29,7 +30,7 @@ def directions(
     if backend != "auto":
         return (backend,), (backend,)
     library = ("cudnn",) if capability == MEASURED else ("cudnn", "native")
-    whole = attention_backward.sees_all_before(window, seq_len)
+    whole = sees_all_before(window, seq_len)
     if whole and attention_backward.serves(capability, seq_len, head_dim):
         return library, ("native",)
     limit = next((share for size, share in NATIVE_BACKWARD.items() if head_dim <= size), 0.0)

@@ -9,7 +9,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
-from llmq.runtime.sight import ALL, Sight
+from llmq.runtime.sight import ALL, Sight, sees_all_before
 
 ROWS = 64  # of a warpgroup's part of a tile, and of a step
 THREADS = 384
@@ -48,11 +48,6 @@ def chosen(dev: Device, qkv: Tensor, sight: Sight) -> Callable[..., None] | None
 def serves(capability: int, seq_len: int, head_dim: int) -> bool:
     """Whether backward() computes such sequences, in BF16. capability: of the device, times 10."""
     return capability == CAPABILITY and head_dim in STAGES and seq_len % ROWS == 0
-
-
-def sees_all_before(window: int | None, seq_len: int) -> bool:
-    """Whether a window hides nothing, as None, which is none."""
-    return window is None or window >= seq_len
 
 
 def shared_bytes(head_dim: int) -> int:

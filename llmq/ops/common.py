@@ -384,3 +384,14 @@ def expect_adapters(
     expect(op, "h", h, BF16, (M, R))
     expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
     return R
+
+
+def expect_left(op: str, a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
+    """BF16 a, or E4M3 codes, beside which both operands have a scale."""
+    if a.dtype == E4M3:
+        expect(op, "scale_a", scale_a, F32, (1,))
+        expect(op, "scale_b", scale_b, F32, (1,))
+    elif a.dtype != BF16:
+        raise TypeError(f"{op}: a must be {E4M3.label} or BF16, got {a.dtype.label}")
+    elif scale_a is not None or scale_b is not None:
+        raise TypeError(f"{op}: only fp8 codes have scales")

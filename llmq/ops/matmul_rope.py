@@ -12,6 +12,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
     expect_adapters,
+    expect_left,
     expect_qkv,
     own_product_blocks,
     own_product_idle,
@@ -154,13 +155,7 @@ def _check(
     expect(OP, "qkv", qkv, BF16, qkv.shape)
     if len(a.shape) != 2 or a.shape[0] != B * T:
         raise ValueError(f"{OP}: a must have shape ({B * T}, K), got {a.shape}")
-    if a.dtype == E4M3:
-        expect(OP, "scale_a", scale_a, F32, (1,))
-        expect(OP, "scale_b", scale_b, F32, (1,))
-    elif a.dtype != BF16:
-        raise TypeError(f"{OP}: a must be {E4M3.label} or BF16, got {a.dtype.label}")
-    elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{OP}: only fp8 codes have scales")
+    expect_left(OP, a, scale_a, scale_b)
     expect(OP, "b", b, a.dtype, (heads * head_dim, a.shape[1]))
     if bias is not None:
         expect(OP, "bias", bias, BF16, (heads * head_dim,))

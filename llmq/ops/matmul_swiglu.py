@@ -18,6 +18,7 @@ from llmq.ops.common import (
     PRODUCT_THREADS,
     abs_max_consts,
     expect_adapters,
+    expect_left,
     fp8_args,
     fp8_consts,
     own_product_blocks,
@@ -157,12 +158,6 @@ def _check(
         expect(OP, "up_gate", up_gate, dtype, (M, N))
     if out is not None:
         expect(OP, "out", out, BF16, (M, N // 2))
-    if a.dtype == E4M3:
-        expect(OP, "scale_a", scale_a, F32, (1,))
-        expect(OP, "scale_b", scale_b, F32, (1,))
-    elif a.dtype != BF16:
-        raise TypeError(f"{OP}: a must be {E4M3.label} or BF16, got {a.dtype.label}")
-    elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{OP}: only fp8 codes have scales")
+    expect_left(OP, a, scale_a, scale_b)
     expect(OP, "b", b, a.dtype, (N, K))
     return expect_adapters(OP, h, tail, M, N, transposed=False)

@@ -9,6 +9,11 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.kernel import expect
 
 
+def sees_all_before(window: int | None, seq_len: int) -> bool:
+    """Whether a window, None without one, hides no key of a sequence."""
+    return window is None or window >= seq_len
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What queries see of the keys up to their own, for all of attention's kernels.
@@ -28,8 +33,8 @@ class Sight:
                 raise ValueError(f"{op}: the cudnn backend knows no documents within a sequence")
         if self.window is not None and self.window < 1:
             raise ValueError(f"{op}: window must be at least 1, got {self.window}")
-        short = self.window is not None and self.window < seq_len
-        return Sight(self.starts, self.window if short else None)
+        whole = sees_all_before(self.window, seq_len)
+        return Sight(self.starts, None if whole else self.window)
 
     @property
     def masked(self) -> bool:
