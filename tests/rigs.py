@@ -119,7 +119,6 @@ def results() -> dict[str, Any]:
                         "options": {"model": "Qwen2.5-1.5B", "batch-size": 32, "seq-len": 1024},
                         "tokens_per_second": 100_000.0,
                         "idle": 0.01,
-                        "in_turn": True,
                         "seconds": 9.0,
                         "launches": {"swiglu_forward/bf16,bf16,-": [[[1 << 28], 1e-4]]},
                     }

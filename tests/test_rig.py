@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +12,12 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.config.presets import preset
-from llmq.config.rig_cards import card_of_file
 from llmq.ops.common import CAPABILITY, runs_own_products
-from llmq.plan.cost import Rates
-from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps, waits
+from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps
 from llmq.rig.findings import words_on
 from llmq.rig.markdown import _steps
 from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
-from llmq.runtime.launch_kind import Kind, launch_kind
+from llmq.runtime.launch_kind import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
 from tests.rigs import H100, job, report, results
@@ -467,6 +464,7 @@ def test_all_steps_are_runs_of_a_quarter_that_can_be_planned():
         }
         with_fp8 = {("jit", False), ("jit", True)} if fp8 else set()
         assert told == {("int8", False), ("int8", True), ("nf4", True)} | with_fp8
+        assert {run["seq-len"] for run in steps.runs(fp8)} == {1024, 16384}
 
 
 def test_steps_after_one_that_crashes(cache, trained, tmp_path):
@@ -530,33 +528,6 @@ def test_launches_that_waited_for_the_host_are_not_in_the_card_file():
     found["measured"]["steps"] = [step | {"idle": -1.1}]
     assert "swiglu_forward/bf16,bf16,-" not in card_file_of(found).launches
     assert "-110.0%, left out: the host was too slow" in _steps(found)
-
-
-NF4 = {"model": "Qwen2.5-0.5B", "from-scratch": True, "lora-rank": 8, "batch-size": 1}
-NF4 |= {"num-layers": 4, "vocab-size": 1024, "base-dtype": "nf4", "recompute-block": True}
-
-
-def test_launches_of_older_reports_may_have_waited_for_other_streams():
-    """One kind that waited for all decoding is found, of two that did so, a half of each wait."""
-    found = report(results()) | {"date": "2026-11-23 10:00 UTC", "llmq": "1"}
-    file, step = card_file_of(found), {"options": NF4, "idle": 0.0}
-    assert waits.waits(step, file.spec()) and not waits.waits(step | {"in_turn": True}, file.spec())
-    assert not waits.waits({"options": NF4 | {"base-dtype": "bf16"}}, file.spec())
-    rates, alone, count, decoding = Rates(card_of_file(file)), {}, Counter(), 0.0
-    for work, times in waits.works_of(step, file.spec()):
-        kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
-        alone[kind] = rates.compute(work)
-        count[kind] += times
-        decoding += times * alone[kind] * (work.entry == "nf4_decode")
-    rope, norm = (next(k for k in alone if k.name.startswith(n)) for n in ("rope_f", "norm_f"))
-    for late in ((rope,), (rope, norm)):
-        wait = {kind: (kind in late) * decoding / count[kind] for kind in (rope, norm)}
-        step["launches"] = {k.name: [[list(k.sizes), alone[k] + wait[k]]] for k in wait}
-        found["measured"]["steps"] = [step]
-        table = card_file_of(found).launches
-        for kind in (rope, norm):
-            rest = wait[kind] * (1 - 1 / len(late))
-            assert table[kind.name] == [[list(kind.sizes), pytest.approx(alone[kind] + rest)]]
 
 
 def launch(ms, kind=None, main=True):

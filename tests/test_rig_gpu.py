@@ -72,7 +72,8 @@ def test_load_of_several_gpus():
 def test_steps_of_a_quarter_of_a_model():
     work, notes = job(30)
     beside = steps.quarter("Qwen2.5-0.5B", **steps.LORA | steps.NF4)  # decodes on another stream
-    steps.measure(work, runs=[steps.runs(False)[-2], beside], settle=0.5)
+    whole = steps.quarter("Qwen2.5-0.5B", **steps.WHOLE | {"batch-size": 4})
+    steps.measure(work, runs=[whole, beside], settle=0.5)
     found, decoded = notes[-1]["steps"]
     assert any(name.startswith("nf4_decode/") for name in decoded["launches"])
     products = [name for name in found["launches"] if name.startswith("matmul/bf16")]

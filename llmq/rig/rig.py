@@ -19,10 +19,9 @@ from llmq.rig import rows, steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import words_on
-from llmq.rig.launches import Table, in_time, merged
+from llmq.rig.launches import in_time, merged
 from llmq.rig.markdown import markdown
 from llmq.rig.picture import draw
-from llmq.rig.waits import waits, without_waits
 
 MINUTES = 10.0
 LAST = 10.0  # seconds that the report takes
@@ -181,30 +180,12 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
 
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
-    """What plans need of a report. Raises ConfigError where too little was measured.
-
-    Of steps whose launches waited for other streams, which only older reports have, the waits are
-    taken off by what the rest of the report says.
-    """
+    """What plans need of a report. Raises ConfigError where too little was measured."""
     measured = report["measured"]
     good = [step for step in measured["steps"] if in_time(step["idle"])]
-    ladder = measured["ladder"].get("launches", {})
-
-    def file_of(steps: list[dict[str, Any]], *more: Table) -> CardFile:
-        tables = (step.get("launches", {}) for step in steps)
-        return _card_file(report, merged([ladder, *tables, *more]))
-
-    file = file_of(good)
-    waited = [step for step in good if waits(step, file.spec())]
-    if not waited:
-        return file
-    others = [step for step in good if step not in waited]
-    rest = file_of(others)
-    return file_of(others, *(without_waits(step, rest) for step in waited))
-
-
-def _card_file(report: dict[str, Any], launches: Table) -> CardFile:
-    measured, spec = report["measured"], report["spec"]
+    tables = (measured["ladder"], *good)
+    launches = merged(table.get("launches", {}) for table in tables)
+    spec = report["spec"]
     bus = measured["bus"].get("at_once", {})
     exchange, beside, beside_bus = {}, {}, False
     for backend, found in measured["exchanges"].items():

@@ -21,7 +21,6 @@ from llmq.ops.common import library_products
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
 from llmq.rig.launches import as_in_steps
-from llmq.rig.waits import IN_TURN
 from llmq.runtime.timing import LaunchTime
 from llmq.train.trainer import Trainer
 
@@ -46,6 +45,7 @@ SHARED = {
 WHOLE = {"model-dtype": "bf16", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 FP8 = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FAST = {"fp8-fast-accumulation": "all", "head-dtype": "e4m3"}
+USUAL = SHARED | FP8  # what titles leave out
 JIT = {"fp8-recipe": "jit"}
 EXACT = JIT | {"fp8-fast-accumulation": "none"}
 AGAIN = {"recompute-norm": True, "recompute-ffn": True}
@@ -55,6 +55,8 @@ MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 INT8 = {"matmul-dtype": "int8"}
+# Where attention is half of a step clocks are other than those beside products.
+LONG = {"seq-len": 16384, "recompute-swiglu": True, "batch-size": 2}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
 
 
@@ -92,6 +94,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
         quarter(mid, **WHOLE | {"batch-size": 8}),
         quarter(small, **WHOLE | {"batch-size": 4}),
         quarter(large, **WHOLE | {"batch-size": 2}),
+        quarter(mid, **WHOLE | LONG),
     ]
     if not fp8:
         return bf16
@@ -105,14 +108,15 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
         quarter(large, **LORA | {"base-dtype": "e4m3"} | JIT | HALF),
         quarter(large, **WHOLE | FP8 | HALF | many | {"mlp-dtype": "e4m3"}),
         quarter(mid, **WHOLE | FP8 | JIT),
-        *bf16[4:6],
+        *bf16[4:7],
+        quarter(mid, **WHOLE | FP8 | LONG),
         quarter(large, **WHOLE | FP8 | FAST | AGAIN | many),
         quarter(small, **WHOLE | FP8 | FAST | MOMENTS),
         quarter(larger, **WHOLE | FP8 | many),
     ]
     few = [(mid, 8), (small, 4), (large, 2)]
     third = [quarter(model, **WHOLE | FP8 | {"batch-size": batch}) for model, batch in few]
-    last = [quarter(mid, **WHOLE | FP8 | EXACT), *bf16[6:]]
+    last = [quarter(mid, **WHOLE | FP8 | EXACT), *bf16[7:]]
     return [*first, *bf16[:3], *second, bf16[3], *third, *last]
 
 
@@ -124,9 +128,9 @@ def title_of(options: dict[str, Any]) -> str:
         f"{name} {options[name]}"
         for name in (
             *("fp8-fast-accumulation", "head-dtype", "mlp-dtype", "fp8-recipe"),
-            *("lora-rank", "base-dtype", "batch-size"),
+            *("lora-rank", "base-dtype", "batch-size", "seq-len"),
         )
-        if options.get(name, "delayed") != "delayed"
+        if options.get(name, USUAL.get(name)) != USUAL.get(name)
     ]
     return ", ".join(flags)
 
@@ -135,7 +139,7 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
     """The part: `steps`, a record of each of the runs that there was time for, and `refused`, why
     not, of those that do not fit, by index.
 
-    A record has `launches`, IN_TURN, `seconds` that they took to measure, and `tokens_per_second`,
+    A record has `launches`, `seconds` that they took to measure, and `tokens_per_second`,
     `idle`, `options` and BESIDE of the run.
     """
     found: dict[str, Any] = {"steps": [], "refused": {}}
@@ -185,7 +189,6 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
             BESIDE: given.get(BESIDE, False),
             "tokens_per_second": trainer.plan.tokens / step,
             "idle": statistics.median(idle_share(times, step) for times in rounds),
-            IN_TURN: True,
             "launches": as_in_steps(rounds, step),
         }
 
