@@ -25,6 +25,7 @@ from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.ops import matmul_exp_codes, matmul_gradient
 from llmq.plan.allocator_table import allocator_table
+from llmq.plan.checks import installed_attention
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import Usage, fewest_attention_parts, make_plan
 from llmq.plan.report import run_plan
@@ -215,7 +216,7 @@ def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
             if run["date"] < "2026-11-23 02":  # neither codes of exponentials, nor added gradients
                 patch.setattr(matmul_exp_codes, "MIN_ROWS", 1 << 40)
                 patch.setattr(matmul_gradient, "LEAST_USED", 2)
-            plan = make_plan(config, model, spec, "cudnn")
+            plan = make_plan(config, model, spec, installed_attention(config, model, spec))
         # Older runs still had a buffer for a half's output beside the residual stream, and where
         # the MLP's backward takes most, a weight's gradient beside the activation's.
         rows, C, F = config.batch_size * config.seq_len, model.hidden_size, model.intermediate_size

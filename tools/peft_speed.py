@@ -14,7 +14,7 @@ torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes t
 in bf16 (autocast_adapter_dtype), under torch.autocast, so that their products are in bf16;
 --adapter-dtype bf16 keeps the adapters in bf16, too. --compile layers compiles one layer, which all
 layers share, the last norm and the loss; model compiles all layers as one graph, for which torch
-takes minutes. With that and --mask, peft is measured as its first user writes it.
+takes minutes. --mask --no-autocast measures peft as its first user writes it.
 
 --form: options of llmq, once for each row; the default is FORMS. --limit: seconds for everything;
 what runs over it is ended. A side that fails is one line, and the other one's rows stay. --out gets

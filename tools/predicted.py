@@ -24,6 +24,7 @@ from llmq.config.cards import CARDS, Card, spec_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import preset
 from llmq.config.rig_cards import card_from
+from llmq.plan.checks import installed_attention
 from llmq.plan.cost import Rates, step_time
 from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
 from llmq.runtime.launch_kind import launch_kind
@@ -36,7 +37,8 @@ PLAIN |= {"watchdog", "model-dtype", "opt-m-dtype", "opt-v-dtype"}
 def plan_of(card: Card, options: dict[str, Any], gpus: int) -> Plan:
     """The plan of a run on so many of these cards."""
     config = make_config(options)
-    planned_for = (preset(config.model), spec_of(card), "cudnn", gpus)
+    model, spec = preset(config.model), spec_of(card)
+    planned_for = (model, spec, installed_attention(config, model, spec), gpus)
     return make_plan(fewest_attention_parts(config, *planned_for), *planned_for)
 
 
