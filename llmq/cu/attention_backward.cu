@@ -10,16 +10,23 @@
 // leave registers: rounded to BF16 they are the left operand of the next product. Tiles of keys
 // compute them transposed.
 //
+// Keys walk over all query heads that share them. Where that would take longer than all else, their
+// tiles are in parts of fewer heads each. All but the last part leave their sums in memory; the last
+// one waits for them, and adds them in their order. It is taken last, so that they are under way.
+//
 // Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
 //          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
 //          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
-//          sums of d_out * out; taken: I32 (1,), how many tiles blocks have. HEAD_DIM 64 or 128. T a
-//          multiple of 64. Sums are F32; P and dS are rounded before they are multiplied.
+//          sums of d_out * out; taken: I32 (1 + B * Hkv * T / 64,), how many tiles blocks have, and
+//          how many warps have left sums of 64 keys; sums: F32, of each part but the last of each
+//          64 keys those of d_k and d_v, as threads have them, null where there are no parts.
+//          part_heads: query heads of a part. HEAD_DIM 64 or 128. T a multiple of 64. Sums are F32;
+//          P and dS are rounded before they are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention_backward.py says.
 // Cost     7 B Hq T^2 HEAD_DIM FLOPs: 4 products in tiles of keys, 3 in those of queries, so that
-//          every element is summed by one thread in a fixed order.
+//          every element is summed in a fixed order; sums, written and read once.
 // Needs    sm_90a. lse of the forward.
 // Same name  llmq/ops/attention_backward.py  llmq/ref/attention_backward.py
 //            tests/ops/test_attention_backward.py
@@ -51,11 +58,16 @@ struct Ring {
 };
 
 struct Sizes {
-    int seq_len, num_heads, num_kv_heads, batches;
+    int seq_len, num_heads, num_kv_heads, batches, part_heads;
     __device__ __forceinline__ int blocks() const { return (u32)seq_len / ROWS; }
     __device__ __forceinline__ int tiles() const { return (blocks() + 1) / 2; }
     __device__ __forceinline__ int group() const { return num_heads / num_kv_heads; }
-    __device__ __forceinline__ int key_items() const { return tiles() * batches * num_kv_heads; }
+    __device__ __forceinline__ int parts() const {
+        return (u32)(group() + part_heads - 1) / part_heads;
+    }
+    __device__ __forceinline__ int key_items() const {
+        return tiles() * batches * num_kv_heads * parts();
+    }
     __device__ __forceinline__ int items() const {
         return key_items() + tiles() * batches * num_heads;
     }
@@ -80,11 +92,12 @@ __device__ __forceinline__ Item item_of(int number, const Sizes& sizes) {
     const int strip = number / tiles, tile = number % tiles;
     const int block = 2 * (keys ? tile : tiles - 1 - tile);
     const int strips = keys ? sizes.num_kv_heads : sizes.num_heads;
-    const int batch = strip / strips, head = strip % strips;
+    const int batch = strip / strips % sizes.batches, head = strip % strips;
     if (keys) {
-        const int group = sizes.group();
-        const int to = sizes.num_heads + head;
-        return {KEYS, batch, head * group, to, block, block, sizes.blocks(), group};
+        const int group = sizes.group(), to = sizes.num_heads + head;
+        const int before = strip / (strips * sizes.batches) * sizes.part_heads;  // query heads
+        const int heads = min(sizes.part_heads, group - before);
+        return {KEYS, batch, head * group + before, to, block, block, sizes.blocks(), heads};
     }
     return {QUERIES, batch, head, head, block, 0, min(block + 2, sizes.blocks()), 1};
 }
@@ -456,11 +469,70 @@ struct Walk {
     }
 };
 
+// What the parts of a tile's query heads leave for the last one of them, of a block of 64 keys.
+struct Parts {
+    const Sizes& sizes;
+    float4* sums;
+    i32* taken;
+    int strip, before, block;  // key heads, query heads and blocks of keys in front of it
+
+    __device__ __forceinline__ Parts(const Sizes& sizes, float* sums, i32* taken, const Item& item,
+                                     int me)
+        : sizes(sizes), sums(reinterpret_cast<float4*>(sums)), taken(taken) {
+        const int head = item.to - sizes.num_heads;
+        strip = item.batch * sizes.num_kv_heads + head;
+        before = item.head - head * sizes.group();
+        block = strip * sizes.blocks() + item.block + me;
+    }
+    __device__ __forceinline__ bool last() const {
+        return before + sizes.part_heads >= sizes.group();
+    }
+    __device__ __forceinline__ float4* place(int part) const {
+        const i64 blocks = (i64)sizes.batches * sizes.num_kv_heads * sizes.blocks();
+        return sums + (part * blocks + block) * (2 * ROWS * D / 4) + this_thread();
+    }
+
+    __device__ __forceinline__ void leave(const float (&d_x)[D / 2], const float (&d_y)[D / 2]) {
+        float4* const to = place(before / sizes.part_heads);
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) {
+            to[128 * i] = {d_x[4 * i], d_x[4 * i + 1], d_x[4 * i + 2], d_x[4 * i + 3]};
+            to[128 * (D / 8 + i)] = {d_y[4 * i], d_y[4 * i + 1], d_y[4 * i + 2], d_y[4 * i + 3]};
+        }
+        __threadfence();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) { atomicAdd(taken + 1 + block, 1); }
+    }
+
+    // Of all in front of this one.
+    __device__ __forceinline__ void add(float (&d_x)[D / 2], float (&d_y)[D / 2]) {
+        const int parts = sizes.parts() - 1;
+        if (threadIdx.x % 32 == 0) {
+            while (atomicAdd(taken + 1 + block, 0) != WARPS / 2 * parts) { __nanosleep(100); }
+            __threadfence();
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int part = 0; part < parts; ++part) {
+            const float4* const from = place(part);
+#pragma unroll
+            for (int i = 0; i < D / 8; ++i) {
+                add_to(d_x + 4 * i, __ldcg(from + 128 * i));
+                add_to(d_y + 4 * i, __ldcg(from + 128 * (D / 8 + i)));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void add_to(float* sum, float4 x) {
+        sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+    }
+};
+
 // Warpgroup `me`'s part of a tile.
 template <bool IS_KEYS>
 __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me, u32 turn,
                                         Ring& ring, const float* statistics,
-                                        const TensorMap* d_qkv) {
+                                        const TensorMap* d_qkv, float* sums, i32* taken) {
     forget(me);
     forget(sizes.seq_len);
     const Memory memory(shared);
@@ -501,7 +573,19 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     if constexpr (IS_KEYS) { arrived(d_y); }
     release(memory.read + 8 * me);  // until all warps have read this one's rows
     barrier_wait(memory.read + 8 * me, turn & 1);
-    if (present) {
+    bool leaves = false;
+    if (IS_KEYS && present && sizes.part_heads < sizes.group()) {
+        Parts parts(sizes, sums, taken, item_at(memory, turn), me);
+        leaves = !parts.last();
+        if constexpr (IS_KEYS) {
+            if (leaves) {
+                parts.leave(d_x, d_y);
+            } else {
+                parts.add(d_x, d_y);
+            }
+        }
+    }
+    if (present && !leaves) {
         const Item item = item_at(memory, turn);  // again: there were no registers for it
         const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
         store_rows(d_qkv, item.to * D, row, d_x, rsqrtf((float)D), own);
@@ -517,9 +601,10 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constant__ TensorMap d_out,
                    const float* __restrict__ statistics, const __grid_constant__ TensorMap qkv,
-                   i32* taken, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads) {
+                   i32* taken, float* sums, i32 part_heads, i32 batches, i32 seq_len, i32 num_heads,
+                   i32 num_kv_heads) {
     extern __shared__ char shared[];
-    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches};
+    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches, part_heads};
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         const Memory memory(shared);
@@ -549,9 +634,11 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
             const int kind = item_at(memory, turn).kind;
             if (kind == NOTHING) { break; }
             if (kind == KEYS) {
-                compute<true>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv);
+                compute<true>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv, sums,
+                              taken);
             } else {
-                compute<false>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv);
+                compute<false>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv, sums,
+                               taken);
             }
         }
         if (threadIdx.x % 32 == 0) { stores_are_done(); }
@@ -561,12 +648,13 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
 extern "C" __global__ void __launch_bounds__(256)
 attention_statistics(float* __restrict__ statistics, i32* __restrict__ taken,
                      const bf16* __restrict__ d_out, const bf16* __restrict__ out,
-                     const float* __restrict__ lse, i32 seq_len, i32 num_heads) {
+                     const float* __restrict__ lse, i32 counts, i32 seq_len, i32 num_heads) {
     constexpr int VECTORS = D / 8 / DELTA_LANES;
     const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
     const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
     const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) { *taken = 0; }
+    const i64 thread = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x;
+    if (thread < counts) { taken[thread] = 0; }
     float sum = 0.0f;
     if (row < rows) {
 #pragma unroll
