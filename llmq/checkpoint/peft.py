@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ from llmq.state.params import Param, Slab, weight_table
 # What adapters may have that is not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 _UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
-_UNKNOWN += ("alora_invocation_tokens", "exclude_modules")
+_UNKNOWN += ("alora_invocation_tokens", "exclude_modules", "use_bdlora", "velora_config")
+_UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 TIED_HEAD = "lm_head.weight"
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
@@ -103,9 +105,12 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             kind = content.get("peft_type")
             raise LlmqError(f"'{path}': peft_type {kind!r} is not supported, only LORA")
         _check_features(path, content)
+        rank, alpha = int(content["r"]), float(content["lora_alpha"])
+        if rank < 1 or not isfinite(alpha):
+            raise LlmqError(f"'{path}': no adapters have rank {rank} and lora_alpha {alpha}")
         return AdapterConfig(
-            rank=int(content["r"]),
-            alpha=float(content["lora_alpha"]),
+            rank=rank,
+            alpha=alpha,
             rs=bool(content.get("use_rslora")),
             dropout=float(content.get("lora_dropout") or 0),
             base=content.get("base_model_name_or_path"),
@@ -126,7 +131,7 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
     if content.get("bias", "none") != "none":
         raise LlmqError(f"'{path}': bias {content['bias']!r} is not supported, only 'none'")
     begun = content.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(_CHANGE_THE_BASE):
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
         raise LlmqError(
             f"'{path}': init_lora_weights {begun!r}: these adapters belong to a model that they "
             "have changed: convert them to adapters of the model itself"
@@ -148,6 +153,12 @@ class AdapterFiles(HfWeights):
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
+            old = "adapter_model.bin"
+            if (self.directory / old).is_file():
+                raise LlmqError(
+                    f"'{self.directory}' has its adapters in {old}, which cannot be read: load it "
+                    f"with PEFT and save it again, as {ADAPTER_FILE}"
+                )
             raise LlmqError(f"'{self.directory}' has no {ADAPTER_FILE}: copy it again")
         tensors = self._file(ADAPTER_FILE).items()
         return {_own_name(name): tensor for name, tensor in tensors}
@@ -159,7 +170,8 @@ class AdapterFiles(HfWeights):
         for letter in LORA_TARGETS:
             others = tuple(_same_module(model, letter))
             for matrix in adapted_matrices(model, others) if others else ():
-                if any(f"{PEFT_PREFIX}{m.format(0)}" in modules for m in matrix.modules):
+                layers = (m.format(i) for m in matrix.modules for i in range(model.num_layers))
+                if any(f"{PEFT_PREFIX}{module}" in modules for module in layers):
                     targets.append(letter)
         parts = [
             part
@@ -188,7 +200,10 @@ class AdapterFiles(HfWeights):
         for param, part in [(p, part) for p in params for part in p.hf]:
             tensor = self._where.get(part.name)
             if tensor is None:
-                raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
+                raise LlmqError(
+                    f"'{path}' lacks {part.name}: it is of another model, or damaged, or of some "
+                    "layers or some norms only, which is not supported"
+                )
             shape = stored_shape(param, part)
             if tensor.shape != shape:
                 raise LlmqError(
@@ -198,7 +213,7 @@ class AdapterFiles(HfWeights):
             if tensor.dtype not in IMPORTED_DTYPES:
                 raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
             used.add(part.name)
-        if tied and "embeddings" in adapters.train:
+        if tied and ("embeddings" in adapters.train or TIED_HEAD in self._where):
             self._check_tied(path, table[0].params[0].hf[0].name)
         unknown = self._where.keys() - used - ({TIED_HEAD} if tied else set())
         if unknown:
@@ -210,8 +225,9 @@ class AdapterFiles(HfWeights):
         """A model whose head is its embedding has to have one there, too."""
         here = [self._where.get(name) for name in (embed, TIED_HEAD)]
         if None in here or not same_values(*here):
+            alone, other = (embed, "LM head") if here[0] is not None else (TIED_HEAD, "embedding")
             raise LlmqError(
-                f"'{path}': {embed} was trained without the LM head, which is the same matrix in "
+                f"'{path}': {alone} was trained without the {other}, which is the same matrix in "
                 "this model: train both, with ensure_weight_tying in PEFT"
             )
 

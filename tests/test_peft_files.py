@@ -1,0 +1,98 @@
+"""Directories as PEFT makes them of all kinds of settings: read as PEFT means them, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.merge import merge_adapter
+from tests.adapters import batches
+from tests.models import exported, hf_model, torch_loss, trainer_for
+
+ALL = {"embed_tokens", "lm_head"}
+SOME = r".*layers\.{}\.self_attn\.q_proj"
+
+
+def saved(folder: Path, name: str, **settings: object) -> float:
+    """Write such a directory, with everything that it trains moved; returns the loss with it."""
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(hf_model(name), peft.LoraConfig(**given | settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return torch_loss(model.eval(), batches()[:1]).item()
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("qwen2_untied", {"target_modules": "all-linear", "init_lora_weights": "gaussian"}),
+        ("qwen2_untied", {"target_modules": r".*(mlp\.up|self_attn\.o)_proj", "lora_alpha": 3}),
+        ("qwen2_untied", {"modules_to_save": ["lm_head"], "init_lora_weights": "orthogonal"}),
+        ("qwen3", {"modules_to_save": ["norm"], "use_rslora": True}),
+        ("qwen3", {"modules_to_save": sorted(ALL), "ensure_weight_tying": True}),
+    ],
+    ids=["gaussian", "pattern", "head", "norms", "tied"],
+)
+def test_what_is_known(tmp_path, name, settings):
+    loss = saved(tmp_path, name, **settings)
+    with trainer_for(exported(name), adapter=tmp_path) as trainer:
+        # F32 sums in another order.
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("qwen2_untied", {"init_lora_weights": "OLoRA"}, "'OLoRA': these adapters belong to"),
+        ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head.weight was trained without the embed"),
+        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "was trained without the LM head"),
+        ("qwen3", {"modules_to_save": ["q_norm"]}, "or of some layers or some norms only"),
+        ("qwen3", {"target_modules": SOME.format(0)}, "layers.1.* or of some layers or some norms"),
+        ("qwen3", {"target_modules": SOME.format(1)}, "layers.0.* or of some layers or some norms"),
+        ("qwen3", {"kasa_config": peft.tuners.lora.config.KasaConfig()}, "kasa_config .* is not"),
+    ],
+    ids=["olora", "head", "embedding", "some-norms", "layer-0", "layer-1", "kasa"],
+)
+def test_what_is_not_known(tmp_path, name, settings, message):
+    saved(tmp_path / "in", name, **settings)
+    with pytest.raises(LlmqError, match=message):
+        trainer_for(exported(name), adapter=tmp_path / "in")
+    with pytest.raises(LlmqError, match=message):
+        merge_adapter(str(exported(name)), tmp_path / "in", tmp_path / "out", "fp32")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("r", 0, "no adapters have rank 0 and lora_alpha 8.0"),
+        ("lora_alpha", float("nan"), "no adapters have rank 4 and lora_alpha nan"),
+        ("lora_alpha", float("inf"), "no adapters have rank 4 and lora_alpha inf"),
+    ],
+)
+def test_scalings_that_are_no_numbers(tmp_path, field, value, message):
+    saved(tmp_path / "in", "qwen3")
+    path = tmp_path / "in" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(LlmqError, match=message):
+        merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
+    with pytest.raises(LlmqError, match=message):
+        trainer_for(exported("qwen3"), adapter=tmp_path / "in")
+
+
+def test_pickled_adapters(tmp_path):
+    saved(tmp_path, "qwen3")
+    file = tmp_path / "adapter_model.safetensors"
+    torch.save(load_file(file), tmp_path / "adapter_model.bin")
+    file.unlink()
+    with pytest.raises(LlmqError, match=r"in adapter_model.bin, which cannot be read: load it"):
+        trainer_for(exported("qwen3"), adapter=tmp_path)
