@@ -25,6 +25,7 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
+from llmq.checkpoint.folder import entries, is_complete
 from llmq.checkpoint.hf import (
     IMPORTED_DTYPES,
     HfTensor,
@@ -116,6 +117,11 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             base=content.get("base_model_name_or_path"),
         )
     except OSError as error:
+        if any(map(is_complete, (directory, *entries(directory)))):
+            raise LlmqError(
+                f"--adapter: '{directory}' holds checkpoints: `llmq export` one, and give what it "
+                "writes"
+            ) from error
         raise LlmqError(
             f"--adapter: '{directory}' holds no adapters: cannot read {ADAPTER_CONFIG}: "
             f"{error.strerror}"
