@@ -13,7 +13,7 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
-from llmq.checkpoint.export_files import exported_files, tokenizer_files
+from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
@@ -68,11 +68,12 @@ def open_merged(
     weights: HfWeights,
     directory: Path,
     base_dtype: str | None = None,
-) -> Iterator[Callable[[Param], np.ndarray]]:
-    """As merged_reader, of a checked model directory and adapters of it.
+) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray]]]:
+    """The model, and what merged_reader returns, of a checked model directory and its adapters.
 
     name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
-    is not given, as in their training. LlmqError if the two do not belong together.
+    is not given, as in their training. The model ends a sequence also where they have learned it:
+    at the end of a turn. LlmqError if the two do not belong together.
     """
     with AdapterFiles(directory) as files:
         adapters = files.adapters(model)
@@ -87,7 +88,17 @@ def open_merged(
             adapters, read, begun = halved(model, adapters, read)
             split = Split(model, adapters, scale, begun)
             base_read = partial(_rest, split, base_read)
-        yield merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
+        read = merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
+        yield model.ending_at(files.ends), read
+
+
+def tokenizer_folder(adapter: Path, directory: Path) -> Path:
+    """Of the two the one whose tokenizer belongs to the model with its adapters.
+
+    That beside the adapters has the chat template that they were trained with.
+    """
+    whole = any((adapter / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return adapter if whole else directory
 
 
 def _rest(split: Split, read: Read, param: Param) -> np.ndarray:
@@ -106,9 +117,9 @@ def merge_adapter(
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
     config, directory = resolve_model(base, from_scratch=False)
-    source = next((path for path in (adapter, directory) if tokenizer_files(path)), None)
+    source = tokenizer_folder(adapter, directory)
     with HfWeights(directory) as weights:
         weights.check(weight_table(config))
-        with open_merged(config, base, weights, adapter, base_dtype) as read:
+        with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
-            return export_model(out_dir, config, read, OPTION_DTYPES[model_dtype], source, made)
+            return export_model(out_dir, merged, read, OPTION_DTYPES[model_dtype], source, made)

@@ -145,7 +145,10 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class AdapterFiles(HfWeights):
-    """The tensors of such a directory, by the names of the weight table."""
+    """The tensors of such a directory, by the names of the weight table.
+
+    ends: ids at which the model that was trained ends a sequence; [] if that is not known.
+    """
 
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
@@ -156,6 +159,8 @@ class AdapterFiles(HfWeights):
         known = {"base_dtype": dtype if dtype in QUANTIZED else None}
         known["split"] = record.get("lora_init") == "pissa"
         self.config = replace(self.config, **known)
+        ends = record.get("eos_token_ids")
+        self.ends = ends if isinstance(ends, list) else []
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
@@ -297,6 +302,7 @@ def export_adapter(
         sums = {ADAPTER_FILE: sink.digest.hexdigest()}
         kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
         kept |= {"lora_init": "pissa"} if config.split else {}
+        kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
         return sorted(path.name for path in staging.iterdir())
