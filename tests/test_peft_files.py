@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.merge import merge_adapter
+from llmq.checkpoint.store import export_checkpoint
 from tests.adapters import batches
-from tests.models import exported, hf_model, torch_loss, trainer_for
+from tests.models import CONFIGS, exported, hf_model, torch_loss, trainer_for
 
 ALL = {"embed_tokens", "lm_head"}
 SOME = r".*layers\.{}\.self_attn\.q_proj"
@@ -96,3 +99,45 @@ def test_pickled_adapters(tmp_path):
     file.unlink()
     with pytest.raises(LlmqError, match=r"in adapter_model.bin, which cannot be read: load it"):
         trainer_for(exported("qwen3"), adapter=tmp_path)
+
+
+def model_that_sees_images() -> transformers.Gemma3ForConditionalGeneration:
+    """With the language model of models.py in it, whose modules' names others have, too."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3"](), vision_config=vision, mm_tokens_per_image=4,
+        image_token_index=130, boi_token_index=128, eoi_token_index=129,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+@pytest.mark.parametrize("train", ["", "norms,embeddings"])
+def test_a_language_model_with_other_parts(tmp_path, train):
+    """PEFT finds its modules in the whole model, which is what transformers loads; and back."""
+    base, out, theirs = (tmp_path / name for name in ("base", "out", "theirs"))
+    model_that_sees_images().save_pretrained(base)
+    options = {"lora_rank": 4, "learning_rate": 1e-2} | ({"train": train} if train else {})
+    with trainer_for(base, **options) as trainer:
+        for batch in batches()[1:4]:
+            trainer.step([batch])
+        trainer.export(out)
+        export_checkpoint(trainer.save(tmp_path / "ckpt"), tmp_path / "again")
+        want = trainer.step(batches()[:1]).loss
+    for file in ("adapter_config.json", "adapter_model.safetensors", "llmq.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (out / file).read_bytes()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert whole.model.vision_tower is not None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model = peft.PeftModel.from_pretrained(whole, out)
+    loss = torch_loss(model.eval(), batches()[:1]).item()
+    assert loss == pytest.approx(want, abs=1e-5)  # F32 sums in another order
+    model.save_pretrained(theirs)
+    with trainer_for(base, adapter=theirs) as trainer:
+        assert trainer.step(batches()[:1]).loss == want

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -49,6 +50,8 @@ _UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_q
 _UNKNOWN += ("alora_invocation_tokens", "exclude_modules", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 TIED_HEAD = "lm_head.weight"
+_INSIDE = "model.language_model."
+"""What names begin with, instead of "model.", in a model that has other parts too."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
 
@@ -244,7 +247,12 @@ class AdapterFiles(HfWeights):
 
 
 def _own_name(name: str) -> str:
-    """Of a tensor, in the weight table: a part of the model has no prefix there."""
+    """Of a tensor, in the weight table: a part of the model has no prefix there.
+
+    Of a model inside one with other parts, what PEFT's names say of that is left out.
+    """
+    for inside, own in ((_INSIDE, "model."), ("language_model.", "")):
+        name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
     return name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)
 
 
@@ -284,9 +292,10 @@ def export_adapter(
     """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = [p for slab in table if slab.name in trained for p in slab.params]
+    nested = origin.get("base") is not None and origin["base"].nested
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
     with staged_directory(out_dir, replaces, RUN_FILE) as staging:
-        write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params))
+        write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params, nested))
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]
         specs, arrays = [], []
@@ -294,7 +303,7 @@ def export_adapter(
             array = part.stored(values[param.name][part.start : part.stop])
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
             for name in (part.name, *_tied_names(model, param)):
-                specs.append(TensorSpec(_peft_name(name), dtype, array.shape))
+                specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
             sink = HashingSink(file)
@@ -308,8 +317,14 @@ def export_adapter(
         return sorted(path.name for path in staging.iterdir())
 
 
-def _peft_name(name: str) -> str:
-    return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
+def _peft_name(name: str, nested: bool) -> str:
+    name = name.removeprefix(PEFT_PREFIX)
+    return PEFT_PREFIX + (_nested_name(name) if nested else name)
+
+
+def _nested_name(name: str) -> str:
+    """In a model that has other parts too; the LM head is beside them."""
+    return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
@@ -318,11 +333,19 @@ def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
 
 
 def _peft_config(
-    model: ModelConfig, adapters: Adapters, config: AdapterConfig, params: list[Param]
+    model: ModelConfig,
+    adapters: Adapters,
+    config: AdapterConfig,
+    params: list[Param],
+    nested: bool,
 ) -> dict[str, Any]:
     trained = [part.name for p in params if not p.of_adapter for part in p.hf]
     tied = [name for p in params for name in _tied_names(model, p)]
     modules = sorted({name.split(".")[-2] for name in trained + tied})
+    targets = target_modules(model, adapters)
+    if nested:  # other parts have modules of these names, too
+        modules = sorted({_nested_name(name).rpartition(".")[0] for name in trained + tied})
+        targets = rf"{re.escape(_INSIDE)}.*\.({'|'.join(map(re.escape, targets))})"
     alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
     return {
         "peft_type": "LORA",
@@ -332,7 +355,7 @@ def _peft_config(
         "lora_alpha": alpha,
         "use_rslora": config.rs,
         "lora_dropout": config.dropout,
-        "target_modules": target_modules(model, adapters),
+        "target_modules": targets,
         "modules_to_save": modules or None,
         "fan_in_fan_out": bool(model.arch.transposed),
         "bias": "none",
