@@ -94,6 +94,15 @@ def test_adapters_that_do_not_fit(place, capsys):
     ):
         assert _run([*plan, "--adapter=one", *more]) == 2
         assert message in capsys.readouterr().err
+    assert _run([*plan[:1], "--model=one"]) == 2
+    assert "--model: 'one' holds adapters: give the model they are of" in capsys.readouterr().err
+    for base, message in (
+        ("one", "BASE: 'one' holds adapters: give the model they are of, then these"),
+        ("one.ckpt", "BASE: 'one.ckpt' is neither the directory of a model nor"),
+        ("tiny", "BASE: 'tiny' is neither the directory of a model nor"),
+    ):
+        assert _run(["merge", base, "model", "--out=merged"]) == 2
+        assert message in capsys.readouterr().err
     assert _run([*plan, "--adapter=one.ckpt"]) == 2
     assert "--adapter: 'one.ckpt' holds checkpoints: `llmq export` one" in capsys.readouterr().err
     config = json.loads(Path("model/config.json").read_text()) | {"num_hidden_layers": 3}

@@ -13,14 +13,14 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
-from llmq.checkpoint.export_files import exported_files
+from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
-from llmq.config.presets import resolve_model
+from llmq.config.presets import find_directory, resolve_model
 from llmq.data.identity import noted_tokenizer
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, weight_table
@@ -116,6 +116,7 @@ def merge_adapter(
     """
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
+    _check_base(base)
     config, directory = resolve_model(base, from_scratch=False)
     source = tokenizer_folder(adapter, directory)
     with HfWeights(directory) as weights:
@@ -123,3 +124,16 @@ def merge_adapter(
         with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
             return export_model(out_dir, merged, read, OPTION_DTYPES[model_dtype], source, made)
+
+
+def _check_base(base: str) -> None:
+    """LlmqError, with what to give instead, unless there is a model of this name."""
+    directory = find_directory(base)
+    if directory is not None and (directory / CONFIG_FILE).is_file():
+        return
+    if directory is not None and (directory / ADAPTER_CONFIG).is_file():
+        raise LlmqError(f"BASE: '{base}' holds adapters: give the model they are of, then these")
+    raise LlmqError(
+        f"BASE: '{base}' is neither the directory of a model nor a repository in the Hugging Face "
+        "cache"
+    )
