@@ -141,3 +141,18 @@ def test_a_language_model_with_other_parts(tmp_path, train):
     model.save_pretrained(theirs)
     with trainer_for(base, adapter=theirs) as trainer:
         assert trainer.step(batches()[:1]).loss == want
+
+
+def test_the_name_of_another_model(tmp_path, capsys):
+    """All that is known of adapters made elsewhere; whoever adds them to a model is told."""
+    base = exported("qwen3")
+    saved(tmp_path / "in", "qwen3")
+    path = tmp_path / "in" / "adapter_config.json"
+    content = json.loads(path.read_text())
+    for name, told in (("of/another-model", True), (f"of/{base.name}", False)):
+        path.write_text(json.dumps(content | {"base_model_name_or_path": name}))
+        capsys.readouterr()
+        with trainer_for(base, adapter=tmp_path / "in"):
+            assert ("was made for the model 'of/another-model'" in capsys.readouterr().err) is told
+        merge_adapter(str(base), tmp_path / "in", tmp_path / str(told), "fp32")
+        assert ("was made for the model 'of/another-model'" in capsys.readouterr().err) is told

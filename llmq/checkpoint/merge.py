@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, warn
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
@@ -82,6 +82,7 @@ def open_merged(
         if files.base is not None:
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
+        warn(files.other_base(name))
         kept, scale = base_dtype or files.config.base_dtype, files.config.scale
         base_read, read = weights.read, files.read
         if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left

@@ -200,6 +200,16 @@ class AdapterFiles(HfWeights):
             )
         return Adapters(rank=self.config.rank, targets=tuple(targets), train=tuple(parts))
 
+    def other_base(self, model: str) -> list[str]:
+        """A line to warn of where only the name of their model is known, and this is another."""
+        name = self.config.base
+        if self.base is not None or not name or Path(name).name == Path(model).name:
+            return []
+        return [
+            f"--adapter: '{self.directory}' was made for the model '{name}', which cannot be "
+            f"compared with {model}"
+        ]
+
     def has(self, param: Param) -> bool:
         """Whether it is here."""
         return param.hf[0].name in self._where

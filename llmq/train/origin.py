@@ -108,8 +108,8 @@ class Origin:
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
     def _warn_of_base(self) -> None:
-        """Of adapters made elsewhere nothing but the name of their model is known."""
-        name, before = self._files.config.base, self._files.config.base_dtype
+        """Of adapters that were trained beside another model, or beside another form of it."""
+        before = self._files.config.base_dtype
         now = self.config.base_dtype
         if self._files.config.split and before is not None:
             warn(
@@ -126,13 +126,7 @@ class Origin:
                     f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
                 ]
             )
-        if self._files.base is None and name and Path(name).name != Path(self.config.model).name:
-            warn(
-                [
-                    f"--adapter: '{self.config.adapter}' was made for the model '{name}', which "
-                    f"cannot be compared with --model {self.config.model}"
-                ]
-            )
+        warn(self._files.other_base(self.config.model))
 
     def load(self, ranks: Ranks, checkpoint: CheckpointReader | None = None) -> None:
         """Fill the weights. checkpoint: whose run goes on, which may know what it began as."""
