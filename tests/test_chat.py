@@ -14,6 +14,7 @@ from llmq.commands.cli import _run
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.train.chat import Conversation
+from llmq.train.sampling import open_model
 from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import run
@@ -183,8 +184,9 @@ def test_what_chat_needs(model, tmp_path, capsys, monkeypatch, chatml):
 # Training on conversations
 
 
-def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(tmp_path, monkeypatch):
-    """Its model directory has the template of the data, and that end among its EOS tokens."""
+@pytest.fixture
+def talks(tmp_path, monkeypatch):
+    """A workplace with conversations, rendered by another template than that of the model."""
     folder = make_workplace(tmp_path)
     monkeypatch.chdir(folder)
     tokenizer = write_chat_tokenizer(folder / "model", "{{ 'of the model' }}")
@@ -195,8 +197,32 @@ def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(tmp_path, m
     talk = [{"role": "user", "content": "q" * 40}, {"role": "assistant", "content": "a"}]
     Path("a.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 9)
     run("a.jsonl", out=Path("chat"), tokenizer="model", chat_template="t.jinja")
+
+
+def test_a_model_trained_on_conversations_stops_at_the_end_of_a_turn(talks):
+    """Its model directory has the template of the data, and that end among its EOS tokens."""
     assert train(steps=1, train_file="chat/*.bin", eval_file="none") == 0
     assert load_chat_template(HfTokenizer(Path("out"))).source() == CHATML
     ends = [CONFIG["eos_token_id"], *HfTokenizer(Path("out")).encode("<|im_end|>")]
     assert json.loads(Path("out/generation_config.json").read_text())["eos_token_id"] == ends
     assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == ends
+
+
+def test_adapters_trained_on_conversations_bring_the_template_and_its_end(talks):
+    """Added to the model, in memory or as a new one, they are as a model that was trained so."""
+    run("t.jinja", out=Path("text"), tokenizer="model")
+    text = {"train_file": "text/train*.bin", "eval_file": "none", "seq_len": 4, "batch_size": 1}
+    assert train(steps=0, out_dir="base", **text) == 0
+    data = {"train_file": "chat/*.bin", "eval_file": "none", "checkpoint_dir": "other"}
+    options = {"steps": 1, "model": "base", "from_scratch": None, "lora_rank": 2, "name": "talks"}
+    assert train(**data, **options, out_dir="adapters") == 0
+    ends = [CONFIG["eos_token_id"], *HfTokenizer(Path("adapters")).encode("<|im_end|>")]
+    assert _run(["merge", "base", "adapters", "--out=merged"]) == 0
+    for model, adapter in (("base", Path("adapters")), ("merged", None)):
+        with open_model(model, adapter) as (config, _, source):
+            assert list(config.eos_token_ids) == ends
+            assert load_chat_template(HfTokenizer(Path(source))).source() == CHATML
+    assert json.loads(Path("merged/generation_config.json").read_text())["eos_token_id"] == ends
+    with open_model("base") as (config, _, source):
+        assert list(config.eos_token_ids) == ends[:1]
+        assert load_chat_template(HfTokenizer(Path(source))).source() == "{{ 'of the model' }}"

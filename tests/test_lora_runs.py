@@ -80,3 +80,50 @@ def test_adapters_need_a_trained_model(place, capsys):
     )
     assert train(steps=1, from_scratch=None, adapter="base") == 2
     assert "--adapter: 'base' holds no adapters" in capsys.readouterr().err
+
+
+def test_adapters_that_do_not_fit(place, capsys):
+    """One line each, of a plan too, which reads no weights of the model."""
+    saved = {"name": "one", "checkpoint_dir": "one.ckpt", "out_dir": "one"}
+    assert train(steps=2, save_training_state=True, **saved, **LORA) == 0
+    plan = ["plan", "--model=model", "--device=cpu", "--seq-len=16"]
+    capsys.readouterr()
+    for more, message in (
+        (["--train=norms"], "--train=norms: 'one' has no --train: leave it out"),
+        (["--lora-targets=q"], "--lora-targets=q: 'one' has --lora-targets=q,v: leave it out"),
+    ):
+        assert _run([*plan, "--adapter=one", *more]) == 2
+        assert message in capsys.readouterr().err
+    assert _run([*plan[:1], "--model=one"]) == 2
+    assert "--model: 'one' holds adapters: give the model they are of" in capsys.readouterr().err
+    for base, message in (
+        ("one", "BASE: 'one' holds adapters: give the model they are of, then these"),
+        ("one.ckpt", "BASE: 'one.ckpt' is neither the directory of a model nor"),
+        ("tiny", "BASE: 'tiny' is neither the directory of a model nor"),
+    ):
+        assert _run(["merge", base, "model", "--out=merged"]) == 2
+        assert message in capsys.readouterr().err
+    assert _run([*plan, "--adapter=one.ckpt"]) == 2
+    assert "--adapter: 'one.ckpt' holds checkpoints: `llmq export` one" in capsys.readouterr().err
+    config = json.loads(Path("model/config.json").read_text()) | {"num_hidden_layers": 3}
+    Path("deeper").mkdir()
+    Path("deeper/config.json").write_text(json.dumps(config))
+    assert _run([*plan, "--adapter=one", "--model=deeper"]) == 2
+    assert "lacks base_model.model.model.layers.2.self_attn.q_proj" in capsys.readouterr().err
+
+
+def test_all_targets_by_name(place, capsys):
+    """A run goes on whether they are named one by one or together; with others it does not."""
+    run = {"save_training_state": True, "name": "run", "from_scratch": None, "lora_rank": 4}
+    names = "q,k,v,o,gate,up,down"
+    assert train(steps=1, lora_targets=names, **run) == 0
+    again = {"continue": "", "overwrite": None}
+    assert train(steps=2, lora_targets="all", **again, **run) == 0
+    assert train(steps=3, lora_targets=names, **again, **run) == 0
+    capsys.readouterr()
+    assert train(steps=4, lora_targets="q,v", **again, **run) == 2
+    assert "continue it so, not with --lora-targets=q,v" in capsys.readouterr().err
+    assert train(steps=4, train="norms", **again, **run) == 2
+    assert "was made with no --train: continue it so, not with --train=norms" in (
+        capsys.readouterr().err
+    )

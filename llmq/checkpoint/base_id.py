@@ -18,20 +18,22 @@ HASH_THREADS = 8
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseId:
     """Of a model. name: as a person knows it. sha256: of names, types, shapes and values of its
-    tensors.
+    tensors. nested: whether its files have other parts too, so that transformers loads all of them
+    as one model and has this one inside.
     """
 
     name: str
     sha256: str
+    nested: bool = False
 
-    def record(self) -> dict[str, str]:
+    def record(self) -> dict[str, Any]:
         """For files."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not False}
 
     @classmethod
     def of(cls, record: Any) -> BaseId | None:
         """From a record; None if it is none."""
-        known = isinstance(record, Mapping) and record.keys() == {"name", "sha256"}
+        known = isinstance(record, Mapping) and record.keys() - {"nested"} == {"name", "sha256"}
         return cls(**record) if known else None
 
 
@@ -40,7 +42,8 @@ def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
     params = [param for slab in table for param in slab.params]
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         digests = list(pool.map(weights.digest, params))
-    return BaseId(name=name, sha256=hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest())
+    digest = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()
+    return BaseId(name=name, sha256=digest, nested=weights.nested)
 
 
 def random_base_id(name: str, seed: int) -> BaseId:

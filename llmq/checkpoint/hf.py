@@ -74,13 +74,15 @@ class HfWeights:
     first component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
     combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Of a model with other parts, such
     as one that sees images, these are the tensors of its language model. Threads may share it.
+
+    nested: whether there are such other parts.
     """
 
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
         self.directory = directory
         self._files: dict[str, dict[str, HfTensor]] = {}
-        self._where = _language_model(self._open())
+        self._where, self.nested = _language_model(self._open())
 
     def _open(self) -> dict[str, HfTensor]:
         """Every tensor, by name."""
@@ -250,15 +252,16 @@ class HfWeights:
         self.close()
 
 
-def _language_model(where: dict[str, HfTensor]) -> dict[str, HfTensor]:
+def _language_model(where: dict[str, HfTensor]) -> tuple[dict[str, HfTensor], bool]:
     """Of a model that has other parts too, the tensors of its language model, as one without names
-    them. Published files have the first prefix, those that transformers 5 may write the second."""
+    them, and True. Published files have the first prefix, those that transformers 5 may write the
+    second."""
     for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
         named = {n.removeprefix(prefix): t for n, t in where.items() if n.startswith(prefix)}
         if named:
             heads = {name: t for name, t in where.items() if name == "lm_head.weight"}
-            return {own + name: tensor for name, tensor in named.items()} | heads
-    return where
+            return {own + name: tensor for name, tensor in named.items()} | heads, True
+    return where, False
 
 
 def _open_file(path: Path) -> safe_open:

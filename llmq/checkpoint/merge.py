@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
-from llmq.base.errors import LlmqError
+from llmq.base.errors import LlmqError, warn
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
-from llmq.checkpoint.export_files import exported_files, tokenizer_files
+from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
-from llmq.config.presets import resolve_model
+from llmq.config.presets import find_directory, resolve_model
 from llmq.data.identity import noted_tokenizer
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, weight_table
@@ -68,11 +68,12 @@ def open_merged(
     weights: HfWeights,
     directory: Path,
     base_dtype: str | None = None,
-) -> Iterator[Callable[[Param], np.ndarray]]:
-    """As merged_reader, of a checked model directory and adapters of it.
+) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray]]]:
+    """The model, and what merged_reader returns, of a checked model directory and its adapters.
 
     name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
-    is not given, as in their training. LlmqError if the two do not belong together.
+    is not given, as in their training. The model ends a sequence also where they have learned it:
+    at the end of a turn. LlmqError if the two do not belong together.
     """
     with AdapterFiles(directory) as files:
         adapters = files.adapters(model)
@@ -81,13 +82,24 @@ def open_merged(
         if files.base is not None:
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
+        warn(files.other_base(name))
         kept, scale = base_dtype or files.config.base_dtype, files.config.scale
         base_read, read = weights.read, files.read
         if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
             adapters, read, begun = halved(model, adapters, read)
             split = Split(model, adapters, scale, begun)
             base_read = partial(_rest, split, base_read)
-        yield merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
+        read = merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
+        yield model.ending_at(files.ends), read
+
+
+def tokenizer_folder(adapter: Path, directory: Path) -> Path:
+    """Of the two the one whose tokenizer belongs to the model with its adapters.
+
+    That beside the adapters has the chat template that they were trained with.
+    """
+    whole = any((adapter / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return adapter if whole else directory
 
 
 def _rest(split: Split, read: Read, param: Param) -> np.ndarray:
@@ -105,10 +117,24 @@ def merge_adapter(
     """
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
+    _check_base(base)
     config, directory = resolve_model(base, from_scratch=False)
-    source = next((path for path in (adapter, directory) if tokenizer_files(path)), None)
+    source = tokenizer_folder(adapter, directory)
     with HfWeights(directory) as weights:
         weights.check(weight_table(config))
-        with open_merged(config, base, weights, adapter, base_dtype) as read:
+        with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
-            return export_model(out_dir, config, read, OPTION_DTYPES[model_dtype], source, made)
+            return export_model(out_dir, merged, read, OPTION_DTYPES[model_dtype], source, made)
+
+
+def _check_base(base: str) -> None:
+    """LlmqError, with what to give instead, unless there is a model of this name."""
+    directory = find_directory(base)
+    if directory is not None and (directory / CONFIG_FILE).is_file():
+        return
+    if directory is not None and (directory / ADAPTER_CONFIG).is_file():
+        raise LlmqError(f"BASE: '{base}' holds adapters: give the model they are of, then these")
+    raise LlmqError(
+        f"BASE: '{base}' is neither the directory of a model nor a repository in the Hugging Face "
+        "cache"
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
+from llmq.checkpoint.folder import entries, is_complete
 from llmq.checkpoint.hf import (
     IMPORTED_DTYPES,
     HfTensor,
@@ -44,8 +47,11 @@ from llmq.state.params import Param, Slab, weight_table
 # What adapters may have that is not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 _UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
-_UNKNOWN += ("alora_invocation_tokens", "exclude_modules")
+_UNKNOWN += ("alora_invocation_tokens", "exclude_modules", "use_bdlora", "velora_config")
+_UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 TIED_HEAD = "lm_head.weight"
+_INSIDE = "model.language_model."
+"""What names begin with, instead of "model.", in a model that has other parts too."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
 
@@ -103,14 +109,22 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             kind = content.get("peft_type")
             raise LlmqError(f"'{path}': peft_type {kind!r} is not supported, only LORA")
         _check_features(path, content)
+        rank, alpha = int(content["r"]), float(content["lora_alpha"])
+        if rank < 1 or not isfinite(alpha):
+            raise LlmqError(f"'{path}': no adapters have rank {rank} and lora_alpha {alpha}")
         return AdapterConfig(
-            rank=int(content["r"]),
-            alpha=float(content["lora_alpha"]),
+            rank=rank,
+            alpha=alpha,
             rs=bool(content.get("use_rslora")),
             dropout=float(content.get("lora_dropout") or 0),
             base=content.get("base_model_name_or_path"),
         )
     except OSError as error:
+        if any(map(is_complete, (directory, *entries(directory)))):
+            raise LlmqError(
+                f"--adapter: '{directory}' holds checkpoints: `llmq export` one, and give what it "
+                "writes"
+            ) from error
         raise LlmqError(
             f"--adapter: '{directory}' holds no adapters: cannot read {ADAPTER_CONFIG}: "
             f"{error.strerror}"
@@ -126,7 +140,7 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
     if content.get("bias", "none") != "none":
         raise LlmqError(f"'{path}': bias {content['bias']!r} is not supported, only 'none'")
     begun = content.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(_CHANGE_THE_BASE):
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
         raise LlmqError(
             f"'{path}': init_lora_weights {begun!r}: these adapters belong to a model that they "
             "have changed: convert them to adapters of the model itself"
@@ -134,7 +148,10 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class AdapterFiles(HfWeights):
-    """The tensors of such a directory, by the names of the weight table."""
+    """The tensors of such a directory, by the names of the weight table.
+
+    ends: ids at which the model that was trained ends a sequence; [] if that is not known.
+    """
 
     def __init__(self, directory: Path) -> None:
         """LlmqError if files are missing or damaged."""
@@ -145,9 +162,17 @@ class AdapterFiles(HfWeights):
         known = {"base_dtype": dtype if dtype in QUANTIZED else None}
         known["split"] = record.get("lora_init") == "pissa"
         self.config = replace(self.config, **known)
+        ends = record.get("eos_token_ids")
+        self.ends = ends if isinstance(ends, list) else []
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
+            old = "adapter_model.bin"
+            if (self.directory / old).is_file():
+                raise LlmqError(
+                    f"'{self.directory}' has its adapters in {old}, which cannot be read: load it "
+                    f"with PEFT and save it again, as {ADAPTER_FILE}"
+                )
             raise LlmqError(f"'{self.directory}' has no {ADAPTER_FILE}: copy it again")
         tensors = self._file(ADAPTER_FILE).items()
         return {_own_name(name): tensor for name, tensor in tensors}
@@ -159,7 +184,8 @@ class AdapterFiles(HfWeights):
         for letter in LORA_TARGETS:
             others = tuple(_same_module(model, letter))
             for matrix in adapted_matrices(model, others) if others else ():
-                if any(f"{PEFT_PREFIX}{m.format(0)}" in modules for m in matrix.modules):
+                layers = (m.format(i) for m in matrix.modules for i in range(model.num_layers))
+                if any(f"{PEFT_PREFIX}{module}" in modules for module in layers):
                     targets.append(letter)
         parts = [
             part
@@ -173,6 +199,16 @@ class AdapterFiles(HfWeights):
                 f"{model.architecture} does not have"
             )
         return Adapters(rank=self.config.rank, targets=tuple(targets), train=tuple(parts))
+
+    def other_base(self, model: str) -> list[str]:
+        """A line to warn of where only the name of their model is known, and this is another."""
+        name = self.config.base
+        if self.base is not None or not name or Path(name).name == Path(model).name:
+            return []
+        return [
+            f"--adapter: '{self.directory}' was made for the model '{name}', which cannot be "
+            f"compared with {model}"
+        ]
 
     def has(self, param: Param) -> bool:
         """Whether it is here."""
@@ -188,7 +224,10 @@ class AdapterFiles(HfWeights):
         for param, part in [(p, part) for p in params for part in p.hf]:
             tensor = self._where.get(part.name)
             if tensor is None:
-                raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
+                raise LlmqError(
+                    f"'{path}' lacks {part.name}: it is of another model, or damaged, or of some "
+                    "layers or some norms only, which is not supported"
+                )
             shape = stored_shape(param, part)
             if tensor.shape != shape:
                 raise LlmqError(
@@ -198,7 +237,7 @@ class AdapterFiles(HfWeights):
             if tensor.dtype not in IMPORTED_DTYPES:
                 raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
             used.add(part.name)
-        if tied and "embeddings" in adapters.train:
+        if tied and ("embeddings" in adapters.train or TIED_HEAD in self._where):
             self._check_tied(path, table[0].params[0].hf[0].name)
         unknown = self._where.keys() - used - ({TIED_HEAD} if tied else set())
         if unknown:
@@ -210,14 +249,20 @@ class AdapterFiles(HfWeights):
         """A model whose head is its embedding has to have one there, too."""
         here = [self._where.get(name) for name in (embed, TIED_HEAD)]
         if None in here or not same_values(*here):
+            alone, other = (embed, "LM head") if here[0] is not None else (TIED_HEAD, "embedding")
             raise LlmqError(
-                f"'{path}': {embed} was trained without the LM head, which is the same matrix in "
+                f"'{path}': {alone} was trained without the {other}, which is the same matrix in "
                 "this model: train both, with ensure_weight_tying in PEFT"
             )
 
 
 def _own_name(name: str) -> str:
-    """Of a tensor, in the weight table: a part of the model has no prefix there."""
+    """Of a tensor, in the weight table: a part of the model has no prefix there.
+
+    Of a model inside one with other parts, what PEFT's names say of that is left out.
+    """
+    for inside, own in ((_INSIDE, "model."), ("language_model.", "")):
+        name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
     return name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)
 
 
@@ -257,9 +302,10 @@ def export_adapter(
     """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = [p for slab in table if slab.name in trained for p in slab.params]
+    nested = origin.get("base") is not None and origin["base"].nested
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
     with staged_directory(out_dir, replaces, RUN_FILE) as staging:
-        write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params))
+        write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params, nested))
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]
         specs, arrays = [], []
@@ -267,7 +313,7 @@ def export_adapter(
             array = part.stored(values[param.name][part.start : part.stop])
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
             for name in (part.name, *_tied_names(model, param)):
-                specs.append(TensorSpec(_peft_name(name), dtype, array.shape))
+                specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
             sink = HashingSink(file)
@@ -275,13 +321,20 @@ def export_adapter(
         sums = {ADAPTER_FILE: sink.digest.hexdigest()}
         kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
         kept |= {"lora_init": "pissa"} if config.split else {}
+        kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
         return sorted(path.name for path in staging.iterdir())
 
 
-def _peft_name(name: str) -> str:
-    return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
+def _peft_name(name: str, nested: bool) -> str:
+    name = name.removeprefix(PEFT_PREFIX)
+    return PEFT_PREFIX + (_nested_name(name) if nested else name)
+
+
+def _nested_name(name: str) -> str:
+    """In a model that has other parts too; the LM head is beside them."""
+    return _INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
@@ -290,11 +343,19 @@ def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
 
 
 def _peft_config(
-    model: ModelConfig, adapters: Adapters, config: AdapterConfig, params: list[Param]
+    model: ModelConfig,
+    adapters: Adapters,
+    config: AdapterConfig,
+    params: list[Param],
+    nested: bool,
 ) -> dict[str, Any]:
     trained = [part.name for p in params if not p.of_adapter for part in p.hf]
     tied = [name for p in params for name in _tied_names(model, p)]
     modules = sorted({name.split(".")[-2] for name in trained + tied})
+    targets = target_modules(model, adapters)
+    if nested:  # other parts have modules of these names, too
+        modules = sorted({_nested_name(name).rpartition(".")[0] for name in trained + tied})
+        targets = rf"{re.escape(_INSIDE)}.*\.({'|'.join(map(re.escape, targets))})"
     alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
     return {
         "peft_type": "LORA",
@@ -304,7 +365,7 @@ def _peft_config(
         "lora_alpha": alpha,
         "use_rslora": config.rs,
         "lora_dropout": config.dropout,
-        "target_modules": target_modules(model, adapters),
+        "target_modules": targets,
         "modules_to_save": modules or None,
         "fan_in_fan_out": bool(model.arch.transposed),
         "bias": "none",

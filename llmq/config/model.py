@@ -141,6 +141,13 @@ class ModelConfig:
             () if self.eos_token_id is None else (self.eos_token_id,)
         ) + self.other_eos_token_ids
 
+    def ending_at(self, ids: Iterable[int]) -> ModelConfig:
+        """With these among the ids that end a sequence; what is not in the vocabulary is not."""
+        known = dict.fromkeys(self.eos_token_ids)
+        known |= {i: None for i in ids if type(i) is int and 0 <= i < self.vocab_size}
+        first, *others = known or [None]
+        return replace(self, eos_token_id=first, other_eos_token_ids=tuple(others))
+
     @property
     def layer_kinds(self) -> dict[int, int]:
         """The first layer of each kind, with and without a window, and how many are like it."""

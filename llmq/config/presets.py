@@ -203,6 +203,11 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
         check_readable(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (directory / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"--model: '{directory}' holds adapters: give the model they are of, and these as "
+                "--adapter"
+            ) from None
         raise ConfigError(
             f"--model: there is no {path}; give the directory of a Hugging Face model, or a preset "
             "with --from-scratch"

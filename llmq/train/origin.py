@@ -23,7 +23,7 @@ from llmq.checkpoint.principal import Split, doubled
 from llmq.config.adapters import adapters_of
 from llmq.config.command_line import flag
 from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
+from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
 from llmq.runtime.processes import processes
@@ -35,12 +35,14 @@ from llmq.train.ranks import Ranks
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     """The options with what --adapter says, where it is given; ConfigError where they differ.
 
-    LlmqError if it cannot be read, or is of another model.
+    LlmqError if it cannot be read, or its tensors are not those of adapters of this model.
     """
     if config.adapter is None:
         return config
     with AdapterFiles(config.adapter) as files:
         adapters, saved = files.adapters(model), files.config
+        table = weight_table(model, 1, adapters)
+        files.check_adapters(table, adapters, tied=model.tied_embeddings)
     there: dict[str, Any] = {
         "lora_rank": adapters.rank,
         "lora_alpha": saved.alpha,
@@ -54,18 +56,28 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
             written = given if adapters == _all_of(model, adapters.rank, adapters.train) else value
         if given not in (None, 0, written):
             raise ConfigError(
-                f"{flag(name, given)}: '{config.adapter}' has {flag(name, value)}: leave it out"
+                f"{flag(name, given)}: '{config.adapter}' has {_said(name, value)}: leave it out"
             )
     if config.lora_dropout is None:
         there["lora_dropout"] = saved.dropout
     return replace(config, **there).normalized()
 
 
+def _said(name: str, value: Any) -> str:
+    """The option with this value; of no values that it has none."""
+    return flag(name, value) or f"no {OPTIONS[name].flag}"
+
+
 def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
     every = TrainConfig(lora_rank=rank, train=train).normalized()
-    found = adapters_of(every)
-    targets = tuple(t for t in found.targets if t != "gate" or model.gated)
-    return replace(found, targets=targets)
+    return replace(adapters_of(every), targets=_targets(every, model))
+
+
+def _targets(config: TrainConfig, model: ModelConfig) -> tuple[str, ...]:
+    """What of the model gets adapters, however it was named; () without adapters."""
+    adapters = adapters_of(config)
+    named = () if adapters is None else adapters.targets
+    return tuple(target for target in named if target != "gate" or model.gated)
 
 
 class Origin:
@@ -82,8 +94,6 @@ class Origin:
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
-            tied = model.tied_embeddings
-            self._files.check_adapters(table_of(config, model), self.adapters, tied=tied)
             if self._files.base is not None:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
@@ -98,8 +108,8 @@ class Origin:
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
     def _warn_of_base(self) -> None:
-        """Of adapters made elsewhere nothing but the name of their model is known."""
-        name, before = self._files.config.base, self._files.config.base_dtype
+        """Of adapters that were trained beside another model, or beside another form of it."""
+        before = self._files.config.base_dtype
         now = self.config.base_dtype
         if self._files.config.split and before is not None:
             warn(
@@ -116,13 +126,7 @@ class Origin:
                     f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
                 ]
             )
-        if self._files.base is None and name and Path(name).name != Path(self.config.model).name:
-            warn(
-                [
-                    f"--adapter: '{self.config.adapter}' was made for the model '{name}', which "
-                    f"cannot be compared with --model {self.config.model}"
-                ]
-            )
+        warn(self._files.other_base(self.config.model))
 
     def load(self, ranks: Ranks, checkpoint: CheckpointReader | None = None) -> None:
         """Fill the weights. checkpoint: whose run goes on, which may know what it began as."""
@@ -172,10 +176,14 @@ class Origin:
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
         for name in saved:
             now, then = getattr(self.config, name), getattr(before, name)
-            if now != then:
+            if name == "lora_targets":
+                same = _targets(self.config, self.model) == _targets(before, self.model)
+            else:
+                same = now == then
+            if not same:
                 raise LlmqError(
-                    f"checkpoint '{reader.path}' was made with {flag(name, then)}: continue it "
-                    f"so, not with {flag(name, now)}"
+                    f"checkpoint '{reader.path}' was made with {_said(name, then)}: continue it "
+                    f"so, not with {_said(name, now)}"
                 )
         made_on = BaseId.of(reader.manifest.base)
         if made_on is not None:

@@ -17,7 +17,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.merge import open_merged
+from llmq.checkpoint.merge import open_merged, tokenizer_folder
 from llmq.checkpoint.store import checkpoint_at
 from llmq.config.model import ModelConfig
 from llmq.config.presets import find_directory, is_preset, resolve_model
@@ -149,16 +149,17 @@ def open_model(
     if step is None:
         _check_model(model)
         config, directory = resolve_model(model, from_scratch=False)
-        made = noted_tokenizer(directory)
+        source = directory if adapter is None else tokenizer_folder(adapter, directory)
+        made = noted_tokenizer(source)
         if made is not None:  # of other makers nothing is known, and some have fewer embeddings
-            check_recorded(directory, made, config.vocab_size, f"the model in '{directory}'")
+            check_recorded(source, made, config.vocab_size, f"the model in '{source}'")
         with HfWeights(directory) as weights:
             weights.check(weight_table(config))
             if adapter is None:
                 yield config, weights.read, directory
                 return
-            with open_merged(config, model, weights, adapter) as read:
-                yield config, read, directory
+            with open_merged(config, model, weights, adapter) as (merged, read):
+                yield merged, read, source
         return
     with CheckpointReader(step) as reader:
         config, tokenizer = reader.manifest.model, reader.manifest.tokenizer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import recorded_tokenizer
@@ -102,18 +101,8 @@ def with_tokens_of(
         model = _with_tokens(model, model_dir, made)
     for pattern in config.train_patterns:
         for folder in {path.parent for path in find_token_files(pattern)}:
-            end = read_manifest(folder).get("end_of_turn")
-            known = model.eos_token_ids
-            if type(end) is int and 0 <= end < model.vocab_size and end not in known:
-                others = (*model.other_eos_token_ids, end)
-                model = replace(model, **_ends(model.eos_token_id, others))
+            model = model.ending_at([read_manifest(folder).get("end_of_turn")])
     return model
-
-
-def _ends(first: int | None, others: tuple[int, ...]) -> dict[str, Any]:
-    if first is None:
-        first, *others = others
-    return {"eos_token_id": first, "other_eos_token_ids": tuple(others)}
 
 
 def _with_tokens(

@@ -1,0 +1,158 @@
+"""Directories as PEFT makes them of all kinds of settings: read as PEFT means them, or refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.merge import merge_adapter
+from llmq.checkpoint.store import export_checkpoint
+from tests.adapters import batches
+from tests.models import CONFIGS, exported, hf_model, torch_loss, trainer_for
+
+ALL = {"embed_tokens", "lm_head"}
+SOME = r".*layers\.{}\.self_attn\.q_proj"
+
+
+def saved(folder: Path, name: str, **settings: object) -> float:
+    """Write such a directory, with everything that it trains moved; returns the loss with it."""
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(hf_model(name), peft.LoraConfig(**given | settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return torch_loss(model.eval(), batches()[:1]).item()
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("qwen2_untied", {"target_modules": "all-linear", "init_lora_weights": "gaussian"}),
+        ("qwen2_untied", {"target_modules": r".*(mlp\.up|self_attn\.o)_proj", "lora_alpha": 3}),
+        ("qwen2_untied", {"modules_to_save": ["lm_head"], "init_lora_weights": "orthogonal"}),
+        ("qwen3", {"modules_to_save": ["norm"], "use_rslora": True}),
+        ("qwen3", {"modules_to_save": sorted(ALL), "ensure_weight_tying": True}),
+    ],
+    ids=["gaussian", "pattern", "head", "norms", "tied"],
+)
+def test_what_is_known(tmp_path, name, settings):
+    loss = saved(tmp_path, name, **settings)
+    with trainer_for(exported(name), adapter=tmp_path) as trainer:
+        # F32 sums in another order.
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("qwen2_untied", {"init_lora_weights": "OLoRA"}, "'OLoRA': these adapters belong to"),
+        ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head.weight was trained without the embed"),
+        ("qwen3", {"modules_to_save": ["embed_tokens"]}, "was trained without the LM head"),
+        ("qwen3", {"modules_to_save": ["q_norm"]}, "or of some layers or some norms only"),
+        ("qwen3", {"target_modules": SOME.format(0)}, "layers.1.* or of some layers or some norms"),
+        ("qwen3", {"target_modules": SOME.format(1)}, "layers.0.* or of some layers or some norms"),
+        ("qwen3", {"kasa_config": peft.tuners.lora.config.KasaConfig()}, "kasa_config .* is not"),
+    ],
+    ids=["olora", "head", "embedding", "some-norms", "layer-0", "layer-1", "kasa"],
+)
+def test_what_is_not_known(tmp_path, name, settings, message):
+    saved(tmp_path / "in", name, **settings)
+    with pytest.raises(LlmqError, match=message):
+        trainer_for(exported(name), adapter=tmp_path / "in")
+    with pytest.raises(LlmqError, match=message):
+        merge_adapter(str(exported(name)), tmp_path / "in", tmp_path / "out", "fp32")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("r", 0, "no adapters have rank 0 and lora_alpha 8.0"),
+        ("lora_alpha", float("nan"), "no adapters have rank 4 and lora_alpha nan"),
+        ("lora_alpha", float("inf"), "no adapters have rank 4 and lora_alpha inf"),
+    ],
+)
+def test_scalings_that_are_no_numbers(tmp_path, field, value, message):
+    saved(tmp_path / "in", "qwen3")
+    path = tmp_path / "in" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(LlmqError, match=message):
+        merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
+    with pytest.raises(LlmqError, match=message):
+        trainer_for(exported("qwen3"), adapter=tmp_path / "in")
+
+
+def test_pickled_adapters(tmp_path):
+    saved(tmp_path, "qwen3")
+    file = tmp_path / "adapter_model.safetensors"
+    torch.save(load_file(file), tmp_path / "adapter_model.bin")
+    file.unlink()
+    with pytest.raises(LlmqError, match=r"in adapter_model.bin, which cannot be read: load it"):
+        trainer_for(exported("qwen3"), adapter=tmp_path)
+
+
+def model_that_sees_images() -> transformers.Gemma3ForConditionalGeneration:
+    """With the language model of models.py in it, whose modules' names others have, too."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3"](), vision_config=vision, mm_tokens_per_image=4,
+        image_token_index=130, boi_token_index=128, eoi_token_index=129,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
+
+
+@pytest.mark.parametrize("train", ["", "norms,embeddings"])
+def test_a_language_model_with_other_parts(tmp_path, train):
+    """PEFT finds its modules in the whole model, which is what transformers loads; and back."""
+    base, out, theirs = (tmp_path / name for name in ("base", "out", "theirs"))
+    model_that_sees_images().save_pretrained(base)
+    options = {"lora_rank": 4, "learning_rate": 1e-2} | ({"train": train} if train else {})
+    with trainer_for(base, **options) as trainer:
+        for batch in batches()[1:4]:
+            trainer.step([batch])
+        trainer.export(out)
+        export_checkpoint(trainer.save(tmp_path / "ckpt"), tmp_path / "again")
+        want = trainer.step(batches()[:1]).loss
+    for file in ("adapter_config.json", "adapter_model.safetensors", "llmq.json"):
+        assert (tmp_path / "again" / file).read_bytes() == (out / file).read_bytes()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base)
+    assert whole.model.vision_tower is not None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        model = peft.PeftModel.from_pretrained(whole, out)
+    loss = torch_loss(model.eval(), batches()[:1]).item()
+    assert loss == pytest.approx(want, abs=1e-5)  # F32 sums in another order
+    model.save_pretrained(theirs)
+    with trainer_for(base, adapter=theirs) as trainer:
+        assert trainer.step(batches()[:1]).loss == want
+
+
+def test_the_name_of_another_model(tmp_path, capsys):
+    """All that is known of adapters made elsewhere; whoever adds them to a model is told."""
+    base = exported("qwen3")
+    saved(tmp_path / "in", "qwen3")
+    path = tmp_path / "in" / "adapter_config.json"
+    content = json.loads(path.read_text())
+    for name, told in (("of/another-model", True), (f"of/{base.name}", False)):
+        path.write_text(json.dumps(content | {"base_model_name_or_path": name}))
+        capsys.readouterr()
+        with trainer_for(base, adapter=tmp_path / "in"):
+            assert ("was made for the model 'of/another-model'" in capsys.readouterr().err) is told
+        merge_adapter(str(base), tmp_path / "in", tmp_path / str(told), "fp32")
+        assert ("was made for the model 'of/another-model'" in capsys.readouterr().err) is told
