@@ -288,6 +288,38 @@ def test_a_child_that_hangs_is_ended(monkeypatch):
     assert time.monotonic() - start < 10
 
 
+def test_a_child_ends_with_a_rig_that_is_killed(monkeypatch):
+    """Else the GPU would stay in use. Of a row, that is what run_child sees to."""
+    tells = "import json, os, sys; from llmq.bench import child; found = []; "
+    tells += "child.end_with = found.append; job = child.job_of_parent(); "
+    tells += "result = {'ends': found == [os.getppid()], 'job': job}; "
+    tells += "open(sys.argv[1], 'w').write(json.dumps({'result': result, 'error': None}))"
+    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", tells))
+    found = child.run_part("host", 0.5, {"disk": "/tmp"})["result"]
+    assert found == {
+        "ends": True,
+        "job": {"part": "host", "seconds": 0.5, "options": {"disk": "/tmp"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        ({"status": "hung", "message": "raise --timeout"}, ("failed", "it took too long")),
+        ({"status": "does not fit", "message": "why"}, ("does not fit", "why")),
+    ],
+)
+def test_a_row_that_is_not_measured_says_why(monkeypatch, outcome, told):
+    monkeypatch.setattr(rows, "speed_of", lambda config, file: 1000.0)
+    monkeypatch.setattr(rows, "shortened", lambda found: (found, 0.5))
+    monkeypatch.setattr(rows, "flags_of", lambda config: {"model": "tiny"})
+    asked = []
+    monkeypatch.setattr(rows, "run_child", lambda *args: asked.append(args) or outcome)
+    record = rows.trained(None, None, 40.0)
+    assert (record["status"], record["message"]) == told and record["predicted"] == 1000.0
+    assert asked == [({"model": "tiny"}, 10, rows.REPEATS, 40.0)]
+
+
 def test_disk_and_memory_of_the_host(tmp_path):
     work, notes = job()
     host.measure(work, disk=str(tmp_path), disk_mib=16, memory_mib=1)

@@ -421,7 +421,6 @@ TINY |= {"batch-size": 1, "seq-len": 16, "grad-accumulation": 1}
 def test_plans_of_runs(monkeypatch, tmp_path):
     """What the child writes of runs that fit, do not fit, and cannot be planned."""
     job = {"runs": [TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}]}
-    monkeypatch.setattr(plan_runs.signal, "signal", lambda *_: None)  # Ctrl-C still ends the tests
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job | {"parent": None})))
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "result.json"), str(tmp_path / "alive")])
     plan_runs.main()
