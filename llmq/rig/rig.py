@@ -12,7 +12,7 @@ from typing import Any
 
 from llmq import __version__
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import check_writable, disk_errors, write_file
+from llmq.base.files import prepare_report, write_file
 from llmq.config.card_file import CardFile, checked, record_of, this_host, write_card_file
 from llmq.plan.checks import FP8_CAPABILITY
 from llmq.rig import rows, steps
@@ -121,9 +121,7 @@ def run_rig(
 
     minutes: what it takes at most. Without a GPU the host is measured, and there is no card file.
     """
-    check_writable("--out", out.parent)
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    prepare_report("--out", out, ".json", ".md", ".png")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
     # Where it is written to says nothing of the measurements, and may name the user.
