@@ -237,6 +237,33 @@ def test_what_is_no_log(tmp_path):
         run_top(tmp_path / "b.json")
 
 
+GPU = {"gpu-model": {"rank": 0, "name": "NVIDIA H100", "bus_id": "", "uuid": ""}}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"gpu-model": {"rank": -1}},
+        {"gpu-model": {"rank": 10**9}},  # for which there would be no memory
+        GPU | {"gpu": {"rank": 0, "gpu_util": "much"}},
+        GPU | {"gpu": {"rank": 0, "reasons": [1]}},
+        {"cpu": {"rank": 0, "machine": "another", "util": "much"}},
+        {"step": step(0) | {"step_tokens": "many"}},
+        {"step": step(10**400)},
+    ],
+)
+def test_a_log_whose_records_cannot_be_shown_is_refused(machine, tmp_path, capsys, records):
+    """Also once it is drawn by a thread, whose errors would be tracebacks."""
+    path = tmp_path / "a.json"
+    write(path)
+    top = Top(path)
+    write(path, "only", *records.items())
+    with pytest.raises(DataError, match=r"not as it should be \("):
+        top.look()
+    assert _run(["top", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 # -- which log -----------------------------------------------------------------------------------
 
 

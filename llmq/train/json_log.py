@@ -288,7 +288,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         record = json.loads(text)
         record["time"] = datetime.fromisoformat(record["time"]).replace(tzinfo=UTC).timestamp()
-        if type(record["step"]) is not int or not isinstance(record["log"], str):
+        steps = (record["step"], record.get("resumed_at", 0))
+        if {type(n) for n in steps} != {int} or not isinstance(record["log"], str):
             raise ValueError(record)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError("no record of a log") from error
