@@ -1,6 +1,7 @@
 """Child processes that are ended when they show no more progress."""
 
 import os
+import signal
 import sys
 import time
 
@@ -28,6 +29,14 @@ def test_input_output_and_status(tmp_path, limit, capfd):
     code = "import sys, time; time.sleep(0.3); print(len(sys.stdin.read())); sys.exit(3)"
     assert run(tmp_path, code, limit, "x" * 1_000_000) == 3  # more than a pipe holds
     assert capfd.readouterr() == ("", "1000000\n")
+
+
+@pytest.mark.parametrize("by", ["os.kill(os.getpid(), 2)", "signal.raise_signal(2)"])
+def test_a_child_leaves_ctrl_c_to_its_parent_from_its_first_import_on(tmp_path, by, capfd):
+    assert run(tmp_path, f"import os, signal; {by}; print('goes on')", 60) == 0
+    assert capfd.readouterr().err == "goes on\n"
+    with pytest.raises(KeyboardInterrupt):  # who gets it as ever
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_child_that_ends_without_reading(tmp_path):

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from llmq.base import files
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import (
     check_writable,
     make_directory,
+    prepare_report,
     publish_directory,
     replacing,
     staged_directory,
@@ -297,6 +298,23 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     with pytest.raises(LlmqError, match=message):
         check_writable("--out", tmp_path / "new")
     assert listing(tmp_path) == []
+
+
+def test_reports_that_could_not_be_written_in_the_end(tmp_path):
+    out = tmp_path / "deep" / "v1.2"
+    paths = prepare_report("--out", out, ".json", ".md")
+    assert [path.name for path in paths] == ["v1.2.json", "v1.2.md"]
+    assert listing(tmp_path / "deep") == []
+    paths[0].touch()
+    prepare_report("--out", out, ".json")
+    for folder in (Path("."), Path(".."), tmp_path / ".."):
+        with pytest.raises(ConfigError, match=r"--out: '.*' is a folder: give the name"):
+            prepare_report("--out", folder, ".json")
+    with pytest.raises(LlmqError, match="File name too long"):
+        prepare_report("--out", tmp_path / ("x" * 245), ".json")
+    paths[1].mkdir()
+    with pytest.raises(ConfigError, match=r"--out: '.*v1\.2\.md' is no file: choose another name"):
+        prepare_report("--out", out, ".json", ".md")
 
 
 def test_a_file_system_that_takes_no_files():

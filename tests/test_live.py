@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from llmq.train.gauges import Panel, Row
-from llmq.train.live import BARS, WIDTH, LiveView, LossCurve, time_left
+from llmq.train.live import BARS, WIDTH, LiveView, LossCurve, Progress, time_left
 
 
 def curve(values):
@@ -70,6 +70,19 @@ def test_state_is_drawn_below_the_lines(screen):
     assert numbers.split("   ") == ["loss 1", "norm 0.5", "lr 0.001", "eval 2.718"]
     assert losses == BARS[-1] + BARS[5] + BARS[2] + BARS[0]
     assert gpu.split("  ")[-1].strip() == "0 GPU is lost"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_progress_of_a_long_run_takes_three_lines(width):
+    progress = Progress(0, 1_000_000)
+    numbers = {"loss": 2.5, "norm": 1.23e-5, "lr": 1.23e-5}
+    for step in range(50):
+        progress.update(step=654_321 + step, ms=12_000.0, tokens=2**22, **numbers)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(progress.render())
+    head, *rest = console.file.getvalue().splitlines()
+    assert re.fullmatch(r"step 654370/1000000  ━[━╸ ]+  349,525 tok/s   1152:06:00 left", head)
+    assert len(rest) == 2
 
 
 def test_a_resumed_run_begins_where_it_was(screen):

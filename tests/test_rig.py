@@ -9,11 +9,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import DiskFull, LlmqError
 from llmq.config.card_file import path_of, read_card_file
 from llmq.config.presets import preset
 from llmq.ops.common import CAPABILITY, runs_own_products
-from llmq.rig import bus, child, exchanges, facts, host, ladder, launches, load, rows, steps
+from llmq.rig import (
+    bus,
+    child,
+    exchanges,
+    facts,
+    host,
+    ladder,
+    launches,
+    load,
+    picture,
+    rig,
+    rows,
+    steps,
+)
 from llmq.rig.findings import words_on
 from llmq.rig.markdown import _steps
 from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
@@ -91,6 +104,10 @@ def broken_memory(parts):
     parts["facts"]["gpus"][1]["ecc_errors"] = 3
 
 
+def lost(parts):
+    parts["facts"]["gpus"][1] = {"index": 1, "nvml": "GPU is lost"}
+
+
 def in_use(parts):
     parts["facts"]["gpus"][0]["others"] = 1
 
@@ -122,6 +139,7 @@ FAULTS = [
     (no_peers, ["2 of 2 ways between GPUs have no peer access", "The IOMMU translates addresses"]),
     (slow_peers, ["Peer copies from GPU 0 to GPU 1 are slow (3.0 GB/s)"]),
     (broken_memory, ["GPU 1 has had 3 uncorrected memory errors"]),
+    (lost, ["NVML tells nothing of GPU 1: GPU is lost."]),
     (in_use, ["GPU 0 was in use by 1 other process(es)"]),
     (weak, ["Copies within GPU memory reach 1,500 GB/s", "Products in bf16 reach 360 TFLOP/s"]),
     (crowded, ["2 GPUs that copy at once get 20.0 GB/s each way, one alone 48.0"]),
@@ -236,6 +254,32 @@ def test_parts_that_hang_or_fail_leave_a_report(cache, trained, tmp_path):
     assert read_card_file(path_of(H100, 2)).bus == {}
 
 
+def test_a_gpu_that_fails_under_load_leaves_a_picture_of_the_others(cache, trained, tmp_path):
+    parts = results()
+    parts["load"]["gpus"][0] |= {"series": {"seconds": []}, "settled": {}}
+    run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
+    assert [gpu for gpu, _ in picture._series(report(parts), "clock")] == [1]
+    both = (tmp_path / "rig.png").read_bytes()
+    parts["load"]["gpus"][1] = parts["load"]["gpus"][0]
+    run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
+    assert (tmp_path / "rig.png").read_bytes() != both
+
+
+def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
+    cache, trained, tmp_path, monkeypatch, capsys
+):
+    def full(path, content):
+        raise DiskFull(f"the disk is full, writing '{path}'")
+
+    monkeypatch.setattr(rig, "write_file", full)
+    parts = results()
+    slow_disk(parts)
+    with pytest.raises(DiskFull):
+        run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
+    assert "- The disk that the report is on takes 0.10 GB/s" in capsys.readouterr().out
+    assert read_card_file(path_of(H100, 2)).slowest == 0.98
+
+
 def test_why_there_is_no_gpu(monkeypatch):
     """Without the advice that is for runs: the rig has no --device."""
 
@@ -286,6 +330,38 @@ def test_a_child_that_hangs_is_ended(monkeypatch):
     found = child.run_part("host", 0.5, {})
     assert found["result"] == {"a": 1} and "was ended" in found["error"]
     assert time.monotonic() - start < 10
+
+
+def test_a_child_ends_with_a_rig_that_is_killed(monkeypatch):
+    """Else the GPU would stay in use. Of a row, that is what run_child sees to."""
+    tells = "import json, os, sys; from llmq.bench import child; found = []; "
+    tells += "child.end_with = found.append; job = child.job_of_parent(); "
+    tells += "result = {'ends': found == [os.getppid()], 'job': job}; "
+    tells += "open(sys.argv[1], 'w').write(json.dumps({'result': result, 'error': None}))"
+    monkeypatch.setattr(child, "CHILD", (sys.executable, "-c", tells))
+    found = child.run_part("host", 0.5, {"disk": "/tmp"})["result"]
+    assert found == {
+        "ends": True,
+        "job": {"part": "host", "seconds": 0.5, "options": {"disk": "/tmp"}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        ({"status": "hung", "message": "raise --timeout"}, ("failed", "it took too long")),
+        ({"status": "does not fit", "message": "why"}, ("does not fit", "why")),
+    ],
+)
+def test_a_row_that_is_not_measured_says_why(monkeypatch, outcome, told):
+    monkeypatch.setattr(rows, "speed_of", lambda config, file: 1000.0)
+    monkeypatch.setattr(rows, "shortened", lambda found: (found, 0.5))
+    monkeypatch.setattr(rows, "flags_of", lambda config: {"model": "tiny"})
+    asked = []
+    monkeypatch.setattr(rows, "run_child", lambda *args: asked.append(args) or outcome)
+    record = rows.trained(None, None, 40.0)
+    assert (record["status"], record["message"]) == told and record["predicted"] == 1000.0
+    assert asked == [({"model": "tiny"}, 10, rows.REPEATS, 40.0)]
 
 
 def test_disk_and_memory_of_the_host(tmp_path):
@@ -482,6 +558,25 @@ def test_steps_after_one_that_crashes(cache, trained, tmp_path):
     assert left == [steps.runs(True, 2), steps.runs(True, 2)[2:]]
     assert len(found["measured"]["steps"]) == 2
     assert found["parts"]["steps 1.5B, e4m3, beside others"]["error"] == "it crashed"
+
+
+def test_a_run_that_is_refused_ends_no_child(cache, trained, tmp_path):
+    """Not the first one either, whose title the child has: no other run is left out for it."""
+    stand_in = StandIn(results(), takes=0.3)
+    stand_in.parts["steps"]["refused"] = {"0": "it does not fit", "2": "nor this"}
+    found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
+    assert [name for name, *_ in stand_in.asked].count("steps") == 1
+    parts, (first, _, third, *_) = found["parts"], steps.runs(True, 2)
+    assert parts[f"steps {steps.title_of(first)}"]["error"] is None
+    refused = [parts[f"steps of {steps.title_of(run)}"]["error"] for run in (first, third)]
+    assert refused == ["it does not fit", "nor this"]
+
+
+def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
+    stand_in = StandIn(results(), takes=2.5)
+    found = run_rig(tmp_path / "rig", 2.0, stand_in, stand_in.clock)
+    late = [name for name, part in found["parts"].items() if part["error"]]
+    assert late == ["load", "ladder", "steps 1.5B, e4m3, beside others", "card file"]
 
 
 def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch):

@@ -113,6 +113,40 @@ def test_a_sweep_that_did_not_end_is_not_overwritten(sweeps):
         sweeps.make()
 
 
+def no_flags(report):
+    del report["runs"][0]["flags"]
+
+
+def no_memory(report):
+    del report["runs"][0]["result"]["memory"]
+
+
+def no_device(report):
+    del report["machine"]["device"]
+
+
+def odd_running(report):
+    report["running"] = 3
+
+
+def odd_options(report):
+    report["runs"][0]["options"] = []
+
+
+@pytest.mark.parametrize("damage", [no_flags, no_memory, no_device, odd_running, odd_options])
+@pytest.mark.parametrize("how", ["resume", "add"])
+def test_a_damaged_report_is_refused_before_anything_is_made(sweeps, damage, how):
+    """Else it would be noticed when it is written again, after the first further run."""
+    sweeps.make()
+    made, path = list(sweeps.made), sweeps.out.with_name("out.json")
+    report = sweeps.report()
+    damage(report)
+    path.write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=rf"--{how}: .*out\.json is not a report of llmq bench"):
+        sweeps.make(**{how: True})
+    assert sweeps.made == made and json.loads(path.read_text()) == report
+
+
 def test_a_run_that_ended_the_driver_comes_last(sweeps):
     """It may take the machine down: the others are made before it is tried again."""
 
@@ -421,7 +455,6 @@ TINY |= {"batch-size": 1, "seq-len": 16, "grad-accumulation": 1}
 def test_plans_of_runs(monkeypatch, tmp_path):
     """What the child writes of runs that fit, do not fit, and cannot be planned."""
     job = {"runs": [TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}]}
-    monkeypatch.setattr(plan_runs.signal, "signal", lambda *_: None)  # Ctrl-C still ends the tests
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job | {"parent": None})))
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "result.json"), str(tmp_path / "alive")])
     plan_runs.main()

@@ -11,7 +11,7 @@ import time
 import pytest
 from rich.console import Console
 
-from llmq.base.errors import DataError
+from llmq.base.errors import DataError, LlmqError
 from llmq.base.locks import lock_beside, locked
 from llmq.commands.cli import _run
 from llmq.train import top as top_module
@@ -235,6 +235,52 @@ def test_what_is_no_log(tmp_path):
     write(tmp_path / "b.json", ("step", {"loss": 3.0}))
     with pytest.raises(DataError, match="record of step at step 0 is not as it should be"):
         run_top(tmp_path / "b.json")
+
+
+GPU = {"gpu-model": {"rank": 0, "name": "NVIDIA H100", "bus_id": "", "uuid": ""}}
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"gpu-model": {"rank": -1}},
+        {"gpu-model": {"rank": 10**9}},  # for which there would be no memory
+        GPU | {"gpu": {"rank": 0, "gpu_util": "much"}},
+        GPU | {"gpu": {"rank": 0, "reasons": [1]}},
+        {"cpu": {"rank": 0, "machine": "another", "util": "much"}},
+        {"step": step(0) | {"step_tokens": "many"}},
+        {"step": step(10**400)},
+    ],
+)
+def test_a_log_whose_records_cannot_be_shown_is_refused(machine, tmp_path, capsys, records):
+    """Also once it is drawn by a thread, whose errors would be tracebacks."""
+    path = tmp_path / "a.json"
+    write(path)
+    top = Top(path)
+    write(path, "only", *records.items())
+    with pytest.raises(DataError, match=r"not as it should be \("):
+        top.look()
+    assert _run(["top", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_log_that_is_moved_or_cut_says_so(tmp_path, moved):
+    """The run begins it anew with the record that it had first."""
+    log = JsonLog(tmp_path / "a.json")
+    log.write("cmd", 0, run=RUN, cmd=["llmq"] * 99, resumed_at=0)
+    for number in range(20):
+        log.write(**step(number), log="step")
+    follower = Follower(log.path)
+    follower.look()
+    if moved:
+        log.path.rename(tmp_path / "old.json")
+    else:
+        os.truncate(log.path, 1500)
+    log.write(**step(20), log="step")
+    with pytest.raises(LlmqError, match=r"a\.json' has been cut or begun anew: start again"):
+        follower.look()
+    log.close()
 
 
 # -- which log -----------------------------------------------------------------------------------

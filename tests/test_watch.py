@@ -401,6 +401,16 @@ def test_following_until_the_run_is_done(log, tmp_path, wandb, after):
         assert series(afterwards, name) == series(found, name)
 
 
+@pytest.mark.parametrize("resumed_at", ["soon", None])
+def test_a_log_whose_beginning_is_not_as_it_should_be(log, tmp_path, resumed_at, capsys):
+    log.write("cmd", 0, cmd=["llmq"], resumed_at=resumed_at)
+    log.write("step", 3, **step_fields(3))
+    args = ["watch", str(log.path), "--interval", "0", "--tensorboard", str(tmp_path / "runs")]
+    assert _run(args) == 2
+    told = "is not a log of llmq train: what comes after 0 records, from byte 0 on, is no record"
+    assert told in capsys.readouterr().err
+
+
 def test_one_run_in_tensorboard_and_wandb_through_continuations(log, tmp_path, wandb, capsys):
     """Of a run with an identity: `watch` once more goes on in the same places."""
     runs = tmp_path / "runs"

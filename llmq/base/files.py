@@ -253,3 +253,23 @@ def check_writable(flag: str, directory: Path) -> None:
         except OSError as error:
             problem = f"'{existing}' takes no files ({error.strerror})"
     raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
+
+
+def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
+    """The files of a report, OUT and each suffix; makes their folder. LlmqError names the flag.
+
+    Called before minutes or hours of measurements, which could not be written in the end.
+    """
+    if out.name in ("", ".."):
+        raise ConfigError(f"{flag}: '{out}' is a folder: give the name of a report in it")
+    check_writable(flag, out.parent)
+    paths = [out.with_name(out.name + suffix) for suffix in suffixes]
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            with suppress(FileNotFoundError):
+                os.lstat(temporary_path(path))  # which says so where the name is too long
+            with suppress(FileNotFoundError):
+                if stat.S_IFMT(os.lstat(path).st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
+                    raise ConfigError(f"{flag}: '{path}' is no file: choose another name")
+    return paths

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -59,7 +61,8 @@ def watched(command: list[str], text: str, alive: Path, limit: float, timeout: f
         file.seek(0)
         unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}  # what is killed prints all the same
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, stdin=file, env=unbuffered, **pipes)
+        with _without_ctrl_c():
+            process = subprocess.Popen(command, stdin=file, env=unbuffered, **pipes)
     said = bytearray()
     reader = threading.Thread(target=_pass_on, args=(process.stdout, said), daemon=True)
     reader.start()
@@ -84,6 +87,17 @@ def watched(command: list[str], text: str, alive: Path, limit: float, timeout: f
     return Ended(status, late, [line for line in words if line][-KEPT_LINES:])
 
 
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """A process that is made here never gets Ctrl-C, which a terminal sends to all: not even while
+    it imports would it print a traceback. We get ours behind the block, and end the process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _wait(process: subprocess.Popen[bytes]) -> None:
     """For a while: what hangs in a driver does not even end when it is killed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -99,6 +113,17 @@ def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
             while data:
                 data = data[os.write(2, data) :]
     pipe.close()
+
+
+def job_of_parent() -> dict[str, Any]:
+    """What a child is to do: JSON on standard input, without `parent`, with which it ends.
+
+    At SIGUSR1 it prints where all threads are.
+    """
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    job = json.load(sys.stdin)
+    end_with(job.pop("parent", None))
+    return job
 
 
 def end_with(parent: int | None) -> None:

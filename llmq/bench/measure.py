@@ -10,10 +10,8 @@ where all threads are.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import platform
-import signal
 import statistics
 import sys
 import threading
@@ -30,7 +28,7 @@ from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
-from llmq.bench.child import EXTRA_STEPS, WARM_UP, end_with
+from llmq.bench.child import EXTRA_STEPS, WARM_UP, job_of_parent
 from llmq.config.adapters import adapters_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings
@@ -243,11 +241,7 @@ def _show_progress(trainer: Trainer, alive: Path) -> None:
 
 def main() -> None:
     """The child: see the top of this file."""
-    # Ctrl-C in a terminal is sent to us, too: our parent, who gets it as well, ends us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
-    job = json.load(sys.stdin)
-    end_with(job.pop("parent", None))
+    job = job_of_parent()
     try:
         outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
     except OutOfMemory as error:

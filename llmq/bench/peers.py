@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
+from llmq.base.files import check_readable
 
 # What every entry of --peers has, beside speeds whose names begin with "tps".
 _FACTS = {
@@ -19,12 +20,14 @@ _PEERS_SEQ_LEN = 1024  # of runs that do not say
 def read_facts(path: Path) -> dict[str, Any]:
     """The runs and floors of a --peers file; ConfigError if it is none."""
     try:
+        check_readable(path)
         content = json.loads(path.read_text(encoding="utf-8"))
         facts = {kind: [dict(fact) for fact in content[kind]] for kind in _FACTS}
         for kind, names in _FACTS.items():
             for fact in facts[kind]:
                 missing = [name for name in names if name not in fact]
                 wrong = [n for n, v in fact.items() if n.startswith("tps") and not v > 0]
+                wrong += [] if isinstance(fact.get("system", ""), str) else ["system"]
                 if missing or wrong:
                     raise ValueError(f"wrong or missing in {fact}: {', '.join(missing + wrong)}")
         return facts

@@ -10,7 +10,6 @@ plan only says how runs compare. It touches ALIVE after each.
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.base.files import write_file
-from llmq.bench.child import end_with
+from llmq.bench.child import job_of_parent
 from llmq.bench.measure import versions_of
 from llmq.config.options_io import make_config
 from llmq.plan.advice import shortages
@@ -53,9 +52,7 @@ def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
 
 def main() -> None:
     """The child: see the top of this file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches our parent, who ends us
-    job = json.load(sys.stdin)
-    end_with(job["parent"])
+    job = job_of_parent()
     runs: list[dict[str, Any]] = []
     where = None
     for options in job["runs"]:

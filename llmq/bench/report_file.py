@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import check_writable, disk_errors, write_file
+from llmq.base.files import check_readable, prepare_report, write_file
 from llmq.base.locks import lock_beside, locked
 from llmq.bench.page import page
 from llmq.bench.report import as_csv, markdown
@@ -20,6 +20,8 @@ Report = dict[str, Any]
 made; `running`, the options of the one that is being made."""
 
 _KEYS = ("machine", "invocations", "runs")
+_WRITTEN = {".md": markdown, ".csv": as_csv, ".html": page}  # what is made of it
+_SUFFIXES = (".json", *_WRITTEN)
 
 
 class ReportFile:
@@ -34,9 +36,7 @@ class ReportFile:
 
     def reserved(self) -> AbstractContextManager[None]:
         """Nobody else writes it meanwhile. LlmqError if somebody does, or it cannot be written."""
-        check_writable("--out", self.out.parent)
-        with disk_errors(self.out):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
+        prepare_report("--out", self.out, *_SUFFIXES)
         return locked(lock_beside(self.path), "--out", self.path)
 
     def read(self, flag: str) -> Report | None:
@@ -49,23 +49,28 @@ class ReportFile:
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return
-        write_file(self._with(".md"), markdown(report))
-        write_file(self._with(".csv"), as_csv(report))
-        write_file(self._with(".html"), page(report))
+        for suffix, written in _WRITTEN.items():
+            write_file(self._with(suffix), written(report))
 
 
 def read_report(path: Path, flag: str) -> Report:
     """A report that was written. ConfigError, which names the flag, if the file is none."""
     try:
+        check_readable(path)
         report = json.loads(path.read_text(encoding="utf-8"))
         rest = {"left": report.get("left", 0), "running": report.get("running")}
         found = {key: report[key] for key in _KEYS} | rest
         for run in found["runs"]:
-            run["options"], run["status"], found["invocations"][run["invocation"]]
+            identity(run["options"]), found["invocations"][run["invocation"]]
+        if found["running"] is not None:
+            identity(found["running"])
+        differences(found["machine"], found["machine"])
+        for written in _WRITTEN.values():  # which must not fail after hours of further runs
+            written(found)
         return found
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{flag}: {path} is not a report of llmq bench ({error!r})") from None
 
 

@@ -1,16 +1,16 @@
 """One measurement in a process of its own, so that what fails, hangs or crashes ends nothing else.
 
 `python -m llmq.rig.child RESULT` reads a job as JSON from standard input: `part`, a name of PARTS,
-`seconds` that it may take, and its `options`. It writes JSON to the file RESULT whenever it knows
-more: `result`, and `error` where the measurement failed.
+`seconds` that it may take, its `options`, and `parent`, the process that asks, with which it ends.
+It writes JSON to the file RESULT whenever it knows more: `result`, and `error` where the
+measurement failed.
 """
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import json
-import signal
+import os
 import sys
 import tempfile
 import time
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.files import write_file
-from llmq.bench.child import run_watched
+from llmq.bench.child import job_of_parent, run_watched
 
 PARTS = {
     name: f"llmq.rig.{place}"
@@ -61,7 +61,9 @@ def run_part(part: str, seconds: float, options: dict[str, Any]) -> dict[str, An
     """`result`, as far as it is known, and `error`, None if all went well, of a child."""
     with tempfile.TemporaryDirectory(prefix="llmq-rig-") as folder:
         path, alive = Path(folder) / "result.json", Path(folder) / "alive"
-        job = json.dumps({"part": part, "seconds": seconds, "options": options})
+        job = json.dumps(
+            {"part": part, "seconds": seconds, "options": options, "parent": os.getpid()}
+        )
         status = run_watched([*CHILD, str(path)], job, alive, seconds + GRACE)
         found = json.loads(path.read_text()) if path.exists() else {"result": {}, "error": None}
     if status is None:
@@ -79,9 +81,7 @@ def function_of(part: str) -> Callable[..., None]:
 
 def main() -> None:
     """The child: see the top of this file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # our parent ends us
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
-    given, found = json.load(sys.stdin), {"result": {}, "error": None}
+    given, found = job_of_parent(), {"result": {}, "error": None}
 
     def note(result: dict[str, Any]) -> None:
         found["result"] = result

@@ -238,6 +238,9 @@ def unknown(report: Report) -> Iterator[str]:
         yield f"There is no GPU to measure: {report['problem']}"
     elif report["gpus"] and not report.get("driver"):
         yield "NVML cannot be used: clocks, power and PCIe are not known; install nvidia-ml-py."
+    for gpu in report["gpus"]:
+        if gpu.get("nvml"):
+            yield f"NVML tells nothing of GPU {gpu['index']}: {gpu['nvml']}."
     for name, part in report["parts"].items():
         if part["error"]:
             yield f"The measurement `{name}` is not whole: {part['error']}."

@@ -42,15 +42,20 @@ def _products(axes: Any, report: Report) -> None:
 
 def _load(name: str, title: str, unit: str) -> Callable[[Any, Report], None]:
     def panel(axes: Any, report: Report) -> None:
-        for record in report["measured"]["load"]["gpus"]:
-            series = record["series"]
-            if len(series.get(name, [])) == len(series["seconds"]):
-                axes.plot(series["seconds"], series[name], label=f"GPU {record['gpu']}")
+        for gpu, series in _series(report, name):
+            axes.plot(series["seconds"], series[name], label=f"GPU {gpu}")
         axes.set(title=f"{title} under load", xlabel="seconds", ylabel=unit)
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
 
     return panel
+
+
+def _series(report: Report, name: str) -> list[tuple[int, dict[str, Any]]]:
+    """Of the GPUs that told this at all times: one whose load failed at its start told nothing."""
+    records = (report["measured"].get("load") or {}).get("gpus", [])
+    found = [(record["gpu"], record["series"]) for record in records]
+    return [(n, s) for n, s in found if 0 < len(s.get(name, [])) == len(s["seconds"])]
 
 
 def _bus(axes: Any, report: Report) -> None:
@@ -98,11 +103,15 @@ def _has(part: str, name: str) -> Callable[[Report], bool]:
     return lambda report: bool((report["measured"].get(part) or {}).get(name))
 
 
+def _told(name: str) -> Callable[[Report], bool]:
+    return lambda report: bool(_series(report, name))
+
+
 PANELS: tuple[tuple[Callable[[Any, Report], None], Callable[[Report], bool]], ...] = (
     (_products, _has("ladder", "rows")),
-    (_load("clock", "clock", "MHz"), _has("load", "gpus")),
-    (_load("power", "power", "W"), _has("load", "gpus")),
-    (_load("temperature", "temperature", "°C"), _has("load", "gpus")),
+    (_load("clock", "clock", "MHz"), _told("clock")),
+    (_load("power", "power", "W"), _told("power")),
+    (_load("temperature", "temperature", "°C"), _told("temperature")),
     (_bus, _has("bus", "at_once")),
     (_rows, lambda report: bool(report["measured"].get("rows"))),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmq import __version__
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import check_writable, disk_errors, write_file
+from llmq.base.files import prepare_report, write_file
 from llmq.config.card_file import CardFile, checked, record_of, this_host, write_card_file
 from llmq.plan.checks import FP8_CAPABILITY
 from llmq.rig import rows, steps
@@ -121,9 +121,7 @@ def run_rig(
 
     minutes: what it takes at most. Without a GPU the host is measured, and there is no card file.
     """
-    check_writable("--out", out.parent)
-    with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    prepare_report("--out", out, ".json", ".md", ".png")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
     # Where it is written to says nothing of the measurements, and may name the user.
@@ -136,10 +134,12 @@ def run_rig(
         _measure_gpus(rig, gpus)
         _keep(rig, out)
     report["seconds"] = rig.elapsed
-    _write_json(report, out)  # whatever becomes of the rest
-    report["words"] = words_on(report)
+    try:
+        _write_json(report, out)  # whatever becomes of the rest
+    finally:  # what minutes have shown is told, also where the disk is full
+        report["words"] = words_on(report)
+        print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
     _write(report, out)
-    print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
     print(f"\nwrote {out}.md, {out}.json and {out}.png after {rig.elapsed:.0f} s")
     return report
 
@@ -165,16 +165,17 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
 
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
-    """As many runs as there is time for, in one process after another: a run that crashes or hangs
-    ends its own, and is left out."""
-    while left and rig.elapsed < end:
+    """As many runs as there is time for until `end`, in one process after another: a run that
+    crashes or hangs ends its own, and is left out."""
+    while left:
         title = steps.title_of(left[0])
         found = rig.part("steps", {"runs": left}, (end - rig.elapsed) / rig.seconds, title)
         done, refused = found.get("steps", []), found.get("refused", {})
         rig.report["measured"]["steps"] += done
         for index, why in refused.items():
-            rig.note(f"steps {steps.title_of(left[int(index)])}", why, 0.0)
-        if rig.report["parts"][f"steps {title}".strip()]["error"] is None:
+            rig.note(f"steps of {steps.title_of(left[int(index)])}", why, 0.0)
+        whole = rig.report["parts"][f"steps {title}"]["error"] is None
+        if whole or min(end - rig.elapsed, rig.left) < SHORTEST:
             break
         left = left[len(done) + len(refused) + 1 :]
 
@@ -225,8 +226,8 @@ def _keep(rig: Rig, out: Path) -> None:
     try:
         file = card_file_of(report)
         report["card_file"] = record_of(file)
-        _write_json(report, out)  # which the rows are planned by
         rig.say(f"card file: {write_card_file(file)}")
+        _write_json(report, out)  # which the rows are planned by
     except (LlmqError, OSError, KeyError) as error:
         rig.note("card file", " ".join(str(error).split()), 0.0)
         return

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmq.bench.child import CHILD, run_watched
+from llmq.bench.child import run_child
 from llmq.config.command_line import command_line
 from llmq.config.options import TrainConfig
 from llmq.config.options_io import make_config
@@ -88,14 +85,9 @@ def trained(found: Candidate, card_file: Path, limit: float) -> dict[str, Any]:
     steps = max(1, round(min(SECONDS, limit - START) / REPEATS / step))
     options = flags_of(config)
     record = {"options": options, "predicted": speed_of(config, card_file)}
-    with tempfile.TemporaryDirectory(prefix="llmq-rig-") as folder:
-        path, alive, ours = (Path(folder) / name for name in ("result.json", "alive", "ours"))
-        job = {"options": options, "steps": steps, "repeats": REPEATS, "started": time.time()}
-        status = run_watched([*CHILD, str(path), str(alive)], json.dumps(job), ours, limit)
-        if not path.exists():
-            why = "it took too long" if status is None else f"its process ended with {status}"
-            return record | {"status": "failed", "message": why}
-        outcome = json.loads(path.read_text())
+    outcome = run_child(options, steps, REPEATS, limit)
+    if outcome["status"] == "hung":  # its message names options that a rig does not have
+        return record | {"status": "failed", "message": "it took too long"}
     if outcome["status"] != "ok":
         return record | {"status": outcome["status"], "message": outcome["message"]}
     result = outcome["result"]

@@ -259,10 +259,12 @@ class LogReader:
         with open(self.path, "rb") as file:
             head = os.pread(file.fileno(), _HEAD_BYTES, 0)
             # All at once: a log's end is replaced by the next record.
-            size = max(os.fstat(file.fileno()).st_size - self._offset, 0)
-            data = os.pread(file.fileno(), size, self._offset)
+            size = os.fstat(file.fileno()).st_size - self._offset
+            data = os.pread(file.fileno(), max(size, 0), self._offset)
         if not head.startswith(self._head):
             raise LlmqError(f"'{self.path}' has been replaced by another log: start again")
+        if size < 0:  # one that is begun anew has the same first record
+            raise LlmqError(f"'{self.path}' has been cut or begun anew: start again")
         for text, end in elements(str(self.path), BytesIO(data), self._offset, growing=True):
             record = _parsed(text)
             self._offset, self.count, self._head = end, self.count + 1, head[:end]
@@ -288,7 +290,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     try:
         record = json.loads(text)
         record["time"] = datetime.fromisoformat(record["time"]).replace(tzinfo=UTC).timestamp()
-        if type(record["step"]) is not int or not isinstance(record["log"], str):
+        steps = (record["step"], record.get("resumed_at", 0))
+        if {type(n) for n in steps} != {int} or not isinstance(record["log"], str):
             raise ValueError(record)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError("no record of a log") from error

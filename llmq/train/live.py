@@ -87,10 +87,13 @@ class Progress:
             self._times.append(state["ms"])
 
     def render(self, *, goes_on: bool = True) -> Group:
-        """Its lines: three at most. Of a run that does not go on, no time is left."""
+        """Its lines: three, or more where scores have many names. Of a run that does not go on, no
+        time is left."""
         state = self._state
         bar = ProgressBar(total=self.total, completed=state["step"], width=40)
         head = Table.grid(padding=(0, 2))
+        for no_wrap in (True, False, True):  # where there is too little room, the bar is shorter
+            head.add_column(no_wrap=no_wrap)
         head.add_row(f"step {state['step']}/{self.total}", bar, self._speed(goes_on))
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]

@@ -19,7 +19,7 @@ from llmq.base.run_id import RunId
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
 from llmq.train.find_log import has_writer, is_written_here, silence
-from llmq.train.gauges import Panel, Row
+from llmq.train.gauges import WIDE, Panel, Row, panel_lines
 from llmq.train.json_log import LogReader
 from llmq.train.live import DRAWS, Progress
 from llmq.train.sensing import row_of
@@ -29,6 +29,8 @@ from llmq.train.watch import DONE
 LOOKS = 1.0  # seconds between looks at the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
 PAUSE = 60.0  # seconds without a record, after which a run has ended whose lock does not tell
+MOST_RANKS = 1 << 16
+_ODD = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError)  # records raise these
 SHOWN_NEWS = 2  # errors of GPUs
 _ENDS = (*DONE, "Stopped by ")
 
@@ -61,11 +63,14 @@ class Follower:
         for record in self._reader.new_records():
             try:
                 self._take(record)
-            except (ArithmeticError, KeyError, TypeError, ValueError, AttributeError) as error:
-                raise DataError(
-                    f"'{self.log}' is not a log of llmq train: its record of {record['log']} at "
-                    f"step {record['step']} is not as it should be ({error!r})"
-                ) from error
+            except _ODD as error:
+                what = f"its record of {record['log']} at step {record['step']}"
+                raise self.refused(what, error) from error
+
+    def refused(self, what: str, error: Exception) -> DataError:
+        """Of a log with something in it that a run does not write."""
+        told = f"{what} is not as it should be ({error!r})"
+        return DataError(f"'{self.log}' is not a log of llmq train: {told}")
 
     def _take(self, record: dict[str, Any]) -> None:
         match record["log"]:
@@ -74,9 +79,9 @@ class Follower:
             case "option" if record["name"] == "steps":
                 self.progress.total = max(int(record["value"]), 1)
             case "gpu-model":
-                self.models[int(record["rank"])] = record
+                self.models[_rank(record["rank"])] = record
             case "gpu":
-                self.gpus[int(record.get("rank", 0))] = record
+                self.gpus[_rank(record.get("rank", 0))] = record
             case "cpu":
                 self.cpus[int(record["rank"])] = record
             case "eval":
@@ -97,6 +102,12 @@ class Follower:
         """The part of a step in which a rank waits for others; None where it is not known."""
         waited = self.gpus.get(rank, {}).get("communication")
         return None if waited is None or not self.progress.ms else waited / self.progress.ms
+
+
+def _rank(value: Any) -> int:
+    if not 0 <= (rank := int(value)) < MOST_RANKS:
+        raise ValueError(f"rank {rank}")
+    return rank
 
 
 def _number(value: Any) -> float:
@@ -139,11 +150,20 @@ class Top:
         if self.run is not None:
             self.run.look()
         models = {} if self.run is None else dict(self.run.models)
-        if models == self._known and self._sensors.sensors:
-            return
-        self._known = models
-        self._sensors.close()
-        self._sensors = Sensors(self._of_run(models) or self._of_machine())
+        if models != self._known or not self._sensors.sensors:
+            self._known = models
+            self._sensors.close()
+            self._sensors = Sensors(self._of_run(models) or self._of_machine())
+        if self.run is not None:
+            self._try(self.run)
+
+    def _try(self, run: Follower) -> None:
+        """DataError where what the log says cannot be shown: here, not in a thread that draws."""
+        try:
+            run.progress.render()
+            panel_lines(self.rows(), WIDE)
+        except _ODD as error:
+            raise run.refused("its last record of steps or sensors", error) from error
 
     def _of_run(self, models: dict[int, dict[str, Any]]) -> list[Sensor | None]:
         """By rank; None of a GPU that is elsewhere."""
