@@ -6,7 +6,9 @@ import io
 import os
 import socket
 import subprocess
+import threading
 import time
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -256,12 +258,13 @@ def test_a_log_whose_records_cannot_be_shown_is_refused(machine, tmp_path, capsy
     """Also once it is drawn by a thread, whose errors would be tracebacks."""
     path = tmp_path / "a.json"
     write(path)
-    top = Top(path)
-    write(path, "only", *records.items())
-    with pytest.raises(DataError, match=r"not as it should be \("):
-        top.look()
+    with closing(Top(path)) as top:
+        write(path, "only", *records.items())
+        with pytest.raises(DataError, match=r"not as it should be \("):
+            top.look()
     assert _run(["top", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert "sensors" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("moved", [True, False])

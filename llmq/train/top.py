@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from llmq.base.errors import DataError
+from llmq.base.errors import DataError, LlmqError
 from llmq.base.run_id import RunId
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
@@ -142,7 +142,11 @@ class Top:
         self._machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
         self._nvml, self._known = _nvml(), {}
         self._sensors, self._news = Sensors([]), []
-        self.look()
+        try:
+            self.look()
+        except LlmqError:
+            self.close()
+            raise
 
     def look(self) -> None:
         """Read what is new in the log, and open the sensors of GPUs that it names."""
