@@ -82,12 +82,13 @@ def test_what_a_report_complains_of():
         capability=89,
         source=Source("a.cu", "a", (("T", "bf16"),), (("N", 4),)),
         launch=Launch(256, 90 << 10),
-        resources=Resources(registers=255, shared=9 << 10, spilled=0, stack=0),
+        resources=Resources(registers=255, shared=9 << 10, spilled=0, stack=0, serialized=False),
     )
     assert good.problem is None
     assert str(good.source) == "a T=bf16 N=4"
     for part, change, message in (
         ("resources", {"spilled": 8}, "spills 8 bytes"),
+        ("resources", {"serialized": True}, "waits for each product"),
         ("resources", {"shared": (9 << 10) + 1}, "bytes of shared memory of 101376"),
         ("launch", {"threads": 288}, "288 threads need 73728 registers, there are 65536"),
     ):

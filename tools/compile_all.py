@@ -245,6 +245,8 @@ class Report:
         r, limit = self.resources, ARCHITECTURES[self.capability][1] << 10
         if r.spilled:
             return f"spills {r.spilled} bytes"
+        if r.serialized:
+            return "waits for each product of a warpgroup at once"
         # Registers are handed out to warps in units of 256.
         registers = -(-r.registers // 8) * 8 * (-(-self.launch.threads // 32) * 32)
         if registers > REGISTERS:

@@ -34,6 +34,7 @@ _locks: dict[Path, threading.Lock] = {}
 _ENTRY = re.compile(
     r'extern\s+"C"\s+(?=__global__\s+void\s+(?:__\w+__\s*\((?:[^()]|\([^()]*\))*\)\s*)*(\w+)\s*\()'
 )
+_SERIALIZED = r"wgmma\.mma_async instructions are serialized .*in (the )?function "
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -42,13 +43,16 @@ class Resources:
     """What a kernel needs of a multiprocessor, as the assembler reports it.
 
     registers: of one thread. shared: bytes of static shared memory of a block. spilled, stack:
-    bytes of one thread in local memory, which is slow.
+    bytes of one thread in local memory, which is slow. serialized: whether each product of a
+    warpgroup is waited for at once, because the assembler could not tell when its registers are
+    free.
     """
 
     registers: int
     shared: int
     spilled: int
     stack: int
+    serialized: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +207,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
             shared=number(r"(\d+) bytes smem"),
             spilled=number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
             stack=number(r"(\d+) bytes stack frame"),
+            serialized=bool(re.search(_SERIALIZED + f"'{entry}'", log)),
         )
     return found
 

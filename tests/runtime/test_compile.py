@@ -98,10 +98,15 @@ ptxas info    : Compiling entry function 'two' for 'sm_90'
 ptxas info    : Function properties for two
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 14 registers, used 0 barriers
+ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to program dependence on compiler-inserted WG.AR in divergent path in the function 'three'
+ptxas info    : Compiling entry function 'three' for 'sm_90a'
+ptxas info    : Used 168 registers, used 1 barriers
 """
     assert compile.parse_resources(log) == {
-        "one": Resources(registers=40, shared=256, spilled=20, stack=96),
-        "two": Resources(registers=14, shared=0, spilled=0, stack=0),
+        "one": Resources(registers=40, shared=256, spilled=20, stack=96, serialized=False),
+        "two": Resources(registers=14, shared=0, spilled=0, stack=0, serialized=False),
+        "three": Resources(registers=168, shared=0, spilled=0, stack=0, serialized=True),
     }
 
 

@@ -40,7 +40,7 @@ def api(monkeypatch):
 
     def compile_kernel(source, capability):
         compiled.append((source.entry, dict(source.types), dict(source.consts), capability))
-        needs = Resources(registers=0, shared=0, spilled=0, stack=0)
+        needs = Resources(registers=0, shared=0, spilled=0, stack=0, serialized=False)
         return Cubin(path=Path(f"{len(compiled)}.cubin"), code=b"", resources=needs)
 
     monkeypatch.setattr(cuda_kernels, "compile_kernel", compile_kernel)
