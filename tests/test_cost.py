@@ -597,7 +597,10 @@ def test_attention_with_windows_and_documents(case):
         assert (1 if by_documents else 0.95) < ratio < (1.4 if by_documents else 1.05), call
 
 
-@pytest.mark.parametrize("case", [name for name in BACKWARD_CASES if name.startswith("qwen")])
+OWN_BACKWARD = [case for call, case in measured_attention() if call == "backward"]
+
+
+@pytest.mark.parametrize("case", OWN_BACKWARD)
 def test_attention_backward_of_hopper(case):
     B, T, heads, kv_heads, head_dim = BACKWARD_CASES[case]
     dev = PlanDevice(spec_of(H100))

@@ -10,203 +10,31 @@
 // leave registers: rounded to BF16 they are the left operand of the next product. Tiles of keys
 // compute them transposed.
 //
+// Keys walk over all query heads that share them. Where that would take long beside all else, their
+// tiles are in parts of fewer heads each. All but the last part leave their sums in memory; the last
+// one waits for them, and adds them in their order. It is taken last, so that they are under way.
+//
 // Data     qkv, d_qkv: BF16 (B * T, (Hq + 2 Hkv) * HEAD_DIM), query, then key, then value heads;
 //          out, d_out: BF16 (B * T, Hq * HEAD_DIM); lse: F32 (B, Hq, T), natural logarithm;
 //          statistics: F32 (B, Hq, T / 64, 2, 64), of 64 queries lse * log2(e), and -delta, the
-//          sums of d_out * out; taken: I32 (1,), how many tiles blocks have. HEAD_DIM 64 or 128. T a
-//          multiple of 64. Sums are F32; P and dS are rounded before they are multiplied.
+//          sums of d_out * out; taken: I32 (1 + B * Hkv * T / 64,), how many tiles blocks have, and
+//          how many warps have left sums of 64 keys; sums: F32, of each part but the last of each
+//          64 keys those of d_k and d_v, as threads have them, null where there are no parts.
+//          part_heads: query heads of a part. HEAD_DIM 64 or 128. T a multiple of 64. Sums are F32;
+//          P and dS are rounded before they are multiplied.
 // Launch   statistics: 8 threads a row, 256 a block, grid (blocks, B); leaves 0 in taken. gradient:
 //          384 threads, at most as many blocks as multiprocessors; shared memory as
 //          llmq/ops/attention_backward.py says.
 // Cost     7 B Hq T^2 HEAD_DIM FLOPs: 4 products in tiles of keys, 3 in those of queries, so that
-//          every element is summed by one thread in a fixed order.
+//          every element is summed in a fixed order; sums, written and read once.
 // Needs    sm_90a. lse of the forward.
 // Same name  llmq/ops/attention_backward.py  llmq/ref/attention_backward.py
 //            tests/ops/test_attention_backward.py
-#include "common.cuh"
-#include "ptx.cuh"
+#include "attention_items.cuh"
 
-constexpr int D = HEAD_DIM;
-constexpr int ROWS = 64, LINE = 128, BOX_BYTES = ROWS * LINE;  // of a box: 64 rows, 64 columns
-constexpr int BOXES = D / 64, TILE_BYTES = BOXES * BOX_BYTES;  // of 64 rows of a head
-constexpr int OWN_BYTES = 4 * TILE_BYTES;                      // two tensors, two warpgroups each
-constexpr int STAGE_BYTES = 2 * TILE_BYTES, STATISTICS_BYTES = 2 * ROWS * 4;
 constexpr int SCORES = ROWS / 2;  // of a thread: 64 x 64 by 128 threads
 constexpr int DELTA_LANES = 8;    // threads that share a row of attention_statistics
-constexpr int WARPS = 8;          // that multiply
-constexpr int LOADER_REGISTERS = D == 64 ? 40 : 24;  // of 168 a thread at launch
 constexpr bool EARLY = D == 64;   // dV before dS is computed, where there are registers for both
-static_assert(D == 64 || D == 128, "there are no registers for larger heads");
-static_assert(STAGES >= 3, "one is held until the next one's scores are there, one may be skipped");
-
-struct Ring {
-    u32 stage = 0, parity;
-    __device__ __forceinline__ explicit Ring(u32 parity) : parity(parity) {}
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
-struct Sizes {
-    int seq_len, num_heads, num_kv_heads, batches;
-    __device__ __forceinline__ int blocks() const { return (u32)seq_len / ROWS; }
-    __device__ __forceinline__ int tiles() const { return (blocks() + 1) / 2; }
-    __device__ __forceinline__ int group() const { return num_heads / num_kv_heads; }
-    __device__ __forceinline__ int key_items() const { return tiles() * batches * num_kv_heads; }
-    __device__ __forceinline__ int items() const {
-        return key_items() + tiles() * batches * num_heads;
-    }
-};
-
-// A tile's place, and over which blocks of 64 rows of the other side its block walks.
-struct alignas(16) Item {
-    int kind;         // QUERIES, KEYS, or NOTHING, when all tiles are taken
-    int batch, head;  // head: the first query head of those that have to do with it
-    int to;           // the head of d_qkv, of keys dV's is num_kv_heads further
-    int block;        // of 64 rows, of the first warpgroup; the other one has the next
-    int first, end, heads;
-};
-enum { QUERIES, KEYS, NOTHING };
-
-__device__ __forceinline__ Item item_of(int number, const Sizes& sizes) {
-    const int tiles = sizes.tiles(), key_items = sizes.key_items();
-    if (number >= sizes.items()) { return {NOTHING}; }
-    const bool keys = number < key_items;
-    if (!keys) { number -= key_items; }
-    // Tiles of one head are neighbours, so that they find what they read in L2, the longest first.
-    const int strip = number / tiles, tile = number % tiles;
-    const int block = 2 * (keys ? tile : tiles - 1 - tile);
-    const int strips = keys ? sizes.num_kv_heads : sizes.num_heads;
-    const int batch = strip / strips, head = strip % strips;
-    if (keys) {
-        const int group = sizes.group();
-        const int to = sizes.num_heads + head;
-        return {KEYS, batch, head * group, to, block, block, sizes.blocks(), group};
-    }
-    return {QUERIES, batch, head, head, block, 0, min(block + 2, sizes.blocks()), 1};
-}
-
-// What a block has in shared memory: addresses of tiles and of barriers.
-struct Memory {
-    SharedAddress own, stages, statistics, full, empty, own_full, own_empty, read, items;
-
-    __device__ __forceinline__ explicit Memory(const void* shared) {
-        SharedAddress start = shared_address(shared);
-        forget(start);  // or addresses would be held, for which there are no registers
-        own = (start + 1023) & ~(SharedAddress)1023;
-        stages = own + 2 * OWN_BYTES;
-        statistics = stages + STAGES * STAGE_BYTES;
-        items = statistics + STAGES * STATISTICS_BYTES;
-        full = items + 2 * sizeof(Item);
-        empty = full + 8 * STAGES;
-        own_full = empty + 8 * STAGES;
-        own_empty = own_full + 16;
-        read = own_empty + 16;
-    }
-};
-
-// The tile of a turn, as the thread that takes them has left it.
-__device__ __forceinline__ Item item_at(const Memory& memory, u32 turn) {
-    const SharedAddress from = memory.items + (turn & 1) * sizeof(Item);
-    const uint4 a = load_shared(from), b = load_shared(from + 16);
-    return {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)b.x, (int)b.y, (int)b.z, (int)b.w};
-}
-
-// -- The threads that load ------------------------------------------------------------------------
-
-// The boxes of 64 rows of a head.
-__device__ __forceinline__ void load_tile(SharedAddress to, const TensorMap* map, int column,
-                                          int row, SharedAddress arrived) {
-#pragma unroll
-    for (int i = 0; i < BOXES; ++i) {
-        load_box(to + i * BOX_BYTES, map, column + 64 * i, row, arrived);
-    }
-}
-
-// Takes tiles, says which, and loads their own rows.
-__device__ __forceinline__ void load_own(const void* shared, Sizes sizes, i32* taken,
-                                         const TensorMap* qkv, const TensorMap* d_out) {
-    int number = atomicAdd(taken, 1);
-#pragma unroll 1
-    for (u32 turn = 0;; ++turn) {
-        const Memory memory(shared);
-        const u32 slot = turn & 1;
-        const SharedAddress arrived = memory.own_full + 8 * slot;
-        const Item item = item_of(number, sizes);
-        barrier_wait(memory.own_empty + 8 * slot, turn >> 1 & 1 ^ 1);  // at first it is
-        const SharedAddress to = memory.items + slot * sizeof(Item);
-        store_shared(to, make_uint4(item.kind, item.batch, item.head, item.to));
-        store_shared(to + 16, make_uint4(item.block, item.first, item.end, item.heads));
-        if (item.kind == NOTHING) {
-            barrier_arrive(arrived);
-            return;
-        }
-        number = atomicAdd(taken, 1);  // needed later
-        forget(sizes.num_kv_heads);
-        forget(sizes.seq_len);
-        const int column = item.to * D;
-        const int other = item.kind == KEYS ? column + sizes.num_kv_heads * D : column;
-        const int present = min(2, sizes.blocks() - item.block);
-        barrier_expect(arrived, present * 2 * TILE_BYTES);
-#pragma unroll 1
-        for (int i = 0; i < present; ++i) {
-            const int row = item.batch * sizes.seq_len + (item.block + i) * ROWS;
-            const SharedAddress tile = memory.own + slot * OWN_BYTES + i * TILE_BYTES;
-            load_tile(tile, qkv, column, row, arrived);
-            load_tile(tile + 2 * TILE_BYTES, item.kind == KEYS ? qkv : d_out, other, row, arrived);
-        }
-    }
-}
-
-// Loads what these tiles' warpgroups walk over.
-__device__ __forceinline__ void load_steps(const void* shared, Sizes sizes, const float* statistics,
-                                           const TensorMap* qkv, const TensorMap* d_out) {
-    Ring ring(1);  // the first wait for an empty stage is over at once
-#pragma unroll 1
-    for (u32 turn = 0;; ++turn) {
-        const Memory memory(shared);
-        barrier_wait(memory.own_full + 8 * (turn & 1), turn >> 1 & 1);
-        const Item item = item_at(memory, turn);
-        barrier_arrive(memory.own_empty + 8 * (turn & 1));
-        if (item.kind == NOTHING) { return; }
-        const bool keys = item.kind == KEYS;
-        forget(sizes.num_heads);
-        forget(sizes.num_kv_heads);
-        forget(sizes.seq_len);
-        // The head of qkv; blocks of all sequences, and what to add for those of statistics.
-        int head = keys ? item.head : sizes.num_heads + item.head / sizes.group();
-        const int before = item.batch * sizes.blocks(), length = item.end - item.first;
-        int block = before + item.first;
-        int ahead = (item.batch * (sizes.num_heads - 1) + item.head) * sizes.blocks();
-#pragma unroll 1
-        for (int left = item.heads * length; left > 0; --left, ring.next()) {
-            forget(sizes.num_kv_heads);
-            const Memory memory(shared);
-            const SharedAddress x = memory.stages + ring.stage * STAGE_BYTES;
-            const SharedAddress arrived = memory.full + 8 * ring.stage;
-            barrier_wait(memory.empty + 8 * ring.stage, ring.parity);
-            barrier_expect(arrived, STAGE_BYTES + (keys ? STATISTICS_BYTES : 0));
-            load_tile(x, qkv, head * D, block * ROWS, arrived);
-            if (keys) {
-                load_tile(x + TILE_BYTES, d_out, head * D, block * ROWS, arrived);
-                load_bytes(memory.statistics + ring.stage * STATISTICS_BYTES,
-                           statistics + (i64)(ahead + block) * (2 * ROWS), STATISTICS_BYTES,
-                           arrived);
-            } else {
-                load_tile(x + TILE_BYTES, qkv, (head + sizes.num_kv_heads) * D, block * ROWS,
-                          arrived);
-            }
-            if (++block == before + item.end) {  // the next head of the group
-                block -= length;
-                ahead += sizes.blocks();
-                ++head;
-            }
-        }
-    }
-}
 
 // -- The warpgroups that multiply -----------------------------------------------------------------
 
@@ -456,11 +284,63 @@ struct Walk {
     }
 };
 
+// What the parts of a tile's query heads leave for the last one of them, of a block of 64 keys.
+struct Parts {
+    const Sizes& sizes;
+    float4* sums;
+    i32* taken;
+    int part, block;  // block: of keys of all sequences and heads
+
+    __device__ __forceinline__ Parts(const Sizes& sizes, float* sums, i32* taken, const Item& item,
+                                     int me)
+        : sizes(sizes), sums(reinterpret_cast<float4*>(sums)), taken(taken) {
+        const int head = item.to - sizes.num_heads;
+        const int before = item.head - head * sizes.group();
+        part = (u32)before / sizes.part_heads;
+        block = (item.batch * sizes.num_kv_heads + head) * sizes.blocks() + item.block + me;
+    }
+    __device__ __forceinline__ bool last() const { return part == sizes.parts() - 1; }
+    __device__ __forceinline__ float4* place(int of_part) const {
+        const i64 blocks = (i64)sizes.batches * sizes.num_kv_heads * sizes.blocks();
+        return sums + (of_part * blocks + block) * (2 * ROWS * D / 4) + this_thread();
+    }
+
+    __device__ __forceinline__ void leave(const float (&d_x)[D / 2], const float (&d_y)[D / 2]) {
+        float4* const to = place(part);
+#pragma unroll
+        for (int i = 0; i < D / 8; ++i) {
+            to[128 * i] = {d_x[4 * i], d_x[4 * i + 1], d_x[4 * i + 2], d_x[4 * i + 3]};
+            to[128 * (D / 8 + i)] = {d_y[4 * i], d_y[4 * i + 1], d_y[4 * i + 2], d_y[4 * i + 3]};
+        }
+        __threadfence();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) { atomicAdd(taken + 1 + block, 1); }
+    }
+
+    // Of all in front of this one.
+    __device__ __forceinline__ void add(float (&d_x)[D / 2], float (&d_y)[D / 2]) {
+        wait_for_count(taken + 1 + block, WARPS / 2 * part);
+#pragma unroll 1
+        for (int other = 0; other < part; ++other) {
+            const float4* const from = place(other);
+#pragma unroll
+            for (int i = 0; i < D / 8; ++i) {
+                add_to(d_x + 4 * i, __ldcg(from + 128 * i));
+                add_to(d_y + 4 * i, __ldcg(from + 128 * (D / 8 + i)));
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void add_to(float* sum, float4 x) {
+        sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+    }
+};
+
 // Warpgroup `me`'s part of a tile.
 template <bool IS_KEYS>
 __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me, u32 turn,
                                         Ring& ring, const float* statistics,
-                                        const TensorMap* d_qkv) {
+                                        const TensorMap* d_qkv, float* sums, i32* taken) {
     forget(me);
     forget(sizes.seq_len);
     const Memory memory(shared);
@@ -501,7 +381,19 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
     if constexpr (IS_KEYS) { arrived(d_y); }
     release(memory.read + 8 * me);  // until all warps have read this one's rows
     barrier_wait(memory.read + 8 * me, turn & 1);
-    if (present) {
+    bool leaves = false;
+    if (IS_KEYS && present && sizes.part_heads < sizes.group()) {
+        Parts parts(sizes, sums, taken, item_at(memory, turn), me);
+        leaves = !parts.last();
+        if constexpr (IS_KEYS) {
+            if (leaves) {
+                parts.leave(d_x, d_y);
+            } else {
+                parts.add(d_x, d_y);
+            }
+        }
+    }
+    if (present && !leaves) {
         const Item item = item_at(memory, turn);  // again: there were no registers for it
         const int row = item.batch * sizes.seq_len + (item.block + me) * ROWS;
         store_rows(d_qkv, item.to * D, row, d_x, rsqrtf((float)D), own);
@@ -517,9 +409,10 @@ __device__ __forceinline__ void compute(Sizes sizes, const void* shared, int me,
 extern "C" __global__ void __launch_bounds__(384, 1)
 attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constant__ TensorMap d_out,
                    const float* __restrict__ statistics, const __grid_constant__ TensorMap qkv,
-                   i32* taken, i32 batches, i32 seq_len, i32 num_heads, i32 num_kv_heads) {
+                   i32* taken, float* sums, i32 part_heads, i32 batches, i32 seq_len, i32 num_heads,
+                   i32 num_kv_heads) {
     extern __shared__ char shared[];
-    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches};
+    const Sizes sizes{seq_len, num_heads, num_kv_heads, batches, part_heads};
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (threadIdx.x == 0) {
         const Memory memory(shared);
@@ -549,9 +442,11 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
             const int kind = item_at(memory, turn).kind;
             if (kind == NOTHING) { break; }
             if (kind == KEYS) {
-                compute<true>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv);
+                compute<true>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv, sums,
+                              taken);
             } else {
-                compute<false>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv);
+                compute<false>(sizes, shared, warpgroup - 1, turn, ring, statistics, &d_qkv, sums,
+                               taken);
             }
         }
         if (threadIdx.x % 32 == 0) { stores_are_done(); }
@@ -561,12 +456,13 @@ attention_gradient(const __grid_constant__ TensorMap d_qkv, const __grid_constan
 extern "C" __global__ void __launch_bounds__(256)
 attention_statistics(float* __restrict__ statistics, i32* __restrict__ taken,
                      const bf16* __restrict__ d_out, const bf16* __restrict__ out,
-                     const float* __restrict__ lse, i32 seq_len, i32 num_heads) {
+                     const float* __restrict__ lse, i32 counts, i32 seq_len, i32 num_heads) {
     constexpr int VECTORS = D / 8 / DELTA_LANES;
     const int row = (blockIdx.x * 256 + threadIdx.x) / DELTA_LANES;  // of (seq_len, Hq)
     const int lane = threadIdx.x % DELTA_LANES, rows = seq_len * num_heads;
     const i64 first_row = (i64)blockIdx.y * rows;  // of the sequence
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) { *taken = 0; }
+    const i64 thread = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x;
+    if (thread < counts) { taken[thread] = 0; }
     float sum = 0.0f;
     if (row < rows) {
 #pragma unroll

@@ -217,6 +217,19 @@ __device__ __forceinline__ void barrier_wait(SharedAddress barrier, unsigned int
         : "memory");
 }
 
+// -- Counts in memory that other blocks add to ----------------------------------------------------
+
+// Until a count has this value; then what its other threads had written before they added is there.
+// One piece of assembly: products of warpgroups on their way across a loop in C would all be waited
+// for.
+__device__ __forceinline__ void wait_for_count(const int* count, int value) {
+    asm volatile(
+        "{\n.reg .pred other;\n.reg .b32 now;\nAGAIN_%=:\nld.acquire.gpu.global.s32 now, [%0];\n"
+        "setp.ne.s32 other, now, %1;\n@other bra AGAIN_%=;\n}\n" ::"l"(count),
+        "r"(value)
+        : "memory");
+}
+
 // -- Copies of boxes of a matrix (TMA; compute capability 9.0 and later) --------------------------
 //
 // A map describes a row-major matrix and the box that is copied, whose rows take up to 128 bytes: in

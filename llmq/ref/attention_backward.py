@@ -17,10 +17,16 @@ CASES = {
     "one_step": (2, 64, 2, 1, 64),
     "tiles": (1, 320, 4, 2, 64),
     "heads_128": (2, 192, 2, 1, 128),
+    "group": (2, 192, 6, 2, 128),
+    "parts": (1, 128, 7, 1, 64),
     "qwen05b": (32, 1024, 14, 2, 64),
     "qwen05b_4k": (8, 4096, 14, 2, 64),
     "qwen15b": (32, 1024, 12, 2, 128),
     "qwen7b": (16, 1024, 28, 4, 128),
+    "qwen7b_4": (4, 1024, 28, 4, 128),
+    "qwen7b_1": (1, 1024, 28, 4, 128),
+    "qwen15b_4": (4, 1024, 12, 2, 128),
+    "qwen15b_16k": (1, 16384, 12, 2, 128),
     "qwen15b_32k": (1, 32768, 12, 2, 128),
 }
 
@@ -31,12 +37,13 @@ def attention_statistics(
     d_out: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray,
+    counts: int,
     seq_len: int,
     num_heads: int,
 ) -> None:
     """statistics (B, Hq, T / 64, 2, 64) = lse * log2(e), minus the sum of d_out * out over Hd.
 
-    lse: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (1,), becomes 0.
+    lse: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (counts,), becomes 0.
     """
     delta = np.einsum("bthd,bthd->bht", compute(d_out), compute(out))
     blocks = (*lse.shape[:2], seq_len // ROWS, ROWS)
@@ -51,13 +58,16 @@ def attention_gradient(
     statistics: np.ndarray,
     qkv: np.ndarray,
     taken: np.ndarray,
+    sums: np.ndarray | None,
+    part_heads: int,
     batches: int,
     seq_len: int,
     num_heads: int,
     num_kv_heads: int,
 ) -> None:
     """The whole gradient d_qkv. d_qkv, qkv: (B * T, (Hq + 2 Hkv) * Hd); d_out: (B * T, Hq * Hd);
-    statistics, taken: of attention_statistics; taken is not used here."""
+    statistics, taken: of attention_statistics. taken, sums and part_heads, which divide the work,
+    are not used here."""
     heads = num_heads + 2 * num_kv_heads
     for b in range(batches):
         rows = slice(b * seq_len, (b + 1) * seq_len)

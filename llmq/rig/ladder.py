@@ -125,7 +125,7 @@ def _attention(
     random.normal(dev, d_out, 1.0, 1)
     ahead()
     tensors = (d_qkv, d_out, out, lse, qkv)
-    way = attention_backward.backward if own else None
+    way = partial(attention_backward.backward, micro_batch=batch) if own else None
     return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend, own=way)
 
 

@@ -104,6 +104,12 @@ static inline void barrier_wait(SharedAddress barrier, unsigned parity) {
     ptx::wait_at(barrier, parity);
 }
 
+// -- Counts in memory ------------------------------------------------------------------------------
+
+static inline void wait_for_count(const int* count, int value) {
+    while (*(const volatile int*)count != value) { emulator::give_way(); }
+}
+
 // -- Copies of boxes -------------------------------------------------------------------------------
 
 static inline void load_box(SharedAddress to, const TensorMap* map, int x, int y,

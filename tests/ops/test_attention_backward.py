@@ -53,7 +53,8 @@ def compare(got, want, heads, kv_heads):
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
 def test_equals_reference(hopper, rng, case):
-    """Tiles whose second half is not there, several heads of a group, blocks with many tiles."""
+    """Tiles whose second half is not there, heads of a group in one part or in several, the last
+    of them smaller, blocks with many tiles."""
     qkv, d_out = arrays_of(rng, case)
     got = gradient(hopper, qkv, d_out, *case[2:4])
     compare(got, gradient(host_device(), qkv, d_out, *case[2:4]), *case[2:4])
@@ -67,6 +68,37 @@ def test_sequences_change_no_bit(hopper, rng):
     np.testing.assert_array_equal(gradient(hopper, qkv, d_out, *case[2:4], chunks=2), want)
     qkv[1] = np.nan
     np.testing.assert_array_equal(gradient(hopper, qkv, d_out, *case[2:4])[0], want[0])
+
+
+SHARED_KEYS = {  # by batch, length, query and key heads: heads of a part on 132 multiprocessors
+    (1, 1024, 28, 4): 2,
+    (4, 1024, 28, 4): 3,
+    (16, 1024, 28, 4): 7,
+    (1, 4096, 28, 4): 2,
+    (4, 4096, 28, 4): 7,
+    (1, 1024, 14, 2): 1,
+    (32, 1024, 14, 2): 7,
+    (1, 1024, 12, 12): 1,
+}
+
+
+@pytest.mark.parametrize("sizes, heads", SHARED_KEYS.items(), ids=str)
+def test_parts_of_heads_that_share_keys(sizes, heads):
+    """Small ones, and none where there is much else to do for as long as the longest tile takes."""
+    assert attention_backward.part_heads(*sizes, 132) == heads
+    assert attention_backward.part_heads(*sizes, 1) == sizes[2] // sizes[3]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("case", ["group", "parts"])
+def test_parts_add_up(hopper, rng, case, heads, monkeypatch):
+    """Of one head each, and with a last one that is smaller; of several key heads and sequences."""
+    case = SMALL[case]
+    qkv, d_out = arrays_of(rng, case)
+    monkeypatch.setattr(attention_backward, "part_heads", lambda *sizes: heads)
+    got = gradient(hopper, qkv, d_out, *case[2:4])
+    compare(got, gradient(host_device(), qkv, d_out, *case[2:4]), *case[2:4])
+    np.testing.assert_array_equal(gradient(hopper, qkv, d_out, *case[2:4]), got)
 
 
 def test_which_gradients_it_computes():
@@ -84,7 +116,9 @@ def test_which_gradients_it_computes():
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-@pytest.mark.parametrize("case", [(3, 1024, 14, 2, 64), (1, 1984, 12, 2, 128)], ids=str)
+@pytest.mark.parametrize(
+    "case", [(3, 1024, 14, 2, 64), (1, 1984, 12, 2, 128), (1, 1024, 28, 4, 128)], ids=str
+)
 def test_equals_other_kernels_again_and_again(hopper, rng, case):
     qkv, d_out = arrays_of(rng, case)
     got = gradient(hopper, qkv, d_out, *case[2:4])
