@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from llmq.bench.child import end_with
+from llmq.bench.child import SETTLE, end_with
 
 WARM_UP = ("first step", "second step", "third step")  # the first one compiles
 GRACE = 10  # seconds for a process to end
@@ -142,6 +142,11 @@ class PeftSide:
             self._wait()
             if first_step_seconds is None:
                 first_step_seconds = time.time() - self.started
+        self.tell("settling")
+        until = time.monotonic() + (SETTLE if job.device == "cuda" else 0.0)
+        while time.monotonic() < until:
+            self.step()
+            self._wait()
         self.tell("timed steps")
         if job.device == "cuda":
             cuda.reset_peak_memory_stats()

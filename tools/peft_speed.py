@@ -5,9 +5,10 @@
 
 Both sides train adapters of the same matrices of a preset with random weights, on random tokens,
 one micro-batch a step, with clipped gradients and AdamW. They are timed alike: a few steps that
-warm up, then --repeats times --steps steps, between a synchronisation before and one after. llmq's
-rows come first, then peft's, then llmq's first row once more, so that it shows whether the card has
-become slower meanwhile; --once leaves that out.
+warm up, on a GPU two seconds of steps, in which its clock settles, then --repeats times --steps
+steps, between a synchronisation before and one after. llmq's rows come first, then peft's, then
+llmq's first row once more, so that it shows whether the card has become slower meanwhile; --once
+leaves that out.
 
 peft's side is what a careful user writes (see PeftSide): transformers' model in bf16, SDPA,
 torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes them beside a model

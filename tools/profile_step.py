@@ -15,9 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from llmq.base.errors import LlmqError
+from llmq.bench.child import EXTRA_STEPS, WARM_UP
 from llmq.bench.measure import (
-    EXTRA_STEPS,
-    WARM_UP,
     host_work,
     idle_share,
     launch_times,

@@ -28,6 +28,7 @@ KEPT_BYTES = 8192  # of what it printed
 KEPT_LINES = 40
 CHILD = (sys.executable, "-m", "llmq.bench.measure")
 WARM_UP = 3  # steps: launched one by one, captured, replayed
+SETTLE = 2.0  # seconds of steps on a GPU, until its clock is that of its power limit
 EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
 START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
 

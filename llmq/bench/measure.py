@@ -28,7 +28,7 @@ from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
-from llmq.bench.child import EXTRA_STEPS, WARM_UP, job_of_parent
+from llmq.bench.child import SETTLE, WARM_UP, job_of_parent
 from llmq.config.adapters import adapters_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings
@@ -46,6 +46,9 @@ from llmq.train.model_of_run import model_of_run
 from llmq.train.monitor import speed_of_light, system_record
 from llmq.train.sensors import open_sensors
 from llmq.train.trainer import Trainer
+
+MANY = 10_000  # steps that a trainer is opened for: more than there is time for
+PIECE = 0.5  # seconds of steps that are enqueued at once
 
 
 def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None) -> Trainer:
@@ -83,6 +86,15 @@ def timed_steps(trainer: Trainer, batches: list[Batch], count: int) -> tuple[flo
             trainer.result(previous)
     result = trainer.result(ticket)
     return (time.perf_counter() - start) / count, result
+
+
+def steps_for(trainer: Trainer, batches: list[Batch], duration: float) -> list[float]:
+    """Makes steps for so many seconds, at least one: seconds a step, of each half of a second."""
+    end = time.monotonic() + duration
+    seconds = [timed_steps(trainer, batches, 1)[0]]
+    while time.monotonic() < end:
+        seconds.append(timed_steps(trainer, batches, max(1, round(PIECE / seconds[-1])))[0])
+    return seconds
 
 
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
@@ -139,13 +151,16 @@ def measure(
     options: dict[str, Any], steps: int, repeats: int, started: float, alive: Path
 ) -> dict[str, Any]:
     """`result`, `machine`, `gpus` of one run; see llmq/bench/bench.py for what the numbers mean."""
-    with open_trainer(options, WARM_UP + steps * repeats + EXTRA_STEPS, alive) as trainer:
+    with open_trainer(options, MANY, alive) as trainer:
         config, dev, tokens = trainer.config, trainer.dev, trainer.plan.tokens
         batches = random_batches(trainer)
         trainer.step(batches)
         first_step = time.time() - started
-        for _ in range(WARM_UP - 1):
+        for _ in range(WARM_UP - 2):
             trainer.step(batches)
+        replayed, _ = timed_steps(trainer, batches, 1)
+        if dev.kind == "cuda" and replayed < SETTLE:
+            steps_for(trainer, batches, SETTLE - replayed)
         sensors = open_sensors(trainer.ranks.devices)
         sources, energy = sensors.sources, _joules(sensors.sources)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]

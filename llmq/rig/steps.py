@@ -15,7 +15,16 @@ from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError
-from llmq.bench.measure import idle_share, launch_times, open_trainer, random_batches, timed_steps
+from llmq.bench.child import SETTLE, WARM_UP
+from llmq.bench.measure import (
+    MANY,
+    idle_share,
+    launch_times,
+    open_trainer,
+    random_batches,
+    steps_for,
+    timed_steps,
+)
 from llmq.config.presets import preset
 from llmq.ops.common import library_products
 from llmq.plan.memory import OutOfMemory
@@ -24,8 +33,6 @@ from llmq.rig.launches import as_in_steps
 from llmq.runtime.timing import LaunchTime
 from llmq.train.trainer import Trainer
 
-WARM_UP = 3  # steps: launched one by one, captured, replayed
-SETTLE = 2.0  # seconds of steps before launches are timed
 AHEAD = 0.4  # seconds of steps before each one whose launches are timed, at their power
 ROUNDS = 3  # steps whose launches are timed
 RECENT = 3  # runs: the next one takes no longer than these, unlike the first, which loads libraries
@@ -34,7 +41,6 @@ QUARTER = 4
 MULTIPLE = 128  # that vocabularies are of, as Qwen2.5's is
 BESIDE = "beside"  # beside a run's options: whether its products are those beside other GPUs
 FIRST = 5  # runs that are measured so, where there are other GPUs
-MANY = 10_000  # steps that a trainer is opened for: more than there is time for
 SHARED = {
     "from-scratch": True,
     "seq-len": 1024,
@@ -177,10 +183,7 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
         batches = random_batches(trainer)
         for _ in range(WARM_UP):
             trainer.step(batches)
-        end = time.monotonic() + min(settle, max(job.left - settle, 0.0))
-        seconds = [timed_steps(trainer, batches, 1)[0]]
-        while time.monotonic() < end:
-            seconds.append(timed_steps(trainer, batches, max(1, round(0.5 / seconds[-1])))[0])
+        seconds = steps_for(trainer, batches, min(settle, max(job.left - settle, 0.0)))
         step = statistics.median(seconds[len(seconds) // 2 :])
         count = math.ceil(min(AHEAD, settle) / step)
         rounds = [_launches(trainer, batches, count) for _ in range(ROUNDS)]
