@@ -20,7 +20,14 @@ from llmq.bench import bench, child, measure, peers, report_file, sweep_file
 from llmq.bench.bench import run_bench
 from llmq.bench.child import run_child
 from llmq.bench.how import How
-from llmq.bench.measure import host_work, idle_share, launch_times, open_trainer, random_batches
+from llmq.bench.measure import (
+    host_work,
+    idle_share,
+    launch_times,
+    open_trainer,
+    random_batches,
+    settle,
+)
 from llmq.bench.plan_runs import planned
 from llmq.bench.report import describe, markdown
 from llmq.bench.sweep_file import read_runs
@@ -349,6 +356,21 @@ def test_launches_of_a_step_are_timed_without_changing_it():
         seconds, waits = host_work(timed, batches)
         assert seconds > 0 and waits is None
     assert {"zero", "copy", "adamw", "matmul nt 16x256x128"} <= {launch.name for launch in launches}
+
+
+def test_clocks_settle_before_steps_are_timed(monkeypatch):
+    """In as many steps as that takes; repeats are as long as they are asked to be, or longer."""
+    with open_trainer(TINY, 100) as trainer:
+        batches = random_batches(trainer)
+        monkeypatch.setattr(measure, "SETTLE", 0.2)
+        monkeypatch.setattr(measure, "TIMED", 0.0)
+        start = time.monotonic()
+        assert settle(trainer, batches, 5) == 5
+        assert 0.2 <= time.monotonic() - start < 10
+        monkeypatch.setattr(measure, "SETTLE", 0.0)
+        monkeypatch.setattr(measure, "steps_for", lambda *_: [0.3, 0.04])
+        monkeypatch.setattr(measure, "TIMED", 1.0)
+        assert settle(trainer, batches, 5) == 25
 
 
 class BusyGpu:

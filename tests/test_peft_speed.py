@@ -91,6 +91,16 @@ def test_the_step_of_peft_trains_adapters_alone(monkeypatch, dtype, more):
     assert side.model.config._attn_implementation == "sdpa_causal"
 
 
+def test_clocks_settle_before_steps_are_timed(monkeypatch):
+    side = side_of(job(steps=2))
+    monkeypatch.setattr(peft_side, "SETTLE", 0.1)
+    monkeypatch.setattr(peft_side, "TIMED", 0.0)
+    assert side._settle() == 2
+    monkeypatch.setattr(side, "step", lambda: time.sleep(0.04))
+    monkeypatch.setattr(peft_side, "TIMED", 1.0)
+    assert 10 <= side._settle() <= 25
+
+
 def test_layers_with_windows_keep_the_mask_of_transformers():
     assert job(model="tiny-gemma3").masked and job(masked=True).masked and not job().masked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from llmq.bench.child import SETTLE, end_with
+from llmq.bench.child import SETTLE, TIMED, end_with
 
 WARM_UP = ("first step", "second step", "third step")  # the first one compiles
 GRACE = 10  # seconds for a process to end
@@ -143,10 +144,7 @@ class PeftSide:
             if first_step_seconds is None:
                 first_step_seconds = time.time() - self.started
         self.tell("settling")
-        until = time.monotonic() + (SETTLE if job.device == "cuda" else 0.0)
-        while time.monotonic() < until:
-            self.step()
-            self._wait()
+        steps = self._settle() if job.device == "cuda" else job.steps
         self.tell("timed steps")
         if job.device == "cuda":
             cuda.reset_peak_memory_stats()
@@ -154,10 +152,10 @@ class PeftSide:
         for _ in range(job.repeats):
             self._wait()
             start = time.perf_counter()
-            for _ in range(job.steps):
+            for _ in range(steps):
                 loss = self.step()
             self._wait()
-            seconds.append((time.perf_counter() - start) / job.steps)
+            seconds.append((time.perf_counter() - start) / steps)
         if not bool(self.torch.isfinite(loss)):
             raise RuntimeError(f"the loss became {loss.item()}, so its speed means nothing")
         found = {"step_seconds": seconds, "first_step_seconds": first_step_seconds}
@@ -168,6 +166,15 @@ class PeftSide:
         if job.compiled != "none":
             found["graphs"], found["breaks"] = self._graphs()
         return found
+
+    def _settle(self) -> int:
+        """Steps until the clock is that of steps; how many of them a repeat has."""
+        start, steps = time.monotonic(), 0
+        while time.monotonic() - start < SETTLE:
+            self.step()
+            self._wait()
+            steps += 1
+        return max(self.job.steps, math.ceil(TIMED * steps / (time.monotonic() - start)))
 
     def _wait(self) -> None:
         if self.job.device == "cuda":

@@ -6,9 +6,9 @@
 Both sides train adapters of the same matrices of a preset with random weights, on random tokens,
 one micro-batch a step, with clipped gradients and AdamW. They are timed alike: a few steps that
 warm up, on a GPU two seconds of steps, in which its clock settles, then --repeats times --steps
-steps, between a synchronisation before and one after. llmq's rows come first, then peft's, then
-llmq's first row once more, so that it shows whether the card has become slower meanwhile; --once
-leaves that out.
+steps, or on a GPU as many as fill a second, between a synchronisation before and one after. llmq's
+rows come first, then peft's, then llmq's first row once more, so that it shows whether the card has
+become slower meanwhile; --once leaves that out.
 
 peft's side is what a careful user writes (see PeftSide): transformers' model in bf16, SDPA,
 torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes them beside a model
@@ -162,11 +162,11 @@ def table(peft: dict[str, Any] | None, rows: list[dict[str, Any]], tokens: int) 
 
 
 NOTE = """
-tok/s: of the median repeat; ±: the repeats' range over it. allocated: peft's peak of
-torch.cuda.max_memory_allocated, and what `llmq plan` says; reserved: torch's peak of that; in use:
-on the whole GPU, as the driver says. Of peft's memory: what llmq has in use over what peft has
-allocated, the least that peft could run in. start: from the start of the process, or of the command
-of a run, to the end of the first step, compilation included."""
+tok/s: of the median repeat, which on a GPU lasts a second at least; ±: the repeats' range over it.
+allocated: peft's peak of torch.cuda.max_memory_allocated, and what `llmq plan` says; reserved:
+torch's peak of that; in use: on the whole GPU, as the driver says. Of peft's memory: what llmq has
+in use over what peft has allocated, the least that peft could run in. start: from the start of the
+process, or of the command of a run, to the end of the first step, compilation included."""
 
 
 @dataclass(kw_only=True)

@@ -29,6 +29,7 @@ KEPT_LINES = 40
 CHILD = (sys.executable, "-m", "llmq.bench.measure")
 WARM_UP = 3  # steps: launched one by one, captured, replayed
 SETTLE = 2.0  # seconds of steps on a GPU, until its clock is that of its power limit
+TIMED = 1.0  # seconds at least that a repeat lasts on a GPU: for shorter ones its clock may rise
 EXTRA_STEPS = 3  # after the timed ones: one for the host's work, two for the launches
 START_SECONDS = 60  # of a child, beside --watchdog: several ranks watch themselves from then on
 

@@ -11,6 +11,7 @@ where all threads are.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import sys
@@ -28,7 +29,7 @@ from llmq import __version__
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
-from llmq.bench.child import SETTLE, WARM_UP, job_of_parent
+from llmq.bench.child import SETTLE, TIMED, WARM_UP, job_of_parent
 from llmq.config.adapters import adapters_of
 from llmq.config.options_io import make_config
 from llmq.config.presets import model_warnings
@@ -97,6 +98,12 @@ def steps_for(trainer: Trainer, batches: list[Batch], duration: float) -> list[f
     return seconds
 
 
+def settle(trainer: Trainer, batches: list[Batch], steps: int) -> int:
+    """Makes steps until a GPU's clock is that of its power limit. How many a repeat needs, at least
+    `steps`: after a wait for the GPU the first ones run at a higher clock."""
+    return max(steps, math.ceil(TIMED / steps_for(trainer, batches, SETTLE)[-1]))
+
+
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
     """Seconds that rank 0 needs to enqueue a step; how often it waited for its GPU in it.
 
@@ -156,12 +163,11 @@ def measure(
         batches = random_batches(trainer)
         trainer.step(batches)
         first_step = time.time() - started
-        for _ in range(WARM_UP - 2):
+        for _ in range(WARM_UP - 1):
             trainer.step(batches)
-        replayed, _ = timed_steps(trainer, batches, 1)
-        if dev.kind == "cuda" and replayed < SETTLE:
-            steps_for(trainer, batches, SETTLE - replayed)
         sensors = open_sensors(trainer.ranks.devices)
+        if dev.kind == "cuda":
+            steps = settle(trainer, batches, steps)
         sources, energy = sensors.sources, _joules(sensors.sources)
         timed = [timed_steps(trainer, batches, steps) for _ in range(repeats)]
         used = None if energy is None else _joules(sources) - energy

@@ -14,14 +14,15 @@ from llmq.config.options_io import make_config
 SHOWN_WORDS = 12  # lines of the last words of a run
 
 EXPLANATION = """\
-Tokens are random. tok/s: median of the repeats, on a GPU after two seconds of steps, in which its
-clock settles; ±: their range over the median. predicted: what `llmq plan` says, and what was
-measured in relation to it. SOL: of the data sheet's peak, by llm.q's formula. TFLOP/s: of the
-model, recomputation not counted. memory: in use on the whole GPU, and its ratio to the planned
-bytes (*: the arenas differ from the plan). idle: 1 - (the launches of a step's main stream, timed
-one by one, added up) / (a step); as clocks differ between both, a few per cent say nothing. Python:
-time in which the host, driver included, enqueues a step into an empty queue, of a step. waits: of
-the host for the GPU within a step. start: from the command to the end of the first step."""
+Tokens are random. tok/s: median of the repeats, which on a GPU follow two seconds of steps, in
+which its clock settles, and last a second at least; ±: their range over the median. predicted: what
+`llmq plan` says, and what was measured in relation to it. SOL: of the data sheet's peak, by llm.q's
+formula. TFLOP/s: of the model, recomputation not counted. memory: in use on the whole GPU, and its
+ratio to the planned bytes (*: the arenas differ from the plan). idle: 1 - (the launches of a step's
+main stream, timed one by one, added up) / (a step); as clocks differ between both, a few per cent
+say nothing. Python: time in which the host, driver included, enqueues a step into an empty queue,
+of a step. waits: of the host for the GPU within a step. start: from the command to the end of the
+first step."""
 
 
 # What runs are called whose products are not in the format of the model.
