@@ -49,7 +49,7 @@ from llmq import __version__
 from llmq.base.dtypes import GIB
 from llmq.base.errors import LlmqError
 from llmq.bench.sweep_file import identity
-from llmq.checkpoint.peft import target_modules
+from llmq.checkpoint.peft_export import target_modules
 from llmq.config.adapters import adapters_of
 from llmq.config.model import ModelConfig
 from llmq.config.options import TrainConfig

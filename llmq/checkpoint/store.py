@@ -24,7 +24,8 @@ from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from llmq.checkpoint.peft import AdapterConfig, export_adapter
+from llmq.checkpoint.peft import AdapterConfig
+from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import doubled
 from llmq.checkpoint.retention import Kept, newest_usable, outdated
 from llmq.checkpoint.verdict import Verdict, read_verdict

@@ -18,7 +18,8 @@ from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.parts import collected
-from llmq.checkpoint.peft import AdapterConfig, AdapterFiles, export_adapter
+from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
+from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
 from llmq.config.adapters import adapters_of
 from llmq.config.command_line import flag

@@ -1,0 +1,126 @@
+"""Writing adapters as PEFT's directory: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import DTYPES
+from llmq.base.files import staged_directory
+from llmq.checkpoint.export_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    MODEL_FILES,
+    run_record,
+    save_tokenizer,
+    tokenizer_files,
+    write_json,
+)
+from llmq.checkpoint.peft import INSIDE, TIED_HEAD, AdapterConfig, nested_name
+from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
+from llmq.config.adapters import Adapters, adapted_matrices
+from llmq.config.model import ModelConfig
+from llmq.config.option_types import LORA_TARGETS
+from llmq.data.identity import RUN_FILE
+from llmq.data.tokenizer import Tokenizer
+from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
+from llmq.state.params import Param, weight_table
+
+
+def export_adapter(
+    out_dir: Path,
+    model: ModelConfig,
+    adapters: Adapters,
+    config: AdapterConfig,
+    read: Callable[[Param], np.ndarray],
+    tokenizer: Tokenizer | Path | None = None,
+    **origin: Any,
+) -> list[str]:
+    """Write a directory that peft loads; returns the names of its files.
+
+    read: a parameter of the adapters' table in its shape, F32 or BF16. tokenizer: as of
+    export_model. origin: made, run and base, as run_record has them. LlmqError where the disk is
+    full or refuses.
+    """
+    table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
+    params = [p for slab in table if slab.name in trained for p in slab.params]
+    nested = origin.get("base") is not None and origin["base"].nested
+    replaces = MODEL_FILES + tokenizer_files(tokenizer)
+    with staged_directory(out_dir, replaces, RUN_FILE) as staging:
+        write_json(staging / ADAPTER_CONFIG, _peft_config(model, adapters, config, params, nested))
+        values = {param.name: read(param) for param in params}
+        parts = [(param, part) for param in params for part in param.hf]
+        specs, arrays = [], []
+        for param, part in parts:
+            array = part.stored(values[param.name][part.start : part.stop])
+            dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
+            for name in (part.name, *_tied_names(model, param)):
+                specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
+                arrays.append(array)
+        with open(staging / ADAPTER_FILE, "wb") as file:
+            sink = HashingSink(file)
+            write_safetensors(sink, specs, arrays, {"format": "pt"})
+        sums = {ADAPTER_FILE: sink.digest.hexdigest()}
+        kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
+        kept |= {"lora_init": "pissa"} if config.split else {}
+        kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
+        write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
+        save_tokenizer(staging, model, tokenizer)
+        return sorted(path.name for path in staging.iterdir())
+
+
+def _peft_name(name: str, nested: bool) -> str:
+    name = name.removeprefix(PEFT_PREFIX)
+    return PEFT_PREFIX + (nested_name(name) if nested else name)
+
+
+def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
+    """Under which PEFT asks for a parameter a second time."""
+    return (TIED_HEAD,) if param.key == "embed" and model.tied_embeddings else ()
+
+
+def _peft_config(
+    model: ModelConfig,
+    adapters: Adapters,
+    config: AdapterConfig,
+    params: list[Param],
+    nested: bool,
+) -> dict[str, Any]:
+    trained = [part.name for p in params if not p.of_adapter for part in p.hf]
+    tied = [name for p in params for name in _tied_names(model, p)]
+    modules = sorted({name.split(".")[-2] for name in trained + tied})
+    targets = target_modules(model, adapters)
+    if nested:  # other parts have modules of these names, too
+        modules = sorted({nested_name(name).rpartition(".")[0] for name in trained + tied})
+        targets = rf"{re.escape(INSIDE)}.*\.({'|'.join(map(re.escape, targets))})"
+    alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": config.base,
+        "r": adapters.rank,
+        "lora_alpha": alpha,
+        "use_rslora": config.rs,
+        "lora_dropout": config.dropout,
+        "target_modules": targets,
+        "modules_to_save": modules or None,
+        "fan_in_fan_out": bool(model.arch.transposed),
+        "bias": "none",
+        "inference_mode": True,
+    } | ({"ensure_weight_tying": True} if tied else {})
+
+
+def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
+    """Names that PEFT finds the modules by: their last part, if no other module has it."""
+    every = [m for matrix in adapted_matrices(model, LORA_TARGETS) for m in matrix.modules]
+    chosen = [m for matrix in adapted_matrices(model, adapters.targets) for m in matrix.modules]
+    names = []
+    for module in chosen:
+        last = module.rpartition(".")[2]
+        alone = all(m in chosen for m in every if m.rpartition(".")[2] == last)
+        names.append(last if alone else module.rpartition("{}.")[2])
+    return sorted(set(names))
