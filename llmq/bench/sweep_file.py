@@ -175,6 +175,8 @@ def _check(options: Row, *, several: bool) -> None:
     for key in options:
         if key in _WITHOUT_EFFECT:
             raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
+    if options.get("from-scratch"):
+        _check_random(options)
     try:
         config = make_config(options)
     except ConfigError as error:
@@ -183,6 +185,21 @@ def _check(options: Row, *, several: bool) -> None:
         raise ConfigError(f"{error} (run {_spelled(options)})") from None
     if config.vocab_size == AUTO:
         raise ConfigError("--vocab-size: auto needs token files, and tokens are random here")
+
+
+def _check_random(options: Row) -> None:
+    """ConfigError for adapters that need a model which was trained."""
+    why = "a benchmark has random weights"
+    if options.get("adapter") is not None:
+        raise ConfigError(
+            f"--adapter: {why}: give the rank of the adapters as --lora-rank, and their matrices "
+            "as --lora-targets"
+        )
+    if options.get("lora-init") == "pissa":
+        raise ConfigError(
+            f"--lora-init: {why}, of which pissa has nothing to split: leave it out, a step is the "
+            "same without it"
+        )
 
 
 def _spelled(options: Row) -> str:
