@@ -198,6 +198,21 @@ def test_parts_of_what_is_left(rows, monkeypatch):
     np.testing.assert_array_equal(split.rest(table[0].params[0], values), values)
 
 
+def test_adapters_of_more_than_all_values(tmp_path):
+    """Twice the rank may be more than a matrix has: a model can be made of them, no more."""
+    base, options = exported("qwen3"), PISSA | {"lora_rank": 40}
+    with trainer_for(base, **options) as trainer:
+        trainer.step(batches()[1:2])
+        trainer.export(tmp_path / "a")
+        loss = trainer.step(batches()[:1]).loss
+    with pytest.raises(ConfigError, match=r"--lora-rank: 80 is larger .* 64: `llmq merge` '.*/a'"):
+        trainer_for(base, adapter=tmp_path / "a")
+    merge_adapter(str(base), tmp_path / "a", tmp_path / "out", "fp32")
+    with trainer_for(tmp_path / "out") as trainer:
+        # F32: what was split off and its negative are added again.
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+
+
 def test_options():
     with pytest.raises(ConfigError, match="pissa takes the adapters from a model that was trained"):
         TrainConfig(**PISSA, from_scratch=True).normalized().validate()

@@ -264,8 +264,12 @@ def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
             if config.lora_rank > least:
                 raise ConfigError(
                     f"--lora-rank: {config.lora_rank} is larger than the matrix of "
-                    f"{module.rpartition('.')[2]}, {stop - start} x {matrix.shape[1]}: use at most "
-                    f"{least}, or leave it out of --lora-targets"
+                    f"{module.rpartition('.')[2]}, {stop - start} x {matrix.shape[1]}: "
+                    + (
+                        f"use at most {least}, or leave it out of --lora-targets"
+                        if config.adapter is None
+                        else f"`llmq merge` '{config.adapter}', and begin with new adapters"
+                    )
                 )
     if config.is_quantized:
         _check_blocks(config, model)
