@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.merge import merge_adapter
@@ -22,15 +22,18 @@ ALL = {"embed_tokens", "lm_head"}
 SOME = r".*layers\.{}\.self_attn\.q_proj"
 
 
-def saved(folder: Path, name: str, **settings: object) -> float:
-    """Write such a directory, with everything that it trains moved; returns the loss with it."""
+def saved(folder: Path, name: str, copies: bool = False, **settings: object) -> float:
+    """Write such a directory, with everything that it trains moved; returns the loss with it.
+
+    copies: write the embedding and the LM head, too.
+    """
     given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
     model = peft.get_peft_model(hf_model(name), peft.LoraConfig(**given | settings))
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_embedding_layers=copies or "auto")
     return torch_loss(model.eval(), batches()[:1]).item()
 
 
@@ -90,6 +93,63 @@ def test_scalings_that_are_no_numbers(tmp_path, field, value, message):
         merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
     with pytest.raises(LlmqError, match=message):
         trainer_for(exported("qwen3"), adapter=tmp_path / "in")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_untied", "gpt2"])
+def test_copies_of_embeddings(tmp_path, name):
+    """They are not trained, as in PEFT; where they are not the model's, one has to say what to do.
+
+    Whoever adds the adapters to the model takes them, as PEFT does.
+    """
+    base, folder = exported(name), tmp_path / "in"
+    targets = {"target_modules": ["c_attn"], "fan_in_fan_out": True} if name == "gpt2" else {}
+    loss = saved(folder, name, copies=True, **targets)
+    with trainer_for(base, adapter=folder) as trainer:
+        assert trainer.config.train == ()
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
+        trainer.export(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert written and all(".lora_" in key for key in written)
+
+    path = folder / "adapter_model.safetensors"
+    stored = load_file(path)
+    copies = [key for key in stored if ".lora_" not in key]
+    assert len(copies) == 2
+    save_file({key: x + 0.01 if key in copies else x for key, x in stored.items()}, path)
+    model = peft.PeftModel.from_pretrained(hf_model(name), folder)
+    loss = torch_loss(model.eval(), batches()[:1]).item()
+    parts = "embeddings,head" if name == "qwen2_untied" else "embeddings"
+    with pytest.raises(LlmqError, match=f"does not say that they were trained: --train={parts} "):
+        trainer_for(base, adapter=folder)
+    merge_adapter(str(base), folder, tmp_path / "merged", "fp32")
+    with trainer_for(tmp_path / "merged") as trainer:
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+    if name != "gpt2":  # whose embeddings are also those of positions
+        with trainer_for(base, adapter=folder, train=parts) as trainer:
+            assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+
+
+def test_adapters_that_another_program_has_replaced(tmp_path, capsys):
+    """What llmq.json says is of those before: here of codes, and of a model that was split."""
+    base, folder = exported("qwen3"), tmp_path / "a"
+    options = {"lora_rank": 4, "lora_init": "pissa", "base_dtype": "nf4"}
+    with trainer_for(base, **options, learning_rate=1e-2) as trainer:
+        trainer.step(batches()[1:2])
+        trainer.export(folder)
+    theirs = peft.PeftModel.from_pretrained(hf_model("qwen3"), folder, is_trainable=True)
+    with torch.no_grad():
+        for parameter in (p for p in theirs.parameters() if p.requires_grad):
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    theirs.save_pretrained(folder)
+    loss = torch_loss(theirs.eval(), batches()[:1]).item()
+    capsys.readouterr()
+    merge_adapter(str(base), folder, tmp_path / "other", "fp32")
+    assert "another program has replaced it, or it is damaged" in capsys.readouterr().err
+    for given in ({"model": tmp_path / "other"}, {"model": base, "adapter": folder}):
+        with trainer_for(given.pop("model"), **given) as trainer:
+            assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: --adapter: adapter_model.safetensors in '{folder}' is not")
 
 
 def test_pickled_adapters(tmp_path):

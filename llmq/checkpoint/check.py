@@ -14,9 +14,8 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
-from llmq.base.json_file import json_object
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.export_files import ADAPTER_FILE
+from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
@@ -193,22 +192,16 @@ def _adapter(path: Path) -> str:
 
 def _sums(directory: Path) -> str:
     """What was found of the SHA-256 that an export's run has noted."""
-    recorded = _recorded(directory)
+    recorded = recorded_sums(directory)
     for name, digest in recorded.items():
         if (directory / name).exists():
             check_readable(directory / name)
         if digest_of_file(directory / name) != digest:
             raise LlmqError(
-                f"'{directory / name}' is damaged: wrong checksum; export the model again"
+                f"'{directory / name}' is damaged: wrong checksum; export the model again, unless "
+                "another program has written it"
             )
     return "checksums agree" if recorded else f"no checksums in {RUN_FILE}"
-
-
-def _recorded(directory: Path) -> dict[str, str]:
-    """SHA-256 by name of the files of weights, where the model's run has noted them."""
-    found = json_object(directory / RUN_FILE).get("sha256")
-    found = found if isinstance(found, dict) else {}
-    return {str(name): str(digest) for name, digest in found.items() if "/" not in name}
 
 
 def _safetensors(path: Path) -> str:

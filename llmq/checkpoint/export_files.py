@@ -62,6 +62,13 @@ def export_owner(directory: Path) -> RunId | None:
     return RunId.of(json_object(directory / RUN_FILE).get("run"))
 
 
+def recorded_sums(directory: Path) -> dict[str, str]:
+    """SHA-256 by name of the files of weights, where the model's run has noted them."""
+    found = json_object(directory / RUN_FILE).get("sha256")
+    found = found if isinstance(found, dict) else {}
+    return {str(name): str(digest) for name, digest in found.items() if "/" not in name}
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write it as JSON for people."""
     path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -77,14 +77,13 @@ def open_merged(
     """
     with AdapterFiles(directory) as files:
         adapters = files.adapters(model)
-        table = weight_table(model, 1, adapters)
-        files.check_adapters(table, adapters, tied=model.tied_embeddings)
+        files.check_adapters(model, adapters)
         if files.base is not None:
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
-        warn(files.other_base(name))
+        warn(files.unknown_base(name))
         kept, scale = base_dtype or files.config.base_dtype, files.config.scale
-        base_read, read = weights.read, files.read
+        base_read, read = partial(_base, files, weights), files.read
         if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
             adapters, read, begun = halved(model, adapters, read)
             split = Split(model, adapters, scale, begun)
@@ -100,6 +99,11 @@ def tokenizer_folder(adapter: Path, directory: Path) -> Path:
     """
     whole = any((adapter / name).is_file() for name in ("tokenizer.json", "vocab.json"))
     return adapter if whole else directory
+
+
+def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:
+    """As PEFT loads it: a copy beside the adapters is in place of what the model has."""
+    return (files if files.has(param) else weights).read(param)
 
 
 def _rest(split: Split, read: Read, param: Param) -> np.ndarray:

@@ -9,6 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.base.json_file import json_object
@@ -16,6 +18,7 @@ from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
+    recorded_sums,
 )
 from llmq.checkpoint.folder import entries, is_complete
 from llmq.checkpoint.hf import (
@@ -25,13 +28,15 @@ from llmq.checkpoint.hf import (
     same_values,
     stored_shape,
 )
+from llmq.checkpoint.verify import digest_of_file
 from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
 from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
 from llmq.config.options import TrainConfig
 from llmq.data.identity import RUN_FILE
+from llmq.model.arch.common import HfPart
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, trained_slabs
-from llmq.state.params import Param, Slab, weight_table
+from llmq.state.params import Param, weight_table
 
 # What adapters may have that is not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
@@ -50,6 +55,7 @@ class AdapterConfig:
 
     base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
     split: whether they are `doubled` ones, of adapters that began as a part of the model.
+    modules: those of the model that PEFT trains beside them, by ends of their names.
     """
 
     rank: int
@@ -59,6 +65,7 @@ class AdapterConfig:
     base: str | None
     base_dtype: str | None = None
     split: bool = False
+    modules: tuple[str, ...] = ()
 
     @property
     def scale(self) -> float:
@@ -103,6 +110,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             rs=bool(content.get("use_rslora")),
             dropout=float(content.get("lora_dropout") or 0),
             base=content.get("base_model_name_or_path"),
+            modules=tuple(map(str, content.get("modules_to_save") or ())),
         )
     except OSError as error:
         if any(map(is_complete, (directory, *entries(directory)))):
@@ -135,6 +143,9 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
 class AdapterFiles(HfWeights):
     """The tensors of such a directory, by the names of the weight table.
 
+    The file may also have copies of the embedding and the LM head, which were not trained: PEFT's
+    save_embedding_layers makes them.
+
     ends: ids at which the model that was trained ends a sequence; [] if that is not known.
     """
 
@@ -142,7 +153,8 @@ class AdapterFiles(HfWeights):
         """LlmqError if files are missing or damaged."""
         self.config = read_adapter_config(directory)
         super().__init__(directory)
-        record = json_object(directory / RUN_FILE)
+        self._is_ours = self._agrees()
+        record = json_object(directory / RUN_FILE) if self._is_ours else {}
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
         known = {"base_dtype": dtype if dtype in QUANTIZED else None}
         known["split"] = record.get("lora_init") == "pissa"
@@ -162,8 +174,16 @@ class AdapterFiles(HfWeights):
         tensors = self._file(ADAPTER_FILE).items()
         return {_own_name(name): tensor for name, tensor in tensors}
 
-    def adapters(self, model: ModelConfig) -> Adapters:
-        """What of this model they adapt and train. LlmqError if it has none of it."""
+    def _agrees(self) -> bool:
+        """Whether what a run of ours has noted is of the adapters that are there now."""
+        noted = recorded_sums(self.directory).get(ADAPTER_FILE)
+        return noted is None or digest_of_file(self.directory / ADAPTER_FILE) == noted
+
+    def adapters(self, model: ModelConfig, named: tuple[str, ...] = ()) -> Adapters:
+        """What of this model they adapt and train. LlmqError if it has none of it.
+
+        named: parts that are to be trained where the file has only copies of them, too.
+        """
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         targets = []
         for letter in LORA_TARGETS:
@@ -175,7 +195,8 @@ class AdapterFiles(HfWeights):
         parts = [
             part
             for part in LORA_PARTS
-            if any(p.hf[0].name in self._where for p in _params_of(model, part))
+            if any(map(self.has, _params_of(model, part)))
+            and (part in named or self._trains(model, part))
         ]
         if not targets:
             first = min(modules, default="nothing").removeprefix(PEFT_PREFIX)
@@ -185,49 +206,90 @@ class AdapterFiles(HfWeights):
             )
         return Adapters(rank=self.config.rank, targets=tuple(targets), train=tuple(parts))
 
-    def other_base(self, model: str) -> list[str]:
-        """A line to warn of where only the name of their model is known, and this is another."""
-        name = self.config.base
-        if self.base is not None or not name or Path(name).name == Path(model).name:
-            return []
-        return [
-            f"--adapter: '{self.directory}' was made for the model '{name}', which cannot be "
-            f"compared with {model}"
-        ]
+    def _trains(self, model: ModelConfig, part: str) -> bool:
+        """Whether PEFT trains it, or some of it."""
+        params = _params_of(model, part)
+        names = [name for p in params for name in (p.hf[0].name, *tied_names(model, p))]
+        modules = [each.rpartition(".")[0] for name in names for each in (name, nested_name(name))]
+        return any(module.endswith(self.config.modules) for module in modules)
+
+    def unknown_base(self, model: str) -> list[str]:
+        """Lines to warn of where it is not known for certain whether they are of this model: only
+        the name of theirs is known, and it is another, or what we have noted is of other adapters.
+        """
+        name, lines = self.config.base, []
+        if not self._is_ours:
+            lines.append(
+                f"--adapter: {ADAPTER_FILE} in '{self.directory}' is not the one that {RUN_FILE} "
+                f"was written with: another program has replaced it, or it is damaged; {RUN_FILE} "
+                "is not used"
+            )
+        if self.base is None and name and Path(name).name != Path(model).name:
+            lines.append(
+                f"--adapter: '{self.directory}' was made for the model '{name}', which cannot be "
+                f"compared with {model}"
+            )
+        return lines
 
     def has(self, param: Param) -> bool:
         """Whether it is here."""
         return param.hf[0].name in self._where
 
-    def check_adapters(self, table: tuple[Slab, ...], adapters: Adapters, *, tied: bool) -> None:
-        """LlmqError unless the file holds what is trained, and nothing else.
-
-        table: with them. tied: the LM head is the embedding, and may be there a second time.
-        """
+    def check_adapters(self, model: ModelConfig, adapters: Adapters) -> None:
+        """LlmqError unless the file holds what is trained, and nothing else but copies."""
         path, used, trained = self.directory / ADAPTER_FILE, set(), trained_slabs(adapters)
+        table = weight_table(model, 1, adapters)
         params = [p for slab in table if slab.name in trained for p in slab.params]
         for param, part in [(p, part) for p in params for part in p.hf]:
-            tensor = self._where.get(part.name)
-            if tensor is None:
+            if part.name not in self._where:
                 raise LlmqError(
                     f"'{path}' lacks {part.name}: it is of another model, or damaged, or of some "
                     "layers or some norms only, which is not supported"
                 )
-            shape = stored_shape(param, part)
-            if tensor.shape != shape:
-                raise LlmqError(
-                    f"--adapter: '{path}' is of another model: {part.name} has shape "
-                    f"{list(tensor.shape)}, this model asks for {list(shape)}"
-                )
-            if tensor.dtype not in IMPORTED_DTYPES:
-                raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
+            self._check_tensor(path, param, part)
             used.add(part.name)
-        if tied and ("embeddings" in adapters.train or TIED_HEAD in self._where):
-            self._check_tied(path, table[0].params[0].hf[0].name)
-        unknown = self._where.keys() - used - ({TIED_HEAD} if tied else set())
+        for _, param in self._copies(model, adapters):
+            self._check_tensor(path, param, param.hf[0])
+            used.add(param.hf[0].name)
+        if model.tied_embeddings:
+            if "embeddings" in adapters.train or TIED_HEAD in self._where:
+                self._check_tied(path, table[0].params[0].hf[0].name)
+            used.add(TIED_HEAD)
+        unknown = self._where.keys() - used
         if unknown:
             raise LlmqError(
                 f"'{path}' holds {min(unknown)}, which the adapters of this model do not have"
+            )
+
+    def _check_tensor(self, path: Path, param: Param, part: HfPart) -> None:
+        tensor, shape = self._where[part.name], stored_shape(param, part)
+        if tensor.shape != shape:
+            raise LlmqError(
+                f"--adapter: '{path}' is of another model: {part.name} has shape "
+                f"{list(tensor.shape)}, this model asks for {list(shape)}"
+            )
+        if tensor.dtype not in IMPORTED_DTYPES:
+            raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
+
+    def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
+        """What is here of the model, but was not trained, and the parts that it belongs to."""
+        parts = [part for part in ("embeddings", "head") if part not in adapters.train]
+        return [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
+
+    def leave_copies(self, model: ModelConfig, adapters: Adapters, weights: HfWeights) -> None:
+        """Do without them; LlmqError where the model, whose weights these are, has others."""
+        other = {}
+        for part, param in self._copies(model, adapters):
+            copy, name = self.read(param), param.hf[0].name
+            if not np.array_equal(copy, weights.read(param).astype(copy.dtype)):
+                other[part] = name
+            del self._where[name]
+        if other:
+            raise LlmqError(
+                f"--adapter: '{self.directory}' holds {' and '.join(other.values())} that the "
+                "model does not have, but modules_to_save does not say that they were trained: "
+                f"--train={','.join((*adapters.train, *other))} goes on training from them, `llmq "
+                "merge` makes a model with them"
             )
 
     def _check_tied(self, path: Path, embed: str) -> None:
@@ -269,3 +331,8 @@ def _params_of(model: ModelConfig, part: str) -> list[Param]:
 def nested_name(name: str) -> str:
     """In a model that has other parts too; the LM head is beside them."""
     return INSIDE + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
+    """Under which PEFT asks for a parameter a second time."""
+    return (TIED_HEAD,) if param.key == "embed" and model.tied_embeddings else ()

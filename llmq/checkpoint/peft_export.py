@@ -20,7 +20,7 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
-from llmq.checkpoint.peft import INSIDE, TIED_HEAD, AdapterConfig, nested_name
+from llmq.checkpoint.peft import INSIDE, AdapterConfig, nested_name, tied_names
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.config.adapters import Adapters, adapted_matrices
 from llmq.config.model import ModelConfig
@@ -58,7 +58,7 @@ def export_adapter(
         for param, part in parts:
             array = part.stored(values[param.name][part.start : part.stop])
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
-            for name in (part.name, *_tied_names(model, param)):
+            for name in (part.name, *tied_names(model, param)):
                 specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
@@ -78,11 +78,6 @@ def _peft_name(name: str, nested: bool) -> str:
     return PEFT_PREFIX + (nested_name(name) if nested else name)
 
 
-def _tied_names(model: ModelConfig, param: Param) -> tuple[str, ...]:
-    """Under which PEFT asks for a parameter a second time."""
-    return (TIED_HEAD,) if param.key == "embed" and model.tied_embeddings else ()
-
-
 def _peft_config(
     model: ModelConfig,
     adapters: Adapters,
@@ -91,7 +86,7 @@ def _peft_config(
     nested: bool,
 ) -> dict[str, Any]:
     trained = [part.name for p in params if not p.of_adapter for part in p.hf]
-    tied = [name for p in params for name in _tied_names(model, p)]
+    tied = [name for p in params for name in tied_names(model, p)]
     modules = sorted({name.split(".")[-2] for name in trained + tied})
     targets = target_modules(model, adapters)
     if nested:  # other parts have modules of these names, too

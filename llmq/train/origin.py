@@ -41,9 +41,8 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     if config.adapter is None:
         return config
     with AdapterFiles(config.adapter) as files:
-        adapters, saved = files.adapters(model), files.config
-        table = weight_table(model, 1, adapters)
-        files.check_adapters(table, adapters, tied=model.tied_embeddings)
+        adapters, saved = files.adapters(model, config.train or ()), files.config
+        files.check_adapters(model, adapters)
     there: dict[str, Any] = {
         "lora_rank": adapters.rank,
         "lora_alpha": saved.alpha,
@@ -56,8 +55,10 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         if name == "lora_targets" and given == "all":
             written = given if adapters == _all_of(model, adapters.rank, adapters.train) else value
         if given not in (None, 0, written):
+            wrong = "it" if config.continue_from is None else "--adapter"
             raise ConfigError(
-                f"{flag(name, given)}: '{config.adapter}' has {_said(name, value)}: leave it out"
+                f"{_said(name, given)}: '{config.adapter}' has {_said(name, value)}: leave "
+                f"{wrong} out"
             )
     if config.lora_dropout is None:
         there["lora_dropout"] = saved.dropout
@@ -95,6 +96,7 @@ class Origin:
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
+            self._files.leave_copies(model, self.adapters, self.weights)
             if self._files.base is not None:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
@@ -127,7 +129,7 @@ class Origin:
                     f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
                 ]
             )
-        warn(self._files.other_base(self.config.model))
+        warn(self._files.unknown_base(self.config.model))
 
     def load(self, ranks: Ranks, checkpoint: CheckpointReader | None = None) -> None:
         """Fill the weights. checkpoint: whose run goes on, which may know what it began as."""
