@@ -58,6 +58,19 @@ def test_train_continue_and_go_on(place, capsys):
     capsys.readouterr()
     assert train(**more, lora_rank=8) == 2
     assert "--lora-rank=8: 'one' has --lora-rank=4: leave it out" in capsys.readouterr().err
+    assert train(**more | {"save_training_state": True}) == 0
+    again = more | {"continue": "", "overwrite": None, "save_training_state": True, "steps": 2}
+    for folder, effect in (("one", True), ("two", False)):
+        capsys.readouterr()
+        assert train(**again | {"adapter": folder}) == 0
+        warned = "warning: --adapter=two has no effect: the run goes on" in capsys.readouterr().err
+        assert warned is not effect
+    other = {"out_dir": "norms", "name": "norms", "checkpoint_dir": "norms.ckpt"}
+    assert train(steps=1, train="norms", **other, **LORA) == 0
+    capsys.readouterr()
+    assert train(**again | {"adapter": "norms"}) == 2
+    said = "error: no --train: 'norms' has --train=norms: leave --adapter out"
+    assert said in capsys.readouterr().err
     assert _run(["merge", "model", "one", "--out", "merged", "--model-dtype", "fp32"]) == 0
     plan = ["--model=model", "--adapter=one", "--device=cpu", "--json", "--seq-len=16"]
     assert _run(["plan", *plan]) == 0

@@ -66,6 +66,12 @@ def changed_options(
             f"{flag('train_seed', config.train_seed)} has no effect: the data goes on in the order "
             f"of the checkpoint's run ({saved['train_seed']}); --new-data starts it anew"
         )
+    if config.adapter is not None and "adapter" in every:
+        told.append("adapter")
+        lines.append(
+            f"{flag('adapter', config.adapter)} has no effect: the run goes on with the adapters "
+            "of its checkpoint"
+        )
     if not math.isnan(before) and tokens != before:
         lines.append(f"a step has {tokens} tokens, in the checkpoint's run it had {before}")
     rounding = [*_ROUNDING, *(_ROUNDING_OF_RANKS if max(world_size, saved_world_size) > 1 else ())]
