@@ -95,6 +95,19 @@ def test_scalings_that_are_no_numbers(tmp_path, field, value, message):
         trainer_for(exported("qwen3"), adapter=tmp_path / "in")
 
 
+def test_damaged_directories(tmp_path):
+    saved(tmp_path, "qwen3")
+    path = tmp_path / "adapter_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"base_model_name_or_path": 5}))
+    with pytest.raises(LlmqError, match=r"is damaged .*base_model_name_or_path is 5.*: copy it"):
+        trainer_for(exported("qwen3"), adapter=tmp_path)
+    path.write_text(json.dumps(content))
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(LlmqError, match=r"has no adapters in adapter_model.safetensors"):
+        trainer_for(exported("qwen3"), adapter=tmp_path)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_untied", "gpt2"])
 def test_copies_of_embeddings(tmp_path, name):
     """They are not trained, as in PEFT; where they are not the model's, one has to say what to do.

@@ -102,6 +102,9 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             raise LlmqError(f"'{path}': peft_type {kind!r} is not supported, only LORA")
         _check_features(path, content)
         rank, alpha = int(content["r"]), float(content["lora_alpha"])
+        base = content.get("base_model_name_or_path")
+        if not isinstance(base, str | None):
+            raise TypeError(f"base_model_name_or_path is {base!r}")
         if rank < 1 or not isfinite(alpha):
             raise LlmqError(f"'{path}': no adapters have rank {rank} and lora_alpha {alpha}")
         return AdapterConfig(
@@ -109,7 +112,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             alpha=alpha,
             rs=bool(content.get("use_rslora")),
             dropout=float(content.get("lora_dropout") or 0),
-            base=content.get("base_model_name_or_path"),
+            base=base,
             modules=tuple(map(str, content.get("modules_to_save") or ())),
         )
     except OSError as error:
@@ -185,6 +188,8 @@ class AdapterFiles(HfWeights):
         named: parts that are to be trained where the file has only copies of them, too.
         """
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
+        if not modules:
+            raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")
         targets = []
         for letter in LORA_TARGETS:
             others = tuple(_same_module(model, letter))
@@ -199,7 +204,7 @@ class AdapterFiles(HfWeights):
             and (part in named or self._trains(model, part))
         ]
         if not targets:
-            first = min(modules, default="nothing").removeprefix(PEFT_PREFIX)
+            first = min(modules).removeprefix(PEFT_PREFIX)
             raise LlmqError(
                 f"--adapter: '{self.directory}' does not fit the model: it adapts {first}, which "
                 f"{model.architecture} does not have"
