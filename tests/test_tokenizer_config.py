@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -33,6 +32,16 @@ COPIED = {
     "gemma": {"tokenizer_class": "GemmaTokenizerFast", "eos_token": END_OF_TEXT},
     "llama": {"tokenizer_class": "LlamaTokenizer", "eos_token": END_OF_TEXT, "legacy": False},
 }
+
+
+# A transformers that says what it finds of PyTorch.
+WITHOUT_TORCH = """
+import sys
+
+class AutoTokenizer:
+    def from_pretrained(*args, **kwargs):
+        raise ValueError(f"torch is {sys.modules.get('torch', 'there')}")
+"""
 
 
 def make_tokenizer(folder, config):
@@ -65,7 +74,8 @@ def test_copied_tokenizers_make_the_same_ids(tmp_path, preset, config):
     assert theirs(TEXT)["input_ids"] == ours.encode(TEXT)
     assert theirs.eos_token_id == ours.eos_id == 0
     assert HfTokenizer(out).fingerprint == ours.fingerprint
-    assert difference(out, ours, TEXT) is None
+    if preset == TINY[0]:  # another process for each
+        assert difference(out, ours, TEXT) is None
     written = json.loads((out / "tokenizer_config.json").read_text())
     kept = {k: v for k, v in (COPIED[config] or {}).items() if k != "tokenizer_class"}
     assert written.items() >= kept.items() or written | kept == written
@@ -158,6 +168,11 @@ def test_a_difference_is_said(tmp_path, monkeypatch):
     (out / "tokenizer.json").write_text("{")
     [line] = exported_otherwise(out, source, str(tmp_path / "a.bin"))
     assert "cannot be loaded" in line and "\n" not in line
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert exported_otherwise(out, source, str(tmp_path / "a.bin")) == []
     assert exported_otherwise(out, source, str(tmp_path / "none.bin")) == []
+    theirs = tmp_path / "transformers.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    theirs.write_text(WITHOUT_TORCH)
+    [line] = exported_otherwise(out, source, str(tmp_path / "a.bin"))
+    assert line.endswith("cannot be loaded (torch is None)")
+    theirs.write_text("raise ImportError\n")
+    assert exported_otherwise(out, source, str(tmp_path / "a.bin")) == []

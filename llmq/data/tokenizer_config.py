@@ -11,6 +11,8 @@ Where the tokenizer is cut as that of Qwen2 itself, nothing changes.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,27 @@ _MODULE = """from transformers import PreTrainedTokenizerFast
 class ExactTokenizer(PreTrainedTokenizerFast):
     \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
 """
+
+# Prints what AutoTokenizer of a folder makes of standard input; nothing without transformers.
+# PyTorch stays out: most of the time is for its import, and tokenizers do without it.
+_TRIAL = """
+import json, sys
+sys.modules["torch"] = None
+try:
+    from transformers import AutoTokenizer
+except ImportError:
+    sys.exit()
+try:
+    theirs = AutoTokenizer.from_pretrained(
+        sys.argv[1], local_files_only=True, trust_remote_code=False
+    )
+    text = sys.stdin.buffer.read().decode()
+    made = {"ids": theirs(text, add_special_tokens=False, verbose=False)["input_ids"]}
+except Exception as error:  # whatever the files make the library raise
+    made = {"error": " ".join(str(error).split())[:200]}
+print(json.dumps(made))
+"""
+_TRIAL_SECONDS = 120  # a cold start from a slow disk may take many
 
 # Special tokens that a class has where the file does not say: they are written out, so that they
 # are not lost together with the class.
@@ -84,20 +107,15 @@ def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, 
 def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
     """What AutoTokenizer of a model directory does otherwise with a text than the training did.
 
-    None if nothing, or where transformers is not installed.
+    None if nothing, or where transformers is not installed. Another process tries it, which does
+    without PyTorch.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
+    made = _trial(folder, text)
+    if made is None:
         return None
-    try:
-        theirs = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        got = theirs(text, add_special_tokens=False, verbose=False)["input_ids"]
-    except Exception as error:  # whatever the files make the library raise
-        return f"cannot be loaded ({' '.join(str(error).split())[:200]})"
-    expected = tokenizer.encode(text)
+    if "error" in made:
+        return f"cannot be loaded ({made['error']})"
+    got, expected = made["ids"], tokenizer.encode(text)
     if got == expected:
         return None
     pairs = enumerate(zip(got, expected, strict=False))
@@ -107,3 +125,15 @@ def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
         f"makes {len(got)} tokens of a text that has {len(expected)} in training, the first other "
         f"one near {near!r}"
     )
+
+
+def _trial(folder: Path, text: str) -> dict[str, Any] | None:
+    """What _TRIAL prints last; None if nothing."""
+    command = [sys.executable, "-P", "-c", _TRIAL, str(folder)]
+    try:
+        done = subprocess.run(
+            command, input=text.encode(), capture_output=True, timeout=_TRIAL_SECONDS
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        return None
