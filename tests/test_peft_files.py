@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.store import export_checkpoint
 from tests.adapters import batches
@@ -93,6 +93,16 @@ def test_scalings_that_are_no_numbers(tmp_path, field, value, message):
         merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
     with pytest.raises(LlmqError, match=message):
         trainer_for(exported("qwen3"), adapter=tmp_path / "in")
+
+
+def test_scalings_that_are_not_trained(tmp_path):
+    """They can be added to the model, as PEFT does."""
+    loss = saved(tmp_path / "in", "qwen3", lora_alpha=-4)
+    with pytest.raises(ConfigError, match=r"--adapter: .* has lora_alpha -4.0, and only one"):
+        trainer_for(exported("qwen3"), adapter=tmp_path / "in")
+    merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
+    with trainer_for(tmp_path / "out") as trainer:
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
 
 
 def test_damaged_directories(tmp_path):

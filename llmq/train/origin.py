@@ -43,6 +43,11 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     with AdapterFiles(config.adapter) as files:
         adapters, saved = files.adapters(model, config.train or ()), files.config
         files.check_adapters(model, adapters)
+    if saved.alpha <= 0:
+        raise ConfigError(
+            f"--adapter: '{config.adapter}' has lora_alpha {saved.alpha}, and only one greater "
+            "than 0 can be trained"
+        )
     there: dict[str, Any] = {
         "lora_rank": adapters.rank,
         "lora_alpha": saved.alpha,
