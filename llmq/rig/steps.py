@@ -61,8 +61,9 @@ MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
 CODES = {"base-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 INT8 = {"matmul-dtype": "int8"}
-# Where attention is half of a step clocks are other than those beside products.
+# Where attention is half of a step, or two thirds, clocks are other than those beside products.
 LONG = {"seq-len": 16384, "recompute-swiglu": True, "batch-size": 2}
+LONGEST = {"seq-len": 32768, "recompute-swiglu": True, "batch-size": 1}
 NF4 = {"base-dtype": "nf4", "recompute-block": True, "lmhead-chunks": 8, "batch-size": 1}
 
 
@@ -101,6 +102,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
         quarter(small, **WHOLE | {"batch-size": 4}),
         quarter(large, **WHOLE | {"batch-size": 2}),
         quarter(mid, **WHOLE | LONG),
+        quarter(mid, **WHOLE | LONGEST),
     ]
     if not fp8:
         return bf16
@@ -116,6 +118,7 @@ def _runs(fp8: bool) -> list[dict[str, Any]]:
         quarter(mid, **WHOLE | FP8 | JIT),
         *bf16[4:7],
         quarter(mid, **WHOLE | FP8 | LONG),
+        quarter(mid, **WHOLE | FP8 | LONGEST),
         quarter(large, **WHOLE | FP8 | FAST | AGAIN | many),
         quarter(small, **WHOLE | FP8 | FAST | MOMENTS),
         quarter(larger, **WHOLE | FP8 | many),
