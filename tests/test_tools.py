@@ -8,7 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from llmq.base.errors import LlmqError
 from llmq.config.card_file import record_of
 from llmq.config.options_io import make_config
+from llmq.model.step import Result
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
 from tests.rigs import card_file
@@ -512,6 +513,20 @@ def test_fingerprint_tells_what_has_changed(tmp_path):
         f"  {run}: run.memory.device.Stack: {memory['Stack']} -> {memory['Stack'] - 16}",
     ]
     assert fingerprint("--out", old, "--only", "bloom")[0] == 2
+
+
+def test_fingerprints_have_nothing_that_takes_time(tool, monkeypatch):
+    """Two runs that are equal may take different times, and say so on the way or not."""
+    for name in ("COLUMNS", "OPENBLAS_NUM_THREADS"):  # which the import sets
+        monkeypatch.setenv(name, "1")
+    fingerprint = tool("fingerprint")
+    numbers = dict.fromkeys(("loss", "loss_1k", "norm", "lse_max", "lse_mean"), 1.0)
+    result = Result(**numbers, tokens=1, communication=0.5, waits=(0.5, 0.25), begin=1, end=2)
+    never_the_same = {field.name for field in fields(Result) if not field.compare}
+    assert "waits" in never_the_same
+    assert fingerprint.measured(result).keys().isdisjoint(never_the_same)
+    shown = "a\n  validation: 7%\nvalidation loss 5\n  validation: 100%\n"
+    assert fingerprint.portable(shown) == "a\nvalidation loss 5\n"
 
 
 # -- mutations -----------------------------------------------------------------------------------

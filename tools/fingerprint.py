@@ -90,7 +90,7 @@ def masked_batches(count: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]
 
 def measured(result: Any) -> dict[str, Any]:
     """The fields of a result but its time."""
-    times = ("communication", "begin", "end")
+    times = ("communication", "waits", "begin", "end")
     return {k: v for k, v in dataclasses.asdict(result).items() if k not in times}
 
 
@@ -130,11 +130,12 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 
 def portable(text: str) -> str:
-    """Without the temporary folder, dates, times, speeds and ids of runs."""
+    """Without the temporary folder, dates, times, speeds, progress and ids of runs."""
     text = text.replace(str(Path.cwd()), "RUN").replace(str(Path.cwd().parent), "ROOT")
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d[:_]\d\d[:_]\d\d(\.\d+)?", "DATE", text)
     text = re.sub(r"\b[0-9a-f]{12}\b(?=[\")])", "ID", text)
     text = re.sub(r"time: +\d+ +m?s|tps +\S+|done in \d+ m?s|took \d+ seconds", "TIME", text)
+    text = re.sub(r"^ *validation: +\d+%\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"Memory: \d+ MiB / \d+ MiB|Free: +\d+.*", "MEMORY", text)
     return text
 
