@@ -243,6 +243,21 @@ def test_options_that_change_the_order_of_sums_are_said(capsys):
     )
 
 
+def test_formats_that_changed_alike_have_one_line(capsys):
+    with trainer() as t:
+        path = t.save("saved")
+    with trainer(model_dtype="bf16", opt_m_dtype="bf16", learning_rate=0.5) as t:
+        t.load(path)
+    was = "in the checkpoint's run"
+    formats, rate = capsys.readouterr().err.splitlines()
+    assert formats == (
+        "warning: --model-dtype, --master-dtype, --grad-accum-dtype, --matmul-dtype, "
+        "--gradient-dtype, --head-dtype, --mlp-dtype, --opt-m-dtype are bf16, "
+        f"{was} they were fp32"
+    )
+    assert rate == f"warning: --learning-rate is 0.5, {was} it was 0.01"
+
+
 def test_a_flipped_byte_is_found(tmp_path):
     with trainer() as t:
         t.step()

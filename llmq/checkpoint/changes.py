@@ -24,7 +24,7 @@ _OF_GROUPS = ("model_dtype", "batch_size", "learning_rate", "lora_rank")
 
 
 class Changes(NamedTuple):
-    """One line for each option that was another one in the checkpoint's run."""
+    """Lines about the options that were other ones in the checkpoint's run."""
 
     numbers: list[str]
     """Of those that make other numbers."""
@@ -60,7 +60,7 @@ def changed_options(
         names.remove("grad_accumulation")
     every = [name for name in OPTIONS if _differs(name, config, saved)]
     told = [name for name in names if name in every]
-    lines = [_change(name, config, saved) for name in told]
+    lines = _changes(told, config, saved)
     if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
         lines.append(
             f"{flag('train_seed', config.train_seed)} has no effect: the data goes on in the order "
@@ -83,7 +83,7 @@ def changed_options(
         )
     told += [*rounded, *(() if new_data else ("train_seed",))]
     left = [name for name in every if name not in told]
-    return Changes(lines, [_change(name, config, saved) for name in left])
+    return Changes(lines, _changes(left, config, saved))
 
 
 def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
@@ -97,9 +97,22 @@ def _differs(name: str, config: TrainConfig, saved: dict[str, Any]) -> bool:
     return then != getattr(config, name)
 
 
-def _change(name: str, config: TrainConfig, saved: dict[str, Any]) -> str:
-    now, then = _shown(name, getattr(config, name)), _shown(name, saved[name])
-    return f"{OPTIONS[name].flag} is {now}, in the checkpoint's run it was {then}"
+def _changes(names: list[str], config: TrainConfig, saved: dict[str, Any]) -> list[str]:
+    """One line for each option; formats that changed alike, as those that follow --model-dtype do,
+    have one together."""
+    lines: dict[Any, list[str]] = {}
+    for name in names:
+        now, then = _shown(name, getattr(config, name)), _shown(name, saved[name])
+        alike = (now, then) if name.endswith("_dtype") else name
+        lines.setdefault((alike, now, then), []).append(OPTIONS[name].flag)
+    told = []
+    for (_, now, then), flags in lines.items():
+        several = len(flags) > 1
+        told.append(
+            f"{', '.join(flags)} {'are' if several else 'is'} {now}, in the checkpoint's run "
+            f"{'they were' if several else 'it was'} {then}"
+        )
+    return told
 
 
 def _shown(name: str, value: Any) -> Any:
