@@ -13,6 +13,7 @@ import pytest
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import Best, best_owner
 from llmq.checkpoint.manifest import MANIFEST
+from llmq.checkpoint.verdict import VERDICT, Verdict, read_verdict, write_verdict
 from llmq.commands.cli import _run
 from llmq.config.command_line import command_line
 from llmq.config.options_io import make_config, option_rows
@@ -298,3 +299,16 @@ def test_sent_elsewhere():
     sample = {"log": "sample", "prompt": "a", "text": "b", **common}
     assert numbers(sample) == {}
     assert text(sample) == ("sample-3", {"a": "b"})
+
+
+@pytest.mark.parametrize("field, value", [("steps", "1e999"), ("level", "[]"), ("reason", None)])
+def test_a_damaged_verdict_says_nothing(tmp_path, field, value):
+    write_verdict(tmp_path, Verdict(True, 20, "none"))
+    assert read_verdict(tmp_path) == Verdict(True, 20, "none")
+    note = json.loads((tmp_path / VERDICT).read_text())
+    del note[field]
+    text = json.dumps(note)
+    if value is not None:
+        text = f'{text[:-1]}, "{field}": {value}}}'
+    (tmp_path / VERDICT).write_text(text)
+    assert read_verdict(tmp_path) is None

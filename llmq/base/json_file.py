@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +19,12 @@ def json_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, ConfigError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def values_of(content: dict[str, Any], **kinds: Callable[[Any], Any]) -> tuple[Any, ...] | None:
+    """Of an object's fields, each as the type of its name makes it; None where one is missing or
+    is no such value."""
+    try:
+        return tuple(kind(content[name]) for name, kind in kinds.items())
+    except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity
+        return None

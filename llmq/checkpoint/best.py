@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from llmq.base.errors import ConfigError
 from llmq.base.files import write_file
-from llmq.base.json_file import json_object
+from llmq.base.json_file import json_object, values_of
 from llmq.base.run_id import RunId
 from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.store import checkpoints_by_name
@@ -51,13 +52,11 @@ class Best:
     def _noted(self, run: RunId, steps_done: int) -> tuple[int, float, int] | None:
         """Step, value and size."""
         note = json_object(self.directory / NOTE)
-        try:
-            found = int(note["step"]), float(note["value"]), int(note["size"])
-            known = run.owns(RunId.of(note["run"])) and note["metric"] == self.metric
-        except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity
+        found = values_of(note, step=int, value=float, size=int, metric=str)
+        if found is None or found[3] != self.metric or not run.owns(_owner(note)):
             return None
-        there = known and found[0] <= steps_done and found[0] in checkpoints_by_name(self.directory)
-        return found if there else None
+        there = found[0] <= steps_done and found[0] in checkpoints_by_name(self.directory)
+        return found[:3] if there else None
 
     def improves(self, found: Found) -> bool:
         """Whether the metric is among these numbers, and better than before."""
@@ -87,4 +86,8 @@ class Best:
 
 def best_owner(directory: Path) -> RunId | None:
     """Whose note of the best checkpoint it is; None where it does not say so."""
-    return RunId.of(json_object(directory / NOTE).get("run"))
+    return _owner(json_object(directory / NOTE))
+
+
+def _owner(note: dict[str, Any]) -> RunId | None:
+    return RunId.of(note.get("run"))

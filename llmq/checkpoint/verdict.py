@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmq.base.files import write_file
-from llmq.base.json_file import json_object
+from llmq.base.json_file import json_object, values_of
 
 VERDICT = "verdict.json"
 PROVEN = 20  # steps
@@ -31,11 +31,8 @@ class Verdict(NamedTuple):
 def read_verdict(checkpoint: Path) -> Verdict | None:
     """Of a complete checkpoint; None if it is not known yet, or the note cannot be read."""
     note = json_object(checkpoint / VERDICT)
-    try:
-        good, steps, level = note["good"] is True, int(note["steps"]), int(note["level"])
-        return Verdict(good, steps, str(note["reason"]), level)
-    except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity
-        return None
+    found = values_of(note, steps=int, reason=str, level=int)
+    return None if found is None or "good" not in note else Verdict(note["good"] is True, *found)
 
 
 def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
