@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from copy import deepcopy
 from pathlib import Path
 
 import peft
@@ -28,7 +29,8 @@ def saved(folder: Path, name: str, copies: bool = False, **settings: object) -> 
     copies: write the embedding and the LM head, too.
     """
     given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    model = peft.get_peft_model(hf_model(name), peft.LoraConfig(**given | settings))
+    config = peft.LoraConfig(**deepcopy(given | settings))  # which PEFT may write to
+    model = peft.get_peft_model(hf_model(name), config)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -61,12 +63,11 @@ def test_what_is_known(tmp_path, name, settings):
         ("qwen2_untied", {"init_lora_weights": "OLoRA"}, "'OLoRA': these adapters belong to"),
         ("qwen3", {"modules_to_save": ["lm_head"]}, "lm_head.weight was trained without the embed"),
         ("qwen3", {"modules_to_save": ["embed_tokens"]}, "was trained without the LM head"),
-        ("qwen3", {"modules_to_save": ["q_norm"]}, "or of some layers or some norms only"),
-        ("qwen3", {"target_modules": SOME.format(0)}, "layers.1.* or of some layers or some norms"),
-        ("qwen3", {"target_modules": SOME.format(1)}, "layers.0.* or of some layers or some norms"),
+        ("qwen3", {"target_modules": SOME.format(0)}, "layers.1.* or of some layers only"),
+        ("qwen3", {"target_modules": SOME.format(1)}, "layers.0.* or of some layers only"),
         ("qwen3", {"kasa_config": peft.tuners.lora.config.KasaConfig()}, "kasa_config .* is not"),
     ],
-    ids=["olora", "head", "embedding", "some-norms", "layer-0", "layer-1", "kasa"],
+    ids=["olora", "head", "embedding", "layer-0", "layer-1", "kasa"],
 )
 def test_what_is_not_known(tmp_path, name, settings, message):
     saved(tmp_path / "in", name, **settings)
@@ -142,14 +143,89 @@ def test_copies_of_embeddings(tmp_path, name):
     model = peft.PeftModel.from_pretrained(hf_model(name), folder)
     loss = torch_loss(model.eval(), batches()[:1]).item()
     parts = "embeddings,head" if name == "qwen2_untied" else "embeddings"
-    with pytest.raises(LlmqError, match=f"does not say that they were trained: --train={parts} "):
+    says = parts.replace(",", " and the ")
+    with pytest.raises(LlmqError, match=f"not name all of the {says}: --train={parts} "):
         trainer_for(base, adapter=folder)
     merge_adapter(str(base), folder, tmp_path / "merged", "fp32")
     with trainer_for(tmp_path / "merged") as trainer:
         assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
-    if name != "gpt2":  # whose embeddings are also those of positions
-        with trainer_for(base, adapter=folder, train=parts) as trainer:
-            assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+    with trainer_for(base, adapter=folder, train=parts) as trainer:
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+
+
+TIED = {"ensure_weight_tying": True}
+OF_GPT2 = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+
+
+@pytest.mark.parametrize(
+    "name, settings, part",
+    [
+        ("gpt2", OF_GPT2 | {"modules_to_save": ["wpe"]}, "embeddings"),
+        ("gpt2", OF_GPT2 | {"modules_to_save": ["ln_1"]}, "norms"),
+        ("gpt2", OF_GPT2 | TIED | {"modules_to_save": ["wte", "lm_head"]}, "embeddings"),
+        ("qwen3", {"modules_to_save": ["q_norm"]}, "norms"),
+    ],
+    ids=["positions", "some-norms", "tokens", "query-norms"],
+)
+@pytest.mark.parametrize("copies", [False, True], ids=["", "copies"])
+def test_a_part_of_which_some_was_trained(tmp_path, name, settings, part, copies):
+    """PEFT has it as it is; here all of it is trained or nothing, and one has to say which."""
+    base, folder = exported(name), tmp_path / "in"
+    loss = saved(folder, name, copies, **settings)
+    merge_adapter(str(base), folder, tmp_path / "merged", "fp32")
+    with trainer_for(tmp_path / "merged") as trainer:
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
+    with pytest.raises(LlmqError, match=f"not name all of the {part}: --train={part} goes on"):
+        trainer_for(base, adapter=folder)
+    with trainer_for(base, adapter=folder, train=part) as trainer:
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)
+
+    path = folder / "adapter_model.safetensors"
+    stored = load_file(path)
+    lacking = max(key for key in stored if settings["modules_to_save"][0] in key)
+    stored.pop(lacking)
+    save_file(stored, path)
+    with pytest.raises(LlmqError, match=r"lacks |was trained without"):
+        merge_adapter(str(base), folder, tmp_path / "damaged", "fp32")
+
+
+@pytest.mark.parametrize(
+    "name, settings, train",
+    [
+        ("qwen2_untied", {"modules_to_save": ["embed_tokens"]}, "embeddings"),
+        ("qwen2_untied", {"modules_to_save": ["lm_head"]}, "head"),
+        ("qwen2_untied", {"modules_to_save": sorted(ALL)}, "embeddings,head"),
+        ("qwen3", TIED | {"modules_to_save": sorted(ALL)}, "embeddings"),
+        ("gpt2", OF_GPT2 | TIED | {"modules_to_save": ["wte", "wpe", "lm_head"]}, "embeddings"),
+    ],
+    ids=["embedding", "head", "both", "tied", "gpt2"],
+)
+def test_modules_that_are_saved_three_times(tmp_path, name, settings, train):
+    """As save_embedding_layers does, beside what modules_to_save has saved: that counts."""
+    base, folder = exported(name), tmp_path / "in"
+    saved(folder, name, copies=True, **settings)
+    path = folder / "adapter_model.safetensors"
+    stored = load_file(path)
+    others = [key for key in stored if "modules_to_save" in key or "original_module" in key]
+    assert len(others) >= 2
+    save_file({key: x + 0.1 if key in others else x for key, x in stored.items()}, path)
+    model = peft.PeftModel.from_pretrained(hf_model(name), folder)
+    loss = torch_loss(model.eval(), batches()[:1]).item()
+    with trainer_for(base, adapter=folder) as trainer:
+        assert ",".join(trainer.config.train) == train
+        assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
+
+
+def test_names_that_peft_does_not_find(tmp_path):
+    saved(tmp_path / "in", "qwen3")
+    path = tmp_path / "in" / "adapter_model.safetensors"
+    stored = {key.removeprefix("base_model.model."): x for key, x in load_file(path).items()}
+    save_file(stored, path)
+    message = r"v_proj.lora_B.weight does not|q_proj.lora_A.weight does not begin with 'base_model"
+    with pytest.raises(LlmqError, match=message):
+        trainer_for(exported("qwen3"), adapter=tmp_path / "in")
+    with pytest.raises(LlmqError, match=message):
+        merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
 
 
 def test_adapters_that_another_program_has_replaced(tmp_path, capsys):

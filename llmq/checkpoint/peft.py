@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -35,7 +36,7 @@ from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
 from llmq.config.options import TrainConfig
 from llmq.data.identity import RUN_FILE
 from llmq.model.arch.common import HfPart
-from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, trained_slabs
+from llmq.state.adapter_rows import PEFT_PREFIX, SLABS
 from llmq.state.params import Param, weight_table
 
 # What adapters may have that is not there here, by the fields of adapter_config.json.
@@ -43,6 +44,7 @@ _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", 
 _UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "exclude_modules", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
+_IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
 TIED_HEAD = "lm_head.weight"
 INSIDE = "model.language_model."
 """What names begin with, instead of "model.", in a model that has other parts too."""
@@ -147,7 +149,8 @@ class AdapterFiles(HfWeights):
     """The tensors of such a directory, by the names of the weight table.
 
     The file may also have copies of the embedding and the LM head, which were not trained: PEFT's
-    save_embedding_layers makes them.
+    save_embedding_layers makes them. Of a part of which PEFT has trained some, such as one kind of
+    norm, what is there counts as a copy too, unless all of the part is to be trained.
 
     ends: ids at which the model that was trained ends a sequence; [] if that is not known.
     """
@@ -174,8 +177,21 @@ class AdapterFiles(HfWeights):
                     f"with PEFT and save it again, as {ADAPTER_FILE}"
                 )
             raise LlmqError(f"'{self.directory}' has no {ADAPTER_FILE}: copy it again")
-        tensors = self._file(ADAPTER_FILE).items()
-        return {_own_name(name): tensor for name, tensor in tensors}
+        tensors = self._file(ADAPTER_FILE)
+        self._check_names(tensors)
+        # save_embedding_layers repeats what modules_to_save has saved, and what it was before.
+        twice = {name for name in tensors if _IN_WRAPPER.sub("", name) in tensors.keys() - {name}}
+        return {_own_name(name): x for name, x in tensors.items() if name not in twice}
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        """LlmqError where PEFT would not find the adapters by them, and would do without."""
+        wrong = [n for n in names if ".lora_" in n and not n.startswith(PEFT_PREFIX)]
+        if wrong:
+            raise LlmqError(
+                f"'{self.directory / ADAPTER_FILE}': {min(wrong)} does not begin with "
+                f"'{PEFT_PREFIX}', without which PEFT does not find it either: write the file with "
+                "PEFT's save_pretrained, or put that before the names"
+            )
 
     def _agrees(self) -> bool:
         """Whether what a run of ours has noted is of the adapters that are there now."""
@@ -201,7 +217,7 @@ class AdapterFiles(HfWeights):
             part
             for part in LORA_PARTS
             if any(map(self.has, _params_of(model, part)))
-            and (part in named or self._trains(model, part))
+            and (part in named or all(self._trains(model, p) for p in _params_of(model, part)))
         ]
         if not targets:
             first = min(modules).removeprefix(PEFT_PREFIX)
@@ -211,10 +227,9 @@ class AdapterFiles(HfWeights):
             )
         return Adapters(rank=self.config.rank, targets=tuple(targets), train=tuple(parts))
 
-    def _trains(self, model: ModelConfig, part: str) -> bool:
-        """Whether PEFT trains it, or some of it."""
-        params = _params_of(model, part)
-        names = [name for p in params for name in (p.hf[0].name, *tied_names(model, p))]
+    def _trains(self, model: ModelConfig, param: Param) -> bool:
+        """Whether PEFT trains this parameter of the model."""
+        names = (param.hf[0].name, *tied_names(model, param))
         modules = [each.rpartition(".")[0] for name in names for each in (name, nested_name(name))]
         return any(module.endswith(self.config.modules) for module in modules)
 
@@ -242,24 +257,23 @@ class AdapterFiles(HfWeights):
 
     def check_adapters(self, model: ModelConfig, adapters: Adapters) -> None:
         """LlmqError unless the file holds what is trained, and nothing else but copies."""
-        path, used, trained = self.directory / ADAPTER_FILE, set(), trained_slabs(adapters)
-        table = weight_table(model, 1, adapters)
-        params = [p for slab in table if slab.name in trained for p in slab.params]
+        path, used = self.directory / ADAPTER_FILE, set()
+        if model.tied_embeddings:
+            embed = _params_of(model, "embeddings")[0].hf[0].name
+            if embed in self._where or TIED_HEAD in self._where:
+                self._check_tied(path, embed)
+            used.add(TIED_HEAD)
+        params = [p for s in weight_table(model, 1, adapters) for p in s.params if p.of_adapter]
+        others = [p for part in LORA_PARTS for p in _params_of(model, part)]
+        params += [p for p in others if self.has(p) or self._trains(model, p)]
         for param, part in [(p, part) for p in params for part in p.hf]:
             if part.name not in self._where:
                 raise LlmqError(
                     f"'{path}' lacks {part.name}: it is of another model, or damaged, or of some "
-                    "layers or some norms only, which is not supported"
+                    "layers only, which is not supported"
                 )
             self._check_tensor(path, param, part)
             used.add(part.name)
-        for _, param in self._copies(model, adapters):
-            self._check_tensor(path, param, param.hf[0])
-            used.add(param.hf[0].name)
-        if model.tied_embeddings:
-            if "embeddings" in adapters.train or TIED_HEAD in self._where:
-                self._check_tied(path, table[0].params[0].hf[0].name)
-            used.add(TIED_HEAD)
         unknown = self._where.keys() - used
         if unknown:
             raise LlmqError(
@@ -277,8 +291,8 @@ class AdapterFiles(HfWeights):
             raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
 
     def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
-        """What is here of the model, but was not trained, and the parts that it belongs to."""
-        parts = [part for part in ("embeddings", "head") if part not in adapters.train]
+        """What is here of the model's parts that are not trained, and which parts these are."""
+        parts = [part for part in LORA_PARTS if part not in adapters.train]
         return [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
 
     def leave_copies(self, model: ModelConfig, adapters: Adapters, weights: HfWeights) -> None:
@@ -287,14 +301,15 @@ class AdapterFiles(HfWeights):
         for part, param in self._copies(model, adapters):
             copy, name = self.read(param), param.hf[0].name
             if not np.array_equal(copy, weights.read(param).astype(copy.dtype)):
-                other[part] = name
+                other.setdefault(part, name)
             del self._where[name]
         if other:
+            parts = " and the ".join(other)
             raise LlmqError(
                 f"--adapter: '{self.directory}' holds {' and '.join(other.values())} that the "
-                "model does not have, but modules_to_save does not say that they were trained: "
-                f"--train={','.join((*adapters.train, *other))} goes on training from them, `llmq "
-                "merge` makes a model with them"
+                f"model does not have, but modules_to_save does not name all of the {parts}: "
+                f"--train={','.join((*adapters.train, *other))} goes on training from what is "
+                "there, `llmq merge` makes a model with it"
             )
 
     def _check_tied(self, path: Path, embed: str) -> None:
