@@ -13,13 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.errors import ConfigError, LlmqError, ModelError
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.store import export_checkpoint
 from tests.adapters import batches
 from tests.models import CONFIGS, exported, hf_model, torch_loss, trainer_for
 
 ALL = {"embed_tokens", "lm_head"}
+MANY = {f"layers.{i}.self_attn.q_proj": 2 for i in range(99)}
 SOME = r".*layers\.{}\.self_attn\.q_proj"
 
 
@@ -47,8 +48,9 @@ def saved(folder: Path, name: str, copies: bool = False, **settings: object) -> 
         ("qwen2_untied", {"modules_to_save": ["lm_head"], "init_lora_weights": "orthogonal"}),
         ("qwen3", {"modules_to_save": ["norm"], "use_rslora": True}),
         ("qwen3", {"modules_to_save": sorted(ALL), "ensure_weight_tying": True}),
+        ("qwen3", {"target_modules": "all-linear", "exclude_modules": ["q_proj", "up_proj"]}),
     ],
-    ids=["gaussian", "pattern", "head", "norms", "tied"],
+    ids=["gaussian", "pattern", "head", "norms", "tied", "excluded"],
 )
 def test_what_is_known(tmp_path, name, settings):
     loss = saved(tmp_path, name, **settings)
@@ -65,9 +67,16 @@ def test_what_is_known(tmp_path, name, settings):
         ("qwen3", {"modules_to_save": ["embed_tokens"]}, "was trained without the LM head"),
         ("qwen3", {"target_modules": SOME.format(0)}, "layers.1.* or of some layers only"),
         ("qwen3", {"target_modules": SOME.format(1)}, "layers.0.* or of some layers only"),
+        (
+            "qwen3",
+            {"target_modules": ["lm_head", "q_proj"]},
+            "lm_head.lora_A.* they are of the mat",
+        ),
+        ("qwen3", {"modules_to_save": ["mlp"]}, "mlp.down_proj.weight.* beside them, only norms"),
+        ("qwen3", {"rank_pattern": MANY}, r"rank_pattern .{,200}\.\.\.} is not supported$"),
         ("qwen3", {"kasa_config": peft.tuners.lora.config.KasaConfig()}, "kasa_config .* is not"),
     ],
-    ids=["olora", "head", "embedding", "layer-0", "layer-1", "kasa"],
+    ids=["olora", "head", "embedding", "layer-0", "layer-1", "of-the-head", "mlp", "ranks", "kasa"],
 )
 def test_what_is_not_known(tmp_path, name, settings, message):
     saved(tmp_path / "in", name, **settings)
@@ -106,12 +115,34 @@ def test_scalings_that_are_not_trained(tmp_path):
         assert trainer.step(batches()[:1]).loss == pytest.approx(loss, abs=1e-5)  # F32
 
 
+@pytest.mark.parametrize("dropout", [1, -0.5, float("nan")])
+def test_dropouts_that_are_not_trained(tmp_path, dropout):
+    saved(tmp_path, "qwen3")
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_dropout": dropout}))
+    with pytest.raises(ConfigError, match=r"--adapter: .* has lora_dropout .* give --lora-dropout"):
+        trainer_for(exported("qwen3"), adapter=tmp_path)
+    with trainer_for(exported("qwen3"), adapter=tmp_path, lora_dropout=0.5) as trainer:
+        assert trainer.config.lora_dropout == 0.5
+
+
+def test_sums_that_are_too_large(tmp_path):
+    """With adapters whose numbers are all finite: nothing is written."""
+    saved(tmp_path / "in", "qwen3", lora_alpha=1e308)
+    with pytest.raises(ModelError, match=r"layers.0.*qkv.* holds NaN or infinity: .* of 2.5e\+307"):
+        merge_adapter(str(exported("qwen3")), tmp_path / "in", tmp_path / "out", "fp32")
+    assert not (tmp_path / "out").exists()
+
+
 def test_damaged_directories(tmp_path):
     saved(tmp_path, "qwen3")
     path = tmp_path / "adapter_config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"base_model_name_or_path": 5}))
     with pytest.raises(LlmqError, match=r"is damaged .*base_model_name_or_path is 5.*: copy it"):
+        trainer_for(exported("qwen3"), adapter=tmp_path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(LlmqError, match=r"adapter_config.json' is damaged .*recursion.*: copy it"):
         trainer_for(exported("qwen3"), adapter=tmp_path)
     path.write_text(json.dumps(content))
     save_file({}, tmp_path / "adapter_model.safetensors")

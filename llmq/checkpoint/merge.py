@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.dtypes import OPTION_DTYPES
-from llmq.base.errors import LlmqError, warn
+from llmq.base.errors import LlmqError, ModelError, warn
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
+from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
@@ -35,7 +36,8 @@ def merged_reader(
 ) -> Callable[[Param], np.ndarray]:
     """Reads parameters of the model with its adapters added, in F32, and what was trained instead.
 
-    base, adapter: a parameter of the table with adapters in its shape.
+    base, adapter: a parameter of the table with adapters in its shape. ModelError where a sum is no
+    finite number.
     """
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
@@ -54,8 +56,14 @@ def merged_reader(
         done = 0
         for number, (start, stop) in enumerate(matrix.spans):
             rows = slice(number * adapters.rank, (number + 1) * adapters.rank)
-            weight[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
+            with np.errstate(over="ignore", invalid="ignore"):  # which is said below
+                weight[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
             done += stop - start
+        if not all_finite(weight):
+            raise ModelError(
+                f"{param.name} with its adapters holds NaN or infinity: they are too large, at a "
+                f"scaling of {scale:g}"
+            )
         return weight
 
     return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -42,8 +43,10 @@ from llmq.state.params import Param, weight_table
 # What adapters may have that is not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 _UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
-_UNKNOWN += ("alora_invocation_tokens", "exclude_modules", "use_bdlora", "velora_config")
+_UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
+_NOT_AS_EXPECTED = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError)
+_NOT_AS_EXPECTED += (RecursionError,)
 _IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
 TIED_HEAD = "lm_head.weight"
 INSIDE = "model.language_model."
@@ -127,14 +130,14 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             f"--adapter: '{directory}' holds no adapters: cannot read {ADAPTER_CONFIG}: "
             f"{error.strerror}"
         ) from error
-    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except _NOT_AS_EXPECTED as error:
         raise LlmqError(f"'{path}' is damaged ({error!r}): copy it again") from error
 
 
 def _check_features(path: Path, content: Mapping[str, Any]) -> None:
     for name in _UNKNOWN:
         if content.get(name):
-            raise LlmqError(f"'{path}': {name} {content[name]!r} is not supported")
+            raise LlmqError(f"'{path}': {name} {reprlib.repr(content[name])} is not supported")
     if content.get("bias", "none") != "none":
         raise LlmqError(f"'{path}': bias {content['bias']!r} is not supported, only 'none'")
     begun = content.get("init_lora_weights")
@@ -276,8 +279,14 @@ class AdapterFiles(HfWeights):
             used.add(part.name)
         unknown = self._where.keys() - used
         if unknown:
+            name = min(unknown)
             raise LlmqError(
-                f"'{path}' holds {min(unknown)}, which the adapters of this model do not have"
+                f"'{path}' holds {name}, which the adapters of this model do not have: "
+                + (
+                    "they are of the matrices in its blocks"
+                    if ".lora_" in name
+                    else "beside them, only norms, embeddings and LM head can be trained"
+                )
             )
 
     def _check_tensor(self, path: Path, param: Param, part: HfPart) -> None:

@@ -66,6 +66,11 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
                 f"{wrong} out"
             )
     if config.lora_dropout is None:
+        if not 0 <= saved.dropout < 1:
+            raise ConfigError(
+                f"--adapter: '{config.adapter}' has lora_dropout {saved.dropout}, and only one of "
+                "at least 0 and less than 1 can be trained: give --lora-dropout"
+            )
         there["lora_dropout"] = saved.dropout
     return replace(config, **there).normalized()
 
