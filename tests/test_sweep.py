@@ -98,6 +98,23 @@ def test_ctrl_c_before_the_first_run_is_over(sweeps, monkeypatch, capsys):
     assert sweeps.made == TABLE
 
 
+def test_a_run_is_on_the_disk_before_it_is_told(sweeps, monkeypatch):
+    """Else whoever closes the pipe that reads it, as `head` does, takes the run with it."""
+
+    class Pipe(io.StringIO):
+        def write(self, text):
+            if "ok:" in text:
+                raise BrokenPipeError
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Pipe())
+    with pytest.raises(BrokenPipeError):
+        sweeps.make()
+    report = sweeps.report()
+    assert [run["status"] for run in report["runs"]] == ["ok"]
+    assert (report["left"], report["running"]) == (5, None)
+
+
 def test_a_sweep_that_did_not_end_is_not_overwritten(sweeps):
     sweeps.outcomes = {("tiny", 4): stop}
     with pytest.raises(KeyboardInterrupt):

@@ -242,9 +242,9 @@ class Sweep:
         self.new["runs"].append(run)
         self.pending = [p for p in self.pending if p is not options]
         self._learn(options, run)
+        self._write()  # before it is told: who reads that may be gone
         said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
         print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
-        self._write()
 
     def _learn(self, options: Row, run: dict[str, Any]) -> None:
         """How long further runs will take."""
