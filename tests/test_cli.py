@@ -626,6 +626,9 @@ def test_a_config_that_is_a_pipe_is_read_once():
         (["tokenize", "x.txt", "--tokenizer", "bytes", "--out", ""], "--out: is empty: give a"),
         (["export", "--checkpoint-dir=x", "--out-dir="], "--out-dir: is empty: give a path"),
         (["train", "--config", "a.yaml", "--config=b.yaml"], "--config: is given twice: put all"),
+        (["bench", "--model=tiny", "--out=new/"], "--out: 'new/' is a folder: give the name of"),
+        (["bench", "--model=tiny", "--out", "."], "--out: '.' is a folder: give the name of a"),
+        (["rig", "--out", "new/"], "--out: 'new/' is a folder: give the name of a report in it"),
     ],
 )
 def test_what_would_be_overlooked(args, problem, tmp_path, monkeypatch, capsys):

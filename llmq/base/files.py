@@ -255,6 +255,13 @@ def check_writable(flag: str, directory: Path) -> None:
     raise LlmqError(f"{flag}: cannot write into '{directory}': {problem}, choose another one")
 
 
+def report_path(text: str | Path) -> Path:
+    """--out of a report. ConfigError where it ends in a slash, which a Path forgets: a folder."""
+    if str(text).endswith("/"):
+        raise ConfigError(f"--out: '{text}' is a folder: give the name of a report in it")
+    return Path(text)
+
+
 def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
     """The files of a report, OUT and each suffix; makes their folder. LlmqError names the flag.
 

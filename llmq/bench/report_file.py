@@ -32,7 +32,7 @@ class ReportFile:
         self.path = self._with(".json")
 
     def _with(self, suffix: str) -> Path:
-        return self.out.with_name(self.out.name + suffix)
+        return Path(f"{self.out}{suffix}")
 
     def reserved(self) -> AbstractContextManager[None]:
         """Nobody else writes it meanwhile. LlmqError if somebody does, or it cannot be written."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.base.errors import ConfigError
+from llmq.base.files import report_path
 from llmq.base.signals import ending_children
 from llmq.bench.how import How
 from llmq.commands.common import SaveConfig, save_config, train_options
@@ -21,7 +22,14 @@ ConfigFile = Annotated[
         help="File with these options as keys, lists of values, `zip`, `where` and `runs`.",
     ),
 ]
-Out = Annotated[Path, typer.Option(help="Report to write, without .md, .json, .csv and .html.")]
+Out = Annotated[
+    Path,
+    typer.Option(
+        parser=report_path,
+        metavar="<path>",
+        help="Report to write, without .md, .json, .csv and .html.",
+    ),
+]
 Peers = Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")]
 TimedSteps = Annotated[int, typer.Option(min=1, help="Steps of one repeat.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")]

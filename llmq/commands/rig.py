@@ -7,13 +7,19 @@ from typing import Annotated
 
 import typer
 
+from llmq.base.files import report_path
 from llmq.base.signals import ending_children
 
 
 def rig(
-    out: Annotated[Path, typer.Option(help="Report to write, without .md, .json and .png.")] = Path(
-        "rig"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            parser=report_path,
+            metavar="<path>",
+            help="Report to write, without .md, .json and .png.",
+        ),
+    ] = Path("rig"),
     minutes: Annotated[
         float, typer.Option(min=2, max=10, help="That it takes at most; parts become shorter.")
     ] = 10.0,
