@@ -160,6 +160,19 @@ def test_what_is_no_report(tmp_path, capsys, content, message):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 0.0, -1.0])
+def test_speeds_that_are_none_are_not_compared(tmp_path, capsys, seconds):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(report([({"model": "tiny"}, [1.0, 1.0, 1.0])])))
+    content = json.loads(path.read_text())
+    content["runs"][0]["result"]["step_seconds"] = [seconds, 1.0, 1.0]
+    path.write_text(json.dumps(content))
+    assert _run(["bench", "--compare", str(path), str(path)]) == 2
+    printed, err = capsys.readouterr()
+    assert printed == "" and err.count("\n") == 1
+    assert f"(ValueError('a speed or a time of a step is {seconds}')" in err
+
+
 @pytest.mark.parametrize("extra", ["--resume", "--model=tiny", "--config=a", "--out=b"])
 def test_a_comparison_makes_no_runs(capsys, extra):
     assert _run(["bench", "--compare", "a.json", "b.json", extra]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -62,6 +63,8 @@ def read_report(path: Path, flag: str) -> Report:
         found = {key: report[key] for key in _KEYS} | rest
         for run in found["runs"]:
             identity(run["options"]), found["invocations"][run["invocation"]]
+            if run["status"] == "ok":
+                _check_speed(run["result"])
         if found["running"] is not None:
             identity(found["running"])
         differences(found["machine"], found["machine"])
@@ -72,6 +75,13 @@ def read_report(path: Path, flag: str) -> Report:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{flag}: {path} is not a report of llmq bench ({error!r})") from None
+
+
+def _check_speed(result: dict[str, Any]) -> None:
+    """ValueError where a speed is none: what is compared with it would be none either."""
+    for value in (result["tokens_per_second"], *result["step_seconds"]):
+        if not 0 < value < math.inf:
+            raise ValueError(f"a speed or a time of a step is {value}")
 
 
 def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> list[str]:
