@@ -48,6 +48,7 @@ def test_a_sweep_and_its_files(sweeps, capsys):
     }
     printed = capsys.readouterr()
     assert printed.out == sweeps.text("md") + "\n"
+    assert ", 3 x 5 steps\n" in printed.out  # on the CPU
     assert "[6/6] tiny-gpt2 bf16 4 x 4" in printed.err
 
 

@@ -173,8 +173,9 @@ def _heading(report: dict[str, Any]) -> str:
     differ = len(set(versions)) > 1
     lines = [
         f"`{i['command']}`, {i['date']}, {i['repeats']} x {i['steps']} steps"
+        + " or more" * bool((made_on or {}).get("gpu"))  # as many as take a second
         + (f", {version}" if differ else "")
-        for i, version in zip(report["invocations"], versions, strict=True)
+        for i, made_on, version in zip(report["invocations"], machines, versions, strict=True)
     ]
     if len(lines) > 1:
         lines = [f"{number}. {line}" for number, line in enumerate(lines, 1)] + [""]

@@ -31,7 +31,9 @@ Out = Annotated[
     ),
 ]
 Peers = Annotated[Path | None, typer.Option(help="JSON with other programs' speeds.")]
-TimedSteps = Annotated[int, typer.Option(min=1, help="Steps of one repeat.")]
+TimedSteps = Annotated[
+    int, typer.Option(min=1, help="Steps of one repeat; on a GPU as many more as take a second.")
+]
 Repeats = Annotated[int, typer.Option(min=1, help="Repeats of the timed steps.")]
 Add = Annotated[
     bool, typer.Option("--add", help="To what the report holds; equal runs are replaced.")
