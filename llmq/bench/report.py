@@ -155,9 +155,17 @@ def as_table(names: list[str], rows: list[list[str]]) -> str:
 def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
     """Why a run has no speed, and what it said at last."""
     lines = [f"- {full_title(run, shared)}: {run['status']}: {run['message']}"]
-    if words := run.get("last_words", [])[-SHOWN_WORDS:]:
+    if words := _last_words(run):
         lines += ["", "  ```text", *(f"  {word}" for word in words), "  ```", ""]
     return "\n".join(lines)
+
+
+def _last_words(run: dict[str, Any]) -> list[str]:
+    """The last lines that a run printed, and of the stack of one that hung the innermost calls,
+    which stand first: where it was."""
+    words = run.get("last_words", [])
+    stacks = [at for at, word in enumerate(words) if word.endswith("(most recent call first):")]
+    return words[stacks[-1] :][:SHOWN_WORDS] if stacks else words[-SHOWN_WORDS:]
 
 
 def _left(report: dict[str, Any]) -> str:
