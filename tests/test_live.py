@@ -85,6 +85,48 @@ def test_progress_of_a_long_run_takes_three_lines(width):
     assert len(rest) == 2
 
 
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (58, ["step 654321/1000000  ━━╸   349,525 tok/s   1152:15:48 left"]),
+        (52, ["step 654321/1000000  349,525 tok/s   1152:15:48 left"]),
+        (51, ["step 654321/1000000", "349,525 tok/s   1152:15:48 left"]),
+        (20, ["step 654321/1000000", "349,525 tok/s", "1152:15:48 left"]),
+    ],
+)
+def test_a_narrow_terminal_gets_lines_that_are_whole(width, lines):
+    progress = Progress(654_321, 1_000_000)
+    progress.update(ms=12_000.0, tokens=2**22)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(progress.render())
+    assert [line.rstrip() for line in console.file.getvalue().splitlines()] == lines
+
+
+def test_a_line_of_the_log_does_not_cut_the_view_below_it(screen):
+    """The line itself is never broken, so that it can be copied."""
+    console = Console(file=screen, force_terminal=True, width=20, _environ={"TERM": "xterm"})
+    live = LiveView(console, 0, 10)
+    live.progress(step=1, loss=4.25, norm=0.5, lr=1e-3)
+    live._live.refresh()  # its thread does this
+    text = f"[T] step 0 | {40 * 'x'} | tps 99\n"
+    live.line(text.rstrip())
+    drawn = shown(screen)
+    live.close()
+    below = drawn[drawn.rindex(text) + len(text) :]
+    numbers = ["loss 4.25   norm 0.5", "lr 0.001"]
+    assert [line.rstrip() for line in below.split("\n")][1:] == [*numbers, BARS[0]]
+
+
+def test_a_terminal_without_utf8_gets_a_curve_it_can_show():
+    progress = Progress(0, 10)
+    for step in range(8):
+        progress.update(step=step, loss=8.0 - step)
+    file = io.TextIOWrapper(io.BytesIO(), "ascii")
+    Console(file=file, width=80).print(progress.render())
+    file.seek(0)
+    assert file.read().splitlines()[-1].rstrip() == "#*+=-:._"
+
+
 def test_a_resumed_run_begins_where_it_was(screen):
     live = view(screen, first=6)
     live.close()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,6 +18,8 @@ from llmq.train.gauges import Panel
 from llmq.train.views import PlainView, View, optional_console
 
 BARS = "▁▂▃▄▅▆▇█"
+_ASCII = str.maketrans(BARS, "_.:-=+*#")  # of a terminal without UTF-8
+LEAST_BAR = 4  # columns of the bar of steps
 DRAWS = 2  # of the view in a second, which is also fit for a slow line
 WIDTH = 48  # columns of the loss curve, at most
 
@@ -65,6 +68,40 @@ def time_left(seconds: float) -> str:
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The line of steps and speed. Where there is too little room its bar is shorter, and where
+    there is none, it has no bar or is two lines."""
+
+    step: int
+    total: int
+    speed: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        steps = f"step {self.step}/{self.total}"
+        if len(steps) + LEAST_BAR + len(self.speed) + 4 > options.max_width:
+            fit = len(steps) + len(self.speed) + 2 <= options.max_width
+            yield Text(("  " if fit else "\n").join(filter(None, (steps, self.speed))))
+            return
+        grid = Table.grid(padding=(0, 2))
+        for no_wrap in (True, False, True):
+            grid.add_column(no_wrap=no_wrap)
+        bar = ProgressBar(total=self.total, completed=self.step, width=40)
+        grid.add_row(steps, bar, self.speed)
+        yield grid
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """A loss curve as the terminal can show it; nothing where it is empty."""
+
+    bars: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.bars:
+            yield Text(self.bars.translate(_ASCII) if options.ascii_only else self.bars)
+
+
 class Progress:
     """How far a run is: the lines of the live view that are not about GPUs.
 
@@ -90,17 +127,13 @@ class Progress:
         """Its lines: three, or more where scores have many names. Of a run that does not go on, no
         time is left."""
         state = self._state
-        bar = ProgressBar(total=self.total, completed=state["step"], width=40)
-        head = Table.grid(padding=(0, 2))
-        for no_wrap in (True, False, True):  # where there is too little room, the bar is shorter
-            head.add_column(no_wrap=no_wrap)
-        head.add_row(f"step {state['step']}/{self.total}", bar, self._speed(goes_on))
+        head = _Head(state["step"], self.total, self._speed(goes_on))
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
         numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
         if state.get("validated") is not None:
             numbers.append(f"validation {state['validated']:.0%}")
-        rows = [Text("   ".join(numbers)), Text(str(self._curve))]
-        return Group(head, *(row for row in rows if row))
+        curve = str(self._curve)
+        return Group(head, *([Text("   ".join(numbers))] if numbers else []), _Curve(curve))
 
     @property
     def ms(self) -> float:
@@ -133,7 +166,9 @@ class LiveView:
     def line(self, text: str, *, bold: bool = False) -> None:
         """Print above the view."""
         with optional_console():
-            self._console.print(Text(text, style="bold" if bold else ""), soft_wrap=True)
+            # All of it, and cut nowhere, which is not meant for the view that is drawn behind it.
+            line = Text(text, "bold" if bold else "", no_wrap=True, overflow="ignore")
+            self._console.print(Group(line), crop=False)  # a Text alone is made anew
 
     def progress(self, **state: Any) -> None:
         """step (done so far), loss, norm, lr, ms and tokens after a step; scores, by name, after
