@@ -262,6 +262,7 @@ def test_bad_input(place, tmp_path, capsys):
     number = write(tmp_path / "number.jsonl", {**goal, "goal": 7, "label": 0})
     for task, message in (
         (tmp_path / "no", "task file '"),
+        ("~nobody-here/x.jsonl", "task file '"),
         (empty, "has no records"),
         (f"arc={place / 'piqa.jsonl'}", "not as arc has it: field 'answerKey' is missing"),
         (nothing, "fields goal are those of no task: say which it is, as in --task KIND=FILE"),

@@ -232,6 +232,9 @@ def test_find_log(monkeypatch):
         ("nobody", "no log in 'logs' is of a run of this name"),
         ("logs/x.json", "No such file or directory"),
         ("x.json", "No such file or directory"),
+        ("~nobody-here/x", "No such file or directory"),
+        ("logs/", "it is a directory"),
+        (".", "it is a directory"),
     ):
         with pytest.raises(DataError, match=f"cannot read the log '{text}': {problem}"):
             find_log(text)

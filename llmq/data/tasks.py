@@ -7,6 +7,7 @@ question: choices begin with a space, MMLU's are letters, WinoGrande scores what
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -250,11 +251,11 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
     kind, equals, name = spec.partition("=")
     kind = _SPELLINGS.get(kind, kind)
     if equals and (kind in KINDS or kind == TEXT) and name:
-        return kind, Path(name).expanduser()
+        return kind, Path(os.path.expanduser(name))
     if equals and not Path(spec).exists():
         kinds = ", ".join([*KINDS, TEXT])
         raise ConfigError(f"a task is FILE or KIND=FILE with one of {kinds}, got {spec!r}")
-    return None, Path(spec).expanduser()
+    return None, Path(os.path.expanduser(spec))  # pathlib's raises where there is no such user
 
 
 def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:

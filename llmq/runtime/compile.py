@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_shared
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
@@ -65,10 +65,16 @@ class Cubin:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder."""
+    """Where compiled kernels are kept: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
+
+    ConfigError where there is none, as of a container's user without a name.
+    """
     if chosen := os.environ.get("LLMQ_CACHE_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq"
+    except RuntimeError:
+        raise ConfigError("no home directory for the cache: set LLMQ_CACHE_DIR") from None
 
 
 def cuda_include_dirs(major: int | None = None) -> list[Path]:

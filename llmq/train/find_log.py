@@ -50,7 +50,7 @@ def find_log(text: str) -> Path:
     Those in logs/ are looked through, and the one that the newest checkpoint in ckpt/NAME names.
     DataError if there is none.
     """
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
     if os.path.lexists(path) and not path.is_dir():
         return path
     defaults = TrainConfig().normalized()
@@ -61,7 +61,7 @@ def find_log(text: str) -> Path:
             return max(found, key=_modified)
         problem = f"no log in '{defaults.log_file.parent}' is of a run of this name"
     else:
-        problem = "No such file or directory"
+        problem = "it is a directory" if path.is_dir() else "No such file or directory"
     raise DataError(f"cannot read the log '{text}': {problem}")
 
 

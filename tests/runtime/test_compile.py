@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime import compile
 from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.kernel import Kernel, Source
@@ -31,6 +32,17 @@ another(T* y) { y[threadIdx.x] = from_f32<T>(0.0f); }
 SCALE = Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
 KERNELS = ("scale", "another")
 BOUND = Source.of(SCALE, {"T": BF16}, {"FACTOR": 32})
+
+
+def test_without_a_home_directory_the_cache_is_asked_for(monkeypatch):
+    """As of a container's user that has no name."""
+    for name in ("LLMQ_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="no home directory for the cache: set LLMQ_CACHE_DIR"):
+        compile.cache_dir()
+    monkeypatch.setenv("LLMQ_CACHE_DIR", "there")
+    assert compile.cache_dir() == Path("there")
 
 
 def nvrtc_loads() -> bool:
