@@ -16,7 +16,7 @@ import pytest
 
 from llmq.base import files
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import bench, child, plan_runs, predict
+from llmq.bench import bench, child, plan_runs, predict, report_file
 from llmq.bench.predict import Forecast
 from llmq.commands.cli import _run
 from tests.conftest import gpu_problem
@@ -114,6 +114,32 @@ def test_a_run_is_on_the_disk_before_it_is_told(sweeps, monkeypatch):
     report = sweeps.report()
     assert [run["status"] for run in report["runs"]] == ["ok"]
     assert (report["left"], report["running"]) == (5, None)
+
+
+def test_ctrl_c_while_the_last_run_is_written_does_not_cost_it(sweeps, monkeypatch):
+    write, stopped = report_file.write_file, []
+
+    def stop_once(path, content):
+        if path.suffix == ".json" and '"left": 0' in content and not stopped:
+            stopped.append(path)
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(report_file, "write_file", stop_once)
+    with pytest.raises(KeyboardInterrupt):
+        sweeps.make()
+    assert list(sweeps.statuses()) == TABLE and sweeps.report()["left"] == 0
+
+
+def test_a_run_for_which_the_disk_has_no_room_is_told(sweeps, monkeypatch, capsys):
+    def full(path, content):
+        if '"left": 5' in content:
+            raise LlmqError("the disk is full")
+
+    monkeypatch.setattr(report_file, "write_file", full)
+    with pytest.raises(LlmqError, match="the disk is full"):
+        sweeps.make()
+    assert capsys.readouterr().err.splitlines()[-1].startswith("  ok: 1,")
 
 
 def test_a_sweep_that_did_not_end_is_not_overwritten(sweeps):

@@ -136,8 +136,9 @@ class Sweep:
 
     def interrupted(self) -> None:
         """Say how to go on. That a run was under way means nothing: it did not end the sweep."""
+        if self.begun:
+            self._write()  # it may have come while a run was written
         if self.begun and self.pending:
-            self._write()
             done = len(self.order) - len(self.pending)
             told = f"{done} of {len(self.order)} runs are in {self.file.path}: --resume goes on"
             print(told, file=sys.stderr)
@@ -242,9 +243,11 @@ class Sweep:
         self.new["runs"].append(run)
         self.pending = [p for p in self.pending if p is not options]
         self._learn(options, run)
-        self._write()  # before it is told: who reads that may be gone
-        said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
-        print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
+        try:
+            self._write()  # before it is told: who reads that may be gone
+        finally:  # the disk may be full
+            said = run.get("message") or f"{run['result']['tokens_per_second']:,.0f} tok/s"
+            print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
 
     def _learn(self, options: Row, run: dict[str, Any]) -> None:
         """How long further runs will take."""
