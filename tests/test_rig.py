@@ -62,6 +62,13 @@ def hot(parts):
     parts["load"]["gpus"][1]["settled"] = settled | {"reasons": reasons, "hottest": 88}
 
 
+def too_hot(parts):
+    """So hot that the hardware itself brakes, which sets two bits."""
+    settled = parts["load"]["gpus"][1]["settled"]
+    reasons = load.settled({"reasons": [0x40 | 0x8]})["reasons"]
+    parts["load"]["gpus"][1]["settled"] = settled | {"reasons": reasons, "hottest": 95}
+
+
 def slow(parts):
     settled = parts["load"]["gpus"][1]["settled"]
     parts["load"]["gpus"][1]["settled"] = settled | {"tflops": 540.0, "clock": 1200}
@@ -130,6 +137,7 @@ FAULTS = [
     (old_generation, ["GPU 0 runs PCIe 3 under load where 5 is possible"]),
     (riser, ["GPU 0 copies 6.0 GB/s from host memory, of 63 that its slot has on paper"]),
     (hot, ["GPU 1 throttles: temperature holds its clock down in 80% of the readings, at 88 °C"]),
+    (too_hot, ["GPU 1 throttles: temperature holds its clock down in 100% of the readings, at 95"]),
     (slow, ["GPU 1 reaches 78% of the fastest one's products under load at 1200 MHz"]),
     (brake, ["GPU 0 is slowed down by its board or its power supply (power brake)"]),
     (limited, ["GPU 0 is limited to 450 W, it comes with 700 W"]),
@@ -445,6 +453,10 @@ def test_load_settles_at_the_end_of_its_series():
     assert found["tflops"] == 6.5 and found["hottest"] == 91
     assert found["reasons"] == {"power limit": 1.0, "temperature (hardware)": 0.5}
     assert load.settled({"seconds": []}) == {}
+    # By its heat, by its power supply, and for a reason that the hardware does not tell.
+    slowed = load.settled({"reasons": 3 * [0x48] + 2 * [0x88, 0x8]})["reasons"]
+    assert slowed == {"power brake": 0.5, "hardware slowdown": 0.5}
+    assert load.settled({"reasons": [0x48]})["reasons"] == {"temperature (hardware)": 1.0}
 
 
 def test_load_of_several_devices(monkeypatch):

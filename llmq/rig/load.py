@@ -25,10 +25,12 @@ PRODUCTS = 4  # to a copy
 ALONE = 0.2  # of the time GPU 0 works alone, where there are several
 EVERY = 1.0  # seconds between readings
 SETTLED = 1 / 3  # of the readings, the last ones
-# Bits of NVML's reasons for a lower clock, and their words in the report.
+# Bits of NVML's reasons for a lower clock, and their words in the report. The slowdown is set
+# together with what the hardware knows to be its cause, and says something where it knows none.
+SLOWDOWN, CAUSES = 0x8, 0x40 | 0x80
 REASONS = {
     0x4: "power limit",
-    0x8: "hardware slowdown",
+    SLOWDOWN: "hardware slowdown",
     0x20: "temperature (software)",
     0x40: "temperature (hardware)",
     0x80: "power brake",
@@ -177,6 +179,7 @@ def settled(series: dict[str, list[Any]]) -> dict[str, Any]:
     for name, values in series.items():
         last = values[-max(1, round(SETTLED * len(values))) :] if values else []
         if name == "reasons":
+            last = [bits & ~SLOWDOWN if bits & CAUSES else bits for bits in last]
             shares = {w: sum(bool(v & b) for v in last) / len(last) for b, w in REASONS.items()}
             found["reasons"] = {word: share for word, share in shares.items() if share}
         elif last and name != "seconds":
