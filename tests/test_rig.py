@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -440,6 +441,23 @@ def test_the_bus_of_a_single_gpu_is_noted(monkeypatch):
     bus.measure(work, gpus=1)
     assert notes[-1]["alone"] == [rates]
     assert notes[-1]["at_once"] == {"1": {way: rates[way] for way in bus.WAYS}}
+
+
+def test_a_slow_bus_is_measured_in_no_more_time_than_a_fast_one():
+    """A riser with one lane: the part would be ended before it had said anything."""
+    copies = []
+
+    def copy(*_):
+        copies.append(time.sleep(0.01))
+
+    names = "memcpyDefault streamSynchronize eventRecord eventCreate eventDestroy eventElapsedTime"
+    api = SimpleNamespace(**dict.fromkeys(names.split(), lambda *_: 100.0), memcpyAsync=copy)
+    end = bus.End.__new__(bus.End)
+    end.api, end.nbytes = api, bus.COPY
+    end.device = end.host = end.streams = (0, 1)
+    rate = end.rate((True, False), threading.Barrier(1), 0.1)
+    assert 2 <= len(copies) - 2 <= 10
+    assert rate == pytest.approx((len(copies) - 2) * bus.COPY / 0.1 / 1e9)
 
 
 def test_load_settles_at_the_end_of_its_series():
