@@ -289,6 +289,19 @@ def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
     assert read_card_file(path_of(H100, 2)).slowest == 0.98
 
 
+def test_an_error_does_not_name_the_user(trained, tmp_path, monkeypatch):
+    """As the path of the card file would: the report is to be shared."""
+    monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "alice"))
+    (tmp_path / "alice").mkdir()
+    (tmp_path / "alice" / ".cache").touch()
+    stand_in = StandIn(results())
+    found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
+    assert "~/.cache" in found["parts"]["card file"]["error"]
+    assert not any("alice" in (tmp_path / f"rig{end}").read_text() for end in (".json", ".md"))
+
+
 def test_why_there_is_no_gpu(monkeypatch):
     """Without the advice that is for runs: the rig has no --device."""
 

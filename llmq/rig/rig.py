@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -101,7 +102,10 @@ class Rig:
         return found["result"]
 
     def note(self, title: str, error: str | None, seconds: float) -> None:
-        """Of a part, for the report."""
+        """Of a part, for the report, which names no user: nor do paths in it."""
+        home = os.path.expanduser("~")
+        if error and len(home) > 1:
+            error = error.replace(home, "~")
         self.report["parts"][title] = {"seconds": seconds, "error": error}
         if error:
             self.say(f"  {title}: {error}")
