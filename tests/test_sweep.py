@@ -17,6 +17,8 @@ import pytest
 from llmq.base import files
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import bench, child, plan_runs, predict, report_file
+from llmq.bench.bench import run_bench
+from llmq.bench.how import How
 from llmq.bench.predict import Forecast
 from llmq.commands.cli import _run
 from tests.conftest import gpu_problem
@@ -114,6 +116,12 @@ def test_a_run_is_on_the_disk_before_it_is_told(sweeps, monkeypatch):
     report = sweeps.report()
     assert [run["status"] for run in report["runs"]] == ["ok"]
     assert (report["left"], report["running"]) == (5, None)
+
+
+def test_names_that_are_not_utf8(sweeps):
+    run_bench({}, sweeps.file, How(out=sweeps.out), ["llmq", "bench", "--out", "night\udcff"])
+    assert list(sweeps.statuses()) == TABLE
+    assert all("udcff" in sweeps.text(suffix) for suffix in ("json", "md", "html"))
 
 
 def test_ctrl_c_while_the_last_run_is_written_does_not_cost_it(sweeps, monkeypatch):

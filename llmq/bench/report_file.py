@@ -51,7 +51,8 @@ class ReportFile:
         if report["running"] is not None:
             return
         for suffix, written in _WRITTEN.items():
-            write_file(self._with(suffix), written(report))
+            text = written(report).encode(errors="backslashreplace")  # a path need not be UTF-8
+            write_file(self._with(suffix), text.decode())
 
 
 def read_report(path: Path, flag: str) -> Report:
