@@ -34,7 +34,7 @@ from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
 from llmq.runtime.launch_kind import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
-from tests.rigs import H100, job, report, results
+from tests.rigs import GPU, H100, job, report, results
 
 # -- what is wrong, in words ---------------------------------------------------------------------
 
@@ -287,6 +287,21 @@ def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
         run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
     assert "- The disk that the report is on takes 0.10 GB/s" in capsys.readouterr().out
     assert read_card_file(path_of(H100, 2)).slowest == 0.98
+
+
+def test_what_nobody_tells_is_no_blank_in_the_report(cache, trained, tmp_path):
+    """As in a virtual machine, or without NVML."""
+    parts = results()
+    parts["host"] = {"memory": 100.0, "disk": {}}
+    kept = {name: GPU[name] for name in ("name", "pcie_width", "pcie_width_most", "power_limit")}
+    parts["facts"]["gpus"] = [{"index": 0} | kept, {"index": 1, "nvml": "GPU is lost"}]
+    stand_in = StandIn(parts)
+    run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
+    lines = (tmp_path / "rig.md").read_text().splitlines()
+    assert "| memory copies | 100.0 GB/s |" in lines
+    assert not [line for line in lines if line.startswith(("| disk", "| products of NumPy"))]
+    assert f"| 0 | {H100} | ? | x16 of x16 | none | ? | 700 of ? W |  |" in lines
+    assert "| 1 |  | ? | ? | ? | ? | ? |  |" in lines
 
 
 def test_an_error_does_not_name_the_user(trained, tmp_path, monkeypatch):

@@ -70,12 +70,17 @@ def _machine(report: Report) -> str:
         ("memory", f"{host.get('memory', 0) / GIB:.0f} GiB, {host.get('numa_nodes')} NUMA node(s)"),
         ("system", f"{host.get('system')}{', virtual' if host.get('virtual') else ''}"),
         ("IOMMU", f"{'on' if host.get('iommu') else 'off'} {options}".strip()),
-        ("memory copies", f"{_number(found.get('memory'))} GB/s"),
-        ("products of NumPy, F32", f"{_number(found.get('product'), '{:.0f}')} GFLOP/s"),
-        ("disk", f"{_number(disk.get('write'), '{:.2f}')} GB/s written, "
-                 f"{_number(disk.get('read'), '{:.2f}')} read"),
-    ]  # fmt: skip
-    return _table(("", ""), rows) if host else ""
+        ("memory copies", _number(found.get("memory"), "{:.1f} GB/s")),
+        ("products of NumPy, F32", _number(found.get("product"), "{:.0f} GFLOP/s")),
+        ("disk", "{write:.2f} GB/s written, {read:.2f} read".format(**disk) if disk else ""),
+    ]
+    return _table(("", ""), [row for row in rows if row[1]]) if host else ""
+
+
+def _of(value: float | None, most: float | None, form: str = "{:.0f}", unit: str = "") -> str:
+    """What it is, of what it could be; ? for what nobody tells."""
+    now, best = (_number(number or None, form) or "?" for number in (value, most))
+    return "?" if now == best == "?" else f"{now} of {best}{unit}"
 
 
 def _gpus(report: Report) -> str:
@@ -84,17 +89,16 @@ def _gpus(report: Report) -> str:
     for gpu in report["gpus"]:
         now = gpu | loaded.get(gpu["index"], {})
         most = max((gpu.get("pcie_width_most") or 0, gpu.get("pcie_width_slot") or 0))
+        unknown = "none" if "name" in gpu else "?"  # NVML refuses to speak of ECC, or of all
         rows.append(
             (
                 gpu["index"],
                 gpu.get("name", ""),
-                f"{_number(now.get('pcie_generation'), '{:.0f}')} of "
-                f"{gpu.get('pcie_generation_most', '?')}",
-                f"x{_number(now.get('pcie_width'), '{:.0f}')} of x{most or '?'}",
-                {True: "on", False: "off"}.get(gpu.get("ecc"), "none"),
+                _of(now.get("pcie_generation"), gpu.get("pcie_generation_most")),
+                _of(now.get("pcie_width"), most, "x{:.0f}"),
+                {True: "on", False: "off"}.get(gpu.get("ecc"), unknown),
                 {True: "on", False: "off"}.get(gpu.get("persistence"), "?"),
-                f"{_number(gpu.get('power_limit'), '{:.0f}')} of "
-                f"{_number(gpu.get('power_default'), '{:.0f}')} W",
+                _of(gpu.get("power_limit"), gpu.get("power_default"), unit=" W"),
                 gpu.get("numa", ""),
             )
         )
