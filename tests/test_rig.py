@@ -630,6 +630,22 @@ def test_a_run_that_is_refused_ends_no_child(cache, trained, tmp_path):
     assert refused == ["it does not fit", "nor this"]
 
 
+def test_a_model_that_is_too_large_is_nothing_wrong_with_the_rig(
+    cache, trained, tmp_path, monkeypatch
+):
+    fastest = rows.fastest
+    monkeypatch.setattr(
+        rows, "fastest", lambda o, file: None if o["model"] == "Qwen2.5-7B" else fastest(o, file)
+    )
+    parts = results()
+    parts["steps"]["refused"] = {"2": steps.NO_ROOM, "3": "it broke"}
+    stand_in = StandIn(parts, takes=0.3)
+    found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
+    assert len(found["words"]) == 1 and "is not whole: it broke" in found["words"][0]
+    text = (tmp_path / "rig.md").read_text()
+    assert f"| rows 7B, e4m3 | 0 s | {steps.NO_ROOM} |" in text
+
+
 def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
     stand_in = StandIn(results(), takes=2.5)
     found = run_rig(tmp_path / "rig", 2.0, stand_in, stand_in.clock)

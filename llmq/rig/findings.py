@@ -18,6 +18,7 @@ LIMITED = 0.97  # of the power limit that the card comes with
 HELD = 0.1  # share of readings in which something holds the clock down
 CROWDED = 0.75  # of one GPU's rate, what each gets while all copy
 SLOW_DISK = 0.5  # GB/s
+NO_ROOM = "not even a micro-batch of one sequence fits"  # a large model; that is no fault
 PCIE_RISER = "see whether it sits in its slot, and whether a riser or the firmware limits it"
 
 Report = dict[str, Any]
@@ -242,7 +243,7 @@ def unknown(report: Report) -> Iterator[str]:
         if gpu.get("nvml"):
             yield f"NVML tells nothing of GPU {gpu['index']}: {gpu['nvml']}."
     for name, part in report["parts"].items():
-        if part["error"]:
+        if part["error"] and part["error"] != NO_ROOM:
             yield f"The measurement `{name}` is not whole: {part['error']}."
 
 

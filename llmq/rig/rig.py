@@ -19,7 +19,7 @@ from llmq.plan.checks import FP8_CAPABILITY
 from llmq.rig import rows, steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
-from llmq.rig.findings import words_on
+from llmq.rig.findings import NO_ROOM, words_on
 from llmq.rig.launches import in_time, merged
 from llmq.rig.markdown import markdown
 from llmq.rig.picture import draw
@@ -246,7 +246,7 @@ def _keep(rig: Rig, out: Path) -> None:
         try:
             found = rows.fastest(options, Path(f"{out}.json"))
             if found is None:
-                rig.note(title, "it does not fit", rig.elapsed - start)
+                rig.note(title, NO_ROOM, rig.elapsed - start)
                 continue
             limit = min(rows.START + 2 * rows.SECONDS, rig.left)
             if limit < rows.SHORTEST:

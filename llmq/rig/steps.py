@@ -29,6 +29,7 @@ from llmq.config.presets import preset
 from llmq.ops.common import library_products
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
+from llmq.rig.findings import NO_ROOM
 from llmq.rig.launches import as_in_steps
 from llmq.runtime.timing import LaunchTime
 from llmq.train.trainer import Trainer
@@ -181,7 +182,7 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
         except OutOfMemory:
             continue
     else:
-        raise LlmqError("not even a micro-batch of one sequence fits")
+        raise LlmqError(NO_ROOM)
     with trainer:
         batches = random_batches(trainer)
         for _ in range(WARM_UP):
