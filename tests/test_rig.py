@@ -408,6 +408,14 @@ def test_disk_and_memory_of_the_host(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rig_that_is_killed_leaves_nothing_on_the_disk(tmp_path, monkeypatch):
+    """What is written has no name at any time, so that there is nothing to clean up."""
+    seen = []
+    monkeypatch.setattr(host, "_read_rate", lambda *_: seen.extend(tmp_path.iterdir()) or 1.0)
+    assert host.disk_rates(tmp_path, 16, 1.0)["read"] == 1.0
+    assert seen == []
+
+
 def test_facts_are_read_where_they_are(tmp_path):
     root = tmp_path
     for name, text in {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import shutil
@@ -76,32 +77,29 @@ def disk_rates(folder: Path, mib: int, seconds: float) -> dict[str, float]:
         return {}
     piece = mmap.mmap(-1, PIECE)  # at the start of a page, as direct reads want it
     piece.write(np.random.default_rng(0).bytes(PIECE))
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".llmq-rig-", suffix=".llmq-tmp") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:  # it has no name to stay by if we are killed
         begin, written = time.perf_counter(), 0
         while written == 0 or (written < size and time.perf_counter() - begin < seconds):
             written += os.write(file.fileno(), piece)
             os.fdatasync(file.fileno())
         write = written / (time.perf_counter() - begin) / 1e9
-        read = _read_rate(Path(file.name), piece, seconds)
+        read = _read_rate(file.fileno(), piece, seconds)
     return {"write": write, "read": read, "bytes": written}
 
 
-def _read_rate(path: Path, piece: mmap.mmap, seconds: float) -> float:
-    flags = os.O_RDONLY | getattr(os, "O_DIRECT", 0)
+def _read_rate(descriptor: int, piece: mmap.mmap, seconds: float) -> float:
     try:
-        descriptor = os.open(path, flags)
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) | getattr(os, "O_DIRECT", 0)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     except OSError:  # a file system that has no direct reads
-        descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        begin, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - begin < seconds:
-            if (got := os.readv(descriptor, [piece])) == 0:
-                break
-            count += got
-        return count / (time.perf_counter() - begin) / 1e9
-    finally:
-        os.close(descriptor)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    begin, count = time.perf_counter(), 0
+    while count == 0 or time.perf_counter() - begin < seconds:
+        if (got := os.readv(descriptor, [piece])) == 0:
+            break
+        count += got
+    return count / (time.perf_counter() - begin) / 1e9
 
 
 def _all(work: Callable[[int], None], count: int) -> None:
