@@ -270,6 +270,9 @@ def test_child_that_dies(monkeypatch, capfd):
     outcome = run_child(TINY, steps=1, repeats=1)
     killed = "the process was killed, as the system does when host memory runs out"
     assert outcome == {"status": "failed", "message": killed}
+    child_runs(monkeypatch, "os.kill(os.getpid(), signal.SIGSEGV)")
+    message = "the process was killed by SIGSEGV"  # as a crash in the driver does
+    assert run_child(TINY, steps=1, repeats=1) == {"status": "failed", "message": message}
     child_runs(monkeypatch, "print(job['options']); sys.exit(5)")
     outcome = run_child(TINY, steps=1, repeats=1)
     message = "the process ended with status 5"

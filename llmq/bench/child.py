@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from llmq.config.options_io import make_config
+from llmq.train.restarts import in_words
 
 POLL = 0.5  # seconds
 LAST_WORDS = 2.0  # seconds from the signal to say where it is until it is ended
@@ -181,7 +182,7 @@ def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any
             why, flag = f"not done after {timeout:.0f} seconds", "--timeout"
         told = f"{why}, so the process was ended; raise {flag} if this is not a hang, 0 switches "
         return {"status": "hung", "message": told + "it off"}
-    message = f"the process ended with status {ended.status}"
+    message = f"the process {in_words(ended.status)}"
     if ended.status == -signal.SIGKILL:
         message = "the process was killed, as the system does when host memory runs out"
     return {"status": "failed", "message": message}

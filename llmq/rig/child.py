@@ -22,6 +22,7 @@ from typing import Any
 
 from llmq.base.files import write_file
 from llmq.bench.child import job_of_parent, run_watched
+from llmq.train.restarts import in_words
 
 PARTS = {
     name: f"llmq.rig.{place}"
@@ -69,7 +70,7 @@ def run_part(part: str, seconds: float, options: dict[str, Any]) -> dict[str, An
     if status is None:
         return found | {"error": f"it took more than {seconds + GRACE:.0f} s and was ended"}
     if status and found["error"] is None:
-        return found | {"error": f"its process ended with status {status}"}
+        return found | {"error": f"its process {in_words(status)}"}
     return found
 
 
