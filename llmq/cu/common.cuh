@@ -45,12 +45,31 @@ template <class T> struct alignas(16) Vec {
     __device__ __forceinline__ T& operator[](int i) { return v[i]; }
     __device__ __forceinline__ const T& operator[](int i) const { return v[i]; }
     __device__ __forceinline__ T at(int i) const { return v[i]; }
-    // Elements i, which is even, and i + 1: two of BF16 are rounded by one instruction.
+    // Elements i, which is even, and i + 1. Two of BF16 are rounded by one instruction, and read by one
+    // each, where a kernel reads all of its vectors so: a lone one has to be moved first.
     __device__ __forceinline__ void set_two(int i, float a, float b) {
         if constexpr (sizeof(T) == 2) {
             *reinterpret_cast<__nv_bfloat162*>(v + i) = __floats2bfloat162_rn(a, b);
         } else {
             v[i] = a, v[i + 1] = b;
+        }
+    }
+    __device__ __forceinline__ float2 two(int i) const {
+        if constexpr (sizeof(T) == 2) {
+            const u32 word = *reinterpret_cast<const u32*>(v + i);
+            return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+        } else {
+            return make_float2(v[i], v[i + 1]);
+        }
+    }
+    // Those of a times those of b, each product rounded once.
+    __device__ __forceinline__ void set_products(int i, const Vec& a, const Vec& b) {
+        if constexpr (sizeof(T) == 2) {
+            using Two = __nv_bfloat162;
+            *reinterpret_cast<Two*>(v + i) = __hmul2(*reinterpret_cast<const Two*>(a.v + i),
+                                                     *reinterpret_cast<const Two*>(b.v + i));
+        } else {
+            v[i] = a[i] * b[i], v[i + 1] = a[i + 1] * b[i + 1];
         }
     }
 };
@@ -302,14 +321,12 @@ __device__ __forceinline__ u32 abs_max_bits(const Vec<float>& x) {
 }
 __device__ __forceinline__ u32 abs_max_bits(const Vec<bf16>& x) {
     const uint4 pairs = pack(x);
-    const u32 pair[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-    u32 lower = 0, upper = 0;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        lower = max(lower, pair[k] & 0x7FFFu);
-        upper = max(upper, pair[k] & 0x7FFFFFFFu);  // what is in the lower half decides nothing
-    }
-    return max(lower << 16, upper & 0x7FFF0000u);
+    const u32 abs[4] = {pairs.x & 0x7FFF7FFFu, pairs.y & 0x7FFF7FFFu, pairs.z & 0x7FFF7FFFu,
+                        pairs.w & 0x7FFF7FFFu};
+    const auto& two = reinterpret_cast<const __nv_bfloat162(&)[4]>(abs);
+    const auto most = __hmax2_nan(__hmax2_nan(two[0], two[1]), __hmax2_nan(two[2], two[3]));
+    const u32 both = reinterpret_cast<const u32&>(most);
+    return max(both << 16, both & 0xFFFF0000u);
 }
 
 template <class T, int WARPS, int VECTORS>

@@ -16,11 +16,14 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
     float factor, limit;
     u32 count = 0;  // saturated elements of this thread
 
+    Fp8Encoder() = default;
+    // Waits for the scale: to be made after other loads have begun.
     __device__ __forceinline__ explicit Fp8Encoder(const float* scale) {
-        if constexpr (IS_WANTED) {
-            factor = 1.0f / *scale;
-            limit = Fp8<Format>::MAX * *scale;
-        }
+        if constexpr (IS_WANTED) { use(*scale); }
+    }
+    __device__ __forceinline__ void use(float scale) {
+        factor = 1.0f / scale;
+        limit = Fp8<Format>::MAX * scale;
     }
 
     // The codes of one 16-byte vector, in their order.
@@ -32,6 +35,18 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
     __device__ __forceinline__ u32 encode(const Vec<float>& x) {
         count_saturated(x);
         return four(x[0], x[1], x[2], x[3]);
+    }
+    // The same, of one that is read by pairs, with its abs_max_bits: fewer instructions, but where
+    // registers are few, as in kernels of OctetTile, they are spilled.
+    __device__ __forceinline__ uint2 encode_pairs(const Vec<bf16>& x, u32 largest) {
+        const uint2 codes = make_uint2(four(x, 0), four(x, 4));
+        count_saturated_pairs(x, largest);
+        return codes;
+    }
+    __device__ __forceinline__ u32 encode_pairs(const Vec<float>& x, u32 largest) {
+        const u32 codes = four(x, 0);
+        count_saturated_pairs(x, largest);
+        return codes;
     }
     // The codes of eight neighbours.
     __device__ __forceinline__ uint2 encode(const Pack<bf16, 8>& x) { return encode(x.part[0]); }
@@ -57,6 +72,12 @@ template <class Format, bool IS_WANTED> struct Fp8Encoder {
     }
 
 private:
+    template <class Element>
+    __device__ __forceinline__ u32 four(const Vec<Element>& x, int first) const {
+        const float2 low = x.two(first), high = x.two(first + 2);
+        return four(low.x, low.y, high.x, high.y);
+    }
+
     // One comparison rules out what is rare; abs_bits are ordered as the numbers are.
     template <class Element>
     __device__ __forceinline__ void count_saturated(const Vec<Element>& x) {
@@ -64,6 +85,18 @@ private:
             if (abs_max_bits(x) > __float_as_uint(limit)) {
 #pragma unroll
                 for (int k = 0; k < Vec<Element>::N; ++k) { count += fabsf(to_f32(x[k])) > limit; }
+            }
+        }
+    }
+    template <class Element>
+    __device__ __forceinline__ void count_saturated_pairs(const Vec<Element>& x, u32 largest) {
+        if constexpr (IS_WANTED) {
+            if (largest > __float_as_uint(limit)) {
+#pragma unroll
+                for (int k = 0; k < Vec<Element>::N; k += 2) {
+                    const float2 two = x.two(k);
+                    count += (fabsf(two.x) > limit) + (fabsf(two.y) > limit);
+                }
             }
         }
     }
@@ -360,24 +393,35 @@ __device__ __forceinline__ void forget(Row<Element, W, COUNT>& row) {
 template <class Format, bool IS_WANTED> struct Fp8Rows {
     Fp8Encoder<Format, IS_WANTED> encoder;
     Format* codes;
+    float scale = 1.0f;
     int columns;
 
-    __device__ __forceinline__ Fp8Rows(Format* codes, const float* scale, int columns)
-        : encoder(scale), codes(codes), columns(columns) {}
+    __device__ __forceinline__ Fp8Rows(Format* codes, const float* from, int columns)
+        : codes(codes), columns(columns) {
+        if constexpr (IS_WANTED) { scale = *from; }
+    }
 
-    // This thread's part of a row.
+    // This thread's part of a row. Returns the largest abs_bits of it.
     template <class Element, int W, int COUNT>
-    __device__ __forceinline__ void emit(const Row<Element, W, COUNT>& x, i64 row, bool active) {
+    __device__ __forceinline__ u32 emit(const Row<Element, W, COUNT>& x, i64 row, bool active) {
+        u32 largest = 0;
         if constexpr (IS_WANTED) {
+            forget(scale);  // or it would be waited for before the first row is loaded
+            encoder.use(scale);
+        }
 #pragma unroll
-            for (int i = 0; i < COUNT; ++i) {
-                const int c = x.column(i);
-                if (!active || c >= columns) { continue; }
+        for (int i = 0; i < COUNT; ++i) {
+            const int c = x.column(i);
+            if (!active || c >= columns) { continue; }
+            const u32 bits = abs_max_bits(x.v[i]);
+            largest = max(largest, bits);
+            if constexpr (IS_WANTED) {
                 uint4 packed = pack(x.v[i]);
                 forget(packed);  // or all would be unpacked early, into too many registers
-                store(codes + row * columns + c, encoder.encode(unpack<Element>(packed)));
+                store(codes + row * columns + c, encoder.encode_pairs(unpack<Element>(packed), bits));
             }
         }
+        return largest;
     }
 
     // All threads call it once, at the end.
@@ -407,9 +451,9 @@ template <class Element, int W, int COUNT, bool HELD> struct RowParameter {
         } else {
             int c = held.column(i);
             forget(c);  // or the compiler would load it once and hold it
-            Vec<Element> loaded = unpack<Element>(make_uint4(0, 0, 0, 0));
-            if (c < columns) { loaded = load_vec(values + c); }
-            return loaded;
+            uint4 loaded = make_uint4(0, 0, 0, 0);
+            if (c < columns) { loaded = pack(load_vec(values + c)); }
+            return unpack<Element>(loaded);
         }
     }
     // See forget of what the threads load of other rows.

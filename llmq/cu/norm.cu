@@ -18,13 +18,12 @@
 // Data     rows of C elements of T (f32, bf16), contiguous, 16-byte aligned, C % 8 == 0; mean and
 //          rstd F32. mean and bias are LayerNorm's, else not touched, may be null. partial: F32
 //          (1 + CENTRED, gridDim.x, C), sums of a block for d_weight, then d_bias; with SUMS = 0
-//          none are made, may be null. abs_max: F32
-//          (1), with ABS_MAX = 1 raised to the largest |out|, |d_x|, as stored; else not touched,
-//          may be null. codes: with CODES = 1 (rows, C), out, d_x as FP8 (fp8.cuh), C % 16 == 0.
-//          OUT = 0: no out.
+//          none are made, may be null. abs_max: F32 (1), with ABS_MAX = 1 raised to the largest
+//          |out|, |d_x|, as stored; else not touched, may be null. codes: with CODES = 1 (rows, C),
+//          out, d_x as FP8 (fp8.cuh), C % 16 == 0. OUT = 0: no out.
 // Launch   a row lives in the registers of WARPS warps, VECTORS 16-byte vectors in each lane.
-//          Blocks of WARPS warps, but at least 4 (forward) or 8 (backward), which then work on
-//          several rows at a time, loop over the rows. Any grid.
+//          Blocks of WARPS warps, but at least 4, which then work on several rows at a time, loop
+//          over the rows. Any grid.
 // Cost     each tensor is read or written once, parameters and partial once a block; memory-bound.
 // Needs    residual_out (in post: out) may be residual and d_x may be d_residual: a thread reads
 //          what it overwrites. All other tensors are distinct.
@@ -34,9 +33,7 @@
 #include "ptx.cuh"
 
 constexpr int N = Vec<T>::N;
-constexpr int FORWARD_ROWS = block_rows(WARPS, 4);
-constexpr int FORWARD_THREADS = 32 * WARPS * FORWARD_ROWS;
-constexpr int BACKWARD_ROWS = block_rows(WARPS, 8), BACKWARD_THREADS = 32 * WARPS * BACKWARD_ROWS;
+constexpr int ROWS = block_rows(WARPS, 4), THREADS = 32 * WARPS * ROWS;  // of a block
 constexpr int SM_THREADS = 512;  // so many at least on an SM, for enough loads in flight
 // LayerNorm's norm_forward has one load in flight for each vector: as many threads as need no
 // spills.
@@ -46,32 +43,37 @@ constexpr int PLAIN_SM_THREADS = !CENTRED || CODES || VECTORS > 3 ? SM_THREADS
                                                                   : 1280;
 // The widest rows and their codes do not fit into the registers that two blocks leave each other.
 constexpr bool WIDEST = !CENTRED && CODES && WARPS == 8 && VECTORS == 4;
-constexpr int BACKWARD_SM_THREADS = WIDEST ? BACKWARD_THREADS : SM_THREADS;
+constexpr int BACKWARD_SM_THREADS = WIDEST ? THREADS : SM_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
-template <int ROWS> using Sum = RowSum<WARPS, WARPS * ROWS>;
+using Sum = RowSum<WARPS, WARPS * ROWS>;
 using Emitter = Fp8Rows<Q, CODES>;
 template <bool HELD> using Parameter = RowParameter<T, WARPS, VECTORS, HELD>;
 
-// What an element is multiplied by.
-__device__ __forceinline__ float factor(T weight) {
-    return OFFSET ? 1.0f + to_f32(weight) : to_f32(weight);
+// What elements k and k + 1 are multiplied by.
+__device__ __forceinline__ float2 factors(const Vec<T>& weight, int k) {
+    const float2 w = weight.two(k);
+    return OFFSET ? make_float2(1.0f + w.x, 1.0f + w.y) : w;
 }
 
-__device__ __forceinline__ float centred(T x, float centre) {
-    if constexpr (CENTRED) { return to_f32(x) - centre; }
-    return to_f32(x);
+__device__ __forceinline__ float2 centred(const Vec<T>& x, int k, float centre) {
+    const float2 two = x.two(k);
+    return CENTRED ? make_float2(two.x - centre, two.y - centre) : two;
 }
 
 // mean (of LayerNorm) and 1 / sqrt(variance + eps) of the row in x.
 __device__ __forceinline__ void statistics(float& centre, float& scale, Registers& x, f32 eps,
-                                           i32 C, Sum<FORWARD_ROWS>& row_sum) {
+                                           i32 C, Sum& row_sum) {
     float sum = 0.0f, squares = 0.0f;
     centre = 0.0f;
     if constexpr (CENTRED) {
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
-            for (int k = 0; k < N; ++k) { sum += to_f32(x.v[i][k]); }
+            for (int k = 0; k < N; k += 2) {
+                const float2 two = x.v[i].two(k);
+                sum += two.x;
+                sum += two.y;
+            }
         }
         forget(x);
         centre = row_sum(sum) / (float)C;
@@ -80,9 +82,10 @@ __device__ __forceinline__ void statistics(float& centre, float& scale, Register
     for (int i = 0; i < VECTORS; ++i) {
         if (CENTRED && Registers::column(i) >= C) { continue; }
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            const float value = centred(x.v[i][k], centre);
-            squares = fmaf(value, value, squares);
+        for (int k = 0; k < N; k += 2) {
+            const float2 two = centred(x.v[i], k, centre);
+            squares = fmaf(two.x, two.x, squares);
+            squares = fmaf(two.y, two.y, squares);
         }
     }
     forget(x);
@@ -100,9 +103,8 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
                                         const T* added, const T* weight, const T* bias, f32 eps,
                                         i64 rows, i32 C, f32* abs_max, Q* codes,
                                         const f32* fp8_scale, i32* saturated) {
-    constexpr int ROWS = FORWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
-    Sum<ROWS> row_sum{shared};
+    Sum row_sum{shared};
     Emitter fp8(codes, fp8_scale, C);
     u32 largest = 0;
     Parameter<HELD> w(weight, C);
@@ -117,8 +119,9 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
 #pragma unroll
             for (int i = 0; i < VECTORS; ++i) {
 #pragma unroll
-                for (int k = 0; k < N; ++k) {
-                    values.v[i][k] = from_f32<T>(to_f32(values.v[i][k]) + to_f32(past.v[i][k]));
+                for (int k = 0; k < N; k += 2) {
+                    const float2 a = values.v[i].two(k), b = past.v[i].two(k);
+                    values.v[i].set_two(k, a.x + b.x, a.y + b.y);
                 }
             }
             values.store(residual_out + row * C, C, active);
@@ -139,37 +142,41 @@ __device__ __forceinline__ void forward(T* residual_out, T* out, f32* mean, f32*
             if constexpr (CENTRED) {
                 const Vec<T>& b_i = b.vector(i);
 #pragma unroll
-                for (int k = 0; k < N; ++k) {
-                    const float x_hat = centred(values.v[i][k], centre) * scale;
-                    result.v[i][k] = from_f32<T>(x_hat * to_f32(w_i[k]) + to_f32(b_i[k]));
+                for (int k = 0; k < N; k += 2) {
+                    const float2 x = centred(values.v[i], k, centre);
+                    const float2 f = w_i.two(k), b = b_i.two(k);
+                    result.v[i].set_two(k, x.x * scale * f.x + b.x, x.y * scale * f.y + b.y);
                 }
             } else {
+                Vec<T> normed;
 #pragma unroll
-                for (int k = 0; k < N; ++k) {
-                    const float x_hat = to_f32(values.v[i][k]) * scale;
-                    if constexpr (ADDITION == AFTER) {
-                        const T normed = from_f32<T>(x_hat * factor(w_i[k]));
-                        result.v[i][k] = from_f32<T>(to_f32(past.v[i][k]) + to_f32(normed));
-                    } else if constexpr (OFFSET) {
-                        result.v[i][k] = from_f32<T>(x_hat * factor(w_i[k]));
+                for (int k = 0; k < N; k += 2) {
+                    const float2 x = values.v[i].two(k);
+                    if constexpr (ADDITION == AFTER || OFFSET) {
+                        const float2 f = factors(w_i, k);
+                        normed.set_two(k, x.x * scale * f.x, x.y * scale * f.y);
                     } else {
-                        const T rounded = from_f32<T>(x_hat);
-                        result.v[i][k] = from_f32<T>(to_f32(rounded) * factor(w_i[k]));
+                        normed.set_two(k, x.x * scale, x.y * scale);
+                        normed.set_products(k, normed, w_i);
+                    }
+                    if constexpr (ADDITION == AFTER) {
+                        const float2 before = past.v[i].two(k), y = normed.two(k);
+                        normed.set_two(k, before.x + y.x, before.y + y.y);
                     }
                 }
+                result.v[i] = normed;
             }
         }
         w.forget_all();
         b.forget_all();
         if constexpr (OUT) { result.store(out + row * C, C, active); }
-        fp8.emit(result, row, active);
-        largest = max(largest, abs_max_bits(result, C, active));
+        largest = max(largest, fp8.emit(result, row, active));
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
     fp8.finish(saturated);
 }
 
-extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, PLAIN_SM_THREADS / FORWARD_THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_SM_THREADS / THREADS)
 norm_forward(T* __restrict__ out, f32* __restrict__ mean, f32* __restrict__ rstd,
              const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias,
              f32 eps, i64 rows, i32 C, f32* abs_max, Q* __restrict__ codes,
@@ -178,7 +185,7 @@ norm_forward(T* __restrict__ out, f32* __restrict__ mean, f32* __restrict__ rstd
                                       C, abs_max, codes, scale, saturated);
 }
 
-extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, SM_THREADS / THREADS)
 norm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ mean,
                       f32* __restrict__ rstd, const T* residual, const T* __restrict__ branch,
                       const T* __restrict__ weight, const T* __restrict__ bias, f32 eps, i64 rows,
@@ -188,7 +195,7 @@ norm_forward_residual(T* residual_out, T* __restrict__ out, f32* __restrict__ me
                             rows, C, abs_max, codes, scale, saturated);
 }
 
-extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, SM_THREADS / FORWARD_THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, SM_THREADS / THREADS)
 norm_post(T* out, f32* __restrict__ rstd, const T* __restrict__ x, const T* residual,
           const T* __restrict__ weight, f32 eps, i64 rows, i32 C, f32* abs_max,
           Q* __restrict__ codes, const f32* __restrict__ scale, i32* saturated) {
@@ -199,15 +206,14 @@ norm_post(T* out, f32* __restrict__ rstd, const T* __restrict__ x, const T* resi
 }
 
 extern "C" __global__ void
-__launch_bounds__(BACKWARD_THREADS, BACKWARD_SM_THREADS / BACKWARD_THREADS)
+__launch_bounds__(THREADS, BACKWARD_SM_THREADS / THREADS)
 norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
               const T* __restrict__ x, const T* __restrict__ weight, const f32* __restrict__ mean,
               const f32* __restrict__ rstd, const T* d_residual, i64 rows, i32 C, f32* abs_max,
               Q* __restrict__ codes, const f32* __restrict__ fp8_scale, i32* saturated) {
-    constexpr int ROWS = BACKWARD_ROWS;
     __shared__ float shared[2 * WARPS * ROWS];
     __shared__ float column_sums[ROWS > 1 ? 32 * WARPS * VECTORS * N : 1];
-    Sum<ROWS> row_sum{shared};
+    Sum row_sum{shared};
     Emitter fp8(codes, fp8_scale, C);
     u32 largest = 0;
     float d_weight[VECTORS][N] = {}, d_bias[VECTORS][N] = {};  // of this thread's columns
@@ -226,21 +232,27 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
         for (int i = 0; i < VECTORS; ++i) {
             const Vec<T>& w_i = w.vector(i);
 #pragma unroll
-            for (int k = 0; k < N; ++k) {
-                const float g = to_f32(grad.v[i][k]);
-                if constexpr (CENTRED) {
-                    const float weighted = g * to_f32(w_i[k]);
-                    const float x_hat = centred(values.v[i][k], centre) * scale;
-                    sum += weighted;
-                    dot = fmaf(weighted, x_hat, dot);
-                    if constexpr (SUMS) {
-                        d_weight[i][k] = fmaf(g, x_hat, d_weight[i][k]);
-                        d_bias[i][k] += g;
+            for (int k = 0; k < N; k += 2) {
+                const float2 gs = grad.v[i].two(k), fs = factors(w_i, k);
+                const float2 xs = centred(values.v[i], k, centre);
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float g = j ? gs.y : gs.x, f = j ? fs.y : fs.x, x = j ? xs.y : xs.x;
+                    if constexpr (CENTRED) {
+                        const float weighted = g * f, x_hat = x * scale;
+                        sum += weighted;
+                        dot = fmaf(weighted, x_hat, dot);
+                        if constexpr (SUMS) {
+                            d_weight[i][k + j] = fmaf(g, x_hat, d_weight[i][k + j]);
+                            d_bias[i][k + j] += g;
+                        }
+                    } else {
+                        const float product = g * x;
+                        dot = fmaf(product, f, dot);
+                        if constexpr (SUMS) {
+                            d_weight[i][k + j] = fmaf(product, scale, d_weight[i][k + j]);
+                        }
                     }
-                } else {
-                    const float product = g * to_f32(values.v[i][k]);
-                    dot = fmaf(product, factor(w_i[k]), dot);
-                    if constexpr (SUMS) { d_weight[i][k] = fmaf(product, scale, d_weight[i][k]); }
                 }
             }
         }
@@ -255,22 +267,26 @@ norm_backward(T* d_x, f32* __restrict__ partial, const T* __restrict__ d_out,
         for (int i = 0; i < VECTORS; ++i) {
             const Vec<T>& w_i = w.vector(i);
 #pragma unroll
-            for (int k = 0; k < N; ++k) {
-                const float weighted = to_f32(grad.v[i][k]) * factor(w_i[k]);
-                const float added = to_f32(past.v[i][k]);
-                if constexpr (CENTRED) {
-                    const float x_hat = centred(values.v[i][k], centre) * scale;
-                    grad.v[i][k] = from_f32<T>((weighted - offset - x_hat * slope) * scale + added);
-                } else {
-                    const float along = to_f32(values.v[i][k]) * slope;
-                    grad.v[i][k] = from_f32<T>(weighted * scale + added - along);
+            for (int k = 0; k < N; k += 2) {
+                const float2 gs = grad.v[i].two(k), fs = factors(w_i, k);
+                const float2 xs = centred(values.v[i], k, centre), before = past.v[i].two(k);
+                float d[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const float weighted = j ? gs.y * fs.y : gs.x * fs.x, x = j ? xs.y : xs.x;
+                    const float added = j ? before.y : before.x;
+                    if constexpr (CENTRED) {
+                        d[j] = (weighted - offset - x * scale * slope) * scale + added;
+                    } else {
+                        d[j] = weighted * scale + added - x * slope;
+                    }
                 }
+                grad.v[i].set_two(k, d[0], d[1]);
             }
             w.forget_vector(i);
         }
         grad.store(d_x + row * C, C, active);
-        fp8.emit(grad, row, active);
-        largest = max(largest, abs_max_bits(grad, C, active));
+        largest = max(largest, fp8.emit(grad, row, active));
     }
     finish_abs_max<ABS_MAX>(abs_max, largest);
     fp8.finish(saturated);

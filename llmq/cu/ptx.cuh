@@ -460,5 +460,6 @@ __device__ __forceinline__ void forget(uint4& x) {
     asm volatile("" : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w));
 }
 __device__ __forceinline__ void forget(uint2& x) { asm volatile("" : "+r"(x.x), "+r"(x.y)); }
+__device__ __forceinline__ void forget(float& x) { asm volatile("" : "+f"(x)); }
 __device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void forget(unsigned int& x) { asm volatile("" : "+r"(x)); }

@@ -270,7 +270,6 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
     const i32 first_tile = blockIdx.x * block_tiles;
     const i32 end = min(first_tile + block_tiles, (columns + 127) / 128);
     const i32 first_row = blockIdx.y * TILE_TOKENS, row = first_row + threadIdx.x / TILE_QUADS * 4;
-    Fp8Encoder<Q, FP8> encoder(scale);
     u32 largest = 0;
     Angles<4> turn[4];
 
@@ -289,6 +288,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
         cp_async_commit();
     };
     fetch(first_tile);
+    Fp8Encoder<Q, FP8> encoder(scale);
 #pragma unroll 1
     for (i32 t = first_tile; t < end; ++t) {
         const u32 quad = t * TILE_QUADS + threadIdx.x % TILE_QUADS;

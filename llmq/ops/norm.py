@@ -11,8 +11,6 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
-    BACKWARD_WARPS,
-    FORWARD_WARPS,
     MAX_COLUMNS,
     abs_max_consts,
     expect_accumulator,
@@ -52,13 +50,14 @@ NORM_BACKWARD = Kernel(
     "const f32* rstd, const T*? d_residual, i64 rows, i32 C, " + ROW_ARGS,
 )
 
-# As many as the backward kernels have registers for, two blocks on an SM.
+# As many as the backward kernels have registers for, SM_WARPS on an SM.
 RMS_LANE_VECTORS, LAYER_LANE_VECTORS = {BF16: 4, F32: 4}, {BF16: 3, F32: 4}
 # Forward: far more blocks than run at a time, so that loads of new ones fill the gaps of old ones.
 # BF16 on an H100, in shares of a copy's bandwidth: RMSNorm of (32768, 896) 92 %, 80 % with 8
 # blocks; LayerNorm of (32768, 768) 84 %, 73 % with 8 blocks.
-FORWARD = {"block_warps": FORWARD_WARPS, "blocks_per_sm": 64}
-BACKWARD = {"block_warps": BACKWARD_WARPS, "blocks_per_sm": 2}
+FORWARD_BLOCKS = 64
+SM_WARPS = 16  # of backward: as many as there are registers for
+BLOCK_WARPS = 4  # at least; of more of them, more would wait for the slowest
 
 
 def forward(
@@ -100,7 +99,7 @@ def forward(
     alike = {} if out is None and fp8 is not None else {"out": out}
     rows, C = _check(op, "x", x, alike, mean, rstd, weight)
     _check_bias(op, mean, bias, x)
-    launch = _launch(op, dev, x, mean, abs_max, fp8, offset, **FORWARD)
+    launch = _launch(op, dev, x, mean, abs_max, fp8, offset)
     args = (out, mean, rstd, x, weight, bias, eps, rows, C)
     launch.run(dev, NORM_FORWARD, args, writes_out=out is not None)
 
@@ -136,7 +135,7 @@ def forward_residual(
     alike |= {} if out is None and fp8 is not None else {"out": out}
     rows, C = _check(op, "residual", residual, alike, mean, rstd, weight)
     _check_bias(op, mean, bias, residual)
-    launch = _launch(op, dev, residual, mean, abs_max, fp8, offset, **FORWARD)
+    launch = _launch(op, dev, residual, mean, abs_max, fp8, offset)
     args = (residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C)
     launch.run(dev, NORM_FORWARD_RESIDUAL, args, writes_out=out is not None)
 
@@ -169,7 +168,7 @@ def post(
     op = "norm.post"
     alike = {"out": out} | ({} if residual is None else {"residual": residual})
     rows, C = _check(op, "x", x, alike, None, rstd, weight)
-    launch = _launch(op, dev, x, None, abs_max, fp8, offset, **FORWARD)
+    launch = _launch(op, dev, x, None, abs_max, fp8, offset)
     launch.run(dev, NORM_POST, (out, rstd, x, residual, weight, eps, rows, C))
 
 
@@ -222,7 +221,7 @@ def backward(
         raise TypeError(f"{op}: d_bias must be None without mean, got {d_bias.tensor!r}")
     expect_accumulator(op, "d_weight", d_weight, (C,))
     expect_accumulator(op, "d_bias", d_bias, (C,))
-    launch = _launch(op, dev, x, mean, abs_max, fp8, offset, **BACKWARD)
+    launch = _launch(op, dev, x, mean, abs_max, fp8, offset, backward=True)
     targets = (d_weight,) if mean is None else (d_weight, d_bias)
     rest = (d_out, x, weight, mean, rstd, d_residual, rows, C)
     if not any(targets):
@@ -299,8 +298,7 @@ def _launch(
     fp8: Fp8Out | None,
     offset: bool,
     *,
-    block_warps: int,
-    blocks_per_sm: int,
+    backward: bool = False,
 ) -> _Launch:
     """Launch over the rows of x, for results of its shape.
 
@@ -320,6 +318,7 @@ def _launch(
     fp8_consts(op, fp8, rows, C)
     if fp8 is not None and fp8.transposed is not None:
         raise TypeError(f"{op}: fp8.transposed must be None, only fp8.codes is written")
-    grid = layout.launch(rows, block_warps, blocks_per_sm * dev.num_sms)
+    on_sm = max(SM_WARPS // max(layout.warps, BLOCK_WARPS), 1) if backward else FORWARD_BLOCKS
+    grid = layout.launch(rows, BLOCK_WARPS, on_sm * dev.num_sms)
     codes, _, scale, saturated = fp8_args(fp8)
     return _Launch(*grid, consts, (abs_max, codes, scale, saturated))

@@ -171,6 +171,7 @@ static inline unsigned long long global_time() { return ptx::time(); }
 
 static inline void forget(uint4&) {}
 static inline void forget(uint2&) {}
+static inline void forget(float&) {}
 static inline void forget(int&) {}
 static inline void forget(unsigned&) {}
 static inline void forget(SharedAddress&) {}

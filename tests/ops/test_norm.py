@@ -332,7 +332,7 @@ def test_plan_counts_every_byte_once():
     scalars, d_weight = plan.alloc("s", (16,), I32, "Stack"), plan.alloc("d", (128,), F32, "Stack")
     target = Accumulator(d_weight, False, scalars, 0)
     norm.backward(plan, big[0], target, None, big[1], big[2], weight, None, rstd, big[3])
-    partial = 8 * 128 * 4  # 64 rows of 8 a block
+    partial = 16 * 128 * 4  # 64 rows of 4 a block
     assert plan.bytes["norm_backward"] == 4 * 64 * 128 * 2 + 2 * 128 + 4 * 64 + partial
     assert plan.bytes["column_sum"] == partial + 2 * 4 * 128 + 64
     with pytest.raises(TypeError, match=r"norm\.backward: d_bias must be None without mean"):
