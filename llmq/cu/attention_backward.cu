@@ -70,11 +70,6 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[D / 2], const u32 
     wgmma_commit();
 }
 
-__device__ __forceinline__ u32 to_pair(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const u32*>(&pair);
-}
-
 // A sum's layout is the left operand's: two times 8 columns are what one product takes of it.
 __device__ __forceinline__ void round_left(u32 (&left)[4], const float* x) {
 #pragma unroll

@@ -82,11 +82,6 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddre
     }
 }
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const u32*>(&pair);
-}
-
 // sum += a b: a is a result of multiply_rows (16 M x 8 N), rounded to BF16; b has 8 N rows of D.
 template <int M, int N>
 __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
@@ -97,10 +92,10 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
 #pragma unroll
         for (int m = 0; m < M; ++m) {
             // The accumulator's layout is the left operand's: two 16 x 8 results make one 16 x 16.
-            left[m][0] = pack(a[m][2 * k][0], a[m][2 * k][1]);
-            left[m][1] = pack(a[m][2 * k][2], a[m][2 * k][3]);
-            left[m][2] = pack(a[m][2 * k + 1][0], a[m][2 * k + 1][1]);
-            left[m][3] = pack(a[m][2 * k + 1][2], a[m][2 * k + 1][3]);
+            left[m][0] = to_pair(a[m][2 * k][0], a[m][2 * k][1]);
+            left[m][1] = to_pair(a[m][2 * k][2], a[m][2 * k][3]);
+            left[m][2] = to_pair(a[m][2 * k + 1][0], a[m][2 * k + 1][1]);
+            left[m][3] = to_pair(a[m][2 * k + 1][2], a[m][2 * k + 1][3]);
         }
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
@@ -131,7 +126,7 @@ __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
             for (int r = 0; r < 2; ++r) {
                 const float f = factor[m][r];
                 *reinterpret_cast<u32*>(tile + (m * 16 + r * 8 + g) * ROW_BYTES + n * 16 + t * 4) =
-                    pack(sum[m][n][2 * r] * f, sum[m][n][2 * r + 1] * f);
+                    to_pair(sum[m][n][2 * r] * f, sum[m][n][2 * r + 1] * f);
             }
         }
     }

@@ -38,6 +38,14 @@ template <class T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return __float2bfloat16(x); }
 
+// Two BF16 in a word.
+__device__ __forceinline__ float lower_half(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float upper_half(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ u32 to_pair(float lower, float upper) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(lower, upper);
+    return *reinterpret_cast<const u32*>(&pair);
+}
+
 // 16 bytes of T: 8 bf16 or 4 f32 in one load or store.
 template <class T> struct alignas(16) Vec {
     static constexpr int N = 16 / sizeof(T);
@@ -57,7 +65,7 @@ template <class T> struct alignas(16) Vec {
     __device__ __forceinline__ float2 two(int i) const {
         if constexpr (sizeof(T) == 2) {
             const u32 word = *reinterpret_cast<const u32*>(v + i);
-            return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
+            return make_float2(lower_half(word), upper_half(word));
         } else {
             return make_float2(v[i], v[i + 1]);
         }

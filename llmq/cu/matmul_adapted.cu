@@ -79,7 +79,7 @@ struct Stored {
                     const float* sum = d[half] + first / 2 + 8 * j + 2 * i;
                     float low = sum[0], high = sum[1];
                     if constexpr (BIAS) {
-                        low += __uint_as_float(more[2 * j + i / 2] << 16);
+                        low += lower_half(more[2 * j + i / 2]);
                         high += __uint_as_float(more[2 * j + i / 2] & 0xffff0000u);
                     }
                     if constexpr (ADDEND) {

@@ -27,7 +27,7 @@
 #include "common.cuh"
 
 constexpr int TILE_COLUMNS = 192;
-#include "product_sm90.cuh"
+#include "shared_sm90.cuh"
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
 using Product = SharedProduct<A, B, false, 0, false, false, STAGES, WARPS>;

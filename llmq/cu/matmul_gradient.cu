@@ -25,7 +25,7 @@
 #include "common.cuh"
 
 constexpr int TILE_COLUMNS = 192;
-#include "product_sm90.cuh"
+#include "shared_sm90.cuh"
 
 constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
 // Of a thread: with EXACT two sums of each element do not fit into what all could have alike.

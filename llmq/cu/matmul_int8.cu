@@ -56,12 +56,6 @@ __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
     column = (i64)(in_group / height) * TILE_N;
 }
 
-// Two neighbouring results of a row, rounded.
-__device__ __forceinline__ u32 pack_pair(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const u32*>(&pair);
-}
-
 // Two pieces of 8 columns of one row, of which this lane (t: of four) has columns 2t and 2t + 1
 // each: to p, where the first piece begins, in whole sectors of 32 bytes.
 __device__ __forceinline__ void store_pieces(float* p, const float (&x)[4], int t, bool inside) {
@@ -71,7 +65,7 @@ __device__ __forceinline__ void store_pieces(float* p, const float (&x)[4], int 
     }
 }
 __device__ __forceinline__ void store_pieces(bf16* p, const float (&x)[4], int t, bool inside) {
-    const u32 first = pack_pair(x[0], x[1]), second = pack_pair(x[2], x[3]);
+    const u32 first = to_pair(x[0], x[1]), second = to_pair(x[2], x[3]);
     const bool odd = t & 1;  // an even lane gets four columns of the first piece, an odd one else
     const u32 got = __shfl_xor_sync(0xFFFFFFFFu, odd ? first : second, 1);
     const uint2 four = odd ? make_uint2(got, second) : make_uint2(first, got);

@@ -28,7 +28,7 @@
 #include "fp8.cuh"
 
 constexpr int TILE_COLUMNS = 192;
-#include "product_sm90.cuh"
+#include "shared_sm90.cuh"
 
 constexpr int STAGES = 4, EPILOGUES = 7;
 template <bool> struct Choice { using Type = Silu; };

@@ -27,7 +27,7 @@
 #include "fp8.cuh"
 
 constexpr int TILE_COLUMNS = 192;
-#include "product_sm90.cuh"
+#include "shared_sm90.cuh"
 
 template <bool> struct Choice { using Type = Silu; };
 template <> struct Choice<true> { using Type = Gelu; };

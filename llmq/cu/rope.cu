@@ -130,15 +130,13 @@ struct alignas(4 * sizeof(T)) Quad {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const u32 bits = word[PACKED ? k / 2 : k];
-            x[k] = __uint_as_float(!PACKED ? bits : k % 2 ? bits & 0xFFFF0000u : bits << 16);
+            x[k] = !PACKED ? __uint_as_float(bits) : k % 2 ? upper_half(bits) : lower_half(bits);
         }
     }
     __device__ __forceinline__ void set(const float (&x)[4]) {
 #pragma unroll
         for (int k = 0; k < 4; k += PACKED ? 2 : 1) {
-            const __nv_bfloat162 pair = __floats2bfloat162_rn(x[k], x[k + PACKED]);
-            word[PACKED ? k / 2 : k] =
-                PACKED ? reinterpret_cast<const u32&>(pair) : __float_as_uint(x[k]);
+            word[PACKED ? k / 2 : k] = PACKED ? to_pair(x[k], x[k + PACKED]) : __float_as_uint(x[k]);
         }
     }
     // The largest abs_bits; of packed ones two, of the lower and of the upper halves of the words.
