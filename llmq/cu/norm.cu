@@ -38,12 +38,12 @@ constexpr int SM_THREADS = 512;  // so many at least on an SM, for enough loads 
 // LayerNorm's norm_forward has one load in flight for each vector: as many threads as need no
 // spills.
 constexpr int PLAIN_SM_THREADS = !CENTRED || CODES || VECTORS > 3 ? SM_THREADS
-                                 : VECTORS == 3                   ? 1024
+                                 : VECTORS == 3                   ? (ABS_MAX ? 896 : 1024)
                                  : ABS_MAX                        ? 1152
                                                                   : 1280;
-// The widest rows and their codes do not fit into the registers that two blocks leave each other.
-constexpr bool WIDEST = !CENTRED && CODES && WARPS == 8 && VECTORS == 4;
-constexpr int BACKWARD_SM_THREADS = WIDEST ? THREADS : SM_THREADS;
+// Of rows with codes a lane has more to hold than so many threads have registers for.
+constexpr bool CROWDED = CODES && VECTORS >= (CENTRED ? 3 : 4);
+constexpr int BACKWARD_SM_THREADS = CROWDED ? 384 : SM_THREADS;
 using Registers = Row<T, WARPS, VECTORS>;
 using Sum = RowSum<WARPS, WARPS * ROWS>;
 using Emitter = Fp8Rows<Q, CODES>;

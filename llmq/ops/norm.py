@@ -57,6 +57,7 @@ RMS_LANE_VECTORS, LAYER_LANE_VECTORS = {BF16: 4, F32: 4}, {BF16: 3, F32: 4}
 # blocks; LayerNorm of (32768, 768) 84 %, 73 % with 8 blocks.
 FORWARD_BLOCKS = 64
 SM_WARPS = 16  # of backward: as many as there are registers for
+CROWDED_SM_WARPS = 12  # the same with codes, where a lane has as many vectors as it may have
 BLOCK_WARPS = 4  # at least; of more of them, more would wait for the slowest
 
 
@@ -318,7 +319,10 @@ def _launch(
     fp8_consts(op, fp8, rows, C)
     if fp8 is not None and fp8.transposed is not None:
         raise TypeError(f"{op}: fp8.transposed must be None, only fp8.codes is written")
-    on_sm = max(SM_WARPS // max(layout.warps, BLOCK_WARPS), 1) if backward else FORWARD_BLOCKS
-    grid = layout.launch(rows, BLOCK_WARPS, on_sm * dev.num_sms)
+    on_sm = FORWARD_BLOCKS
+    if backward:
+        crowded = fp8 is not None and layout.vectors >= lane_vectors[BF16]
+        on_sm = (CROWDED_SM_WARPS if crowded else SM_WARPS) // max(layout.warps, BLOCK_WARPS)
+    grid = layout.launch(rows, BLOCK_WARPS, max(on_sm, 1) * dev.num_sms)
     codes, _, scale, saturated = fp8_args(fp8)
     return _Launch(*grid, consts, (abs_max, codes, scale, saturated))
