@@ -7,7 +7,7 @@ import copy
 import time
 from typing import Any
 
-from llmq.config.card_file import CardFile, this_host
+from llmq.options.card_file import CardFile, this_host
 from llmq.rig.child import Job
 
 H100 = "NVIDIA H100 80GB HBM3"

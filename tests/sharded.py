@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.comm.connect import connect
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.model.step import Batch, Result, Step
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.plan import Usage, comm_options, make_plan
 from llmq.ref import quantize
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec

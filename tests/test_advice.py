@@ -9,12 +9,12 @@ from functools import cache
 
 import pytest
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
-from llmq.config.cards import card_of, find_card, spec_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.cards import card_of, find_card, spec_of
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
 from llmq.plan.estimate import Planner
 from llmq.plan.larger_batch import WORTH, larger_batch

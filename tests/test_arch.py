@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
+from llmq.arch import ARCHITECTURES
 from llmq.base.dtypes import E4M3
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
-from llmq.model.arch import ARCHITECTURES
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.idle_options import idle_with_model
 from tests.models import VOCAB, hf_model, random_batch, trainer_for
 from tests.test_layout import PACKAGE, modules
@@ -162,7 +162,7 @@ def test_architectures_are_named_in_their_files_alone():
     """All else follows from the descriptions; presets say whose they are."""
     names = [word for arch in ARCHITECTURES.values() for word in (arch.name, arch.model_type)]
     word = re.compile("|".join(f"""["']{name}["']""" for name in names))
-    own = {PACKAGE / "config" / "presets.py", *PACKAGE.glob("model/arch/*.py")}
+    own = {PACKAGE / "options" / "presets.py", *PACKAGE.glob("arch/*.py")}
     for file in set(modules()) - own:
         found = word.search(file.read_text())
         assert found is None or file.parent.name == "ref", f"{file} names {found}"

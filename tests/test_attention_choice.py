@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.config.cards import CARDS, Card, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.model.attention_choice import directions
 from llmq.ops import attention, attention_backward
+from llmq.options.cards import CARDS, Card, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.cost import Rates
 from llmq.plan.plan import Plan, make_plan
 from llmq.plan.replay import replay

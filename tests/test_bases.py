@@ -18,9 +18,9 @@ from llmq.base.errors import ConfigError
 from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
-from llmq.config.cards import card_of
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset, resolve_model
+from llmq.options.cards import card_of
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset, resolve_model
 from llmq.plan.checks import check_machine
 from llmq.plan.estimate import Planner
 from llmq.plan.idle_options import option_warnings, rank_warnings

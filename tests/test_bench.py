@@ -32,8 +32,8 @@ from llmq.bench.plan_runs import planned
 from llmq.bench.report import describe, markdown
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
-from llmq.config.options_io import make_config
 from llmq.ops import fill
+from llmq.options.options_io import make_config
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
 from llmq.runtime.cuda_device import CudaDevice

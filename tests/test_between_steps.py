@@ -15,10 +15,10 @@ from llmq.checkpoint.best import Best, best_owner
 from llmq.checkpoint.manifest import MANIFEST
 from llmq.checkpoint.verdict import VERDICT, Verdict, read_verdict, write_verdict
 from llmq.commands.cli import _run
-from llmq.config.command_line import command_line
-from llmq.config.options_io import make_config, option_rows
-from llmq.config.presets import preset
 from llmq.model.step import Step
+from llmq.options.command_line import command_line
+from llmq.options.options_io import make_config, option_rows
+from llmq.options.presets import preset
 from llmq.train import between_steps
 from llmq.train.watch import numbers, text
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens

@@ -13,12 +13,6 @@ from llmq.base.errors import ConfigError
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator
 from llmq.commands.cli import _run
-from llmq.config import rig_cards
-from llmq.config.card_file import path_of, read_card_file, record_of, write_card_file
-from llmq.config.cards import find_card, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
-from llmq.config.rig_cards import card_of_file, rig_card
 from llmq.ops import (
     attention,
     matmul,
@@ -27,6 +21,12 @@ from llmq.ops import (
     matmul_swiglu,
     matmul_swiglu_backward,
 )
+from llmq.options import rig_cards
+from llmq.options.card_file import path_of, read_card_file, record_of, write_card_file
+from llmq.options.cards import find_card, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
+from llmq.options.rig_cards import card_of_file, rig_card
 from llmq.plan.cost import Rates, exposed_seconds, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured, half_wave

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.config.cards import (
+from llmq.options.cards import (
     _SCALED,
     _SHEETS,
     CARDS,

@@ -40,10 +40,10 @@ from llmq.checkpoint.store import (
     find_checkpoint,
     list_checkpoints,
 )
-from llmq.config.option_types import NEWEST
-from llmq.config.presets import preset
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import ByteTokenizer
+from llmq.options.option_types import NEWEST
+from llmq.options.presets import preset
 from llmq.state.params import weight_table
 from tests.test_files import folders_on_the_disk
 

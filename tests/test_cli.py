@@ -22,10 +22,10 @@ from llmq import __version__
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run, app
 from llmq.commands.common import load_run
-from llmq.config.option_types import NEWEST
-from llmq.config.options import OPTIONS
-from llmq.config.options_io import COMMAND_LINE_ONLY, make_config
-from llmq.config.presets import preset
+from llmq.options.option_types import NEWEST
+from llmq.options.options import OPTIONS
+from llmq.options.options_io import COMMAND_LINE_ONLY, make_config
+from llmq.options.presets import preset
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
 TINY = ["--model", "tiny", "--from-scratch"]

@@ -7,9 +7,9 @@ import shlex
 import pytest
 
 from llmq.commands.cli import _run
-from llmq.config.command_line import command_line, flag
-from llmq.config.options import OPTIONS
-from llmq.config.options_io import make_config
+from llmq.options.command_line import command_line, flag
+from llmq.options.options import OPTIONS
+from llmq.options.options_io import make_config
 
 TINY = {"model": "tiny", "from-scratch": True}
 CONFIGS = {

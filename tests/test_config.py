@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from llmq.arch.common import ignored_fields
+from llmq.arch.model_config import ModelConfig
+from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
-from llmq.config.model import ModelConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import PRESETS, preset
-from llmq.model.arch.common import ignored_fields
-from llmq.model.arch.rope_family import RopeScaling
+from llmq.options.options_io import make_config
+from llmq.options.presets import PRESETS, preset
 
 QWEN25_05B = {
     "architectures": ["Qwen2ForCausalLM"],

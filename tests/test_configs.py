@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmq.config.option_file import read_option_file
-from llmq.config.options_io import make_config
+from llmq.options.option_file import read_option_file
+from llmq.options.options_io import make_config
 from llmq.plan.idle_options import option_warnings
 from tools.plan_configs import BLOCK, CONFIGS, predicted
 

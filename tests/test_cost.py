@@ -14,10 +14,10 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
-from llmq.config.cards import CARDS, find_card, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.ops import attention, attention_backward, matmul, matmul_swiglu
+from llmq.options.cards import CARDS, find_card, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.cost import (
     BOTH_WAYS,
     COPY_SHARE,

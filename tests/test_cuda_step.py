@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from llmq.config.options_io import make_config
 from llmq.model import attention_choice
 from llmq.ops import (
     matmul,
@@ -19,6 +18,7 @@ from llmq.ops import (
     matmul_swiglu,
     matmul_swiglu_backward,
 )
+from llmq.options.options_io import make_config
 from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cuda_api import device_spec
 from llmq.train.model_of_run import model_of_run

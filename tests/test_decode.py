@@ -8,8 +8,8 @@ import torch
 
 from llmq.base.dtypes import BF16, F32
 from llmq.checkpoint.hf import HfWeights
-from llmq.config.presets import resolve_model
 from llmq.model.decode import Decoder
+from llmq.options.presets import resolve_model
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import choose_machine

@@ -10,7 +10,7 @@ import pytest
 
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
-from llmq.config.presets import preset
+from llmq.options.presets import preset
 from llmq.state.params import parameter_count
 from llmq.train import demo
 from llmq.train.demo import PROMPT, VALIDATION_SECONDS, demo_config, python_sources

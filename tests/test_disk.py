@@ -11,9 +11,9 @@ import pytest
 from llmq.base.dtypes import MIB
 from llmq.checkpoint.best import Best
 from llmq.commands.cli import _run
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.disk import DiskUse, disk_use
 from llmq.state.params import weight_table
 from llmq.state.placement import place

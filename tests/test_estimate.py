@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from llmq.config.cards import find_card, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.cards import find_card, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.estimate import Planner
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import HOST_SPEC

@@ -17,10 +17,10 @@ import pytest
 
 from llmq.base.dtypes import GIB, MIB
 from llmq.commands.cli import _run
-from llmq.config.cards import find_card, spec_of
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset, resolve_model
+from llmq.options.cards import find_card, spec_of
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset, resolve_model
 from llmq.plan import advice
 from llmq.plan.coarser import coarser
 from llmq.plan.cost import Network

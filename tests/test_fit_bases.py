@@ -8,9 +8,9 @@ import pytest
 
 from llmq.base.dtypes import GIB
 from llmq.commands.cli import _run
-from llmq.config.cards import find_card, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.cards import find_card, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan import largest
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import Fit

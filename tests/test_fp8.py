@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import transformers
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset
 from llmq.model.head import gradient_scale
 from llmq.model.step import Step
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import E4M3_MAX
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset
 from llmq.model.operands import NAMES
 from llmq.model.scales import HISTORY, MARGIN
 from llmq.model.step import Step
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice

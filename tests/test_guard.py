@@ -15,8 +15,8 @@ import pytest
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.checkpoint.verdict import PROVEN, read_verdict
 from llmq.commands.cli import _run
-from llmq.config.options_io import make_config
 from llmq.model.step import Result
+from llmq.options.options_io import make_config
 from llmq.plan.idle_options import option_warnings
 from llmq.train.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
 from llmq.train.loop import _Run

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from llmq.commands.cli import TRAIN, _command, _run, app
-from llmq.config.options import OPTIONS
+from llmq.options.options import OPTIONS
 
 COMMANDS = typer.main.get_command(app).commands
 

@@ -16,15 +16,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint import hf, hf_export
 from llmq.checkpoint.export_files import SINGLE_FILE
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
-from llmq.config.model import ModelConfig
-from llmq.config.presets import model_warnings, preset
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, copy_tokenizer_files
+from llmq.options.presets import model_warnings, preset
 from llmq.state.params import weight_table
 
 ROPE = {

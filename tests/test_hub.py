@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.hub import find_tokenizer
 from llmq.commands.cli import _run
-from llmq.config.model import ModelConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import find_directory
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import load_tokenizer
+from llmq.options.options_io import make_config
+from llmq.options.presets import find_directory
 from llmq.state.params import weight_table
 from llmq.train.model_of_run import model_of_run
 from tests.hub import serving

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import DataError
 from llmq.checkpoint.manifest import MANIFEST
 from llmq.commands.cli import _run
-from llmq.config.model import ModelConfig
-from llmq.config.presets import PRESETS
 from llmq.data.identity import (
     TokenizerId,
     check_recorded,
@@ -23,6 +22,7 @@ from llmq.data.identity import (
 )
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_files import END_OF_TEXT
+from llmq.options.presets import PRESETS
 from llmq.train.trainer import Trainer
 from tests.runs import CONFIG, options
 from tests.text_data import documents, run, write_bpe, write_jsonl

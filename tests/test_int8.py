@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset
 from llmq.model.step import Step
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.placement import place, table_of

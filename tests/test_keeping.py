@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.signals import OutOfTime
-from llmq.config.options_io import make_config
+from llmq.options.options_io import make_config
 from llmq.train import cleaning, requests
 from llmq.train.requests import Requests
 from tests.runs import make_workplace, records, signal_after, train

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file, save_file
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.store import export_checkpoint
-from llmq.config.cards import card_of
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset
 from llmq.ops import matmul_adapted
+from llmq.options.cards import card_of
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
 from llmq.plan.estimate import Planner
 from llmq.plan.idle_options import rank_warnings
 from llmq.plan.plan import make_plan

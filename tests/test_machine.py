@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan import checks
 from llmq.plan.checks import attention_backend
 from llmq.runtime import compile, cuda_api, cuda_device, host_memory, machine

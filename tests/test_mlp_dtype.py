@@ -7,11 +7,11 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.errors import ConfigError
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.model.operands import NAMES, RESULTS
 from llmq.model.scales import HISTORY, MARGIN
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.train.diagnose import _activations, _measured_gradients, abs_maxes

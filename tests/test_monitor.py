@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.errors import LlmqError
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.runtime import gpu_info as gpu_info_module
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
@@ -200,7 +200,7 @@ def test_a_run_says_that_its_card_is_unknown():
         announce_machine(trainer, reporter, [], None)
         return said
 
-    unknown = "No speed of light: of NVIDIA X the peak is not known (llmq/config/cards.py)"
+    unknown = "No speed of light: of NVIDIA X the peak is not known (llmq/options/cards.py)"
     assert messages("cuda", "NVIDIA X") == [unknown]
     assert messages("cuda", H100) == messages("host", "CPU") == []
 

@@ -8,10 +8,10 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.operand import Fp8Out, Target
 from llmq.base.tensor import Accumulator
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset
 from llmq.model.norm import Normalization, Stats
 from llmq.model.step import Step
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.placement import place, table_of

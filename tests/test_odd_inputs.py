@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_file
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.hf import INDEX_FILE, HfWeights
 from llmq.checkpoint.manifest import MANIFEST, digest_of
 from llmq.commands.cli import _run
-from llmq.config.model import ModelConfig
 from llmq.data.loader import DataLoader
 from tests.runs import CONFIG, VOCAB, T, make_workplace, options, train
 

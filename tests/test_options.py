@@ -12,17 +12,17 @@ import pytest
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.config.option_types import (
+from llmq.options.option_types import (
     NEWEST,
     parse_dtype_name,
     parse_every,
     parse_layers,
     parse_size,
 )
-from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import make_config, option_rows
-from llmq.config.presets import preset
-from llmq.config.sizes import SIZES
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options_io import make_config, option_rows
+from llmq.options.presets import preset
+from llmq.options.sizes import SIZES
 from llmq.plan.idle_options import option_warnings, rank_warnings, run_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmq.config.options_io import make_config
 from llmq.data.tokens import TokenWriter
+from llmq.options.options_io import make_config
 from llmq.train.batches import random_batch
 from tests.models import exported, trainer_for
 from tests.test_model import LOSS_RTOL

@@ -10,10 +10,10 @@ import pytest
 import torch
 import transformers
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Storage, Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.presets import PRESETS, preset
+from llmq.options.presets import PRESETS, preset
 from llmq.state.params import ELEMENT_ALIGN, by_block, parameter_count, weight_table
 
 TINY = {

@@ -15,15 +15,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, MIB
 from llmq.commands.cli import _run
-from llmq.config.cards import CARDS, find_card, spec_of
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import parse_size
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.ops import matmul_exp_codes, matmul_gradient
+from llmq.options.cards import CARDS, find_card, spec_of
+from llmq.options.option_types import parse_size
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import installed_attention
 from llmq.plan.memory import needed_bytes

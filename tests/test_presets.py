@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from llmq.arch import ARCHITECTURES
 from llmq.base.errors import ConfigError
-from llmq.config.presets import PRESETS, model_warnings, preset, resolve_model
-from llmq.model.arch import ARCHITECTURES
+from llmq.options.presets import PRESETS, model_warnings, preset, resolve_model
 from llmq.state.params import parameter_count
 
 QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()

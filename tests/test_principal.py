@@ -17,9 +17,9 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.principal import Split, principal
 from llmq.checkpoint.store import export_checkpoint
-from llmq.config.adapters import adapters_of
-from llmq.config.options import TrainConfig
-from llmq.config.presets import preset
+from llmq.options.adapters import adapters_of
+from llmq.options.options import TrainConfig
+from llmq.options.presets import preset
 from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import option_warnings
 from llmq.state.params import weight_table

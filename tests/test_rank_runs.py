@@ -15,8 +15,8 @@ import transformers
 from llmq.base.errors import LlmqError
 from llmq.comm.host import connect_host
 from llmq.comm.links import Link, LinkTable
-from llmq.config.options_io import make_config
 from llmq.model.step import Step
+from llmq.options.options_io import make_config
 from llmq.plan.sol import peaks
 from llmq.train import announce, scaling
 from tests.fake_nvml import FakeGpu, fake_sensors

@@ -17,7 +17,7 @@ import pytest
 from llmq.base.errors import MachineError
 from llmq.base.signals import SUPERVISED, FirstSignal, OutOfTime
 from llmq.commands.cli import _run
-from llmq.config.options_io import make_config
+from llmq.options.options_io import make_config
 from llmq.train import restarts
 from llmq.train.requests import Requests
 from llmq.train.restarts import in_words, is_crash, supervise

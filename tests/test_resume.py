@@ -11,7 +11,7 @@ import pytest
 
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
-from llmq.config.options import OPTIONS
+from llmq.options.options import OPTIONS
 from llmq.train.course import without_undone
 from llmq.train.find_log import find_log
 from tests.runs import make_workplace, options, records, signal_after, train
@@ -299,7 +299,7 @@ def test_a_fork_does_not_write_to_its_parents_places(monkeypatch, capsys):
 
 
 def test_options_of_one_command_are_known():
-    from llmq.config.options import ONCE
+    from llmq.options.options import ONCE
 
     assert set(ONCE) <= OPTIONS.keys()
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.errors import DiskFull, LlmqError
-from llmq.config.card_file import path_of, read_card_file
-from llmq.config.presets import preset
 from llmq.ops.common import CAPABILITY, runs_own_products
+from llmq.options.card_file import path_of, read_card_file
+from llmq.options.presets import preset
 from llmq.rig import (
     bus,
     child,
@@ -554,7 +554,7 @@ def test_a_ladder_of_sizes(monkeypatch, device):
 
 
 def steps_spec():
-    from llmq.config.cards import find_card, spec_of
+    from llmq.options.cards import find_card, spec_of
 
     return spec_of(find_card("h100"))
 
@@ -571,7 +571,7 @@ def test_every_case_of_a_ladder_can_be_planned_and_fits():
 
 
 def test_rows_are_shortened_and_become_flags(tmp_path):
-    from llmq.config.options_io import make_config
+    from llmq.options.options_io import make_config
     from llmq.plan.cost import StepTime
     from llmq.plan.estimate import Estimate
     from llmq.plan.fit import Candidate

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
-from llmq.config.presets import preset
 from llmq.data.detokenize import continuation
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.options.presets import preset
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.train.sampling import (

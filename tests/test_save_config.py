@@ -12,9 +12,9 @@ import yaml
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.commands.cli import _run
-from llmq.config.option_file import read_option_file, save_options
-from llmq.config.options import ONCE, OPTIONS, TrainConfig
-from llmq.config.options_io import make_config
+from llmq.options.option_file import read_option_file, save_options
+from llmq.options.options import ONCE, OPTIONS, TrainConfig
+from llmq.options.options_io import make_config
 from tests.test_command_line import CONFIGS, TINY
 
 STRANGE = {"name": "off", "train-file": "data/ä: #1*.bin", "out-dir": "1e3", "p2p": "on"}

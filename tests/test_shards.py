@@ -12,8 +12,8 @@ from llmq.base.errors import ConfigError
 from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWriter
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
-from llmq.config.presets import preset
 from llmq.ops.adamw import SCALE_BLOCK
+from llmq.options.presets import preset
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table

@@ -13,11 +13,11 @@ from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.bench.measure import open_trainer
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
-from llmq.config.command_line import command_line
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import TokenWriter
+from llmq.options.command_line import command_line
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.memory import needed_bytes
 from llmq.state.params import parameter_count
 from llmq.train.model_of_run import model_of_run, vocabulary_line

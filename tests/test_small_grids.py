@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 
 from llmq.base.dtypes import BF16, F32, GIB
-from llmq.config.cards import CARDS, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.ops import attention
+from llmq.options.cards import CARDS, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.cost import Rates
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits

@@ -7,8 +7,8 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import option_warnings
 from llmq.plan.plan import make_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmq.config.presets import preset
+from llmq.options.presets import preset
 from llmq.plan.sol import flops_per_token, nanoseconds_per_token, peaks
 
 H100 = "NVIDIA H100 80GB HBM3"

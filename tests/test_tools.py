@@ -16,9 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from llmq.base.errors import LlmqError
-from llmq.config.card_file import record_of
-from llmq.config.options_io import make_config
 from llmq.model.step import Result
+from llmq.options.card_file import record_of
+from llmq.options.options_io import make_config
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
 from tests.rigs import card_file

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 import tests.text_data
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.config.presets import PRESETS
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import HfTokenizer
 from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.train_tokenizer import train_tokenizer
+from llmq.options.presets import PRESETS
 from tests.runs import flags, records
 from tests.test_tokenizer_config import TEXT, export
 from tests.text_data import documents, ids, write_jsonl

@@ -16,9 +16,9 @@ import llmq
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.checkpoint.hf import HfWeights
 from llmq.commands.cli import _run
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
 from llmq.data.loader import DataLoader
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.checks import check_machine
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table

@@ -12,8 +12,8 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.bench import verify
 from llmq.commands.cli import _run
-from llmq.config.options_io import make_config
-from llmq.config.presets import resolve_model
+from llmq.options.options_io import make_config
+from llmq.options.presets import resolve_model
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC

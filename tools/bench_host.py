@@ -44,7 +44,7 @@ def torchs(model: str, batch_size: int, seq_len: int, steps: int, threads: int) 
     import torch
     import transformers
 
-    from llmq.config.presets import preset
+    from llmq.options.presets import preset
 
     torch.set_num_threads(threads)
     config = preset(model)

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from llmq.base.dtypes import BF16
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
-from llmq.config.presets import preset
 from llmq.data.tokens import TokenWriter
+from llmq.options.presets import preset
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.mpi import join

@@ -20,13 +20,13 @@ import numpy as np
 import typer
 
 import llmq.ops
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, DType
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.presets import PRESETS
 from llmq.model.decode import Decoder
 from llmq.model.step import Step
 from llmq.ops import attention, matmul_adapted
+from llmq.options.options import TrainConfig
+from llmq.options.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.device import Launch as Launched

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from llmq.config.presets import preset
 from llmq.data.tokens import TokenWriter
+from llmq.options.presets import preset
 from llmq.train.trainer import Trainer
 
 SHORTEST, LONGEST = 100, 1000  # tokens of a document

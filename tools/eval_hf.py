@@ -11,8 +11,8 @@ import torch
 import transformers
 import typer
 
-from llmq.config.options import TrainConfig
 from llmq.data.loader import DataLoader
+from llmq.options.options import TrainConfig
 
 SEED = TrainConfig.__dataclass_fields__["eval_seed"].default
 

@@ -50,10 +50,10 @@ import typer
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_file
 from llmq.bench.measure import open_trainer, predicted_speed, random_batches, timed_steps
-from llmq.config.option_types import parse_size
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.option_types import parse_size
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.estimate import RECOMPUTE, Planner
 from llmq.plan.fit import Candidate, Fit
 from llmq.plan.target import target

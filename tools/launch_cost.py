@@ -31,8 +31,8 @@ Loader = Callable[[str, str], Any]  # path of the machine code, entry point -> w
 
 def noted_kernels(model: str) -> dict[str, Any]:
     """Path and entry point of all kernels of a step, and of the one that is launched; compiles."""
-    from llmq.config.options import TrainConfig
-    from llmq.config.presets import preset
+    from llmq.options.options import TrainConfig
+    from llmq.options.presets import preset
     from llmq.plan.plan import make_plan
     from llmq.runtime.compile import compile_kernel
     from llmq.runtime.cuda_api import device_spec

@@ -46,15 +46,15 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llmq import __version__
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import GIB
 from llmq.base.errors import LlmqError
 from llmq.bench.sweep_file import identity
 from llmq.checkpoint.peft_export import target_modules
-from llmq.config.adapters import adapters_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.adapters import adapters_of
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from tools.faults.table import commit_of_tree
 from tools.peft_side import GRACE, Peft, PeftJob
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.advice import check_fits, mib
 from llmq.plan.cost import step_time
 from llmq.plan.disk import disk_use

@@ -14,8 +14,8 @@ import textwrap
 from itertools import product
 from pathlib import Path
 
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.cost import exposed_seconds, step_time
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import fewest_attention_parts

@@ -4,7 +4,7 @@
     PYTHONPATH=. tools/predicted.py benchmarks/*.json > benchmarks/predicted.md
     PYTHONPATH=. tools/predicted.py --card-file rig.json benchmarks/*.json
 
-Reads the JSON reports of `llmq bench`; runs on cards that llmq/config/cards.py does not know are
+Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py does not know are
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
 has or fewer, are shown, predicted by what was measured there, and again by the data sheet. Two more
 columns are the shares of the kernels' predicted time that are of a kind in the card file, and in
@@ -20,10 +20,10 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.config.cards import CARDS, Card, spec_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
-from llmq.config.rig_cards import card_from
+from llmq.options.cards import CARDS, Card, spec_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
+from llmq.options.rig_cards import card_from
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import Rates, step_time
 from llmq.plan.plan import Plan, fewest_attention_parts, make_plan

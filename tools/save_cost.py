@@ -45,8 +45,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llmq.base.dtypes import GIB
 from llmq.base.errors import DataError
-from llmq.config.presets import preset
 from llmq.data.tokens import TokenWriter
+from llmq.options.presets import preset
 from llmq.train.json_log import LogReader
 
 ROOT = Path(__file__).resolve().parents[1]

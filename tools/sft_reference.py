@@ -27,7 +27,7 @@ import typer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmq.base.batch import Batch
-from llmq.config.presets import preset
+from llmq.options.presets import preset
 from llmq.train.trainer import Trainer
 
 WORDS = (

@@ -25,8 +25,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from llmq.commands.cli import train_main
-from llmq.config.presets import preset
 from llmq.data.tokens import TokenWriter
+from llmq.options.presets import preset
 from llmq.train.json_log import LogReader
 from llmq.train.watcher import Watcher
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from llmq.config.options_io import make_config
+from llmq.options.options_io import make_config
 from llmq.train.restarts import in_words
 
 POLL = 0.5  # seconds

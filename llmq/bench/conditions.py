@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.config.option_types import parse_size
+from llmq.options.option_types import parse_size
 
 Lookup = Callable[[str], Any]
 """The value of an option of this name."""

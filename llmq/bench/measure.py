@@ -30,11 +30,11 @@ from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.bench.child import SETTLE, TIMED, WARM_UP, job_of_parent
-from llmq.config.adapters import adapters_of
-from llmq.config.options_io import make_config
-from llmq.config.presets import model_warnings
-from llmq.config.rig_cards import card_here
 from llmq.model.step import Result
+from llmq.options.adapters import adapters_of
+from llmq.options.options_io import make_config
+from llmq.options.presets import model_warnings
+from llmq.options.rig_cards import card_here
 from llmq.plan.cost import step_time
 from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes

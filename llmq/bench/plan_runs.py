@@ -19,7 +19,7 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import write_file
 from llmq.bench.child import job_of_parent
 from llmq.bench.measure import versions_of
-from llmq.config.options_io import make_config
+from llmq.options.options_io import make_config
 from llmq.plan.advice import shortages
 from llmq.plan.cost import step_time
 from llmq.plan.memory import memory_limit, needed_bytes

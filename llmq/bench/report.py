@@ -9,7 +9,7 @@ from typing import Any
 
 from llmq.base.dtypes import GIB
 from llmq.bench.sweep_file import flag_of
-from llmq.config.options_io import make_config
+from llmq.options.options_io import make_config
 
 SHOWN_WORDS = 12  # lines of the last words of a run
 

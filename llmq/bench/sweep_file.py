@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError
 from llmq.bench.conditions import Condition
-from llmq.config.option_file import read_option_file
-from llmq.config.option_types import AUTO
-from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import make_config
+from llmq.options.option_file import read_option_file
+from llmq.options.option_types import AUTO
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options_io import make_config
 
 MOST_RUNS = 100_000  # that lists may stand for, before conditions: more is a slip
 

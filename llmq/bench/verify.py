@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, warn
 from llmq.bench.measure import random_batches
-from llmq.config.command_line import flag
-from llmq.config.model import ModelConfig
-from llmq.config.options import OPTIONS, TrainConfig
 from llmq.model.step import Result
+from llmq.options.command_line import flag
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.plan.idle_options import rank_warnings
 from llmq.plan.memory import OutOfMemory
 from llmq.runtime.machine import Machine, choose_machine

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError
 from llmq.checkpoint.manifest import Manifest
-from llmq.config.command_line import flag
-from llmq.config.options import ONCE, OPTIONS, TrainConfig
+from llmq.options.command_line import flag
+from llmq.options.options import ONCE, OPTIONS, TrainConfig
 
 # Options that have nothing to do with what is computed, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"

@@ -24,7 +24,6 @@ from llmq.checkpoint.manifest import read_manifest as read_checkpoint_manifest
 from llmq.checkpoint.safetensors_file import SafetensorsFile
 from llmq.checkpoint.store import list_checkpoints, saved_slabs
 from llmq.checkpoint.verify import absent_machines, damage, digest_of_file, part_of, written_on
-from llmq.config.presets import resolve_model
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path
@@ -33,6 +32,7 @@ from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
 from llmq.data.patterns import expand_pattern
 from llmq.data.tokenized import Tokenized, token_files
 from llmq.data.tokens import TokenFile
+from llmq.options.presets import resolve_model
 from llmq.state.params import weight_table
 
 _BLOCK = 1 << 22  # tokens that are read at once

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
 from llmq.base.files import (
@@ -42,7 +43,6 @@ from llmq.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from llmq.checkpoint.verify import problem_of
-from llmq.config.model import ModelConfig
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.state.params import Param, Slab
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
-from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import (
     HfTokenizer,

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from llmq.arch.common import HfPart
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
@@ -25,7 +26,6 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
     SafetensorsFile,
 )
-from llmq.model.arch.common import HfPart
 from llmq.state.params import Param, Slab
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES, DType
 from llmq.base.files import staged_directory
 from llmq.base.run_id import RunId
@@ -25,7 +26,6 @@ from llmq.checkpoint.export_files import (
 )
 from llmq.checkpoint.hf import stored_shape
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
-from llmq.config.model import ModelConfig
 from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import Tokenizer
 from llmq.state.params import Param, Slab, weight_table

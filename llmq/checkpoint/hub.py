@@ -16,8 +16,8 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, warn
 from llmq.checkpoint.export_files import INDEX_FILE, SINGLE_FILE
-from llmq.config.presets import find_directory, hub_cache
 from llmq.data.tokenizer import HfTokenizer
+from llmq.options.presets import find_directory, hub_cache
 
 MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
 """Parts of a repository: config.json and what else describes the model, its weights, tokenizer."""

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.data.identity import TokenizerId
+from llmq.options.options import TrainConfig
 
 VERSION = 1
 MANIFEST = "checkpoint.json"

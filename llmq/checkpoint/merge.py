@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
 from llmq.checkpoint.base_format import as_kept
@@ -19,10 +20,9 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
-from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
-from llmq.config.model import ModelConfig
-from llmq.config.presets import find_directory, resolve_model
 from llmq.data.identity import noted_tokenizer
+from llmq.options.adapters import QUANTIZED, Adapters, adapted_matrices
+from llmq.options.presets import find_directory, resolve_model
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, weight_table
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.common import HfPart
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.base.json_file import json_object
@@ -31,12 +33,10 @@ from llmq.checkpoint.hf import (
     stored_shape,
 )
 from llmq.checkpoint.verify import digest_of_file
-from llmq.config.adapters import QUANTIZED, Adapters, adapted_matrices
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import LORA_PARTS, LORA_TARGETS
-from llmq.config.options import TrainConfig
 from llmq.data.identity import RUN_FILE
-from llmq.model.arch.common import HfPart
+from llmq.options.adapters import QUANTIZED, Adapters, adapted_matrices
+from llmq.options.option_types import LORA_PARTS, LORA_TARGETS
+from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS
 from llmq.state.params import Param, weight_table
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DTYPES
 from llmq.base.files import staged_directory
 from llmq.checkpoint.export_files import (
@@ -22,11 +23,10 @@ from llmq.checkpoint.export_files import (
 )
 from llmq.checkpoint.peft import INSIDE, AdapterConfig, nested_name, tied_names
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
-from llmq.config.adapters import Adapters, adapted_matrices
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import LORA_TARGETS
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
+from llmq.options.adapters import Adapters, adapted_matrices
+from llmq.options.option_types import LORA_TARGETS
 from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
 from llmq.state.params import Param, weight_table
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.config.adapters import Adapted, Adapters, adapted_matrices
-from llmq.config.model import ModelConfig
+from llmq.arch.model_config import ModelConfig
+from llmq.options.adapters import Adapted, Adapters, adapted_matrices
 from llmq.state.params import Param, weight_table
 
 EXACT = 256  # rows or columns up to which all singular values are computed

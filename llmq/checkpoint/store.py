@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.json_file import json_object
@@ -30,12 +31,11 @@ from llmq.checkpoint.principal import doubled
 from llmq.checkpoint.retention import Kept, newest_usable, outdated
 from llmq.checkpoint.verdict import Verdict, read_verdict
 from llmq.checkpoint.verify import Part, looks_whole, seen_part
-from llmq.config.adapters import adapters_of
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import NEWEST
-from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer
+from llmq.options.adapters import adapters_of
+from llmq.options.option_types import NEWEST
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.processes import processes
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, Slab, weight_table

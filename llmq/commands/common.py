@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, warn
 from llmq.commands.help import Command
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import (
+from llmq.options.option_types import (
     NEWEST,
     Option,
     parse_bool,
@@ -21,9 +21,9 @@ from llmq.config.option_types import (
     parse_every,
     parse_size,
 )
-from llmq.config.options import OPTIONS, TrainConfig
-from llmq.config.options_io import config_of, fields_of, layers_of
-from llmq.config.presets import model_warnings
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options_io import config_of, fields_of, layers_of
+from llmq.options.presets import model_warnings
 from llmq.runtime.processes import processes
 
 ConfigFile = Annotated[
@@ -165,7 +165,7 @@ def size_of(flag: str, value: str | None, least: int = 1) -> int | None:
 def save_config(file: Path | None, config: TrainConfig) -> None:
     """--save-config."""
     if file is not None:
-        from llmq.config.option_file import save_options  # here: --help does not wait for YAML
+        from llmq.options.option_file import save_options  # here: --help does not wait for YAML
 
         save_options(file, config)
 

@@ -17,7 +17,7 @@ from llmq.commands.common import (
     size_of,
     train_options,
 )
-from llmq.config.presets import PRESETS
+from llmq.options.presets import PRESETS
 
 CardName = Annotated[
     str | None,

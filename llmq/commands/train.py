@@ -19,8 +19,8 @@ from llmq.commands.common import (
     train_options,
 )
 from llmq.commands.several import joined
-from llmq.config.command_line import command_line
-from llmq.config.options_io import config_of, layers_of
+from llmq.options.command_line import command_line
+from llmq.options.options_io import config_of, layers_of
 from llmq.runtime.processes import Processes, refuse_several
 
 

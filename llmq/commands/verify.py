@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
-from llmq.config.options_io import fields_of, layers_of
+from llmq.options.options_io import fields_of, layers_of
 
 
 @train_options

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.config.options import TrainConfig
 from llmq.data.document_index import DocumentIndex
 from llmq.data.epoch_plan import EpochPlan, FilesInTurn, Mixture
 from llmq.data.packing import Pieces, cut_documents, joined
@@ -19,6 +18,7 @@ from llmq.data.sources import FileWindows, PackedSource, Source, WindowSource
 from llmq.data.split import Split, contents, fingerprint
 from llmq.data.tokens import TokenFile, open_token_files
 from llmq.data.trained import has_trained_tokens, trained_targets, trained_tokens
+from llmq.options.options import TrainConfig
 
 _BLOCK = 1 << 20  # documents that are cut at once
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
-from llmq.config.presets import find_directory
 from llmq.data.tokenizer_files import END_OF_TEXT, QWEN2_WORDS, open_tokenizer, read_json
+from llmq.options.presets import find_directory
 
 if TYPE_CHECKING:
     import tokenizers

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
-from llmq.config.adapters import adapted_matrices, adapters_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model import norm
 from llmq.model.norm import Stats
 from llmq.model.parameters import BlockParameters
+from llmq.options.adapters import adapted_matrices, adapters_of
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 T = TypeVar("T")

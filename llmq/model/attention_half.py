@@ -14,17 +14,17 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
 from llmq.base.operand import Operand, Rotated, Target
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.attention_choice import directions
 from llmq.model.block_linear import BlockLinear
 from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import attention, attention_backward, qk_norm, rope
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 

@@ -22,9 +22,8 @@ from itertools import accumulate
 from operator import or_
 from typing import NamedTuple
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer, Stream, recompute_of_layers
 from llmq.model.attention_half import AttentionAgain, AttentionHalf
 from llmq.model.block_linear import BlockLinear
@@ -36,6 +35,7 @@ from llmq.model.mlp_half import MlpHalf
 from llmq.model.operands import Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 

@@ -18,18 +18,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType
 from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes, Rotated
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.config.adapters import Adapted, adapted_matrices, adapters_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.linear import Linear, multiplied
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
+from llmq.options.adapters import Adapted, adapted_matrices, adapters_of
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 

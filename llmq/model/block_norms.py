@@ -17,9 +17,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
 from llmq.model.activations import NormSite
 from llmq.model.norm import Normalization
 from llmq.model.operands import Operands

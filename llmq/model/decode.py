@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
 from llmq.model.attention_half import alloc_rope_tables, qk_normalization
 from llmq.model.linear import Linear
 from llmq.model.mlp_half import activation

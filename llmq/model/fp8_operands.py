@@ -14,11 +14,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.activations import Activation, needed_inputs, slot
 from llmq.model.operands import (
     GRADIENTS,
@@ -32,6 +31,7 @@ from llmq.model.operands import (
 )
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}

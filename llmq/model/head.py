@@ -18,17 +18,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32, DType
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.linear import FAST, Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import cross_entropy, exp_codes, exp_rows, matmul_exp, matmul_exp_codes, quantize
 from llmq.ops.common import num_sums
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss

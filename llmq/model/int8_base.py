@@ -15,10 +15,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I8, I32, DType
 from llmq.base.operand import Int8, Operand
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
 from llmq.model.int8_linear import SALT
 from llmq.model.linear import Linear
 from llmq.ops import outliers, quantize_int8

@@ -15,16 +15,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.operand import Activated, ActivatedGradient, Operand, ProductCodes, Target
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.activations import Layer
 from llmq.model.block_linear import BlockLinear
 from llmq.model.operands import InputAgain, Operands, Result
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import gelu, swiglu
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 NOWHERE = Target(None)

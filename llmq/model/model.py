@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.block import Blocks
 from llmq.model.fp8_operands import make_operands
 from llmq.model.head import Head
@@ -19,6 +18,7 @@ from llmq.model.parameters import (
 )
 from llmq.model.residuals import Residuals
 from llmq.ops import embedding
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.weights import Weights

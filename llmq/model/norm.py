@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
 from llmq.base.operand import Target
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.config.model import ModelConfig
 from llmq.ops import norm, quantize
 from llmq.runtime.device import Device
 

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import I32, MIB, DType
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.model import Model
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import (
     F64,
@@ -29,10 +30,9 @@ from llmq.base.dtypes import (
     Limits,
 )
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.model import Model
 from llmq.ops import clock, cross_entropy
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Clock, Device
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients

@@ -56,7 +56,7 @@ BLOCK_TILES = 2  # at most, side by side; share one load of the angles
 
 
 class Scaling(Protocol):
-    """What make_table reads of a RopeScaling, see llmq.model.arch.rope_family for the meanings."""
+    """What make_table reads of a RopeScaling, see llmq.arch.rope_family for the meanings."""
 
     kind: str
     factor: float

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llmq.base.dtypes import MIB
-from llmq.config.command_line import command_line, flag
-from llmq.config.options import TrainConfig
-from llmq.config.presets import PRESETS
+from llmq.options.command_line import command_line, flag
+from llmq.options.options import TrainConfig
+from llmq.options.presets import PRESETS
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan

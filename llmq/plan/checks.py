@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from contextlib import closing
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.attention_choice import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS
+from llmq.options.options import TrainConfig
 from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import Machine

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
-from llmq.config.cards import Card
 from llmq.ops.attention import MAX_HEAD_DIM
+from llmq.options.cards import Card
 from llmq.plan.measured import exposed, half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.replay import Transfers, replay

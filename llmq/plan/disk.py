@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, MIB, parse_dtype
 from llmq.checkpoint.checkpoint import stored_values
 from llmq.checkpoint.retention import left_at_end
 from llmq.checkpoint.verdict import PROVEN
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, table_of, trained_count
 

@@ -11,11 +11,11 @@ from itertools import cycle, islice
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.layers import layer_set
-from llmq.config.cards import Card
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.activations import Recompute
+from llmq.options.cards import Card
+from llmq.options.options import TrainConfig
 from llmq.plan.cost import ONE_MACHINE, Network, StepTime, step_time
 from llmq.plan.cost import PARTS as TIMES
 from llmq.plan.memory import needed_bytes, page_tables

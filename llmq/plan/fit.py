@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.plan.advice import refusal
 from llmq.plan.estimate import RECOMPUTE, Estimate, Planner
 from llmq.plan.memory import Limits

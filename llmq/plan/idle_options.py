@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmq.config.command_line import flag
-from llmq.config.model import ModelConfig
-from llmq.config.options import OPTIONS, TrainConfig
+from llmq.arch.model_config import ModelConfig
+from llmq.options.command_line import flag
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.plan.estimate import RECOMPUTE
 from llmq.state.placement import (
     has_masters,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.plan.advice import spelled
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits

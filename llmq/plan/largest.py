@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.presets import PRESETS
-from llmq.config.sizes import SIZES
+from llmq.options.options import TrainConfig
+from llmq.options.presets import PRESETS
+from llmq.options.sizes import SIZES
 from llmq.plan.fit import Fit
 from llmq.plan.fit_bases import fits_of
 from llmq.plan.memory import Limits, OutOfMemory

@@ -8,7 +8,7 @@ import statistics
 from bisect import bisect_left
 from collections import defaultdict
 
-from llmq.config.card_file import CardFile, Points
+from llmq.options.card_file import CardFile, Points
 from llmq.runtime.launch_kind import LONGER, Kind, More
 
 NEAREST = 4  # products that one of another size is compared with

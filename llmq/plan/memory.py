@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.config.cards import is_data_center
-from llmq.config.options import TrainConfig
+from llmq.options.cards import is_data_center
+from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.host_memory import available_host_memory

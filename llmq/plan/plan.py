@@ -10,11 +10,11 @@ from functools import partial
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.step import Step
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import Source

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, warn
-from llmq.config.cards import card_of
-from llmq.config.command_line import command_line
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.rig_cards import rig_card
+from llmq.options.cards import card_of
+from llmq.options.command_line import command_line
+from llmq.options.options import TrainConfig
+from llmq.options.rig_cards import rig_card
 from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from llmq.config.card_file import CardFile, Points
+from llmq.options.card_file import CardFile, Points
 from llmq.plan.replay import Transfers
 from llmq.runtime.plan_device import Work
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
 from llmq.runtime.cudnn import backward_scratch_bytes

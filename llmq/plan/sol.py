@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.config.adapters import Adapters, adapted_matrices
-from llmq.config.cards import CARDS
-from llmq.config.model import ModelConfig
+from llmq.arch.model_config import ModelConfig
+from llmq.options.adapters import Adapters, adapted_matrices
+from llmq.options.cards import CARDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, warn
-from llmq.config.cards import Card, card_of, card_with, find_card, spec_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.rig_cards import card_from, rig_card
+from llmq.options.cards import Card, card_of, card_with, find_card, spec_of
+from llmq.options.options import TrainConfig
+from llmq.options.rig_cards import card_from, rig_card
 from llmq.plan.checks import installed_attention, instead_of_fp8
 from llmq.plan.cost import ONE_MACHINE, Network
 from llmq.plan.estimate import Planner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmq.config.cards import card_of
+from llmq.options.cards import card_of
 from llmq.runtime.device import DeviceSpec, library_workspace
 
 # Of a PCIe lane in one direction, GB/s on paper, by generation.

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from llmq.bench.child import run_child
-from llmq.config.command_line import command_line
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import make_config
-from llmq.config.presets import preset
+from llmq.options.command_line import command_line
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.plan.fit import Candidate, Fit
 from llmq.plan.memory import OutOfMemory
 from llmq.plan.target import target

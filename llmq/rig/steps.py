@@ -25,8 +25,8 @@ from llmq.bench.measure import (
     steps_for,
     timed_steps,
 )
-from llmq.config.presets import preset
 from llmq.ops.common import library_products
+from llmq.options.presets import preset
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
 from llmq.rig.findings import NO_ROOM

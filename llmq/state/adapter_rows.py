@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from llmq.config.adapters import Adapted, Adapters, adapted_matrices
-from llmq.config.model import ModelConfig
-from llmq.model.arch.common import HfPart
+from llmq.arch.common import HfPart
+from llmq.arch.model_config import ModelConfig
 from llmq.ops.common import padded_columns
+from llmq.options.adapters import Adapted, Adapters, adapted_matrices
 
 PEFT_PREFIX = "base_model.model."
 """Of the names of parameters in adapter_model.safetensors."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
 from llmq.ops import fill, random
 from llmq.runtime.device import Device
 from llmq.state.params import Param

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import E4M3, F32, I64, DType
 from llmq.base.tensor import Tensor
-from llmq.config.options import TrainConfig
 from llmq.ops import adamw, global_norm
 from llmq.ops.adamw import SCALE_BLOCK
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients

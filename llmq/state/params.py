@@ -21,10 +21,10 @@ from math import prod
 
 import numpy as np
 
+from llmq.arch.common import HfPart
+from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.config.adapters import Adapters
-from llmq.config.model import ModelConfig
-from llmq.model.arch.common import HfPart
+from llmq.options.adapters import Adapters
 from llmq.runtime.arena import align_up
 from llmq.state.adapter_rows import PEFT_PREFIX, adapter_rows
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
-from llmq.config.adapters import adapters_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
+from llmq.options.adapters import adapters_of
+from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Slab, weight_table
 

@@ -19,10 +19,10 @@ from functools import partial
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.config.model import ModelConfig
 from llmq.ops import convert
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from llmq import __version__
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, DataError, taken_warnings
 from llmq.base.files import disk_errors
 from llmq.checkpoint.hf import HfWeights
-from llmq.config.model import ModelConfig
-from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.loader import DataLoader
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.processes import Processes, processes
 
 _OWN = ("gpus",)  # options that each process may have its own of

@@ -9,10 +9,10 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import option_rows
 from llmq.data.loader import DataLoader
 from llmq.data.tokenized import gaps
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import option_rows
 from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
@@ -110,7 +110,7 @@ def announce_machine(
     elif trainer.dev.kind == "cuda" and peaks(trainer.dev.spec.name) is None:
         reporter.message(
             f"No speed of light: of {trainer.dev.spec.name} the peak is not known "
-            "(llmq/config/cards.py)"
+            "(llmq/options/cards.py)"
         )
 
 

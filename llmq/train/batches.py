@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.data.tokens import MASKED_TARGET
+from llmq.options.options import TrainConfig
 
 DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have
 

@@ -20,7 +20,6 @@ from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.best import Found
-from llmq.config.options import TrainConfig
 from llmq.data import scoring
 from llmq.data.detokenize import continuation
 from llmq.data.judge import Score, judge
@@ -29,6 +28,7 @@ from llmq.data.scoring import Asked, Encoder, check_ids, make_batches, pack_batc
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.step import Result
+from llmq.options.options import TrainConfig
 from llmq.runtime.processes import processes
 from llmq.train.continuing import continue_texts
 from llmq.train.loaders import mean_loss, open_loaders

@@ -10,7 +10,7 @@ from llmq.checkpoint.disks import Disks
 from llmq.checkpoint.retention import Kept, forget_pages, outdated
 from llmq.checkpoint.store import clean_old, kept_checkpoints
 from llmq.checkpoint.verify import hash_share, problem_of
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 
 
 class Cleaned(NamedTuple):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError
-from llmq.config.model import ModelConfig
 from llmq.data.detokenize import continuation
 from llmq.data.tokenizer import load_tokenizer
 from llmq.data.tokens import MASKED_TARGET

@@ -15,12 +15,12 @@ from llmq.base.console import printable
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors
 from llmq.checkpoint.store import checkpoint_at
-from llmq.config.option_types import NEWEST
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import config_of, layers_of, make_config
-from llmq.config.presets import resolve_model
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import ByteTokenizer
+from llmq.options.option_types import NEWEST
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import config_of, layers_of, make_config
+from llmq.options.presets import resolve_model
 from llmq.runtime.machine import choose_machine
 from llmq.train.loop import run_training
 from llmq.train.places import everything_there, locked_places

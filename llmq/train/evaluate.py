@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
-from llmq.config.model import ModelConfig
 from llmq.data.judge import Score, judge
 from llmq.data.scoring import Asked, Batch, Encoder, check_ids, make_batches
 from llmq.data.tasks import Task, read_tasks

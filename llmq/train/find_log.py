@@ -20,7 +20,7 @@ from llmq.checkpoint.store import (
     saved_options,
     shared_document,
 )
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.train.json_log import has_records, log_owner
 
 RECENT = 600.0  # seconds

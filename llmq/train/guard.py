@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.config.options import TrainConfig
 from llmq.model.step import Result
+from llmq.options.options import TrainConfig
 
 LAG = 2  # steps: the newest result that is always read when a step is enqueued is of step - LAG
 LEAST = 16  # accepted steps without which there is no limit

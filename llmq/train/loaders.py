@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llmq.base.batch import Batch
-from llmq.config.options import TrainConfig
 from llmq.data.dataset import Layout
 from llmq.data.loader import DataLoader
 from llmq.data.split import Split
 from llmq.model.step import Result
+from llmq.options.options import TrainConfig
 from llmq.runtime.world import World
 from llmq.train.ranks import Ranks
 from llmq.train.rounds import Rounds

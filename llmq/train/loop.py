@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import Limits
 from llmq.base.errors import DataError, ModelError, warn
 from llmq.base.files import check_writable
@@ -19,9 +20,8 @@ from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.disks import Disks, find_disks
 from llmq.checkpoint.folder import delete, leftovers
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.model.step import Result
+from llmq.options.options import TrainConfig
 from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import run_warnings
 from llmq.runtime.host_memory import available_host_memory

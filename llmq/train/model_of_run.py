@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, DataError, warn
 from llmq.checkpoint import hub
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import AUTO
-from llmq.config.options import TrainConfig
-from llmq.config.presets import find_directory, is_preset, resolve_model
-from llmq.config.sizes import given_sizes, resized
 from llmq.data.tokens import open_token_files
+from llmq.options.option_types import AUTO
+from llmq.options.options import TrainConfig
+from llmq.options.presets import find_directory, is_preset, resolve_model
+from llmq.options.sizes import given_sizes, resized
 
 MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, MIB
-from llmq.config.adapters import adapters_of
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.ops import matmul, random
+from llmq.options.adapters import adapters_of
+from llmq.options.options import TrainConfig
 from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token, peaks
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device

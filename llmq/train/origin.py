@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
@@ -21,12 +22,11 @@ from llmq.checkpoint.parts import collected
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
-from llmq.config.adapters import adapters_of
-from llmq.config.command_line import flag
-from llmq.config.model import ModelConfig
-from llmq.config.options import OPTIONS, TrainConfig
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
+from llmq.options.adapters import adapters_of
+from llmq.options.command_line import flag
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.processes import processes
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import table_of

@@ -29,8 +29,8 @@ from llmq.checkpoint.store import (
     checkpoints_by_name,
     find_checkpoint,
 )
-from llmq.config.option_types import NEWEST
-from llmq.config.options import TrainConfig
+from llmq.options.option_types import NEWEST
+from llmq.options.options import TrainConfig
 from llmq.train.json_log import has_records, log_owner
 
 

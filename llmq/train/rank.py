@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.checkpoint.checkpoint import (
     CheckpointReader,
@@ -15,7 +16,6 @@ from llmq.checkpoint.checkpoint import (
 )
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
-from llmq.config.model import ModelConfig
 from llmq.model.step import Result, Step
 from llmq.runtime.device import Device
 from llmq.state.packing import Elements

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import DiskError
@@ -18,10 +19,9 @@ from llmq.checkpoint.parts import collected
 from llmq.checkpoint.shards import assemble, parts_of
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.data.tokens import MASKED_TARGET
 from llmq.model.step import RESULTS, Result, Step
+from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmq.base.signals import SUPERVISED, SaveSignal
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.runtime.processes import processes
 
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one

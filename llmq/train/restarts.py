@@ -22,8 +22,8 @@ from llmq.base.errors import LlmqError, MachineError
 from llmq.base.signals import SUPERVISED, OutOfTime, ending_signals
 from llmq.checkpoint.manifest import MANIFEST
 from llmq.checkpoint.store import checkpoints_by_name
-from llmq.config.option_types import NEWEST
-from llmq.config.options import TrainConfig
+from llmq.options.option_types import NEWEST
+from llmq.options.options import TrainConfig
 from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu, all_gpus, open_nvml, xid_text
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; twice as long each time

@@ -15,9 +15,9 @@ from llmq.checkpoint.store import (
     saved_options,
     shared_document,
 )
-from llmq.config.command_line import fewest_values, flag
-from llmq.config.option_types import NEWEST
-from llmq.config.options import ONCE, OPTIONS, TrainConfig
+from llmq.options.command_line import fewest_values, flag
+from llmq.options.option_types import NEWEST
+from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.runtime.processes import processes
 from llmq.train.agreement import compare
 from llmq.train.find_log import log_of_run

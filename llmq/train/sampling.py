@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.console import printable
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
@@ -19,13 +20,12 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import open_merged, tokenizer_folder
 from llmq.checkpoint.store import checkpoint_at
-from llmq.config.model import ModelConfig
-from llmq.config.presets import find_directory, is_preset, resolve_model
 from llmq.data.detokenize import streamed
 from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
 from llmq.data.record_text import mended
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.decode import Decoder
+from llmq.options.presets import find_directory, is_preset, resolve_model
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice

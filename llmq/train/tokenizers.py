@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import recorded_tokenizer
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
 from llmq.data.identity import (
     TokenizerId,
     read_manifest,
@@ -20,6 +19,7 @@ from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import difference
 from llmq.data.tokens import TokenFile
+from llmq.options.options import TrainConfig
 
 SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer is tried
 

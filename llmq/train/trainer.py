@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, LlmqError, warn
@@ -21,13 +22,12 @@ from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.parts import commit_together, open_together
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
-from llmq.config.model import ModelConfig
-from llmq.config.options import TrainConfig
-from llmq.config.options_io import check_scripted, make_config
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Result, Step
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import check_scripted, make_config
 from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device

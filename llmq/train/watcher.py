@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmq.base.errors import LlmqError, warn
-from llmq.config.options import TrainConfig
+from llmq.options.options import TrainConfig
 from llmq.train.metrics import Reporter
 from llmq.train.watch import run_watch
 

@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from llmq.arch.rope_family import RopeScaling
 from llmq.base.dtypes import BF16
-from llmq.model.arch.rope_family import RopeScaling
 from llmq.ops.rope import inverse_frequencies, make_table
 from llmq.ref import rope as ref
 

@@ -19,7 +19,7 @@ from llmq.comm.flags import EMPTY, FULL
 from llmq.comm.links import Link, LinkTable, Measured, choose
 from llmq.comm.options import CommOptions
 from llmq.comm.probe import ALREADY_ENABLED, probe
-from llmq.config.options_io import make_config
+from llmq.options.options_io import make_config
 from llmq.plan.checks import check_processes
 from llmq.runtime import cuda_api
 from llmq.runtime import machine as machines

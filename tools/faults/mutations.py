@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from llmq.checkpoint.manifest import digest_of
-from llmq.config import card_file
+from llmq.options import card_file
 from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
 from tests import rigs, runs
 from tools.faults import mutators

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from llmq.arch import architecture, read_fields
+from llmq.arch.common import Architecture
+from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
-from llmq.model.arch import architecture, read_fields
-from llmq.model.arch.common import Architecture
-from llmq.model.arch.rope_family import RopeScaling
 
 VOCAB_PADDING = 64
 """Rows of embedding and logits are padded to a multiple of this, which keeps products aligned."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError, warn
-from llmq.config.card_file import CardFile, folder, path_of, read_card_file, this_host
-from llmq.config.cards import Card, card_of
+from llmq.options.card_file import CardFile, folder, path_of, read_card_file, this_host
+from llmq.options.cards import Card, card_of
 from llmq.runtime.device import DeviceSpec
 
 SIBLING = 0.1  # cards of one name whose memory differs by more are different cards

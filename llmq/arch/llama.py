@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.model.arch.rope_family import RopeFamily
+from llmq.arch.rope_family import RopeFamily
 
 
 class Llama(RopeFamily):

@@ -12,9 +12,9 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import (
+from llmq.options.option_types import (
     LORA_PARTS,
     LORA_TARGETS,
     dtype_option,
@@ -22,7 +22,7 @@ from llmq.config.option_types import (
     parse_parts,
     parse_targets,
 )
-from llmq.config.sizes import SizeFields
+from llmq.options.sizes import SizeFields
 
 _GROUP = "Adapters (LoRA)"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
-from llmq.config.card_file import CardFile
+from llmq.options.card_file import CardFile
 from llmq.runtime.device import DeviceSpec, library_workspace
 
 

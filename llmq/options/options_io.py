@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.config.model import ModelConfig
-from llmq.config.options import OPTIONS, TrainConfig, implied_by
-from llmq.config.sizes import SIZES
+from llmq.options.options import OPTIONS, TrainConfig, implied_by
+from llmq.options.sizes import SIZES
 
 _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
 # What `llmq train` takes beside the options of a run.
@@ -121,7 +121,7 @@ def _of_file(file: Path | None) -> dict[str, Any]:
     """Values of a file by field name."""
     if file is None:
         return {}
-    from llmq.config import option_file  # here, so that --help does not wait for YAML
+    from llmq.options import option_file  # here, so that --help does not wait for YAML
 
     return _by_field(option_file.read_option_file(file), f"{file}: ")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmq.arch.common import REQUIRED, Architecture, get, reject, size
 from llmq.base.errors import ConfigError
-from llmq.model.arch.common import REQUIRED, Architecture, get, reject, size
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 """config.json's layer_types."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmq.model.arch.rope_family import RopeFamily
+from llmq.arch.rope_family import RopeFamily
 
 
 class Olmo2(RopeFamily):

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import Option, option, options_of, parse_vocab_size
-from llmq.config.safety_fields import SafetyFields
+from llmq.options.option_types import Option, option, options_of, parse_vocab_size
+from llmq.options.safety_fields import SafetyFields
 
 _GROUP = "Own sizes of a new model, instead of those of --model"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmq.model.arch.rope_family import RopeFamily
+from llmq.arch.rope_family import RopeFamily
 
 
 class Phi3(RopeFamily):

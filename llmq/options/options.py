@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
 from llmq.base.schedule import learning_rate
-from llmq.config.adapters import (
+from llmq.options.adapters import (
     AdapterFields,
     check_adapters,
     check_adapters_with,
     implied_products,
     implied_values,
 )
-from llmq.config.fields import FP8_DTYPES, SHAKESPEARE
-from llmq.config.model import ModelConfig
-from llmq.config.option_types import NONE, SPLIT, Option, named_pattern, options_of
-from llmq.config.sizes import check_from_scratch
-from llmq.config.train_files import split_weights
+from llmq.options.fields import FP8_DTYPES, SHAKESPEARE
+from llmq.options.option_types import NONE, SPLIT, Option, named_pattern, options_of
+from llmq.options.sizes import check_from_scratch
+from llmq.options.train_files import split_weights
 
 _CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
 _INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmq.base.schedule import SCHEDULES
-from llmq.config.option_types import (
+from llmq.options.option_types import (
     dtype_option,
     option,
     parse_continue,

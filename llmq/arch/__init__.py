@@ -1,5 +1,6 @@
 """One file an architecture: config.json's fields, names of weights, norms, biases, first values.
 
+`model_config.py` holds ModelConfig, the one description of a model's sizes.
 Everything else (weight table, options, plan, decoding, export) follows from these descriptions.
 Imports base. Start with `common.py`, then `llama.py`. A new architecture is a file and a line here.
 """
@@ -9,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmq.arch.common import Architecture
+from llmq.arch.gemma3 import Gemma3
+from llmq.arch.gpt2 import Gpt2
+from llmq.arch.llama import Llama
+from llmq.arch.mistral import Mistral
+from llmq.arch.olmo2 import Olmo2
+from llmq.arch.phi3 import Phi3
+from llmq.arch.qwen2 import Qwen2
+from llmq.arch.qwen3 import Qwen3
 from llmq.base.errors import ConfigError
-from llmq.model.arch.common import Architecture
-from llmq.model.arch.gemma3 import Gemma3
-from llmq.model.arch.gpt2 import Gpt2
-from llmq.model.arch.llama import Llama
-from llmq.model.arch.mistral import Mistral
-from llmq.model.arch.olmo2 import Olmo2
-from llmq.model.arch.phi3 import Phi3
-from llmq.model.arch.qwen2 import Qwen2
-from llmq.model.arch.qwen3 import Qwen3
 
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmq.arch.common import get, reject, size
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 from llmq.base.errors import ConfigError
-from llmq.model.arch.common import get, reject, size
-from llmq.model.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 
 
 class Gemma3(RopeFamily):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.model.arch.qwen2 import Qwen2
+from llmq.arch.qwen2 import Qwen2
 
 
 class Qwen3(Qwen2):

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llmq.arch import ARCHITECTURES
+from llmq.arch.common import ignored_fields
+from llmq.arch.gemma3 import windowed_but_every
+from llmq.arch.model_config import ModelConfig
+from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
 from llmq.base.files import check_readable
-from llmq.config.model import ModelConfig
-from llmq.model.arch import ARCHITECTURES
-from llmq.model.arch.common import ignored_fields
-from llmq.model.arch.gemma3 import windowed_but_every
-from llmq.model.arch.rope_family import RopeScaling
 
 _SIZES = (
     "hidden_size intermediate_size num_heads num_kv_heads num_layers norm_eps tied_embeddings"

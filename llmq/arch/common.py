@@ -59,7 +59,7 @@ class Architecture:
     """One family of models: what its class at Hugging Face fixes, and where its weights are there.
 
     A subclass, in a file of its own, says what differs. Where `model` is an argument it is a
-    llmq.config.model.ModelConfig, whose fields `read` gives.
+    llmq.arch.model_config.ModelConfig, whose fields `read` gives.
     """
 
     name: str

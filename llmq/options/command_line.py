@@ -7,8 +7,8 @@ import re
 from itertools import chain
 from typing import Any
 
-from llmq.config.option_types import parse_bool
-from llmq.config.options import OPTIONS, TrainConfig
+from llmq.options.option_types import parse_bool
+from llmq.options.options import OPTIONS, TrainConfig
 
 
 def flag(name: str, value: Any) -> str:

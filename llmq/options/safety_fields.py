@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.config.option_types import option, switch
-from llmq.config.rank_fields import RankFields
+from llmq.options.option_types import option, switch
+from llmq.options.rank_fields import RankFields
 
 _GROUP = "Keeping a run"
 

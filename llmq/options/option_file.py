@@ -13,8 +13,8 @@ import yaml
 
 from llmq.base.errors import ConfigError
 from llmq.base.files import check_readable, disk_errors, write_file
-from llmq.config.command_line import fewest_values
-from llmq.config.options import ONCE, OPTIONS, TrainConfig
+from llmq.options.command_line import fewest_values
+from llmq.options.options import ONCE, OPTIONS, TrainConfig
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _WIDTH = 98  # of a comment

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmq.arch.common import Architecture, get, reject, size
 from llmq.base.errors import ConfigError
-from llmq.model.arch.common import Architecture, get, reject, size
 
 
 class Gpt2(Architecture):

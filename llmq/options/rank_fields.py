@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmq.config.fields import Fields
-from llmq.config.option_types import option, parse_switch, switch
+from llmq.options.fields import Fields
+from llmq.options.option_types import option, parse_switch, switch
 
 _RANKS = "Several GPUs"
 
