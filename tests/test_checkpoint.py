@@ -793,9 +793,7 @@ def test_nothing_to_export(tmp_path):
 
 
 def test_clean_old_keeps_what_was_just_saved(tmp_path):
-    for step in (20, 40, 60):  # 60 is of a run that was abandoned: the new one went on from 20
-        (tmp_path / f"step_{step:08d}").mkdir()
-        (tmp_path / f"step_{step:08d}" / "checkpoint.json").write_text("{}")
+    fake(tmp_path, *steps(20, 40, 60))  # 60 is of a run that was abandoned: it went on from 20
     clean_old(tmp_path, 1, -1, saved=40)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000040"]
 

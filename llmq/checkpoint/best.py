@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Best:
     def _noted(self, run: RunId, steps_done: int) -> tuple[int, float, int] | None:
         """Step, value and size."""
         note = json_object(self.directory / NOTE)
-        found = values_of(note, step=int, value=float, size=int, metric=str)
+        found = _noted_best(note)
         if found is None or found[3] != self.metric or not run.owns(_owner(note)):
             return None
         there = found[0] <= steps_done and found[0] in checkpoints_by_name(self.directory)
@@ -82,6 +83,20 @@ class Best:
         }
         text = json.dumps(note, indent=2) + "\n"
         self._disks.each(lambda: write_file(self.directory / NOTE, text))
+
+
+def note_is_damaged(directory: Path) -> bool:
+    """Whether something lies in the place of the note of the best checkpoint that is none."""
+    path = directory / NOTE
+    if not path.is_file():
+        return os.path.lexists(path)
+    note = json_object(path)
+    return _owner(note) is None and _noted_best(note) is None
+
+
+def _noted_best(note: dict[str, Any]) -> tuple[int, float, int, str] | None:
+    """Step, value, size and metric; None where it does not say all of them."""
+    return values_of(note, step=int, value=float, size=int, metric=str)
 
 
 def best_owner(directory: Path) -> RunId | None:

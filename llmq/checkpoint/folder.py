@@ -55,9 +55,9 @@ def is_complete(path: Path) -> bool:
     """Whether a directory is a complete checkpoint. LlmqError if that cannot be found out."""
     try:
         return stat.S_ISREG(os.stat(path / MANIFEST).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
         raise LlmqError(f"cannot look into '{path}': {error.strerror}") from error
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
+import os
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,31 +74,58 @@ class Manifest:
         )
 
 
+class DamagedManifest(LlmqError):
+    """The file is not what was written: what it says, also of its run, counts for nothing."""
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of this file; LlmqError if it is damaged or not there."""
+    """The content of this file; LlmqError if it is not there, or none of this version's.
+
+    DamagedManifest where it is damaged.
+    """
     try:
         check_readable(path)
         document = json.loads(path.read_bytes())
+        digest = digest_of(document) if isinstance(document, dict) else None
     except FileNotFoundError:
         raise LlmqError(
             f"'{path.parent}' is not a complete checkpoint: it has no {MANIFEST}"
         ) from None
     except OSError as error:
-        raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
-    except ValueError as error:
-        raise LlmqError(f"'{path}' is damaged ({error}): use another checkpoint") from error
-    if not isinstance(document, dict) or document.get("version") != VERSION:
-        version = document.get("version") if isinstance(document, dict) else None
-        raise LlmqError(
-            f"'{path}' has version {version!r}; only {VERSION} can be read: use the program that "
-            "wrote it"
+        kind = DamagedManifest if error.errno == errno.EIO else LlmqError
+        raise kind(f"cannot read '{path}': {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedManifest(f"'{path}' is damaged ({error}): use another checkpoint") from error
+    version = document.get("version") if isinstance(document, dict) else None
+    if version != VERSION:
+        kind = LlmqError if type(version) is int else DamagedManifest
+        raise kind(
+            f"'{path}' has version {version!r}; only {VERSION} can be read: use the program "
+            "that wrote it"
         )
-    if document.get("sha256") != digest_of(document):
-        raise LlmqError(f"'{path}' is damaged: wrong checksum; use another checkpoint")
+    if document.get("sha256") != digest:
+        raise DamagedManifest(f"'{path}' is damaged: wrong checksum; use another checkpoint")
     problem = _wrong_shape(document)
     if problem is not None:
-        raise LlmqError(f"'{path}' is none of llmq's: {problem}; use another checkpoint")
+        kind = DamagedManifest if RunId.of(document.get("run")) is None else LlmqError
+        raise kind(f"'{path}' is none of llmq's: {problem}; use another checkpoint")
     return document
+
+
+def manifest_damage(path: Path) -> str | None:
+    """Why what has this name is damaged; None where it is not, where there is nothing, and where
+    that cannot be found out."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return f"'{path}' is no file"
+        read_manifest(path)
+    except DamagedManifest as error:
+        return error.headline
+    except OSError:
+        return f"'{path}' is a link that leads nowhere" if path.is_symlink() else None
+    except LlmqError:
+        pass
+    return None
 
 
 _PARTS = {"distributed": dict, "run": dict, "data-loader": dict, "model": dict, "options": dict}

@@ -24,7 +24,7 @@ from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from llmq.checkpoint.manifest import MANIFEST, Manifest, manifest_damage, read_manifest
 from llmq.checkpoint.peft import AdapterConfig
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import doubled
@@ -55,12 +55,13 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 def checkpoints_by_name(directory: Path) -> dict[int, Path]:
     """The complete checkpoints in a directory by the step in their name, in this order.
 
+    Also those that have something else in the place of their checkpoint.json: they are damaged.
     LlmqError if it cannot be listed.
     """
     found = {}
     for path in entries(directory):
         step = _named_step(path)
-        if step is not None and is_complete(path):
+        if step is not None and (is_complete(path) or os.path.lexists(path / MANIFEST)):
             found.setdefault(step, path)
     return dict(sorted(found.items()))
 
@@ -72,8 +73,20 @@ def _named_step(path: Path) -> int | None:
 
 def _recorded(path: Path) -> dict[str, Any]:
     """Step and run of a complete checkpoint; {} if it is damaged."""
+    if manifest_damage(path / MANIFEST) is not None:
+        return {}
     run = json_object(path / MANIFEST).get("run")
     return run if isinstance(run, dict) and type(run.get("step", 0)) is int else {}
+
+
+def damaged_checkpoints(directory: Path) -> dict[Path, str]:
+    """Those in a directory whose checkpoint.json is damaged, each with the reason.
+
+    They are nobody's. LlmqError if the directory cannot be listed.
+    """
+    steps = (path for path in entries(directory) if _named_step(path) is not None)
+    found = {path: manifest_damage(path / MANIFEST) for path in steps}
+    return {path: why for path, why in found.items() if why is not None}
 
 
 def checkpoint_owner(path: Path) -> RunId | None:
@@ -100,6 +113,13 @@ def saved_options(document: dict[str, Any]) -> dict[str, Any]:
     """The options of a checkpoint's run, by field, with the seed its data really has."""
     seed = document["data-loader"].get("seed")
     return document["options"] | ({} if seed is None else {"train_seed": seed})
+
+
+def saved_log(path: Path) -> Path | None:
+    """Where the run of a complete checkpoint wrote its log; None where it does not say so."""
+    options = json_object(path / MANIFEST).get("options")
+    log = options.get("log_file") if isinstance(options, dict) else None
+    return Path(log) if isinstance(log, str) else None
 
 
 def recorded_tokenizer(path: Path) -> TokenizerId | None:
@@ -243,7 +263,7 @@ def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
 
 def _may_go(path: Path, step: int, run: RunId | None) -> bool:
     """Whether it is a checkpoint of this run that was not renamed, and no link to one."""
-    if path.is_symlink():
+    if path.is_symlink() or manifest_damage(path / MANIFEST) is not None:
         return False
     recorded = _recorded(path)
     owner = RunId.of(recorded)

@@ -117,7 +117,7 @@ def _share(document: dict[str, Any], part: Part, index: int, count: int) -> list
 def _look(path: Path) -> tuple[dict[str, Any] | None, Part | None, str | None]:
     """Manifest and part of a checkpoint, or what is wrong with them."""
     try:
-        if not is_complete(path):
+        if not is_complete(path) and not os.path.lexists(path / MANIFEST):
             return None, None, None
         document = read_manifest(path / MANIFEST)
         return document, part_of(path, document), None

@@ -21,7 +21,7 @@ from llmq.checkpoint.store import (
     shared_document,
 )
 from llmq.options.options import TrainConfig
-from llmq.train.json_log import has_records, log_owner
+from llmq.train.json_log import has_records, is_damaged_log, log_owner
 
 RECENT = 600.0  # seconds
 _DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
@@ -30,13 +30,14 @@ _DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
 def log_of_run(run: RunId, last: Path) -> Path | None:
     """Where a run that goes on finds its log: the file it wrote last, else its newest beside it.
 
-    The file it wrote last, too, if there is none any more. None if all that is there is of others.
+    The file it wrote last, too, if there is none any more, or it is damaged and none is beside it.
+    None if all that is there is of others.
     """
-    there = os.path.lexists(last)
-    if there and (not has_records(last) or run.owns(log_owner(last))):
+    there, damaged = os.path.lexists(last), is_damaged_log(last)
+    if there and not damaged and (not has_records(last) or run.owns(log_owner(last))):
         return last
-    beside = [path for path in _logs_in(last.parent) if _is_of(path, run)]
-    return max(beside, key=_modified, default=None if there else last)
+    beside = [path for path in _logs_in(last.parent) if path != last and _is_of(path, run)]
+    return max(beside, key=_modified, default=last if damaged or not there else None)
 
 
 def _is_of(path: Path, run: RunId) -> bool:
@@ -125,7 +126,9 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    paths = (Path(path) for path in glob.glob(f"{glob.escape(str(folder))}/*.json"))
+    """Also those that a run began beside one that was replaced, see JsonLog."""
+    names = (f"{glob.escape(str(folder))}/{pattern}" for pattern in ("*.json", "*.json.new-*"))
+    paths = (Path(path) for name in names for path in glob.glob(name))
     return [path for path in paths if has_records(path)]
 
 

@@ -217,13 +217,28 @@ def has_records(path: Path) -> bool:
 
 def log_owner(path: Path) -> RunId | None:
     """Whose log it is, as its first record says; None before runs had ids."""
+    try:
+        return RunId.of(json.loads(_first_record(path))["run"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def is_damaged_log(path: Path) -> bool:
+    """Whether something lies in the place of a log that is none: a folder, or a file that neither
+    begins with a record nor is what a machine that stopped may leave of the first one."""
+    if not path.is_file():
+        return path.is_dir() or path.is_fifo()
+    with disk_errors(path), open(path, "rb") as file:
+        head = file.read(_FIRST_RECORD_BYTES + 1)
+    if not head.strip(b"\0") or _is_torn_beginning(head) or _EMPTY_LOG.startswith(head):
+        return False
+    return head[:1] != b"[" or (head != _EMPTY_LOG and not _is_record(_first_record(path)))
+
+
+def _first_record(path: Path) -> bytes:
     with disk_errors(path), open(path, "rb") as file:
         file.readline()
-        line = file.readline(_FIRST_RECORD_BYTES)
-    try:
-        return RunId.of(json.loads(line.rstrip(b",\n"))["run"])
-    except (ValueError, LookupError, TypeError):
-        return None
+        return file.readline(_FIRST_RECORD_BYTES).rstrip(b",\n")
 
 
 class LogReader:

@@ -19,7 +19,6 @@ from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.disks import Disks, find_disks
-from llmq.checkpoint.folder import delete, leftovers
 from llmq.model.step import Result
 from llmq.options.options import TrainConfig
 from llmq.plan.disk import checkpoint_bytes
@@ -49,6 +48,7 @@ from llmq.train.metrics import Reporter
 from llmq.train.monitor import speed_of_light
 from llmq.train.places import (
     checkpoint_to_continue,
+    clear_places,
     locked_places,
     move_aside,
     run_id,
@@ -118,8 +118,8 @@ def _run_locked(
         on_cpu = trainer.dev.kind == "host"
         where = {"machines": trainer.machine.world.num_machines, "on_cpu": on_cpu}
         warn(run_warnings(config, trainer.world_size, *length, **where))
-        moved = disks.each(lambda: move_aside(strangers))[0]
-        disks.each(lambda: delete(leftovers(config.checkpoint_dir)))  # of a killed run
+        found = (checkpoint, strangers)
+        moved = disks.each(lambda: clear_places(config, *found, first=them.first))[0]
         path = config.log_file if them.first else Path(os.devnull)
         log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)

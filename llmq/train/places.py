@@ -1,7 +1,8 @@
 """Where a run writes, whether it may, and from which checkpoint it goes on: before it begins.
 
 A run owns what carries its id. What another run wrote to the same places is refused, or moved aside
-with --overwrite; nothing of it is ever deleted.
+with --overwrite; nothing of it is ever deleted. What is damaged is
+nobody's, and no reason to refuse: it gets another name.
 """
 
 from __future__ import annotations
@@ -13,25 +14,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from llmq.base.errors import ConfigError, warn
+from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import disk_errors, free_name, make_directory
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
-from llmq.checkpoint.best import NOTE, best_owner
+from llmq.checkpoint.best import NOTE, best_owner, note_is_damaged
 from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
-from llmq.checkpoint.folder import move
+from llmq.checkpoint.folder import delete, leftovers, move
+from llmq.checkpoint.manifest import MANIFEST, manifest_damage
 from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.store import (
     NoCheckpoint,
     checkpoint_owner,
     checkpoint_step,
     checkpoints_by_name,
+    damaged_checkpoints,
     find_checkpoint,
+    saved_log,
 )
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
-from llmq.train.json_log import has_records, log_owner
+from llmq.train.json_log import has_records, is_damaged_log, log_owner
 
 
 @contextmanager
@@ -106,11 +110,14 @@ class Found(NamedTuple):
 
 
 def everything_there(config: TrainConfig, *, first: bool = True) -> Iterator[Found]:
-    """What lies in the places of a run, whoever wrote it. first: as of locked_places."""
+    """What lies in the places of a run, whoever wrote it, but for damaged checkpoints and their
+    damaged note, which are nobody's. first: as of locked_places."""
+    damaged = damaged_checkpoints(config.checkpoint_dir)
     for path in checkpoints_by_name(config.checkpoint_dir).values():
-        yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
+        if path not in damaged:
+            yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
     best = config.checkpoint_dir / NOTE
-    if best.is_file():
+    if best.is_file() and not note_is_damaged(config.checkpoint_dir):
         yield Found("--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir))
     if not first:
         return
@@ -133,11 +140,15 @@ def things_in_the_way(
     """What another run wrote to the places of this one, to be moved aside.
 
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
-    from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them.
-    first: as of locked_places.
+    from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them,
+    and LlmqError if the checkpoint that it begins with is damaged. first: as of locked_places.
     """
+    if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
+        raise LlmqError(damage)
     there = everything_there(config, first=first)
     strangers = [found for found in there if not run.owns(found.owner)]
+    if _has_damaged_log(config, checkpoint):
+        strangers = [found for found in strangers if found.flag != "--log-file"]
     if strangers and not config.overwrite:
         flag, _, what, owner = strangers[0]
         whose = "a run without an id" if owner is None else owner
@@ -157,6 +168,49 @@ def things_in_the_way(
         if checkpoint is not None and any(p.resolve() == checkpoint.resolve() for p in paths):
             raise ConfigError(f"{flag}: {what} is the one of --continue: choose another directory")
     return strangers
+
+
+def clear_places(
+    config: TrainConfig, checkpoint: Path | None, strangers: list[Found], *, first: bool
+) -> list[str]:
+    """Just before a run writes to its places: set aside what is damaged, move strangers away, and
+    delete what a killed run has left unfinished; lines as of move_aside.
+
+    first: as of locked_places. LlmqError where the disk refuses.
+    """
+    # The kept copy of a damaged checkpoint passes for a leftover until that has another name.
+    _set_damaged_aside(config, checkpoint, first)
+    lines = move_aside(strangers)
+    delete(leftovers(config.checkpoint_dir))
+    return lines
+
+
+def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None, first: bool) -> None:
+    """Give what is damaged in the places of a run another name beside it, with a warning for each.
+
+    Of a log only what lies where the run of `checkpoint` wrote its own: anything else may be a slip
+    of the user's. LlmqError where the disk refuses.
+    """
+    found = damaged_checkpoints(config.checkpoint_dir)
+    if note_is_damaged(config.checkpoint_dir):
+        note = config.checkpoint_dir / NOTE
+        found[note] = "it is no note of the best checkpoint"
+    if first and _has_damaged_log(config, checkpoint):
+        found[config.log_file] = "it is no log"
+    for path, why in found.items():
+        target = free_name(path, "damaged")
+        with disk_errors(target):
+            move(path, target)
+        warn([f"'{path}' is damaged and was set aside as '{target.name}': {why}"])
+
+
+def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
+    """Whether something damaged lies where the run of a checkpoint wrote its log."""
+    if checkpoint is None:
+        return False
+    log = saved_log(checkpoint)
+    same = log is not None and log.absolute() == config.log_file.absolute()
+    return same and is_damaged_log(config.log_file)
 
 
 def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Found]:

@@ -31,6 +31,7 @@ from tools.faults.place import command, copy, fresh_place, hashed, inside, must,
 class Kind:
     """files: a pattern. read: arguments of the command that reads it. result: patterns of what that
     writes; sealed: which must not change then, and with no pattern it must say that it is damaged.
+    survived: it must come to that result, whatever the damage.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Kind:
     read: list[str] | Callable[[Path], int]
     result: str = ""
     sealed: bool = False
+    survived: bool = False
     mutate: Callable[[Path, random.Random], str] = mutators.mutate
 
 
@@ -88,6 +90,10 @@ KINDS = [
     Kind(
         "checkpoint: manifest, signed anew", f"{_NEWEST}/checkpoint.json", _ON,
         mutate=mutators.signed(digest_of),
+    ),
+    Kind(
+        "checkpoint: manifest of any, train", "ckpt/step_*/checkpoint.json", _ON,
+        "out/model.safetensors", survived=True,
     ),
     Kind("checkpoint: verdict", f"{_NEWEST}/verdict.json", _ON),
     Kind("checkpoint: best", "ckpt/best.json", _ON),
@@ -234,10 +240,18 @@ class Mutations:
                 problems.append(("hang", "it was killed: too much memory or time"))
             if kind.sealed and ended.status == 0 and not same:
                 problems += self._changed(kind, root, ended)
+            if kind.survived:
+                problems += self._stopped(kind, root, ended)
             problems += touched(root)
         finally:
             shutil.rmtree(root)
         return Outcome(kind.name, f"{path.relative_to(root)}, {what}", problems)
+
+    def _stopped(self, kind: Kind, root: Path, ended: Ended) -> Problems:
+        if ended.status:
+            return [("lost", f"it did not go on: {ended.text[-200:]}")]
+        same = hashed(root, (kind.result,)) == self.want[kind.name]
+        return [] if same else [("changed", "another result")]
 
     def _changed(self, kind: Kind, root: Path, ended: Ended) -> Problems:
         if not kind.result:

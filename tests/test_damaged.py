@@ -1,0 +1,357 @@
+"""Damaged checkpoints, notes and logs in the places of a run: none of them stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from llmq.base.run_id import RunId
+from llmq.checkpoint.manifest import digest_of, manifest_damage
+from llmq.checkpoint.store import clean_old, own_checkpoints
+from llmq.commands.cli import _run
+from llmq.train.find_log import find_log, log_of_run
+from llmq.train.json_log import is_damaged_log, log_owner
+from llmq.train.trainer import Trainer
+from tests import mpi
+from tests.runs import flags, make_workplace, options, records, train
+
+RUN = {"steps": 3, "ckpt_interval": 1, "save_training_state": True, "overwrite": None}
+RUN |= {"eval_file": "none"}
+ON = RUN | {"continue": "", "steps": 4}
+FIRST, NEWEST = "ckpt/step_00000001", "ckpt/step_00000003"
+ASIDE = "ckpt/step_00000001.damaged-1"
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A folder with a run of 3 steps; `whole` is the model of 4 steps that nobody disturbed."""
+    folder = make_workplace(tmp_path_factory.mktemp("damaged"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert train(**RUN | {"steps": 4, "out_dir": "whole", "ckpt_interval": 0}) == 0
+        shutil.rmtree("ckpt")
+        os.remove("log.json")
+        assert train(**RUN) == 0
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(template, tmp_path, monkeypatch):
+    shutil.copytree(template, tmp_path / "place", symlinks=True)
+    monkeypatch.chdir(tmp_path / "place")
+
+
+def edited(change, *, sign):
+    def edit(path):
+        document = json.loads(path.read_text())
+        change(document)
+        path.write_text(json.dumps(document | ({"sha256": digest_of(document)} if sign else {})))
+
+    return edit
+
+
+def instead(make):
+    def put(path):
+        path.unlink()
+        make(path)
+
+    return put
+
+
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "no UTF-8": lambda path: path.write_bytes(b'{"version": 1, "run": "\xff\xfe"}'),
+    "list": lambda path: path.write_text("[1, 2]"),
+    "number": lambda path: path.write_text("7"),
+    "object": lambda path: path.write_text("{}"),
+    "version": edited(partial(dict.update, version="1"), sign=True),
+    "run": edited(partial(dict.update, run=3), sign=True),
+    "id": edited(lambda document: document["run"].update(id="0" * 12), sign=False),
+    "step": edited(lambda document: document["run"].update(step=7), sign=False),
+    "folder": instead(Path.mkdir),
+    "pipe": instead(os.mkfifo),
+    "loop": instead(lambda path: path.symlink_to(path.name)),
+    "nowhere": instead(lambda path: path.symlink_to("nowhere")),
+}
+FEW = ["empty", "deep", "step", "folder", "loop"]  # what is found in different ways
+
+
+def damage(checkpoint=FIRST, how="empty"):
+    DAMAGES[how](Path(checkpoint) / "checkpoint.json")
+
+
+def model(folder="out"):
+    return (Path(folder) / "model.safetensors").read_bytes()
+
+
+def names(folder="ckpt"):
+    return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+
+
+def warnings_of(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside(how, capsys):
+    damage(how=how)
+    tensors = {path.name: path.read_bytes() for path in Path(FIRST).glob("*.safetensors")}
+    capsys.readouterr()
+    assert train(**ON) == 0
+    (line,) = warnings_of(capsys)
+    said = f"warning: '{FIRST}' is damaged and was set aside as 'step_00000001.damaged-1': '{FIRST}"
+    assert line.startswith(said)
+    assert model() == model("whole")
+    assert {path.name: path.read_bytes() for path in Path(ASIDE).glob("*.safetensors")} == tensors
+    assert os.path.lexists(f"{ASIDE}/checkpoint.json") and not Path(FIRST).exists()
+    assert train(**ON | {"steps": 5}) == 0, "what lies aside is no longer in the way"
+    assert warnings_of(capsys) == []
+
+
+@pytest.mark.parametrize("how", FEW)
+@pytest.mark.parametrize("given", [{"continue": 2}, {"continue": "ckpt/step_00000002"}])
+def test_an_older_one_that_is_named(how, given, capsys):
+    damage(how=how)
+    capsys.readouterr()
+    assert train(**ON | given) == 0
+    (line,) = warnings_of(capsys)
+    assert f"'{FIRST}' is damaged and was set aside" in line
+    assert model() == model("whole")
+    assert "step_00000001.damaged-1" in names() and names("ckpt.old-1") == ["step_00000003"]
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_the_newest_is_damaged(how, capsys):
+    damage(NEWEST, how)
+    capsys.readouterr()
+    assert train(**ON) == 0
+    passed, aside = warnings_of(capsys)
+    assert passed.startswith(f"warning: --continue: passed over checkpoint '{NEWEST}': ")
+    assert f"'{NEWEST}' is damaged and was set aside as 'step_00000003.damaged-1'" in aside
+    assert model() == model("whole")
+    assert manifest_damage(Path(NEWEST) / "checkpoint.json") is None, "it was made again"
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_one_that_is_named_itself_is_refused_and_stays(how, capsys):
+    damage(how=how)
+    before = names()
+    capsys.readouterr()
+    assert train(**ON | {"continue": 1}) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert names() == before
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_none_is_whole(how, capsys):
+    for step in (1, 2, 3):
+        damage(f"ckpt/step_0000000{step}", how)
+    before = names()
+    capsys.readouterr()
+    assert train(**ON) == 2
+    assert "error: none of the 3 checkpoints is whole; the newest: " in capsys.readouterr().err
+    assert names() == before
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_a_new_run_beside_damaged_ones(how, capsys):
+    for step in (1, 2, 3):
+        damage(f"ckpt/step_0000000{step}", how)
+    shutil.rmtree("out")
+    os.remove("log.json")
+    capsys.readouterr()
+    assert train(**RUN | {"steps": 4}) == 0
+    assert len(warnings_of(capsys)) == 3
+    assert model() == model("whole")
+    assert {f"step_0000000{step}.damaged-1" for step in (1, 2, 3)} < set(names())
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_overwrite(how, capsys):
+    damage(how=how)
+    capsys.readouterr()
+    assert train(**RUN | {"steps": 4, "overwrite": ""}) == 0
+    (line,) = warnings_of(capsys)
+    assert f"'{FIRST}' is damaged and was set aside as 'step_00000001.damaged-1'" in line
+    assert model() == model("whole")
+    assert names("ckpt.old-1") == ["step_00000002", "step_00000003"]
+
+
+def test_another_run_is_refused_as_before_and_nothing_is_renamed(capsys):
+    damage()
+    shutil.rmtree("ckpt/step_00000002")
+    before = names()
+    capsys.readouterr()
+    assert train(**RUN) == 2
+    assert f"--checkpoint-dir: checkpoint '{NEWEST}' is of run 'llmq' (" in capsys.readouterr().err
+    assert names() == before
+
+
+def test_a_readable_one_of_another_run_is_refused(capsys):
+    edited(lambda document: document["run"].update(id="0" * 12), sign=True)(
+        Path(FIRST) / "checkpoint.json"
+    )
+    capsys.readouterr()
+    assert train(**ON) == 2
+    assert f"checkpoint '{FIRST}' is of run 'llmq' (000000000000)" in capsys.readouterr().err
+
+
+def test_a_copy_that_was_kept_takes_its_place():
+    """A loss of power while a checkpoint is replaced leaves two; the whole one is not deleted."""
+    shutil.copytree(NEWEST, f"{NEWEST}.llmq-old")
+    damage(NEWEST)
+    assert train(**ON) == 0
+    assert model() == model("whole")
+    assert "step_00000003.damaged-1" in names()
+
+
+def test_restarts(monkeypatch, capfd):
+    damage()
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    command = ["train", *flags(**ON), "--restarts=1"]
+    monkeypatch.setattr(sys, "argv", ["llmq", *command])
+    assert _run(command) == 0
+    assert f"'{FIRST}' is damaged and was set aside" in capfd.readouterr().err
+    assert model() == model("whole")
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_check_names_it_and_goes_on(how, capsys):
+    damage(how=how)
+    capsys.readouterr()
+    assert _run(["check", "ckpt"]) == 2
+    out, err = capsys.readouterr()
+    whole = "checksums agree, all weights are finite"
+    assert out.splitlines() == [
+        f"'{FIRST}': DAMAGED",
+        *(f"'ckpt/step_0000000{n}': step {n}, {whole}" for n in (2, 3)),
+    ]
+    assert len(err.splitlines()) == 1 and FIRST in err
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_export_takes_the_newest_that_is_whole(how, capsys):
+    damage(how=how)
+    damage(NEWEST, how)
+    capsys.readouterr()
+    assert _run(["export", "--checkpoint-dir=ckpt", "--out-dir=exported"]) == 0
+    (line,) = warnings_of(capsys)
+    assert f"passed over checkpoint '{NEWEST}'" in line
+    assert names() == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+@pytest.mark.parametrize("how", FEW)
+def test_it_is_not_the_trainers_and_is_not_deleted(how):
+    """Not even where a run takes what has no id for its own."""
+    damage(NEWEST, how)
+    adopting = RunId("0" * 12, "llmq", adopts=True)
+    assert own_checkpoints(Path("ckpt"), adopting) == {}
+    assert clean_old(Path("ckpt"), 1, 0, 2, run=adopting) == []
+    assert clean_old(Path("ckpt"), 1, 0, 2, run=None) == []
+    given = {n.replace("-", "_"): v for n, v in options(**RUN).items() if n != "overwrite"}
+    with Trainer(**given) as trainer:
+        trainer.load("ckpt")
+        assert trainer.steps_done == 2
+    assert names() == ["step_00000001", "step_00000002", "step_00000003"]
+
+
+def test_a_damaged_note_of_the_best(capsys):
+    Path("ckpt/best.json").write_text("[" * 100_000)
+    capsys.readouterr()
+    assert train(**ON) == 0
+    (line,) = warnings_of(capsys)
+    assert "'ckpt/best.json' is damaged and was set aside as 'best.json.damaged-1'" in line
+    assert Path("ckpt/best.json.damaged-1").read_text() == "[" * 100_000
+
+
+# The log
+
+LOGS = {
+    "text": lambda path: path.write_text("Hello, world.\n" * 9),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "deep line": lambda path: path.write_text("[\n" + "[" * 100_000),
+    "no UTF-8": lambda path: path.write_bytes(b'[\n  {"log": "cmd\xff"},\n  {}\n]\n'),
+    "numbers": lambda path: path.write_text("[\n  1,\n  2\n]\n"),
+    "folder": instead(Path.mkdir),
+}
+
+
+@pytest.mark.parametrize("how", LOGS)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_damaged_log_is_set_aside(how, given, capsys):
+    """Whether --log-file names it or the checkpoint does."""
+    LOGS[how](Path("log.json"))
+    before = None if how == "folder" else Path("log.json").read_bytes()
+    capsys.readouterr()
+    assert train(**ON | ({} if given else {"log_file": None})) == 0
+    (line,) = warnings_of(capsys)
+    said = "warning: 'log.json' is damaged and was set aside as 'log.json.damaged-1': it is no log"
+    assert line == said
+    assert model() == model("whole")
+    assert [record["step"] for record in records("step")] == [3]
+    aside = Path("log.json.damaged-1")
+    assert aside.is_dir() if before is None else aside.read_bytes() == before
+
+
+@pytest.mark.parametrize("how", LOGS)
+def test_the_log_that_was_begun_beside_it_goes_on(how):
+    os.rename("log.json", "log.json.new-1")
+    Path("log.json").touch()
+    LOGS[how](Path("log.json"))
+    assert train(**ON | {"log_file": None}) == 0
+    assert [record["step"] for record in records("step", "log.json.new-1")] == [0, 1, 2, 3]
+    assert names(".").count("log.json") == 1, "the other one is left alone"
+
+
+def test_a_log_begun_beside_another_runs_is_found():
+    shutil.copy("log.json", "log.json.new-1")
+    run = log_owner(Path("log.json"))
+    text = Path("log.json").read_text()
+    Path("log.json").write_text(text.replace(run.id, "0" * 12))
+    assert log_of_run(run, Path("log.json")) == Path("log.json.new-1")
+    os.mkdir("logs")
+    shutil.move("log.json.new-1", "logs/llmq-2020-02-20T20_20_20.json.new-1")
+    shutil.rmtree("ckpt")
+    assert find_log("llmq").name == "llmq-2020-02-20T20_20_20.json.new-1"
+
+
+@pytest.mark.parametrize("how", ["text", "deep", "numbers"])
+def test_a_slip_of_the_users_is_refused(how, capsys):
+    """--log-file names what the run never wrote."""
+    other = Path("other.json")
+    other.touch()
+    LOGS[how](other)
+    before = other.read_bytes()
+    for changes in (ON, RUN | {"checkpoint_dir": "c", "out_dir": "o"}):
+        assert train(**changes | {"log_file": other}) == 2
+    assert other.read_bytes() == before and not list(Path().glob("other.json.*"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[\n]\n", b"[\n", b'[\n  {"log": "cm', b"[\n" + bytes(50), bytes(50)]
+)
+def test_what_a_stop_leaves_is_not_damaged(tmp_path, content):
+    (tmp_path / "log.json").write_bytes(content)
+    assert not is_damaged_log(tmp_path / "log.json")
+
+
+# Several processes
+
+
+def test_all_processes_do_the_same():
+    damage(how="deep")
+    Path("log.json").write_text("[" * 100_000)
+    status, _, err = mpi.run(2, mpi.case(**ON | {"gpus": 2, "batch_size": 1}))
+    assert status == 0, err
+    assert err.count(f"'{FIRST}' is damaged and was set aside as 'step_00000001.damaged-1'") == 1
+    assert err.count("'log.json' is damaged and was set aside as 'log.json.damaged-1'") == 1
+    assert names().count("step_00000001.damaged-1") == 1 and "step_00000004" in names()
