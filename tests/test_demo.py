@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sysconfig
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def test_the_last_validation_takes_no_longer_than_it_may(little_text, monkeypatc
     monkeypatch.setattr("llmq.train.views.PROGRESS_SECONDS", 0.0)
     assert _run(["demo", "--out", "here", "--device", "cpu", "--steps", "1"]) == 0
     out = capsys.readouterr().out
-    assert "  validation: 0%\n" in out and "Validation ended after 0 seconds\n" in out
+    assert "  validation: 0%\n" in out
+    assert re.search(r"Validation ended after \d+ seconds\n", out)
     (evaluation,) = records("eval", "here/log.json")
     assert evaluation["eval_tokens"] == 8 * 128  # one batch
     assert VALIDATION_SECONDS <= 8

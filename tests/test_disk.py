@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.base.dtypes import MIB
+from llmq.base.dtypes import MIB, NO_LIMITS
 from llmq.checkpoint.best import Best
 from llmq.commands.cli import _run
 from llmq.options.options import TrainConfig
@@ -17,6 +17,7 @@ from llmq.options.presets import preset
 from llmq.plan.disk import DiskUse, disk_use
 from llmq.state.params import weight_table
 from llmq.state.placement import place
+from llmq.train.guard import Guard
 from tests.models import hf_model, trainer_for
 from tests.runs import make_workplace, train
 
@@ -68,7 +69,9 @@ def use(**options: object) -> DiskUse:
     ],
 )
 def test_as_many_checkpoints_are_kept_as_planned(tmp_path, monkeypatch, options, kept, deletes):
-    """The default keeps the three newest, and the good one."""
+    """The default keeps the three newest, and the good one: no step is bad here, though a norm of
+    so small a model may be far above the others, depending on how the processor sums."""
+    monkeypatch.setattr(Guard, "limits", lambda self, step: NO_LIMITS)
     disk = use(**options)
     assert (disk.kept, disk.every, disk.deletes) == (len(kept), None, deletes)
     monkeypatch.chdir(make_workplace(tmp_path))

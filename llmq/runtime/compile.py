@@ -23,6 +23,7 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_shared
+from llmq.runtime.cuda_api import load_libraries
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
@@ -144,6 +145,7 @@ class Nvrtc:
     """NVRTC's functions. RuntimeError where one fails. version: (major, minor)."""
 
     def __init__(self) -> None:
+        load_libraries()
         from cuda.bindings import nvrtc
 
         self._nvrtc = nvrtc

@@ -6,14 +6,70 @@ own allocators and streams.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
+import shlex
+from importlib import metadata
 from types import SimpleNamespace
 
 from llmq.base.errors import LlmqError
 from llmq.runtime.device import DeviceSpec, library_workspace
+from llmq.runtime.nvml import open_nvml
 
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
+# Libraries of CUDA 12 that have another name in CUDA 13: what wheels and toolkits call them, and
+# where the wheel has them. Those of cuDNN and NCCL have the same names in both.
+LIBRARIES_OF_12 = {
+    "libnvrtc.so.12": "nvidia/cuda_nvrtc/lib",
+    "libcublasLt.so.12": "nvidia/cublas/lib",
+}
+
+
+def cupy_release() -> int | None:
+    """The CUDA release of the installed CuPy wheel, 12 or 13; None where there is no wheel."""
+    for major in (12, 13):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.distribution(f"cupy-cuda{major}x")
+            return major
+    return None
+
+
+@functools.cache
+def load_libraries() -> None:
+    """Load NVRTC and cuBLASLt of CuPy's CUDA release, before anything searches for them.
+
+    CuPy, cuda-bindings and nvmath-python all take what the process has loaded, and else prefer
+    CUDA 13, which a PyTorch in the same environment brings along. A library that is missing is
+    left to them: they may know another place, and say what is wrong.
+    """
+    if cupy_release() != 12:
+        return
+    for name, folder in LIBRARIES_OF_12.items():
+        wheel = metadata.distribution("cupy-cuda12x").locate_file(f"{folder}/{name}")
+        for place in (str(wheel), name):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(place)
+                break
+
+
+def has_gpu() -> bool:
+    """Whether NVML sees an NVIDIA GPU, which needs no package of CUDA."""
+    try:
+        return open_nvml().nvmlDeviceGetCount() > 0
+    except Exception:  # no library, no driver: each has a class of its own
+        return False
+
+
+def install_command() -> str:
+    """What installs the packages for GPUs that llmq's own metadata lists, those of CUDA 12."""
+    try:
+        listed = [line.partition(";") for line in metadata.requires("llmq-train") or []]
+    except metadata.PackageNotFoundError:  # it runs from its source tree
+        return "pip install ."
+    packages = [name.strip() for name, _, marker in listed if "platform_machine" in marker]
+    return shlex.join(["pip", "install", *packages])
 
 
 @functools.cache
@@ -25,11 +81,17 @@ def load() -> SimpleNamespace:
     # Hardware queues per GPU, 8 by default. Streams that share one, of ours and NCCL's, block each
     # other: a stream that waits for another GPU could hold up what that GPU waits for.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    load_libraries()
     try:
         from cupy import RawModule
         from cupy.cuda import driver as cupy_driver
         from cupy.cuda import nvtx, runtime
     except ImportError as error:
+        if cupy_release() is None and has_gpu():
+            raise LlmqError(
+                "this machine has an NVIDIA GPU, but the packages for it are not installed; type "
+                f"`{install_command()}`, or use --device cpu"
+            ) from error
         reason = error.__cause__ or error  # CuPy's own message fills a page
         raise LlmqError(
             f"CuPy cannot be loaded ({reason}); install cupy-cuda12x or cupy-cuda13x, or use "

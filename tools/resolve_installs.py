@@ -1,0 +1,107 @@
+"""Prove that every documented way to install llmq resolves against the package index alone.
+
+uv reads metadata only, so nothing large is downloaded. This machine's settings of pip and uv (other
+sources of wheels, constraints) are left out, because a user's machine has none of them. A library
+beside llmq must be as new as it is alone: an old PyTorch, which asked for another release of CUDA,
+would be no proof.
+
+    python tools/resolve_installs.py
+
+Exit status 1 where a way does not resolve. Without a network the proof is left out with status 0,
+but not under CI (the environment variable CI is set).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLATFORM = ("--python-platform", "x86_64-manylinux_2_28", "--python-version", "3.12")
+# By what a user types after `pip install`: requirement files and options of `uv pip compile`, and
+# the libraries that llmq is installed beside.
+Way = tuple[tuple[str, ...], tuple[str, ...]]
+WIDEST: dict[str, Way] = {
+    ".[test]": (("pyproject.toml", "--extra", "test"), ()),
+    ". peft lm-eval": (("pyproject.toml",), ("peft", "lm-eval", "torch")),
+    "-r requirements/cuda13.txt": (("requirements/cuda13.txt",), ()),
+}
+# They need metadata only that the widest have fetched just before: nothing is fetched again.
+WITHIN: dict[str, Way] = {
+    ".": (("pyproject.toml",), ()),
+    ". torch": (("pyproject.toml",), ("torch",)),
+    "-r requirements/cpu.txt": (("requirements/cpu.txt",), ()),
+}
+UNREACHABLE = ("Failed to fetch", "error sending request", "dns error", "client error (Connect)")
+
+
+class NotReached(Exception):
+    """The index does not answer."""
+
+
+def compiled(way: Way, cache: str, *options: str) -> dict[str, str]:
+    """Versions by name that uv finds. cache: the folder where it keeps metadata.
+
+    Raises NotReached, or RuntimeError with uv's reason why nothing fits.
+    """
+    arguments, beside = way
+    ours = ("PIP_", "UV_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--no-config", "--no-header"]
+    command += ["--no-annotate", "--quiet", "--cache-dir", cache, *PLATFORM, *options, *arguments]
+    done = subprocess.run(
+        [*command, *(["-"] if beside else [])],
+        input="\n".join(beside),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=env,
+    )
+    if done.returncode:
+        lost = any(sign in done.stderr for sign in UNREACHABLE)
+        raise (NotReached if lost else RuntimeError)(done.stderr.strip())
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", done.stdout, re.MULTILINE))
+
+
+def problem(way: Way, cache: str, *options: str) -> str | None:
+    """Why a way to install llmq does not do; None if it does."""
+    beside = way[1]
+    try:
+        found = compiled(way, cache, *options)
+        alone = compiled(((), beside), cache, "--offline") if beside else {}
+    except RuntimeError as error:
+        return str(error)
+    older = [f"{n} {found[n]} instead of {alone[n]}" for n in beside if found[n] != alone[n]]
+    return f"only with {', '.join(older)}" if older else None
+
+
+def problems() -> dict[str, str | None]:
+    """By way, why it does not do. Raises NotReached."""
+    with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor() as threads:
+        fetching = {name: threads.submit(problem, way, cache) for name, way in WIDEST.items()}
+        found = {name: future.result() for name, future in fetching.items()}
+        return found | {name: problem(way, cache, "--offline") for name, way in WITHIN.items()}
+
+
+def main() -> int:
+    """Say of each way whether it resolves."""
+    try:
+        found = problems()
+    except NotReached as error:
+        print(f"the package index cannot be reached: {error}", file=sys.stderr)
+        if os.environ.get("CI"):
+            return 1
+        print("skipped: how llmq installs is not proven", file=sys.stderr)
+        return 0
+    for way, why in found.items():
+        print(f"pip install {way}: {'resolves' if why is None else why}")
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
