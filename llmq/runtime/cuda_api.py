@@ -101,8 +101,8 @@ def load() -> SimpleNamespace:
         from cuda.bindings import driver
     except ImportError as error:
         raise LlmqError(
-            f"CUDA's Python bindings cannot be loaded ({error}); install cuda-bindings of CuPy's "
-            "CUDA release, or use --device cpu"
+            f"CUDA's Python bindings cannot be loaded ({error}); install cuda-bindings, or "
+            "use --device cpu"
         ) from error
     return SimpleNamespace(
         runtime=runtime,
