@@ -266,10 +266,9 @@ def test_small_products_are_less_efficient():
 
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
 AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
-ROPE, ROPE_TWICE = {"matmul_rope": 1}, {"matmul_rope": 2}
 BOTH = FORWARD | BACKWARD
-# qkv, o and the MLP's other product, in both directions or in one; qkv forward has RoPE in it.
-OTHERS, OTHERS_FORWARD = ROPE | {"matmul_adapted": 5}, ROPE | {"matmul_adapted": 2}
+# qkv, o and the MLP's other product, in both directions or in one.
+OTHERS, OTHERS_FORWARD = {"matmul_adapted": 6}, {"matmul_adapted": 3}
 LORA = {"lora-rank": 16, "train": "embeddings"}  # so that the first block is like the others
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FUSED_WHERE = [
@@ -282,26 +281,26 @@ FUSED_WHERE = [
     ),
     (H100, LORA | {"matmul-dtype": "int8", "base-dtype": "int8"}, {}),
     (H100, LORA | {"lora-dropout": 0.1}, FORWARD | OTHERS_FORWARD),
-    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH | ROPE),
-    (H100, LORA | {"recompute-ffn": True}, BOTH | ROPE | {"matmul_adapted": 6}),
+    (H100, LORA | {"lora-dropout": 0.1, "lora-targets": "up"}, BOTH),
+    (H100, LORA | {"recompute-ffn": True}, BOTH | {"matmul_adapted": 7}),
     (H100, LORA | DELAYED | {"base-dtype": "e4m3", "recompute-swiglu": True}, BOTH | OTHERS),
     (H100, LORA | {"seq-len": 1024}, {}),
     (H100, LORA | {"gpus": 2}, {}),
     (RTX_4090, LORA, {}),
-    (H100, {}, BOTH | ROPE),
-    (H100, {"recompute-swiglu": True}, BOTH | ROPE),
-    (H100, {"recompute-ffn": True}, BOTH | ROPE | AGAIN),
-    (H100, {"matmul-dtype": "e4m3"}, BOTH | ROPE),
-    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | ROPE | AGAIN),
-    (H100, DELAYED, BOTH | ROPE),
+    (H100, {}, BOTH),
+    (H100, {"recompute-swiglu": True}, BOTH),
+    (H100, {"recompute-ffn": True}, BOTH | AGAIN),
+    (H100, {"matmul-dtype": "e4m3"}, BOTH),
+    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | AGAIN),
+    (H100, DELAYED, BOTH),
     (
         H100,
         DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True},
-        FORWARD | ROPE_TWICE | AGAIN_TWICE,
+        FORWARD | AGAIN_TWICE,
     ),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
-    (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD | ROPE),
-    (H100, DELAYED | {"mlp-dtype": "e4m3", "recompute-ffn": True}, ROPE | {"matmul_swiglu": 2}),
+    (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD),
+    (H100, DELAYED | {"mlp-dtype": "e4m3", "recompute-ffn": True}, {"matmul_swiglu": 2}),
     (H100, {"matmul-dtype": "int8"}, {}),
     (H100, {"model-dtype": "fp32"}, {}),
     (H100, {"model": "Qwen3-0.6B"}, {}),
@@ -331,29 +330,6 @@ def test_where_more_is_within_products(card, options, per_layer):
     assert {name: entries[name] for name in FUSED if entries[name]} == {
         name: 2 * count for name, count in per_layer.items()
     }
-
-
-@pytest.mark.parametrize(
-    ("card", "options", "launches"),
-    [
-        (H100, {}, 2),
-        (H100, {"fp8-fast-accumulation": "none"}, 0),
-        (H100, {"head-dtype": "bf16"}, 0),
-        (H100, {"lmhead-chunks": 4}, 0),  # of 1,024 rows
-        (RTX_4090, {}, 0),
-    ],
-)
-def test_where_logits_become_codes_of_exponentials(card, options, launches):
-    config = {"device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 4, "from-scratch": True}
-    config |= {"matmul-dtype": "e4m3", "head-dtype": "e4m3", "lmhead-chunks": 2}
-    config = make_config(config | {"grad-accumulation": 1, "gpus": 1} | options)
-    model = replace(preset(config.model), num_layers=1)
-    plan = make_plan(config, model, spec_of(card), "native", config.gpus)
-    ((trace, _),) = plan.micro_steps
-    entries = Counter(item.entry for item in trace if isinstance(item, Work))
-    assert entries["matmul_exp_codes"] == entries["exp_codes_turn"] == launches
-    apart = config.lmhead_chunks * (config.head_dtype == "e4m3") - launches
-    assert entries["transpose_codes"] >= apart and not (launches and entries["transpose_codes"])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -12,9 +10,7 @@ from llmq.ops import (
     matmul,
     matmul_adapted,
     matmul_exp,
-    matmul_exp_codes,
     matmul_gradient,
-    matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
 )
@@ -151,7 +147,6 @@ WITHIN = {
 WITHIN_PRODUCTS = (
     matmul_adapted,
     matmul_exp,
-    matmul_exp_codes,
     matmul_swiglu,
     matmul_swiglu_backward,
 )
@@ -177,26 +172,6 @@ def test_more_within_products(tmp_path, formats, name, monkeypatch):
         np.testing.assert_allclose(got.loss, want.loss, rtol=2e-3)  # BF16 keeps 8 bits
     for more in ({"use_cuda_graphs": False}, *({f"recompute_{x}": True} for x in RECOMPUTED)):
         assert same(within, run(tmp_path, **formats, **more)), more
-
-
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("formats", [f for k, f in WITHIN.items() if k != "codes"], ids=str)
-def test_rope_within_the_product(tmp_path, formats, documents, monkeypatch):
-    """At any size, as Hopper computes large ones: the bits of two kernels, and always the same."""
-    if device_spec(0).capability != matmul_rope.CAPABILITY:
-        pytest.skip("needs compute capability 9.0")
-    hf_model("llama_biases", head_dim=64).save_pretrained(tmp_path)
-    options = formats | {"document_mask": documents}
-    monkeypatch.setattr(matmul_adapted, "MIN_ROWS", 1)
-    monkeypatch.setattr(matmul_adapted, "MIN_COLUMNS", 1)
-    beside = run(tmp_path, **options)
-    monkeypatch.setattr(matmul_rope, "MIN_ROWS", 1)
-    monkeypatch.setattr(matmul_rope, "MOST_IDLE", math.inf)
-    within = run(tmp_path, **options)
-    for got, want in zip(within[0], beside[0], strict=True):
-        np.testing.assert_allclose(got.loss, want.loss, rtol=2e-3)  # BF16 keeps 8 bits
-    for more in ({"use_cuda_graphs": False}, {"recompute_block": True}, {"recompute_att": True}):
-        assert same(within, run(tmp_path, **options, **more)), more
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "olmo2"])

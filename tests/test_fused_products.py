@@ -13,9 +13,7 @@ from llmq.ops import (
     attention_backward,
     matmul_adapted,
     matmul_exp,
-    matmul_exp_codes,
     matmul_gradient,
-    matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
 )
@@ -123,35 +121,6 @@ def test_activation_within_products(name, format, recompute, fuse):
     assert {entry: found[2][entry] for entry in FUSED if found[2][entry]} == want
 
 
-ROTATED = {
-    "bf16": {"document_mask": True},
-    "fp8, again": DELAYED | {"recompute_block": True},
-    "adapters": LORA | DELAYED | {"base_dtype": "e4m3"},
-}
-
-
-@pytest.mark.parametrize("options", ROTATED.values(), ids=ROTATED)
-def test_rope_within_the_product(options, fuse):
-    """The same bits as behind it."""
-    fuse(*[matmul_adapted] * ("lora_rank" in options))  # which rounds otherwise than two products
-    want = run("llama_biases", head_dim=64, **options)
-    fuse(matmul_rope)
-    found = run("llama_biases", head_dim=64, **options)
-    assert found[0] == want[0]
-    for weight, values in want[1].items():
-        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
-    times = LAYERS * (1 + ("recompute_block" in options))
-    assert want[2]["rope_forward"] == found[2]["matmul_rope"] == times
-    assert found[2]["rope_forward"] == want[2]["matmul_rope"] == 0
-
-
-def test_norm_of_queries_before_rope(fuse):
-    """Has its own kernel, and RoPE too."""
-    fuse(matmul_rope)
-    found = run("qwen3", head_dim=64)
-    assert found[2]["rope_forward"] == LAYERS and not found[2]["matmul_rope"]
-
-
 OWN_BACKWARD = {  # and in how many launches: of layers times parts
     "parts, again": ("llama_biases", {"attn_bwd_chunks": 4, "recompute_att": True}, LAYERS * 2),
     "a window in one layer": ("qwen2_untied", {}, 1),
@@ -200,62 +169,6 @@ def test_exponentials_within_the_product_of_logits(name, options, fuse):
     assert not any(entry.startswith("cross_entropy_forward") for entry in found[2])
     moved = [not np.array_equal(found[1][key], want[1][key]) for key in want[1]]
     assert any(moved)  # or it would be the same way
-
-
-CODES = {"head_dtype": "e4m3", "seq_len": 32, "T": 32}  # in multiples of 16
-HEADS_OF_CODES = {
-    "jit": FP8 | CODES,
-    "delayed": DELAYED | CODES | {"lmhead_chunks": 2, "z_loss": 1e-2},
-    "frozen": LORA | DELAYED | CODES | {"base_dtype": "e4m3"},
-}
-
-
-TRAINED = HEADS_OF_CODES["frozen"] | {"train": ("head",), "grad_accumulation": 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *(
-            pytest.param(name, options, id=f"{name}-{id}")
-            for name in ("qwen3", "olmo2")
-            for id, options in HEADS_OF_CODES.items()
-        ),
-        pytest.param("qwen2_untied", TRAINED, id="beside adapters"),
-    ],
-)
-def test_codes_of_exponentials_within_the_product_of_logits(name, options, fuse):
-    """Of logits with the same bits; gradients have two bits in either way."""
-    want = run(name, **options)
-    fuse(matmul_exp_codes)
-    found = run(name, **options)
-    first, second = zip(want[0], found[0], strict=True)
-    assert first[1].loss == pytest.approx(first[0].loss, rel=1e-6)
-    assert first[1].norm == pytest.approx(first[0].norm, rel=3e-2)
-    assert second[1].loss == pytest.approx(second[0].loss, rel=2e-3)
-    launched = "shift finish gather most center again finish_far input turn".split()
-    times = options.get("lmhead_chunks", 1) * options.get("grad_accumulation", 1)
-    wanted = dict.fromkeys([*(f"exp_codes_{x}" for x in launched), "matmul_exp_codes"], times)
-    wanted["exp_codes_gather"] *= 2
-    if "lora_rank" in options and "train" not in options:  # no product has transposed codes
-        wanted.pop("exp_codes_turn")
-    counts = {entry: n for entry, n in found[2].items() if "exp_codes" in entry}
-    assert counts == wanted
-    assert not any(entry.startswith("cross_entropy_forward") for entry in found[2])
-    moved = [not np.array_equal(found[1][key], want[1][key]) for key in want[1]]
-    assert any(moved)  # or it would be the same way
-
-
-def test_a_step_whose_losses_have_no_exponential(fuse):
-    """The second one, whose losses are about 20,000 after an update of 30."""
-    options = FP8 | CODES | {"learning_rate": 30.0}
-    want = run("qwen3", **options)
-    fuse(matmul_exp_codes)
-    found = run("qwen3", **options)
-    # Weights whose first gradient is nearly 0 may have got the other 30.
-    assert found[0][1].loss == pytest.approx(want[0][1].loss, rel=2e-2) and want[0][1].loss > 1e4
-    assert found[0][1].norm == pytest.approx(want[0][1].norm, rel=0.3)
-    assert all(np.isfinite(values.astype(np.float32)).all() for values in found[1].values())
 
 
 GRADIENTS = {

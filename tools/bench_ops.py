@@ -53,11 +53,9 @@ PRODUCTS = (
     "matmul",
     "matmul_adapted",
     "matmul_exp",
-    "matmul_exp_codes",
     "matmul_fp8",
     "matmul_gradient",
     "matmul_int8",
-    "matmul_rope",
     "matmul_swiglu",
     "matmul_swiglu_backward",
 )  # bound by arithmetic, all others by memory

@@ -1,7 +1,7 @@
-"""Products with the MLP's activation or RoPE in them, and the two kernels that each replaces.
+"""Products with the MLP's activation in them, and the two kernels that each replaces.
 
-A function for each of them makes the operands of a case on a GPU; `tools/gemm_gate.py --swiglu` and
-`--rope` time what it returns.
+A function for each of them makes the operands of a case on a GPU; `tools/gemm_gate.py --swiglu`
+times what it returns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops import matmul_rope, matmul_swiglu, matmul_swiglu_backward, rope, swiglu
+from llmq.ops import matmul_swiglu, matmul_swiglu_backward, swiglu
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ops.matmul_adapted import matmul_adapted
 
@@ -37,26 +37,6 @@ class Case(NamedTuple):
         """Of operands, and of two times `results` bytes for each of the M x F elements."""
         inputs = self.dtype.itemsize * self.K + BF16.itemsize * self.R
         return (self.M + 2 * self.F) * inputs + 2 * results * self.M * self.F
-
-
-class Heads(NamedTuple):
-    """The product of queries, keys and values, of (B * T, K); R: of its adapters, 0: none."""
-
-    B: int
-    Hq: int
-    Hkv: int
-    Hd: int
-    K: int
-    R: int
-    dtype: DType
-    T: int = 1024
-
-    def nbytes(self, results: int) -> int:
-        """Of operands, of the table, and of two times `results` bytes for each element of qkv."""
-        M, N = self.B * self.T, (self.Hq + 2 * self.Hkv) * self.Hd
-        inputs = self.dtype.itemsize * self.K + BF16.itemsize * self.R
-        table = F32.itemsize * self.T * self.Hd
-        return (M + N) * inputs + BF16.itemsize * N + table + 2 * results * M * N
 
 
 class Ways(NamedTuple):
@@ -94,7 +74,7 @@ class Results(NamedTuple):
         return [x for x in (self.out, self.abs_max, *fp8) if x is not None]
 
 
-def _scales(bench: Bench, case: Case | Heads, spread: float) -> tuple[Tensor, ...]:
+def _scales(bench: Bench, case: Case, spread: float) -> tuple[Tensor, ...]:
     """Of the product's fp8 codes. spread: the standard deviation of its result."""
     if case.dtype == BF16:
         return ()
@@ -187,44 +167,6 @@ def backward(bench: Bench, case: Case) -> Ways:
     return Ways(product, two, one, (old.tensors(), new.tensors()))
 
 
-def rotated(bench: Bench, case: Heads) -> Ways:
-    """The qkv product."""
-    B, Hq, Hkv, Hd, K, R, dtype, T = case
-    dev, M, heads = bench.dev, B * T, Hq + 2 * Hkv
-    N = heads * Hd
-    a = bench.operand("a", dtype, M, K, 0.3)
-    b = bench.operand("b", dtype, N, K, 0.0, size=1 / math.sqrt(K))
-    bias = bench.operand("bias", BF16, 1, N, 0.0).view(N)
-    h = tail = None
-    if R:
-        h = bench.operand("h", BF16, M, R, 0.0)
-        tail = bench.operand("tail", BF16, N, R, 0.0, size=0.05)
-    scales = _scales(bench, case, 1.0)
-    table = bench.empty("table", F32, T, Hd // 2, 2)
-    dev.upload(table, rope.make_table(T, Hd, 1e6, None))
-    old, new = (bench.result("qkv", M, N) for _ in range(2))
-
-    def product() -> None:
-        if R:
-            matmul_adapted(dev, old, a, b, h, tail, *scales, bias=bias)
-        elif scales:
-            matmul_fp8(dev, old, a, b, *scales, bias=bias, fast_accumulation=True)
-        else:
-            matmul(dev, old, a, b, trans_b=True, bias=bias)
-
-    def two() -> None:
-        product()
-        rope.forward(dev, old.view(B, T, heads, Hd), table, Hq, Hkv)
-
-    def one() -> None:
-        matmul_rope.matmul_rope(
-            dev, new.view(B, T, heads, Hd), a, b, h, tail, *scales,
-            bias=bias, table=table, num_heads=Hq, num_kv_heads=Hkv,
-        )  # fmt: skip
-
-    return Ways(product, two, one, ([old], [new]))
-
-
 # For each element of the activation: up_gate, out and its codes; d_up_gate and its codes, and of
 # up_gate and d_out, which both ways share, half.
 FORWARD_BYTES, BACKWARD_BYTES = 2 * 2 + 2 + 2, 2 * (2 + 2) + 3
@@ -248,15 +190,4 @@ CASES: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
     "0.5B backward, bf16": (backward, Case(32768, 4864, 896, 0, BF16), BACKWARD_BYTES),
     "1.5B backward, bf16": (backward, Case(32768, 8960, 1536, 0, BF16), BACKWARD_BYTES),
     "7B backward, bf16": (backward, Case(16384, 18944, 3584, 0, BF16), BACKWARD_BYTES),
-}
-ROTATED: dict[str, tuple[Callable[[Bench, Heads], Ways], Heads, int]] = {
-    "0.5B, fp8": (rotated, Heads(32, 14, 2, 64, 896, 0, E4M3), 2),
-    "1.5B, fp8": (rotated, Heads(32, 12, 2, 128, 1536, 0, E4M3), 2),
-    "3B, fp8": (rotated, Heads(16, 16, 2, 128, 2048, 0, E4M3), 2),
-    "7B, fp8": (rotated, Heads(16, 28, 4, 128, 3584, 0, E4M3), 2),
-    "7B LoRA, fp8": (rotated, Heads(4, 28, 4, 128, 3584, 48, E4M3), 2),
-    "0.5B, bf16": (rotated, Heads(32, 14, 2, 64, 896, 0, BF16), 2),
-    "1.5B, bf16": (rotated, Heads(32, 12, 2, 128, 1536, 0, BF16), 2),
-    "7B, bf16": (rotated, Heads(16, 28, 4, 128, 3584, 0, BF16), 2),
-    "7B LoRA, bf16": (rotated, Heads(4, 28, 4, 128, 3584, 48, BF16), 2),
 }

@@ -1,6 +1,6 @@
 """Products of our own against cuBLASLt's best, all at the card's power limit.
 
-    python tools/gemm_gate.py [--tail | --swiglu | --gradients | --rope] [--seconds 3]
+    python tools/gemm_gate.py [--tail | --swiglu | --gradients] [--seconds 3]
         [--out table.md]
 
 For an H100 or H200, whose `matmul_adapted` is. Without --tail it computes plain fp8 products, those
@@ -9,8 +9,7 @@ allowed to accumulate fast, and not. With --tail it computes these with the prod
 them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first. With --swiglu it
 computes products with the MLP's activation in them, or its gradient, beside the two kernels that
 each of them replaces, and the first one of these alone (tools/fused_products.py). With --gradients
-it does so with weight gradients that are added to what is stored (tools/gradient_products.py);
-with --rope with the qkv product and RoPE.
+it does so with weight gradients that are added to what is stored (tools/gradient_products.py).
 
 Operands are distributed as those of activations and weights are. cuBLASLt is tuned. All take turns,
 each for so many seconds, twice. Power and energy are the card's own counters.
@@ -317,14 +316,13 @@ def main(
     tail: Annotated[bool, typer.Option("--tail", help="With the product of adapters.")] = False,
     swiglu: Annotated[bool, typer.Option("--swiglu", help="With the MLP's activation.")] = False,
     gradients: Annotated[bool, typer.Option("--gradients", help="Of weights, added.")] = False,
-    rope: Annotated[bool, typer.Option("--rope", help="With RoPE.")] = False,
     seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     import torch
 
-    if tail + swiglu + gradients + rope > 1:
-        raise typer.BadParameter("one of --tail, --swiglu, --gradients and --rope")
+    if tail + swiglu + gradients > 1:
+        raise typer.BadParameter("one of --tail, --swiglu and --gradients")
     card = Card()
     torch.backends.cuda.matmul.allow_tf32 = False
     title, flag, table = "An fp8 product of our own beside cuBLASLt's", "", plain_table
@@ -337,9 +335,6 @@ def main(
     elif gradients:
         title = "Weight gradients added by their products beside two kernels"
         flag, table = " --gradients", partial(table_with_more, cases=gradient_products.CASES)
-    elif rope:
-        title = "The qkv product with RoPE in it beside two kernels"
-        flag, table = " --rope", partial(table_with_more, cases=fused_products.ROTATED)
     command = f"python tools/{Path(__file__).name}{flag} --seconds {seconds:g}"
     text = [
         f"# {title}",

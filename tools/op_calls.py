@@ -44,7 +44,6 @@ from llmq.ops import (
     cross_entropy,
     dropout,
     embedding,
-    exp_codes,
     exp_rows,
     fill,
     fp8_scale,
@@ -53,10 +52,8 @@ from llmq.ops import (
     matmul,
     matmul_adapted,
     matmul_exp,
-    matmul_exp_codes,
     matmul_gradient,
     matmul_int8,
-    matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
     nf4,
@@ -348,18 +345,6 @@ def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> li
     ]
 
 
-def matmul_rope_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, K: int, R: int) -> list[Call]:
-    one, M, N = f32(1, value=1.0), B * T, (Hq + 2 * Hkv) * Hd
-    shared = {"qkv": bf16(B, T, Hq + 2 * Hkv, Hd), "bias": bf16(N)}
-    shared |= {"table": rope.make_table(T, Hd, 1e6, None), "num_heads": Hq, "num_kv_heads": Hkv}
-    shared |= {"h": bf16(M, R) if R else None, "tail": bf16(N, R) if R else None}
-    codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
-    return [
-        Call("bf16", matmul_rope.matmul_rope, shared | {"a": bf16(M, K), "b": bf16(N, K)}),
-        Call("fp8", matmul_rope.matmul_rope, shared | codes),
-    ]
-
-
 def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     one, wide = f32(1, value=1.0), bf16(M, 2 * F)
     operands = {"up_gate": wide}
@@ -395,33 +380,6 @@ def exp_rows_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
 def matmul_exp_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
     args = _exponentials(M, N, K, vocab) | {"a": bf16(M, K), "b": bf16(N, K)}
     return [Call("bf16", matmul_exp.forward, args)]
-
-
-def exp_codes_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
-    args, one, vectors = _exponentials(rows, columns, K, vocab), f32(1, value=1.0), f32(rows)
-    operands = {"x": Spec((rows, K), E4M3), "weight": Spec((columns, K), E4M3)}
-    shift = operands | {"scale_x": one, "scale_weight": one}
-    shift |= {name: args[name] for name in ("shift", "targets")}
-    masks = Spec((exp_codes.num_masks(rows),), I32)
-    finish = {name: args[name] for name in ("shift", "sums", "target_logits", "targets")}
-    finish |= dict.fromkeys(("losses", "lse", "factors", "own"), vectors)
-    gather = {"listed": Spec((1 + rows,), I32), "listed_x": operands["x"], "x": operands["x"]}
-    of_row = {"factors": vectors, "own": vectors, "targets": args["targets"]}
-    turn = {"turned": Spec((columns, rows), E5M2), "codes": Spec((rows, columns), E5M2)}
-    of_input = {"d": bf16(rows, K), "weight": operands["weight"], "scale_weight": one}
-    return [
-        Call("shift", exp_codes.shift, shift),
-        Call("finish", exp_codes.finish, finish | {"masks": masks, "far": masks, "z_loss": 0.0}),
-        Call("gather", exp_codes.gather, gather | {"masks": np.zeros(masks.shape, np.int32)}),
-        Call("input gradient", exp_codes.input_gradient, of_input | of_row),
-        Call("turn", exp_codes.turn, turn | of_row | {"scale": 2.0**-15}),
-    ]
-
-
-def matmul_exp_codes_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
-    args, one = _exponentials(M, N, K, vocab), f32(1, value=1.0)
-    args |= {"e": Spec((M, N), E5M2), "a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3)}
-    return [Call("fp8", matmul_exp_codes.forward, args | {"scale_a": one, "scale_b": one})]
 
 
 def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
@@ -697,7 +655,6 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "cross_entropy": cross_entropy_calls,
     "dropout": dropout_calls,
     "embedding": embedding_calls,
-    "exp_codes": exp_codes_calls,
     "exp_rows": exp_rows_calls,
     "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,
@@ -707,10 +664,8 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
     "matmul_exp": matmul_exp_calls,
-    "matmul_exp_codes": matmul_exp_codes_calls,
     "matmul_gradient": matmul_gradient_calls,
     "matmul_int8": matmul_int8_calls,
-    "matmul_rope": matmul_rope_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "nf4": nf4_calls,

@@ -74,19 +74,6 @@ class Activated(NamedTuple):
     gelu: bool
 
 
-class Rotated(NamedTuple):
-    """What the product of queries, keys and values writes that has RoPE behind it.
-
-    heads: BF16 (B,T,Hq+2Hkv,Hd). The rest as `llmq.ops.rope.forward` takes it.
-    """
-
-    heads: Tensor
-    table: Tensor
-    num_heads: int
-    num_kv_heads: int
-    starts: Tensor | None
-
-
 class ActivatedGradient(NamedTuple):
     """What a product writes that has the gradient of a gated activation behind it.
 

@@ -93,11 +93,21 @@ private:
         }
     }
 
-    // Of eight logits from this column on.
+    // Eight logits from this column on become exponentials, and are added to the sum.
     template <bool IS_LAST>
     __device__ __forceinline__ uint4 exponentials(const uint4& x, int column) {
+        const u32 pairs[4] = {x.x, x.y, x.z, x.w};
         float y[8];
-        exponentials_of<IS_LAST>(y, sum, x, offset, column, vocab);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            y[k] = k % 2 ? upper_half(pairs[k / 2]) : lower_half(pairs[k / 2]);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            y[k] = exp2_approx(fmaf(y[k], LOG2E, offset));
+            if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
+        }
+        sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
         return make_uint4(to_pair(y[0], y[1]), to_pair(y[2], y[3]), to_pair(y[4], y[5]),
                           to_pair(y[6], y[7]));
     }

@@ -21,7 +21,6 @@ constexpr int RESIDENT = 5 << 20;  // bytes of `right` that a group has at most,
 constexpr int NARROWEST = 8;       // but so many columns of tiles in any case
 constexpr int SLICES = 4;          // of a tile: products of 32 bytes of K
 constexpr int TAIL_K = 64;         // BF16 in a line: of the tiles of adapters
-constexpr int PAIRS = 32;          // of rows of one head: what HeadBox is of
 
 // A place in the ring of stages. parity: of the barrier's phase that is waited for.
 template <int STAGES> struct Ring {
@@ -65,33 +64,15 @@ struct Tile {
     }
 };
 
-// Of heads with HEAD rows of `right`, of which rows i and i + HEAD / 2 are pair i: PAIRS neighbouring
-// pairs, a part of one head. Boxes are counted over all heads, and then over the next part of them.
-template <int HEAD> struct HeadBox {
-    int head, part;
-    __device__ __forceinline__ HeadBox(int box, int heads) : head(box % heads), part(box / heads) {}
-    __device__ __forceinline__ int row() const { return head * HEAD + part * PAIRS; }  // its first
-    __device__ __forceinline__ HeadBox next(int heads) const {
-        HeadBox box = *this;
-        if (++box.head == heads) { box.head = 0, ++box.part; }
-        return box;
-    }
-};
-
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
 // blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
 // outside the last box may have more columns than the tile, of which nothing is read.
-//
-// HEAD: 0, or of HeadBox, a multiple of 2 PAIRS, of `heads` heads: a tile has the first rows of the
-// pairs of `box` and of the next ones, and then their second rows. K inside.
-template <bool K_OUTSIDE, int HEAD = 0>
+template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
                                           const Tile& tile, u32 rank,
-                                          int apart = TILE_COLUMNS / 2, HeadBox<HEAD> box = {0, 1},
-                                          int heads = 1) {
+                                          int apart = TILE_COLUMNS / 2) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
-    static_assert(HEAD == 0 || !K_OUTSIDE && HEAD % (2 * PAIRS) == 0);
     barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
     load_box(stage, left, k, tile.row, arrived);
     const SharedAddress to = stage + LEFT_BYTES;
@@ -100,12 +81,6 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
         for (int c = 0; c < TILE_BOXES; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
                          tile.column + c * BOX, k + rank * (BOX / 2), arrived, 3);
-        }
-    } else if constexpr (HEAD > 0) {
-#pragma unroll
-        for (int c = 0; c < TILE_COLUMNS / 2; c += PAIRS, box = box.next(heads)) {
-            load_box_for(to + rank * HALF_BYTES + c * LINE, right, k, box.row() + rank * (HEAD / 2),
-                         arrived, 3);
         }
     } else {
         load_box_for(to + rank * HALF_BYTES, right, k, tile.column + rank * apart, arrived, 3);
@@ -140,9 +115,8 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
 //
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are the last tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
-// (TAIL_RANK, N). HEAD: as load_pair has it, of right and tail.
-template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, int STAGES,
-          int HEAD = 0>
+// (TAIL_RANK, N).
+template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, int STAGES>
 struct Stages {
     static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
     static constexpr bool SCALED = sizeof(Left) == 1;
@@ -171,27 +145,25 @@ struct Stages {
         }
     }
 
-    // By one thread of the block. apart: see load_pair. heads: of HEAD columns, and tile.column then
-    // counts pairs.
+    // By one thread of the block. apart: see load_pair.
     __device__ __forceinline__ void load(const Work& work, const TensorMap* left,
                                          const TensorMap* right, const TensorMap* h,
-                                         const TensorMap* tail, int apart = TILE_COLUMNS / 2,
-                                         int heads = 1) const {
+                                         const TensorMap* tail,
+                                         int apart = TILE_COLUMNS / 2) const {
         Ring<STAGES> ring(STAGES);  // the first wait for an empty stage is over at once
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
-            const HeadBox<HEAD> box(HEAD > 0 ? tile.column / PAIRS : 0, heads);
 #pragma unroll 1
             for (int k = 0; k < steps + TAILS; ++k, ring.next()) {
                 const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 if (k < steps) {
-                    load_pair<RIGHT_OUTSIDE, HEAD>(stage, arrived, left, right, k * STEP_K, tile,
-                                                   work.rank, apart, box, heads);
+                    load_pair<RIGHT_OUTSIDE>(stage, arrived, left, right, k * STEP_K, tile,
+                                             work.rank, apart);
                 } else {
-                    load_pair<TAIL_OUTSIDE, HEAD>(stage, arrived, h, tail, (k - steps) * TAIL_K,
-                                                  tile, work.rank, apart, box, heads);
+                    load_pair<TAIL_OUTSIDE>(stage, arrived, h, tail, (k - steps) * TAIL_K, tile,
+                                            work.rank, apart);
                 }
             }
         }

@@ -283,23 +283,6 @@ __device__ __forceinline__ void multiply_and_take(unsigned char* dynamic, int M,
 
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 
-// Eight logits from a column on become y = 2^(x * LOG2E + offset), and what they are added to sum.
-// IS_LAST: 0 in columns >= vocab. APART: y = 2^((x + offset) * LOG2E), which is right of any numbers,
-// where offset * LOG2E of large ones is not.
-template <bool IS_LAST, bool APART = false>
-__device__ __forceinline__ void exponentials_of(float (&y)[8], float& sum, const uint4& x, float offset,
-                                                int column, int vocab) {
-    const u32 pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int k = 0; k < 8; ++k) { y[k] = k % 2 ? upper_half(pairs[k / 2]) : lower_half(pairs[k / 2]); }
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-        y[k] = exp2_approx(APART ? (y[k] + offset) * LOG2E : fmaf(y[k], LOG2E, offset));
-        if (IS_LAST && column + k >= vocab) { y[k] = 0.0f; }
-    }
-    sum += ((y[0] + y[1]) + (y[2] + y[3])) + ((y[4] + y[5]) + (y[6] + y[7]));
-}
-
 // Of the bits, as unsigned numbers: of all lower, and of all upper halves.
 __device__ __forceinline__ u32 most_of(const uint4& x) {
     return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));

@@ -16,9 +16,9 @@ using Sums = float[HALVES_OF_TILE][SUMS];         // of a thread, as ptx.cuh has
 
 // WARP_BYTES: of shared memory, of each warp that multiplies. Others: as Stages has them.
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE,
-          int STAGES, int WARP_BYTES, int HEAD = 0>
-struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES, HEAD> {
-    using Base = Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES, HEAD>;
+          int STAGES, int WARP_BYTES>
+struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES> {
+    using Base = Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES>;
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
     static constexpr int LOADER_REGISTERS = IN_TURNS ? 24 : 40;  // of a thread
     static constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
@@ -42,13 +42,13 @@ struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE
         barriers_ready();
     }
 
-    // The first warpgroup. heads: as load has it.
+    // The first warpgroup.
     __device__ __forceinline__ void load_tiles(const Work& work, const TensorMap* left,
                                                const TensorMap* right, const TensorMap* h,
-                                               const TensorMap* tail, int heads = 1) const {
+                                               const TensorMap* tail) const {
         give_registers<LOADER_REGISTERS>();
         if (threadIdx.x == 0) {
-            Base::load(work, left, right, h, tail, TILE_COLUMNS / 2, heads);
+            Base::load(work, left, right, h, tail, TILE_COLUMNS / 2);
         }
     }
 

@@ -2,7 +2,6 @@
 
     x -> qkv (-> qk_norm) (-> rope) -> attention -> o -> out
 
-Where `BlockLinear.rotates`, and there is no qk_norm, qkv and rope are one operation.
 `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
 Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
 """
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.operand import Operand, Rotated, Target
+from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.activations import Layer
 from llmq.model.attention_choice import directions
@@ -123,11 +122,6 @@ class AttentionHalf:
     def _qkv(self, layer: Layer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
         """The query, key and value heads that attention takes."""
         qkv, table = self._by_head(to.qkv), self.rope_tables[layer.index]
-        turns = table is not None and to.qk_raw is None
-        if turns and self.linear.rotates(layer.index, to.qkv, x, w):
-            out = Rotated(qkv, table, self.Hq, self.Hkv, self.starts)
-            self.linear.forward(layer.index, "qkv", out, x, w)
-            return
         self.linear.forward(layer.index, "qkv", to.qkv, x, w)
         if to.qk_raw is not None:
             self.qk_norm(

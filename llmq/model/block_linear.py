@@ -5,7 +5,7 @@
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
 Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
-the MLP's activation or RoPE make of y, or the activation's gradient of d_x.
+the MLP's activation makes of y, or the activation's gradient of d_x.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes, Rotated
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.linear import Linear, multiplied
 from llmq.model.parameters import BlockGrads, BlockWeights
@@ -121,18 +121,11 @@ class BlockLinear:
         F, rank = self.config.intermediate_size, 0 if parts is None else parts.hidden.shape[1]
         return self.linear.activates(x, getattr(w, key), F, rank, backward=backward)
 
-    def rotates(self, layer: int, out: Tensor, x: Operand, w: BlockWeights) -> bool:
-        """Whether forward takes Rotated in the place of `out` (rows, Q), for qkv."""
-        parts = self._parts.get((layer, "qkv"))
-        rank = 0 if parts is None else parts.hidden.shape[1]
-        heads = self.config.head_dim, self.config.num_kv_heads
-        return self.linear.rotates(out, x, w.qkv, *heads, rank)
-
     def forward(
         self,
         layer: int,
         key: str,
-        out: Tensor | ProductCodes | Activated | Rotated,
+        out: Tensor | ProductCodes | Activated,
         x: Operand,
         w: BlockWeights,
         addend: Tensor | None = None,
@@ -145,7 +138,7 @@ class BlockLinear:
         weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
         parts = self._parts.get((layer, key))
         # Also of a tensor: what is computed again gets the bits of the first time.
-        fused = isinstance(out, Rotated) or (key == "up" and self.activates(layer, key, x, w))
+        fused = key == "up" and self.activates(layer, key, x, w)
         more = {} if addend is None else {"addend": addend}
         if parts is None and fused:
             self.linear.fused(out, x, weight, bias=bias)

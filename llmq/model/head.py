@@ -6,7 +6,6 @@ the target's -1. Its elements are bounded, so the scale is a constant.
 
 Where `matmul_exp` serves, on Hopper, the product of logits leaves their exponentials, which are the
 gradient but for a factor of each row; the products that use it have their rows multiplied instead.
-In fp8 `matmul_exp_codes` does the same, and the codes get their factors while they are transposed.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32, DType
+from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.model.linear import FAST, Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
-from llmq.ops import cross_entropy, exp_codes, exp_rows, matmul_exp, matmul_exp_codes, quantize
+from llmq.ops import cross_entropy, exp_rows, matmul_exp, quantize
 from llmq.ops.common import num_sums
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -40,16 +39,14 @@ def gradient_scale(z_loss: float) -> float:
 
 
 class _Gradient(NamedTuple):
-    """Of logits (rows, Vp): the rows of `values`, each times its factor, F32 (rows,); None: 1.
+    """The gradient of logits (rows, Vp): the rows of `values` times `factors`, F32 (rows,), or 1.
 
-    Then the input's rows are multiplied by the factors, too, for the weight's gradient; or `turned`
-    has what that takes instead. own: F32 (rows,), of the target's logit, of which values have 0.
+    Where there are factors, the input's rows have been multiplied by them, too, for the gradient of
+    the weight.
     """
 
     values: Operand
     factors: Tensor | None = None
-    own: Tensor | None = None
-    turned: Operand | None = None
 
 
 class _Chunk(NamedTuple):
@@ -95,8 +92,6 @@ class Head:
         if self.fp8:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
-            self.one = dev.alloc("d_logits.one", (1,), F32, "Activations")
-            dev.upload(self.one, np.ones(1, np.float32))
 
     def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor | None) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C).
@@ -166,16 +161,17 @@ class Head:
                 x = self._input(temps, start, stop, transposed=trained)
                 chunk = _Chunk(start, stop, x, targets.rows(start, stop))
                 if self.fp8:
-                    within = self._makes_exponentials(x.codes, w.lm_head)
-                    way = self._exponentials_fp8 if within else self._d_logits_fp8
+                    way = self._d_logits_fp8
                 elif matmul_exp.serves(self.dev, x, w.lm_head.shape[0]):
                     way = self._exponentials
                 else:
                     way = self._d_logits
                 gradient = temps.enter_context(way(chunk, w.lm_head, trained=trained))
-                self._input_gradient(d_norm.rows(start, stop), gradient, w.lm_head, chunk.targets)
-                turned = gradient.turned or gradient.values
-                self.linear.weight_gradients(d_weight, None, turned, x)
+                d_x = d_norm.rows(start, stop)
+                self.linear.input_gradient(d_x, gradient.values, w.lm_head)
+                if gradient.factors is not None:
+                    exp_rows.scale(self.dev, d_x, gradient.factors)
+                self.linear.weight_gradients(d_weight, None, gradient.values, x)
             if d_weight is not None:
                 d_weight = d_weight._replace(accumulate=True)
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
@@ -185,22 +181,6 @@ class Head:
             stats = self.branch_stats
             weight, d_weight = w.ln1_post, g.ln1_post
             self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
-
-    def _input_gradient(
-        self, d_x: Tensor, gradient: _Gradient, lm_head: Operand, targets: Tensor
-    ) -> None:
-        self.linear.input_gradient(d_x, gradient.values, lm_head)
-        factors, own = gradient.factors, gradient.own
-        if own is not None:
-            of_weight = (lm_head.codes, lm_head.scale)
-            exp_codes.input_gradient(self.dev, d_x, factors, own, *of_weight, targets)
-        elif factors is not None:
-            exp_rows.scale(self.dev, d_x, factors)
-
-    def _makes_exponentials(self, x: Tensor, lm_head: Fp8) -> bool:
-        """Of fp8 codes: products of our own sum with fewer bits."""
-        fast = self.linear.fast.forward
-        return fast and matmul_exp_codes.serves(self.dev, x, lm_head.codes.shape[0])
 
     @contextmanager
     def _d_logits(self, chunk: _Chunk, lm_head: Operand, *, trained: bool) -> Iterator[_Gradient]:
@@ -254,63 +234,6 @@ class Head:
                 quantize.transpose(self.dev, transposed, codes)
                 values = Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
                 yield _Gradient(values)
-
-    @contextmanager
-    def _exponentials_fp8(
-        self, chunk: _Chunk, lm_head: Fp8, *, trained: bool
-    ) -> Iterator[_Gradient]:
-        """trained: as in _d_logits_fp8; x is not touched."""
-        dev, (rows, vocab) = self.dev, (chunk.stop - chunk.start, lm_head.codes.shape[0])
-        with ExitStack() as temps:
-            e = temps.enter_context(dev.scratch("d_logits.q", (rows, vocab), E5M2))
-            factors = temps.enter_context(dev.scratch("logits.factors", (rows,), F32))
-            own = temps.enter_context(dev.scratch("logits.own", (rows,), F32))
-            self._codes_of_exponentials(chunk, lm_head, e, factors, own)
-            values = Fp8(source=None, codes=e, transposed=None, scale=self.one)
-            if not trained:
-                yield _Gradient(values, factors, own)
-                return
-            t = temps.enter_context(dev.scratch("d_logits.q_t", (vocab, rows), E5M2))
-            exp_codes.turn(dev, t, e, factors, own, chunk.targets, gradient_scale(self.z_loss))
-            turned = Fp8(source=None, codes=None, transposed=t, scale=self.gradient_scale)
-            yield _Gradient(values, factors, own, turned)
-
-    def _codes_of_exponentials(
-        self, chunk: _Chunk, lm_head: Fp8, e: Tensor, factors: Tensor, own: Tensor
-    ) -> None:
-        """Losses; and codes, which are made again of rows that need another shift than the first.
-
-        Of some of these, `far`, the first sums say nothing: their shift is found by their largest
-        logit.
-        """
-        start, stop, x, targets = chunk
-        dev, (rows, vocab), size = self.dev, e.shape, self.config.vocab_size
-        losses, lse = self.losses.rows(start, stop), self.lse.rows(start, stop)
-        with ExitStack() as temps:
-
-            def scratch(name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
-                return temps.enter_context(dev.scratch(f"logits.{name}", shape, dtype))
-
-            shift = scratch("shift", (rows,), F32)
-            operands = (lm_head.codes, x.scale, lm_head.scale)
-            exp_codes.shift(dev, shift, x.codes, *operands, targets)
-            sums = scratch("sums", (num_sums(vocab), rows), F32)
-            picked = scratch("targets", (rows,), F32)
-            after = (*operands, shift, targets)
-            matmul_exp_codes.forward(dev, e, sums, picked, x.codes, *after, size)
-            masks, far = (
-                scratch(name, (exp_codes.num_masks(rows),), I32) for name in ("masks", "far")
-            )
-            results, of_sums = (losses, lse, factors, own), (shift, sums, picked, targets)
-            exp_codes.finish(dev, *results, masks, far, *of_sums, self.z_loss)
-            listed = scratch("listed", (1 + rows,), I32)
-            listed_x = scratch("listed_x", x.codes.shape, x.codes.dtype)
-            exp_codes.gather(dev, listed, listed_x, far, x.codes)
-            matmul_exp_codes.most(dev, sums, listed_x, *operands, listed, size)
-            exp_codes.center(dev, shift, masks, sums, far)
-            exp_codes.gather(dev, listed, listed_x, masks, x.codes)
-            matmul_exp_codes.again(dev, e, sums, listed_x, *after, listed, size)
-            exp_codes.finish_far(dev, *results, far, *of_sums, self.z_loss)
 
     def _cross_entropy(self, chunk: _Chunk, logits: Tensor, codes: Tensor | None = None) -> None:
         """Losses; and the gradient in place of the logits, or as codes."""

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes, Rotated
+from llmq.base.dtypes import E4M3, E5M2, F32, DType
+from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
 from llmq.ops import (
     matmul_adapted,
     matmul_gradient,
-    matmul_rope,
     matmul_swiglu,
     matmul_swiglu_backward,
     reduce,
@@ -99,28 +98,9 @@ class Linear:
         operation = matmul_swiglu_backward if backward else matmul_swiglu
         return operation.serves(self.dev, multiplied(x), F, rank)
 
-    def rotates(
-        self,
-        out: Tensor,
-        x: Operand,
-        weight: Operand,
-        head_dim: int,
-        num_kv_heads: int,
-        rank: int,
-    ) -> bool:
-        """Whether `fused` is the way to compute out (rows, heads * head_dim) with RoPE behind it.
-
-        rank: as in activates.
-        """
-        if out.dtype != BF16 or not self._may_fuse(isinstance(weight, Fp8), backward=False):
-            return False
-        left = multiplied(x)
-        sizes = (*out.shape, left.shape[1])
-        return matmul_rope.serves(self.dev, left.dtype, sizes, head_dim, num_kv_heads, rank)
-
     def fused(
         self,
-        out: Tensor | ProductCodes | Activated | Rotated | ActivatedGradient,
+        out: Tensor | ProductCodes | Activated | ActivatedGradient,
         x: Operand,
         weight: Operand,
         h: Tensor | None = None,
@@ -151,11 +131,6 @@ class Linear:
             matmul_swiglu.forward(
                 self.dev, up_gate, to.out, *operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8
             )
-        elif isinstance(out, Rotated):
-            matmul_rope.matmul_rope(
-                self.dev, out.heads, *operands, bias=bias, table=out.table, starts=out.starts,
-                num_heads=out.num_heads, num_kv_heads=out.num_kv_heads,
-            )  # fmt: skip
         elif isinstance(out, ActivatedGradient):
             x, weight, *others = operands
             up_gate, to, act, gelu = out

@@ -330,26 +330,6 @@ def num_sums(columns: int) -> int:
     return ceil_div(columns, PRODUCT_TILE[1])
 
 
-def expect_logits(op: str, a: Tensor, b: Tensor, dtype: DType, vocab_size: int) -> tuple[int, int]:
-    """M, N of logits a (M, K) @ b (N, K)^T, both of this dtype; TypeError or ValueError if not."""
-    (M, K), N = a.shape, b.shape[0]
-    expect(op, "a", a, dtype, (M, K))
-    expect(op, "b", b, dtype, (N, K))
-    if not 0 < vocab_size <= N:
-        raise ValueError(f"{op}: vocab_size must be in [1, {N}], got {vocab_size}")
-    return M, N
-
-
-def expect_exponentials(
-    op: str, e: Tensor, dtype: DType, sums: Tensor, shift: Tensor, targets: Tensor, M: int, N: int
-) -> None:
-    """Raise TypeError or ValueError unless these are what e (M, N) of this dtype is made with."""
-    expect(op, "e", e, dtype, (M, N))
-    expect(op, "sums", sums, F32, (num_sums(N), M))
-    expect(op, "shift", shift, F32, (M,))
-    expect(op, "targets", targets, I32, (M,))
-
-
 def own_product_blocks(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
     """Of a persistent grid, in clusters of two. tile: as own_product_tiles."""
     return 2 * min(own_product_tiles(rows, columns, tile), dev.spec.num_sms // 2)

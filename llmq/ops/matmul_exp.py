@@ -7,15 +7,14 @@ logits (`llmq.ops.exp_rows` says what is left of it).
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
     PRODUCT_SHARED,
     PRODUCT_THREADS,
     PRODUCT_TILE,
-    expect_exponentials,
-    expect_logits,
+    num_sums,
     own_product_blocks,
     runs_own_products,
 )
@@ -76,10 +75,16 @@ def forward(
     Cost:    2*M*N*K FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
-    M, N = expect_logits(OP, a, b, BF16, vocab_size)
-    expect_exponentials(OP, e, BF16, sums, shift, targets, M, N)
+    (M, K), N = a.shape, b.shape[0]
+    expect(OP, "a", a, BF16, (M, K))
+    expect(OP, "b", b, BF16, (N, K))
+    if not 0 < vocab_size <= N:
+        raise ValueError(f"{OP}: vocab_size must be in [1, {N}], got {vocab_size}")
+    expect(OP, "e", e, BF16, (M, N))
+    expect(OP, "sums", sums, F32, (num_sums(N), M))
+    expect(OP, "shift", shift, F32, (M,))
+    expect(OP, "targets", targets, I32, (M,))
     expect(OP, "target_logits", target_logits, F32, (M,))
-    K = a.shape[1]
     dev.launch(
         FORWARD,
         own_product_blocks(dev, M, N, PRODUCT_TILE),

@@ -12,9 +12,7 @@ from llmq.base.tensor import Tensor
 FUSED = {
     "matmul_adapted": (1, "adapted"),
     "matmul_exp": (3, "exp"),
-    "matmul_exp_codes": (3, "exp"),
     "matmul_gradient": (1, "gradient"),
-    "matmul_rope": (1, "rope"),
     "matmul_swiglu": (2, "swiglu"),
     "matmul_swiglu_backward": (1, "swiglu_backward"),
 }
