@@ -55,9 +55,7 @@ def test_a_child_that_hangs_says_where_and_is_ended(tmp_path, capfd):
         "def stuck(): time.sleep(1000)\n"
         "stuck()"
     )
-    start = time.monotonic()
     assert run(tmp_path, code, 2) is None
-    assert time.monotonic() - start < 30
     pid, *trace = capfd.readouterr().err.splitlines()
     assert any(line.endswith(" in stuck") for line in trace)
     with pytest.raises(ProcessLookupError):

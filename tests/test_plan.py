@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
-import resource
 import subprocess
 import sys
-import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 
@@ -399,18 +397,13 @@ def test_attention_backend_of_the_plan(monkeypatch):
     assert stack_names(options(**gpu | {"model_dtype": "fp32"})) > 0  # cuDNN has none for F32
 
 
-def test_big_models_are_planned_quickly_in_little_memory_and_without_cuda():
+def test_big_models_are_planned_in_little_memory_and_without_cuda():
     args = "plan --model Qwen2.5-7B --from-scratch --gpu-memory 180GiB --recompute-ffn".split()
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # Not ru_maxrss, which a new process inherits from the one that started it.
     report = "print(*(x.split()[1] for x in open('/proc/self/status') if x.startswith('VmHWM')))"
     code = f"import atexit; atexit.register(lambda: exec({report!r}))\n{WITHOUT_CUDA}"
     command = [sys.executable, "-c", code, *args]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     *_, fits, kilobytes = done.stdout.splitlines()
     assert fits == "  Fits:            yes, into 184320 MiB"
     assert int(kilobytes) < 500_000
-    # It is to take less than 2 s; processor time, as other tests may keep the machine busy.
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert min(spent, time.perf_counter() - start) < 2

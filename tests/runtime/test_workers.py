@@ -80,9 +80,8 @@ def test_a_rank_can_be_only_so_far_behind(pool):
     for _ in range(QUEUE):
         ranks.post("x", lambda rank: rank == 0 or go.wait(5))
     threading.Timer(0.1, go.set).start()
-    start = time.monotonic()
     ranks.post("one more", lambda rank: None)
-    assert time.monotonic() - start > 0.05
+    assert go.is_set(), "it waited for the rank that is behind"
 
 
 def test_barrier():
@@ -158,20 +157,19 @@ def test_ranks_that_were_stopped_without_an_error(pool):
 
 def test_a_rank_that_cannot_be_stopped_is_left_alone(pool, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.3)
-    ranks, release, cleaned = pool(2), threading.Event(), []
+    ranks, release, cleaned, left = pool(2), threading.Event(), [], []
     started = threading.Barrier(2)
 
     def fn(rank):
         started.wait()
         if rank == 1:
             raise ValueError("broken")
-        release.wait(10)
+        left.append(release.wait(10))
 
-    start = time.monotonic()
     with pytest.raises(ValueError, match="broken"):
         ranks.run("x", fn)
     ranks.close(cleaned.append)
-    assert 0.25 < time.monotonic() - start < 3
+    assert left == [], "nobody waits for a rank without end"
     assert cleaned == [], "what a rank still uses is not freed"
     release.set()
 
@@ -256,12 +254,10 @@ def test_a_signal_while_a_command_is_given_stops_those_that_have_it(pool):
             raise KeyboardInterrupt
 
     ranks._queues[1] = Interrupted(ranks._queues[1])
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         ranks.run("x", lambda rank: ranks.workers.barrier())
     ranks.close(cleaned.append)
     assert sorted(cleaned) == [0, 1]
-    assert time.monotonic() - start < 3
 
 
 def test_the_first_of_several_failures_is_raised(pool):
@@ -302,10 +298,8 @@ def test_watchdog_says_what_the_ranks_do_and_ends_them(pool, capsys):
         if rank == 0:
             ranks.workers.stopped.wait(10)
 
-    start = time.monotonic()
     with pytest.raises(LlmqError, match=r"no rank has made progress for 0 seconds; .*--watchdog"):
         ranks.run("step 7", fn)
-    assert time.monotonic() - start < 3
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("rank 0: step 7 for 0 s, at workers.py:")
     assert first.endswith(", micro-step 0")
