@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from functools import cache
 
 import numpy as np
 import pytest
 
+from llmq.base.errors import ConfigError
 from llmq.ops import (
     attention_backward,
     matmul_adapted,
@@ -17,9 +17,13 @@ from llmq.ops import (
     matmul_swiglu,
     matmul_swiglu_backward,
 )
+from llmq.ops.common import takes_own_product
 from llmq.runtime.launch_kind import FUSED
+from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise
+from tests.harness import GPU_SPEC
 from tests.models import exported, random_batch, trainer_for
+from tests.own_products import devices_without
 
 T, LAYERS = 24, 2
 FP8 = {"matmul_dtype": "e4m3", "fp8_fast_accumulation": "activations"}
@@ -38,16 +42,15 @@ FORMATS = {
 
 @pytest.fixture
 def fuse(monkeypatch):
-    """Have these operations on the CPU, at any size."""
+    """Have these operations on the CPU, at any size, beside those of earlier calls."""
+    told = []
 
     def fuse(*operations):
-        for operation in operations:
-            monkeypatch.setattr(operation, "CAPABILITY", 0)
-            for name in ("MIN_ROWS", "MIN_COLUMNS", "MIN_DEPTH", "LEAST_USED", "LEAST_FILLED"):
-                if hasattr(operation, name):
-                    monkeypatch.setattr(operation, name, 0)
-            if hasattr(operation, "MOST_IDLE"):
-                monkeypatch.setattr(operation, "MOST_IDLE", math.inf)
+        if attention_backward in operations:  # which is no product
+            monkeypatch.setattr(attention_backward, "CAPABILITY", 0)
+        names = [operation.__name__.rpartition(".")[2] for operation in operations]
+        told.extend(name for name in names if name in FUSED)
+        monkeypatch.setenv("LLMQ_FUSED", ",".join(told) or "none")
         monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160
 
     return fuse
@@ -198,3 +201,37 @@ def test_gradients_within_products(options, fuse):
 def test_gradients_that_the_library_computes(options, fuse):
     fuse(matmul_gradient)
     assert not run("qwen3", grad_accumulation=2, **options)[2]["matmul_gradient"]
+
+
+def test_all_of_them_at_once(fuse, monkeypatch):
+    """LLMQ_FUSED=all is every product that these steps can have, none and no value are no one."""
+    options = DELAYED | CODES | {"grad_accumulation": 2}
+    fuse()
+    want = run("llama_biases", head_dim=64, **options)
+    monkeypatch.delenv("LLMQ_FUSED")
+    by_rule = run("llama_biases", head_dim=64, **options)
+    assert by_rule[0] == want[0] and not FUSED.keys() & by_rule[2].keys() & want[2].keys()
+    monkeypatch.setenv("LLMQ_FUSED", "all")
+    found = run("llama_biases", head_dim=64, **options)
+    # Biases of the MLP come before the activation, and no adapters are there.
+    assert FUSED.keys() & found[2].keys() == {
+        "matmul_exp_codes", "matmul_gradient", "matmul_rope", "matmul_swiglu_backward",
+    }  # fmt: skip
+    adapted = run("qwen3", **FORMATS["adapters"])
+    assert FUSED.keys() & adapted[2].keys() == {
+        "matmul_adapted", "matmul_exp", "matmul_swiglu", "matmul_swiglu_backward",
+    }  # fmt: skip
+
+
+def test_a_device_of_another_capability_is_not_told_to_fuse(monkeypatch):
+    monkeypatch.setenv("LLMQ_FUSED", "all")
+    for dev in devices_without():
+        assert not takes_own_product(dev, "matmul_exp", (), faster=True)
+    hopper = PlanDevice(GPU_SPEC)
+    assert takes_own_product(hopper, "matmul_exp", (), faster=False)
+    assert not takes_own_product(hopper, "matmul_exp", (8,), faster=True)
+    monkeypatch.setenv("LLMQ_FUSED", "none")
+    assert not takes_own_product(PlanDevice(GPU_SPEC), "matmul_exp", (), faster=True)
+    monkeypatch.setenv("LLMQ_FUSED", "matmul_exp,matmul_rop")
+    with pytest.raises(ConfigError, match="LLMQ_FUSED: 'matmul_rop' is no product of our own"):
+        PlanDevice(GPU_SPEC)

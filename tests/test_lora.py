@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.store import export_checkpoint
-from llmq.ops import matmul_adapted
 from llmq.options.cards import card_of
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
@@ -250,8 +249,7 @@ def test_adapters_within_products(options, most, monkeypatch):
             return trainer.gradients(), entries["matmul_adapted"]
 
     want, none = gradients()
-    for name, value in {"CAPABILITY": 0, "MIN_ROWS": 1, "MIN_COLUMNS": 1}.items():
-        monkeypatch.setattr(matmul_adapted, name, value)
+    monkeypatch.setenv("LLMQ_FUSED", "matmul_adapted")
     found, count = gradients()
     # In front of the first adapters nothing is trained: qkv's input there has no gradient.
     assert (none, count) == (0, 4 * 2 if "lora_dropout" in options else 4 * 2 * 2 - 1)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.errors import DiskFull, LlmqError
-from llmq.ops.common import CAPABILITY, runs_own_products
+from llmq.ops.common import takes_own_product
 from llmq.options.card_file import path_of, read_card_file
 from llmq.options.presets import preset
 from llmq.rig import (
@@ -662,8 +662,10 @@ def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
 
 
 def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch):
+    dev = PlanDevice(steps_spec())
+
     def measured(job, options, settle):
-        return {"own": runs_own_products(PlanDevice(steps_spec()), CAPABILITY, (), 0)}
+        return {"own": takes_own_product(dev, "matmul_exp", (), faster=True)}
 
     monkeypatch.setattr(steps, "_measured", measured)
     work, notes = job(10)

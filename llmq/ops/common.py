@@ -12,7 +12,7 @@ from itertools import chain
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.runtime.device import Device
+from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 WARP = 32
@@ -298,15 +298,30 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
 
 
-def runs_own_products(dev: Device, capability: int, sizes: Iterable[int], rank: int) -> bool:
-    """Whether a product of our own for this compute capability runs on a device.
+def takes_own_product(
+    dev: Device,
+    name: str,
+    sizes: Iterable[int],
+    rank: int = 0,
+    *,
+    faster: bool,
+    capability: int = CAPABILITY,
+) -> bool:
+    """Whether a device takes a product of our own, one of FUSED, for this compute capability.
 
-    sizes: what must be multiples, as bytes of rows. rank: of the adapters; 0: none. Where GPUs
-    exchange data, they take multiprocessors from a product, and its grid counts on all of them.
+    sizes: what must be multiples, as bytes of rows. rank: of the adapters; 0: none. faster: whether
+    it is, by the sizes; a device that was told what to fuse (LLMQ_FUSED) does not ask, and may be
+    the CPU. Where GPUs exchange data, they take multiprocessors from a product, and its grid counts
+    on all of them.
     """
-    if dev.spec.capability != capability or dev.world_size > 1 or rank > MAX_RANK:
+    there = dev.spec.capability == capability
+    if dev.fused is not None:
+        there = name in dev.fused and (there or dev.spec.capability == HOST_SPEC.capability)
+    elif not faster:
         return False
-    return not _library_only and all(size % MULTIPLE == 0 for size in sizes)
+    if not there or dev.world_size > 1 or rank > MAX_RANK or _library_only:
+        return False
+    return all(size % MULTIPLE == 0 for size in sizes)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from llmq.ops.common import (
     own_product_computed,
     own_product_idle,
     rank_consts,
-    runs_own_products,
+    takes_own_product,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
@@ -83,11 +83,8 @@ def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool
         tile = (TILE_ROWS, tile_columns(dev, M, N, row))
         return own_product_idle(dev, M, N, tile) * row <= MOST_IDLE
 
-    return (
-        M >= MIN_ROWS
-        and (N >= MIN_COLUMNS or fills())
-        and runs_own_products(dev, CAPABILITY, (2 * N, row, 2 * R), R)
-    )
+    faster = M >= MIN_ROWS and (N >= MIN_COLUMNS or fills())
+    return takes_own_product(dev, "matmul_adapted", (2 * N, row, 2 * R), R, faster=faster)
 
 
 def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:

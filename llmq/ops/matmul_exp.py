@@ -16,7 +16,7 @@ from llmq.ops.common import (
     PRODUCT_TILE,
     num_sums,
     own_product_blocks,
-    runs_own_products,
+    takes_own_product,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
@@ -45,9 +45,8 @@ def serves(dev: Device, a: Tensor, N: int) -> bool:
         return False
     (M, K), any_gpu = a.shape, dev.spec == PLAN_SPEC
     capability = PLAN_SPEC.capability if any_gpu else CAPABILITY
-    return (
-        M >= MIN_ROWS and N >= MIN_COLUMNS and runs_own_products(dev, capability, (2 * N, 2 * K), 0)
-    )
+    faster, sizes = M >= MIN_ROWS and N >= MIN_COLUMNS, (2 * N, 2 * K)
+    return takes_own_product(dev, "matmul_exp", sizes, faster=faster, capability=capability)
 
 
 def forward(

@@ -17,7 +17,7 @@ from llmq.ops.common import (
     own_product_blocks,
     own_product_computed,
     own_product_tiles,
-    runs_own_products,
+    takes_own_product,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
@@ -53,14 +53,13 @@ def serves(dev: Device, target: Tensor, K: int) -> bool:
     K: rows that it is summed over.
     """
     M, N = target.shape
-    if target.dtype != BF16 or K < MIN_DEPTH:
-        return False
-    if not runs_own_products(dev, CAPABILITY, (2 * N, K), 0):
+    if target.dtype != BF16:
         return False
     tiles = own_product_tiles(M, N, PRODUCT_TILE)
     used = tiles / own_product_computed(dev, M, N, PRODUCT_TILE)
     filled = M * N / (tiles * PRODUCT_TILE[0] * PRODUCT_TILE[1])
-    return used >= LEAST_USED and filled >= LEAST_FILLED
+    faster = K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
+    return takes_own_product(dev, "matmul_gradient", (2 * N, K), faster=faster)
 
 
 def add(

@@ -26,7 +26,7 @@ from llmq.ops.common import (
     fp8_consts,
     own_product_blocks,
     rank_consts,
-    runs_own_products,
+    takes_own_product,
 )
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
@@ -63,7 +63,8 @@ def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
         return False
     M, K = a.shape
     sizes = (M, a.dtype.itemsize * K, 2 * rank)
-    return M >= MIN_ROWS and F >= MIN_COLUMNS and runs_own_products(dev, CAPABILITY, sizes, rank)
+    faster = M >= MIN_ROWS and F >= MIN_COLUMNS
+    return takes_own_product(dev, "matmul_swiglu_backward", sizes, rank, faster=faster)
 
 
 def backward(

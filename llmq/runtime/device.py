@@ -6,6 +6,7 @@ PlanDevice checks, counts and moves nothing. One thread owns one device; nothing
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import DType
+from llmq.base.errors import ConfigError
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arena import Arena, Stack
 from llmq.runtime.kernel import Kernel
+from llmq.runtime.launch_kind import FUSED
 
 PLACES = ("device", "pinned", "write_combined")
 
@@ -44,6 +47,22 @@ def library_workspace(capability: int) -> int:
 
 
 HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_workspace=0)
+
+
+def told_to_fuse() -> frozenset[str] | None:
+    """The products of our own that LLMQ_FUSED in the environment names; None where it is not set.
+
+    Raises ConfigError for a name that is none of FUSED.
+    """
+    text = os.environ.get("LLMQ_FUSED", "")
+    names = {"": [], "none": [], "all": [*FUSED]}.get(text, text.split(","))
+    for name in names:
+        if name not in FUSED:
+            raise ConfigError(
+                f"LLMQ_FUSED: '{name}' is no product of our own: give all, none, or some of "
+                f"{','.join(FUSED)}"
+            )
+    return frozenset(names) if text else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +123,8 @@ class Device(ABC):
     rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
     was enqueued of them last, for diagnosis; of a graph that is replayed its name. clock: measures
     how long the main stream waits for other ranks; None with one rank. stream_name: the current
-    stream.
+    stream. fused: the products of our own that it takes wherever they can be computed, and no
+    others (LLMQ_FUSED); None: it takes those that are faster.
     """
 
     kind: str  # "cuda", "host" or "plan"
@@ -135,6 +155,7 @@ class Device(ABC):
         capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
         self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
         self.stack = Stack(storages["stack"], capacity("stack"))
+        self.fused = told_to_fuse()
         self._capture_only = False
 
     @property
