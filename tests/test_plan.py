@@ -407,3 +407,26 @@ def test_big_models_are_planned_in_little_memory_and_without_cuda():
     *_, fits, kilobytes = done.stdout.splitlines()
     assert fits == "  Fits:            yes, into 184320 MiB"
     assert int(kilobytes) < 500_000
+
+
+def test_json_says_what_is_launched(capsys):
+    """By kind; together it is the plan, and what its main stream takes where nothing else is."""
+    args = ("--model=tiny", "--batch-size=8", "--recompute-block", "--gpus=1", "--json")
+    assert plan(*args, "--card=5060 ti") == 0
+    record = json.loads(capsys.readouterr().out)
+    kinds = {kind.pop("kind"): kind for kind in record["kinds"]}
+    assert list(kinds) == sorted(kinds)
+
+    def total(name):
+        return sum(kind[name] for kind in kinds.values())
+
+    # The start of a step fills and copies little, in no micro-step.
+    assert 0 <= record["launches"] - total("launches") < 10
+    assert total("flops") == record["flops_per_token"] * record["tokens_per_step"]
+    assert total("bytes") == pytest.approx(record["traffic_bytes"], rel=0.01)
+    assert total("seconds") == pytest.approx(record["predicted"]["step_seconds"], rel=1e-6)
+    forward = [kind for name, kind in kinds.items() if name.startswith("attention_forward")]
+    assert sum(kind["launches"] for kind in forward) == 2 * 4 * preset("tiny").num_layers
+    assert plan(*args) == 0
+    unknown = json.loads(capsys.readouterr().out)["kinds"]
+    assert {kind["seconds"] for kind in unknown} == {None}

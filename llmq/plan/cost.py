@@ -302,9 +302,46 @@ def step_time(
 
     visible_share: as Rates has it.
     """
+    return _step_time(plan, _rates(plan, card, visible_share, network))
+
+
+def _rates(plan: Plan, card: Card, visible_share: float, network: Network) -> Rates:
     gpus = plan.world_size // network.machines
     how = {"nccl": plan.nccl, "peer_access": plan.peer_access, "visible_share": visible_share}
-    return _step_time(plan, Rates(card, gpus, network=network, **how))
+    return Rates(card, gpus, network=network, **how)
+
+
+class KindCost(NamedTuple):
+    """The launches of one kind (`llmq.runtime.launch_kind`) in an optimizer step of one rank.
+
+    nbytes: read and written of the GPU's own memory, and moved to or from other memories. seconds:
+    predicted, as if each launch ran alone; None where no card is known.
+    """
+
+    launches: int = 0
+    flops: int = 0
+    nbytes: int = 0
+    seconds: float | None = None
+
+
+def cost_by_kind(
+    plan: Plan, card: Card | None, visible_share: float = 1.0, network: Network = ONE_MACHINE
+) -> dict[str, KindCost]:
+    """What a step launches, copies, fills and exchanges, by name of kind in order. Arguments are
+    as step_time's."""
+    rates = None if card is None else _rates(plan, card, visible_share, network)
+    found: dict[str, KindCost] = {}
+    for trace, count in (*plan.micro_steps, (plan.update, 1)):
+        for work in (item for item in trace if isinstance(item, Work)):
+            name, *_ = launch_kind(*work[2:7])
+            launches, flops, nbytes, seconds = found.get(name, KindCost())
+            moved = work.loaded + work.stored + work.received + work.shared
+            if rates is not None:
+                carriers = rates.transfers(work).carriers.values() if moved else ()
+                seconds = (seconds or 0.0) + count * max(rates.compute(work), *carriers, 0.0)
+            nbytes += count * (work.device_bytes + moved)
+            found[name] = KindCost(launches + count, flops + count * work.flops, nbytes, seconds)
+    return dict(sorted(found.items()))
 
 
 def exposed_seconds(

@@ -20,7 +20,7 @@ from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.coarser import Coarser, coarser
-from llmq.plan.cost import StepTime, exposed_seconds, step_time
+from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, step_time
 from llmq.plan.data_report import data_record, data_report
 from llmq.plan.disk import DiskUse, disk_use
 from llmq.plan.estimate import Planner
@@ -94,6 +94,7 @@ def run_plan(
     record |= {"larger_batch": _larger_batch(config, planner, where) if record["fits"] else None}
     if json:
         record |= {"placement": placement_record(plan.placement)} if placement else {}
+        record |= {"kinds": _kinds(plan, where)}
         print(json_module.dumps(record, indent=2))
     else:
         lines = plan_report(plan, record, where, disk.lines())
@@ -204,6 +205,22 @@ def plan_record(
         "fits": None if limits.device is None and not excess else not excess,
         "predicted": time and _predicted(plan.tokens, time, where) | _exposed(plan, where),
     }
+
+
+def _kinds(plan: Plan, where: Target) -> list[dict[str, Any]]:
+    """What a step of one rank launches, by kind; its cost for programs."""
+    card = where.card if where.named else None
+    costs = cost_by_kind(plan, card, where.visible_share, where.network)
+    return [
+        {
+            "kind": name,
+            "launches": cost.launches,
+            "flops": cost.flops,
+            "bytes": cost.nbytes,
+            "seconds": cost.seconds,
+        }
+        for name, cost in costs.items()
+    ]
 
 
 def _predicted(tokens: int, time: StepTime, where: Target) -> dict[str, Any]:
