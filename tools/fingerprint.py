@@ -3,13 +3,18 @@
 
     PYTHONPATH=OLD_CHECKOUT tools/fingerprint.py --out old.json
     PYTHONPATH=NEW_CHECKOUT tools/fingerprint.py --out new.json
-    tools/fingerprint.py --compare old.json new.json
+    tools/fingerprint.py --compare old.json new.json --allow 'command help *'
 
-tools/fingerprint_runs.py lists the runs: small ones of `llmq.Trainer` on the CPU device, and calls
-of `python -m llmq`. Nothing else of the package is imported, so the same script runs on both sides
-of a change that moves modules. llmq comes from PYTHONPATH, or is the installed one. Results of
-different processors differ in their last bits: compare two commits on the same machine. --compare
-exits with status 1 if anything differs.
+tools/fingerprint_runs.py lists the runs: small ones of `llmq.Trainer` on the CPU device, calls of
+`python -m llmq`, and plans for several cards. Nothing else of the package is imported, so the same
+script runs on both sides of a change that moves modules. llmq comes from PYTHONPATH, or is the
+installed one. Results of different processors differ in their last bits: compare two commits on the
+same machine. --compare exits with status 1 if anything differs, if a record lacks a run that the
+other has, and if a run failed. --only REGEX makes a record of some runs.
+
+--gpu makes a record of other runs, on a Hopper GPU and in sizes that its fused products are for,
+each with them and without (LLMQ_FUSED). --gpu --device cpu tries the same on the CPU, in small
+models. A record exits with status 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,11 +45,44 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy is loaded: sums in one 
 os.environ["COLUMNS"] = "100"  # the width of --help
 
 import numpy as np
-from fingerprint_runs import COMMANDS, MODELS, PLANS, RUNS, TOKENIZE, VOCAB, WORDS, B, T
+from fingerprint_compare import compare
+from fingerprint_runs import (
+    CARD,
+    CARDS,
+    CHATML,
+    COMMANDS,
+    GOLDEN,
+    GPU_MODELS,
+    GPU_RUNS,
+    MODELS,
+    PLANS,
+    RUNS,
+    VOCAB,
+    WORDS,
+    WORKPLACE,
+    B,
+    T,
+)
 from safetensors.numpy import load_file, save_file
 
 STEPS = 3  # of a run, and of its part after ->
-MISSING = "nothing"
+SLOWEST = 5  # runs that are named at the end
+OWN_SIZES = (  # that only new models can have
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_positions rope_theta tie_embeddings"
+).split()
+DRAWINGS = (".svg", ".png", ".html")
+WORDS_ONLY = re.compile(r"[^A-Za-z]+")
+# As root, and with more processes than cores, on a machine without other networks than its own.
+MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":OVERSUBSCRIBE",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "true",  # the same of Open MPI 4
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_btl": "^tcp",
+}
 # Fields that are planned sizes.
 SIZES = re.compile(r"\b(memory|sizes)\.|_bytes$|stack\.\d+\.bytes$|log\.\d+\.stats\.")
 
@@ -57,6 +96,8 @@ def options_of(words: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for word in words:
         name, has_value, value = word.partition("=")
+        if name == "train_file":
+            value = tuple(value.split(","))
         options |= WORDS.get(word, {name: value if has_value else True})
     return options
 
@@ -78,13 +119,18 @@ def tensors_hash(tensors: dict[str, np.ndarray]) -> str:
     )
 
 
-def masked_batches(count: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Micro-batches of random tokens, some targets masked."""
+def masked_batches(count: int, config: Any) -> list[tuple[np.ndarray, ...]]:
+    """Micro-batches of random tokens, some targets masked; with --document-mask of documents."""
     rng, batches = np.random.default_rng(7), []
+    shape = rows, T = config.batch_size, config.seq_len
     for _ in range(count):
         tokens = rng.integers(0, VOCAB, (rows, T + 1)).astype(np.int32)
-        targets = np.where(rng.random((rows, T)) < 0.2, -100, tokens[:, 1:]).astype(np.int32)
-        batches.append((np.ascontiguousarray(tokens[:, :-1]), targets))
+        targets = np.where(rng.random(shape) < 0.2, -100, tokens[:, 1:]).astype(np.int32)
+        batch = np.ascontiguousarray(tokens[:, :-1]), targets
+        if config.document_mask:
+            starts = np.where(rng.random(shape) < 0.1, np.arange(T), 0)
+            batch = *batch, np.maximum.accumulate(starts, axis=1).astype(np.int32)
+        batches.append(batch)
     return batches
 
 
@@ -97,9 +143,7 @@ def measured(result: Any) -> dict[str, Any]:
 def trained(trainer: Any) -> dict[str, Any]:
     """Steps and a validation of a trainer: what they measure, and the plan that they go by."""
     usage = trainer.plan.usage
-    steps = [
-        measured(trainer.step(masked_batches(trainer.micro_batches, trainer.config.batch_size)))
-    ]
+    steps = [measured(trainer.step(masked_batches(trainer.micro_batches, trainer.config)))]
     steps += [measured(trainer.step()) for _ in range(STEPS - 1)]
     return {
         "steps": steps,
@@ -122,8 +166,10 @@ def files_of(folder: Path) -> dict[str, Any]:
         if path.name == "checkpoint.json":
             found[name] = json.loads(portable(path.read_text()))
             del found[name]["sha256"]  # which is of the paths in it, too
-        elif path.suffix == ".json":
+        elif path.suffix == ".json" and not name.startswith("timed/"):
             found[name] = sha256(portable(path.read_text()).encode())
+        elif path.suffix in DRAWINGS or name.startswith("timed/"):
+            found[name] = "with times in it"
         else:
             found[name] = sha256(path.read_bytes())
     return found
@@ -146,9 +192,14 @@ def train(run: str) -> dict[str, Any]:
 
     first, _, second = run.partition(" -> ")
     model, *words = first.split()
+    has_weights = "base" in words
+    fused = [word for word in words if word.startswith("fused=")]
+    words = [word for word in words if word != "base" and word not in fused]
+    for word in fused:
+        os.environ["LLMQ_FUSED"] = word.removeprefix("fused=")
     options = {
-        "model": f"../models/{model}",
-        "from_scratch": True,
+        "model": f"../{'bases' if has_weights else 'models'}/{model}",
+        "from_scratch": not has_weights,
         "device": "cpu",
         "gpus": 1,
         "batch_size": B,
@@ -161,7 +212,7 @@ def train(run: str) -> dict[str, Any]:
         "log_file": "log.json",
         "tune": False,
     } | options_of(words)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"kinds": kinds_of(options)} if fused else {}
     with Trainer(**options) as trainer:
         found["run"] = trained(trainer)
         saved = trainer.save("first")
@@ -170,8 +221,12 @@ def train(run: str) -> dict[str, Any]:
     # The second trainer goes on from the checkpoint, or begins from the model that was exported.
     if second:
         options |= options_of(second.split())
+    elif "lora_rank" in options:
+        options = {k: v for k, v in options.items() if not k.startswith("lora") and k != "train"}
+        options |= {"adapter": "out"}
     else:
         source = in_two_files(Path("out")) if "fp32" in words else "out"
+        options = {k: v for k, v in options.items() if k not in OWN_SIZES}
         options |= {"model": source, "from_scratch": False, "init_proj_to_zero": False}
     with Trainer(**options) as trainer:
         if second:
@@ -179,6 +234,56 @@ def train(run: str) -> dict[str, Any]:
         found["next"] = trained(trainer)
         found["next"]["files"] = files_of(trainer.save("second"))
     return found
+
+
+def kinds_of(options: dict[str, Any], card: str = "") -> list[dict[str, Any]]:
+    """What `llmq plan` says that a step with these options launches. card: --card or none."""
+    words = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        word = {True: f"--{flag}", False: f"--no-{flag}"}
+        words.append(word[value] if isinstance(value, bool) else f"--{flag}={value}")
+    words += [f"--card={card}"] * bool(card)
+    shown = command(f"plan --json {shlex.join(words)}")
+    if shown["status"]:
+        raise RuntimeError(shown["err"])
+    return json.loads(shown["out"])["kinds"]
+
+
+def on_a_gpu(line: str, fused: bool, device: str) -> dict[str, Any]:
+    """The fingerprint of a line of GPU_RUNS: losses, norms, weights and what is launched.
+
+    fused: with products of our own where the rules take them; on the CPU, which has none by rule,
+    all that there can be, in a model that is small enough.
+    """
+    from llmq import Trainer
+
+    model, *words = line.split()
+    on_cpu = device == "cpu"
+    how = ("all" if on_cpu else None) if fused else "none"
+    if how is not None:
+        os.environ["LLMQ_FUSED"] = how
+    large, small = GPU_MODELS[model]
+    sizes = {"batch_size": B, "seq_len": T} if on_cpu else {"batch_size": 4, "seq_len": 1024}
+    options = {
+        "model": f"../models/{small if on_cpu else large}",
+        "from_scratch": True,
+        "device": device,
+        "gpus": 1,
+        "grad_accumulation": 2,
+        "steps": 10,
+        "learning_rate": 1e-3,
+        "train_file": "../data/train*.bin",
+        "eval_file": "none",
+        "tune": False,
+    }
+    options |= sizes | options_of(words)
+    kinds = kinds_of(options, "" if on_cpu else CARD)
+    with Trainer(**options) as trainer:
+        batches = masked_batches(trainer.micro_batches, trainer.config)
+        steps = [measured(trainer.step(batches)) for _ in range(STEPS)]
+        weights, gradients = tensors_hash(trainer.weights()), tensors_hash(trainer.gradients())
+    return {"steps": steps, "weights": weights, "gradients": gradients, "kinds": kinds}
 
 
 def in_two_files(model: Path) -> str:
@@ -215,11 +320,24 @@ def command(line: str) -> dict[str, Any]:
     return {"status": status, "out": portable(out.getvalue()), "err": portable(err.getvalue())}
 
 
+def in_two_processes(line: str) -> dict[str, Any]:
+    """The same, as two processes under mpirun."""
+    beside = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
+    given = [beside, "-n", "2", sys.executable, "-m", "llmq", *shlex.split(line)]
+    how = {"capture_output": True, "text": True, "env": os.environ | MPI, "timeout": 120}
+    done = subprocess.run(given, **how, check=False)
+    out, err = portable(done.stdout), portable(done.stderr)
+    return {"status": done.returncode, "out": out, "err": err}
+
+
 def commands(lines: list[str]) -> dict[str, Any]:
     """The fingerprint of an entry of COMMANDS: consoles, log and files."""
     found: dict[str, Any] = {}
     for line in lines:
-        shown = command(line)
+        first, _, rest = line.partition(" ")
+        shown = in_two_processes(rest) if first == "mpirun" else command(line)
+        if first == "bench":  # whose lines are speeds
+            shown |= {name: WORDS_ONLY.sub(" ", shown[name]) for name in ("out", "err")}
         found[f"{len(found)} {line.split()[0]}"] = shown | {"out": shown["out"].splitlines()}
     log = Path("log.json")
     if log.exists():
@@ -243,6 +361,17 @@ def plan(line: str) -> dict[str, Any]:
     return shown | {"out": json.loads(shown["out"])}
 
 
+def golden(line: str) -> dict[str, Any]:
+    """The fingerprint of a line of GOLDEN: the plan on each of CARDS."""
+    found = {}
+    for card in CARDS:
+        where = f"--from-scratch --num-layers=4 --card='{card}' --device=cuda"
+        gpus = "" if "--gpus" in line else " --gpus=1"
+        shown = command(f"plan --model={line} {where}{gpus} --json")
+        found[card] = shown | {"out": shown["out"] and json.loads(shown["out"])}
+    return found
+
+
 # ------------------------------------------------------------------------------------------------
 # All of them, and two of them compared
 
@@ -250,100 +379,149 @@ RUNNERS = {
     **{f"train {line}": (train, line) for line in RUNS},
     **{f"command {name}": (commands, lines) for name, lines in COMMANDS.items()},
     **{f"plan {line}": (plan, line) for line in PLANS},
+    **{f"cards {line}": (golden, line) for line in GOLDEN},
 }
 """By the name of a run: what makes its fingerprint, and from what."""
+GPU_RUNNERS = {
+    f"gpu {line} {'fused' if fused else 'apart'}": (on_a_gpu, (line, fused))
+    for line in GPU_RUNS
+    for fused in (True, False)
+}
 
 
-def fingerprint(name: str, root: Path) -> dict[str, Any]:
-    """Of one run, in a new folder in root; an error is a fingerprint too."""
-    runner, what = RUNNERS[name]
+def fingerprint(name: str, root: Path, device: str) -> tuple[dict[str, Any], float]:
+    """Of one run, in a new folder in root, and its seconds; an error is a fingerprint too."""
+    runner, what = (RUNNERS | GPU_RUNNERS)[name]
+    os.environ.pop("LLMQ_FUSED", None)  # which the run before may have set
     folder = Path(tempfile.mkdtemp(dir=root))
     os.chdir(folder)
-    warnings = io.StringIO()
+    warnings, start = io.StringIO(), time.perf_counter()
     try:
         with contextlib.redirect_stderr(warnings):
-            found = runner(what)
-        return found | {"warnings": portable(warnings.getvalue()).splitlines()}
+            found = runner(*what, device) if name in GPU_RUNNERS else runner(what)
+        found |= {"warnings": portable(warnings.getvalue()).splitlines()}
     except Exception as error:
-        return {"error": portable(f"{type(error).__name__}: {error}")}
+        found = {"error": portable(f"{type(error).__name__}: {error}")}
+    os.chdir(root)
+    shutil.rmtree(folder)
+    return found, time.perf_counter() - start
 
 
-def make_workplace(root: Path) -> None:
-    """models/*/config.json, a text and its token files data/*.bin."""
+def make_workplace(root: Path, bases: list[str]) -> None:
+    """models/*/config.json, bases/* with weights, texts, tasks and token files of three kinds."""
     for name, (architecture, fields) in MODELS.items():
         (root / "models" / name).mkdir(parents=True)
         content = {"architectures": [architecture]} | fields
         (root / "models" / name / "config.json").write_text(json.dumps(content))
-    rng = np.random.default_rng(0)
-    words = [bytes(rng.integers(97, 123, rng.integers(1, 9))).decode() for _ in range(99)]
-    with open(root / "text.jsonl", "w") as file:
-        for _ in range(300):
-            file.write(json.dumps({"text": " ".join(rng.choice(words, 16))}) + "\n")
-    os.utime(root / "text.jsonl", (0, 0))  # which `llmq tokenize` notes
     os.chdir(root)
-    made = command(TOKENIZE.replace("../", "") + " --out=data")
-    if made["status"]:
-        sys.exit(made["err"])
+    for name, records in texts_of(np.random.default_rng(0)).items():
+        lines = (json.dumps(record) + "\n" for record in records)
+        Path(f"{name}.jsonl").write_text("".join(lines))
+        os.utime(f"{name}.jsonl", (0, 0))  # which `llmq tokenize` notes
+    Path("chatml.jinja").write_text(CHATML)
+    for line in WORKPLACE:
+        made = command(line)
+        if made["status"]:
+            sys.exit(made["err"])
+    for name in bases:
+        write_base(root / "bases" / name, f"models/{name}")
 
 
-def fingerprints(names: list[str], jobs: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of these runs, in processes of their own."""
+def texts_of(rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
+    """Records of texts, of short ones, of conversations, and of questions, by name of file."""
+    words = [bytes(rng.integers(97, 123, rng.integers(1, 9))).decode() for _ in range(99)]
+
+    def say(count: int) -> str:
+        return " ".join(rng.choice(words, count))
+
+    def turn(role: str) -> dict[str, str]:
+        return {"role": role, "content": say(rng.integers(1, 4))}
+
+    return {
+        "text": [{"text": say(16)} for _ in range(300)],
+        "short": [{"text": say(rng.integers(1, 5))} for _ in range(900)],
+        "chat": [{"messages": [turn("user"), turn("assistant")]} for _ in range(200)],
+        "piqa": [
+            {"goal": say(1), "sol1": say(1), "sol2": say(1), "label": i % 2} for i in range(12)
+        ],
+    }
+
+
+def write_base(folder: Path, model: str) -> None:
+    """A model with weights in fp32, as a few steps leave them."""
+    from llmq import Trainer
+
+    options = {"model": model, "from_scratch": True, "device": "cpu", "gpus": 1, "tune": False}
+    options |= {"model_dtype": "fp32", "seq_len": T, "batch_size": B, "learning_rate": 1e-2}
+    files = {"train_file": "data/train*.bin", "eval_file": "none", "steps": STEPS}
+    with Trainer(**options, **files) as trainer:
+        for _ in range(STEPS):
+            trainer.step()
+        trainer.export(folder)
+
+
+def bases_of(names: list[str]) -> list[str]:
+    """The models that need weights for these runs."""
+    needed = {name.split()[1] for name in names if name.startswith("train ") and " base " in name}
+    for name in names:
+        needed |= set(re.findall(r"\.\./bases/([\w-]+)", str(RUNNERS.get(name))))
+    return sorted(needed)
+
+
+def fingerprints(
+    names: list[str], jobs: int, device: str
+) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Of these runs, in processes of their own, and the seconds of each. device: of GPU_RUNS."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, spawn) as pool:
-        root = Path(folder).resolve()
-        pool.submit(make_workplace, root).result()
-        yield from zip(names, pool.map(fingerprint, names, [root] * len(names)), strict=True)
+        root, count = Path(folder).resolve(), len(names)
+        pool.submit(make_workplace, root, bases_of(names)).result()
+        found = pool.map(fingerprint, names, [root] * count, [device] * count)
+        for name, (result, seconds) in zip(names, found, strict=True):
+            yield name, result, seconds
 
 
-def fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers and texts in a fingerprint, by the keys that lead to them."""
-    if isinstance(value, dict | list):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from fields(part, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
-
-
-def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    """Print each difference, planned bytes that got fewer apart; returns how many there are."""
-    others, fewer = [], []
-    for run in sorted(old.keys() | new.keys()):
-        a, b = (dict(fields(side.get(run, {}))) for side in (old, new))
-        for field in dict.fromkeys([*a, *b]):
-            x, y = (side.get(field, MISSING) for side in (a, b))
-            if repr(x) != repr(y):  # NaN is itself
-                sizes = SIZES.search(field) and isinstance(x, int) and isinstance(y, int)
-                smaller = sizes and y < x
-                (fewer if smaller else others).append(f"{run}: {field}: {x!r} -> {y!r}")
-    for title, lines in (("Different", others), ("Fewer planned bytes", fewer)):
-        if lines:
-            print(f"{title} ({len(lines)}):", *lines, sep="\n  ")
-    if not others and not fewer:
-        print(f"{len(new)} runs are identical")
-    return len(others) + len(fewer)
+def record(names: list[str], out: Path, jobs: int, device: str) -> int:
+    """Write the fingerprints of these runs; returns how many have failed."""
+    start, found, took = time.perf_counter(), {}, {}
+    for name, result, seconds in fingerprints(names, jobs, device):
+        found[name], took[name] = result, seconds
+        if "error" in result:
+            print(f"{name}: {result['error']}", file=sys.stderr)
+    out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    package = Path(importlib.util.find_spec("llmq").origin).parent
+    print(f"{out}: {len(found)} runs of {package} in {time.perf_counter() - start:.0f} s")
+    longest = sorted(took, key=took.get, reverse=True)[:SLOWEST]
+    print("longest:", *(f"{took[name]:.1f} s {name}" for name in longest), sep="\n  ")
+    return sum("error" in result for result in found.values())
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the fingerprints here")
-    parser.add_argument("--only", default="", metavar="TEXT", help="runs whose name contains it")
+    parser.add_argument("--only", default="", metavar="REGEX", help="runs in whose name it is")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--gpu", action="store_true", help="runs of a GPU, with --device")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of --gpu")
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="two results")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a run that may differ, * and ?",
+    )
     given = parser.parse_args()
     if given.compare:
-        sys.exit(compare(*(json.loads(path.read_text()) for path in given.compare)) > 0)
-    names = [name for name in RUNNERS if given.only in name]
+        both = (json.loads(path.read_text()) for path in given.compare)
+        sys.exit(compare(*both, given.allow) > 0)
+    runs = GPU_RUNNERS if given.gpu else RUNNERS
+    names = [name for name in runs if re.search(given.only, name)]
     if given.out is None or not names:
         parser.error("--out is missing" if names else f"no run is called {given.only!r}")
-    start, found = time.perf_counter(), {}
-    for name, result in fingerprints(names, given.jobs):
-        found[name] = result
-        if "error" in result:
-            print(f"{name}: {result['error']}", file=sys.stderr)
-    given.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    package = Path(importlib.util.find_spec("llmq").origin).parent
-    print(f"{given.out}: {len(found)} runs of {package} in {time.perf_counter() - start:.0f} s")
+    jobs = 1 if given.gpu else given.jobs
+    sys.exit(record(names, given.out, jobs, given.device) > 0)
 
 
 if __name__ == "__main__":
