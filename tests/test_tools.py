@@ -485,34 +485,146 @@ def test_a_rival_that_does_a_part_of_anothers_work(tool):
 # -- fingerprint ---------------------------------------------------------------------------------
 
 
-def test_fingerprint_tells_what_has_changed(tmp_path):
-    def fingerprint(*arguments):
-        command = [sys.executable, str(TOOLS / "fingerprint.py"), *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(TOOLS.parent)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        return done.returncode, done.stdout, done.stderr
+def fingerprint(*arguments):
+    command = [sys.executable, str(TOOLS / "fingerprint.py"), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(TOOLS.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
 
+
+def test_fingerprint_tells_what_has_changed(tmp_path):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     run = "train qwen2 delayed"
-    status, out, err = fingerprint("--out", new, "--only", "qwen2 delayed", "--jobs", 1)
+    status, out, err = fingerprint("--out", new, "--only", "n qwen2 delayed$", "--jobs", 1)
     assert (status, err) == (0, "") and f"1 runs of {TOOLS.parent / 'llmq'} in " in out
     shutil.copy(new, old)
     assert fingerprint("--compare", old, new) == (0, "1 runs are identical\n", "")
     found = json.loads(old.read_text())
     assert found[run]["run"]["used"] and found[run]["files"]["out/model.safetensors"]
     result, memory = found[run]["run"]["steps"][2], found[run]["run"]["memory"]["device"]
-    result["loss"], loss = 1.25, result["loss"]
     memory["Stack"] += 16
+    old.write_text(json.dumps(found))
+    stack = f"run.memory.device.Stack: {memory['Stack']} -> {memory['Stack'] - 16}"
+    assert fingerprint("--compare", old, new)[:2] == (
+        1,
+        "Fewer planned bytes (1):\n  1 run: run.memory.device.Stack\n"
+        f"    {run}: {stack}\n0 runs are identical, 1 are not\n",
+    )
+    result["loss"] = 1.25
     old.write_text(json.dumps(found))
     status, out, _ = fingerprint("--compare", old, new)
     assert status == 1
     assert out.splitlines() == [
         "Different (1):",
-        f"  {run}: run.steps.2.loss: 1.25 -> {loss}",
-        "Fewer planned bytes (1):",
-        f"  {run}: run.memory.device.Stack: {memory['Stack']} -> {memory['Stack'] - 16}",
+        "  1 run: run.memory.device.Stack, run.steps.*.loss",
+        f"    {run}: {stack} and 1 more",
+        "0 runs are identical, 1 are not",
     ]
     assert fingerprint("--out", old, "--only", "bloom")[0] == 2
+
+
+RECORD = {
+    "train a": {"steps": [{"loss": 1.0}, {"loss": float("nan")}], "sizes": {"x_bytes": 8}},
+    "train b": {"steps": [{"loss": 2.0}], "files": {}, "warnings": []},
+    "command c": {"out": "x"},
+}
+CHANGES = {  # of the new record, and what the comparison says of it
+    "nothing": ({}, None),
+    "a loss": ({"train b": {"steps": [{"loss": 2.0000000000000004}]}}, "Different (1)"),
+    "a number that was not one": ({"train a": {"steps": [{"loss": 1.0}, {"loss": 1.0}]}}, "1 run"),
+    "a type": ({"train b": {"steps": [{"loss": 2}]}}, "steps.0.loss: 2.0 -> 2"),
+    "more bytes": ({"train a": {"sizes": {"x_bytes": 9}}}, "Different (1)"),
+    "fewer bytes": ({"train a": {"sizes": {"x_bytes": 7}}}, "Fewer planned bytes (1)"),
+    "a step more": ({"train b": {"steps": [{"loss": 2.0}, {"loss": 1.0}]}}, "'nothing' -> 1.0"),
+    "a field less": ({"train a": {"sizes": {}}}, "sizes.x_bytes: 8 -> 'nothing'"),
+    "an empty field less": ({"train b": {"files": None}}, "files: {} -> None"),
+    "a run less": ({"train b": None}, "train b is not in the new record"),
+    "a run more": ({"train d": {}}, "train d is not in the old record"),
+    "a failure": ({"train b": {"error": "E: x"}}, "train b failed in the new record: E: x"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES.values(), ids=CHANGES)
+def test_a_comparison_misses_no_difference(tool, capsys, change, said):
+    """Whatever differs counts, unless the run's name is allowed."""
+    compare = tool("fingerprint_compare").compare
+    new = {run: parts | (change.get(run) or {}) for run, parts in RECORD.items()}
+    new |= {run: parts for run, parts in change.items() if run not in RECORD}
+    for run in [run for run, parts in change.items() if parts is None]:
+        del new[run]
+    assert compare(RECORD, json.loads(json.dumps(new))) == len(change)
+    out = capsys.readouterr().out
+    if said is None:
+        assert out == "3 runs are identical\n"
+        return
+    assert said in out and "1 are not" in out
+    (run,) = change
+    assert compare(RECORD, new, [run]) == 0
+    assert f"Allowed (1):\n  {run}\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--allow: no run that differs is called 'command \\*'"):
+        compare(RECORD, new, [run, "command *"])
+
+
+def test_a_run_that_failed_in_both_records_proves_nothing(tool):
+    failed = {"train a": {"error": "ConfigError: no"}}
+    assert tool("fingerprint_compare").compare(failed, failed) == 1
+    assert tool("fingerprint_compare").compare(failed, failed, ["train *"]) == 0
+
+
+def test_runs_that_differ_alike_are_together(tool, capsys):
+    old = {f"train {name}": {"steps": [{"loss": 1.0}] * 2, "weights": "x"} for name in "abcdefgh"}
+    new = {run: {"steps": [{"loss": 2.0}] * 2, "weights": "x"} for run in old}
+    new["train a"] = {"steps": [{"loss": 1.0}] * 2, "weights": "y"}
+    assert tool("fingerprint_compare").compare(old, new) == 8
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "Different (8):",
+        "  7 runs: steps.*.loss",
+        "    train b: steps.0.loss: 1.0 -> 2.0 and 1 more",
+    ]
+    assert lines[8:] == [
+        "    train h",
+        "  1 run: weights",
+        "    train a: weights: 'x' -> 'y'",
+        "0 runs are identical, 8 are not",
+    ]
+
+
+def test_fused_products_leave_a_fingerprint(tmp_path, monkeypatch):
+    """The record of a GPU, tried on the CPU, and a run that fails: it is named, and counts."""
+    out = tmp_path / "gpu.json"
+    status, _, err = fingerprint("--gpu", "--device=cpu", "--out", out, "--only", "^gpu qwen2 fp8 ")
+    assert (status, err) == (0, "")
+    found = json.loads(out.read_text())
+    kinds = {
+        run.rpartition(" ")[2]: set("/".join(kind["kind"] for kind in parts["kinds"]).split("/"))
+        for run, parts in found.items()
+        if "head" not in run
+    }
+    of_both = {"exp", "gradient", "rope", "swiglu", "swiglu_backward"}
+    assert of_both <= kinds["fused"] and not {"exp", "gradient", "rope"} & kinds["apart"]
+    fused, apart = (found[f"gpu qwen2 fp8 {how}"]["steps"][-1] for how in ("fused", "apart"))
+    assert fused != apart and fused["loss"] == pytest.approx(apart["loss"], rel=1e-3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    wrong = ("--gpu", "--device=cuda", "--out", out, "--only", "^gpu qwen2 bf16 apart")
+    status, _, err = fingerprint(*wrong)
+    assert status == 1 and err.startswith("gpu qwen2 bf16 apart: ")
+
+
+def test_golden_plans_are_of_five_cards(tool, monkeypatch):
+    """Bytes, launches, FLOPs and predicted seconds of each kind."""
+    for name in ("COLUMNS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    tools = tool("fingerprint")
+    assert len(tools.GOLDEN) == 40 and len(tools.CARDS) == 5
+    found = tools.golden("gpt2-124m --matmul-dtype=e4m3")
+    assert found["3090"]["status"] == 2 and "has no fp8" in found["3090"]["err"]
+    plans = {card: found[card]["out"] for card in tools.CARDS if card != "3090"}
+    assert len({json.dumps(plan["kinds"]) for plan in plans.values()}) == 4
+    for record in plans.values():
+        assert record["needed_bytes"] > 1 << 30
+        assert all(kind["launches"] and kind["seconds"] for kind in record["kinds"])
+        assert sum(kind["flops"] for kind in record["kinds"]) > 0
 
 
 def test_fingerprints_have_nothing_that_takes_time(tool, monkeypatch):

@@ -494,8 +494,8 @@ COMMANDS: dict[str, list[str]] = {
         "--learning-rate=0.5"
     ],
     "evaluations in the run": [
-        f"{_TRAIN.format('qwen2', 1)} --eval-task=piqa=../piqa.jsonl --task-every=2 --task-limit=6 --seq-len=64 "
-        "--sample-prompt=the --sample-every=2 --sample-tokens=8 --keep-best=piqa/acc"
+        f"{_TRAIN.format('qwen2', 1)} --eval-task=piqa=../piqa.jsonl --task-every=2 --task-limit=6 "
+        "--seq-len=64 --sample-prompt=the --sample-every=2 --sample-tokens=8 --keep-best=piqa/acc"
     ],
     "several validations": [
         f"{_TRAIN.format('qwen2', 1)} --eval-file=short=../short/eval*.bin "
@@ -640,7 +640,7 @@ CARD = "h100"
 GPU_RUNS = """
 qwen2 bf16
 qwen2 bf16 recompute_block
-qwen2 bf16 lmhead_chunks=2 z_loss=1e-4
+qwen2 bf16 batch_size=8 lmhead_chunks=2 z_loss=1e-4
 qwen2 fp8
 qwen2 fp8 fp8-head
 qwen2 delayed fp8-head
