@@ -180,7 +180,9 @@ def portable(text: str) -> str:
     text = text.replace(str(Path.cwd()), "RUN").replace(str(Path.cwd().parent), "ROOT")
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d[:_]\d\d[:_]\d\d(\.\d+)?", "DATE", text)
     text = re.sub(r"\b[0-9a-f]{12}\b(?=[\")])", "ID", text)
-    text = re.sub(r"time: +\d+ +m?s|tps +\S+|done in \d+ m?s|took \d+ seconds", "TIME", text)
+    text = re.sub(
+        r"time: +\d+ +m?s|tps +\S+|done in \d+ m?s|took \d+ seconds|written in \S+ s", "TIME", text
+    )
     text = re.sub(r"^ *validation: +\d+%\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"Memory: \d+ MiB / \d+ MiB|Free: +\d+.*", "MEMORY", text)
     return text

@@ -377,8 +377,8 @@ wide bf16 fused=all gpus=2
 # checkpoints and a log, and what reads them.
 _TRAIN = f"""train --model=../models/{{}} --from-scratch --device=cpu --batch-size={B} --seq-len={T}
     --train-file=../data/train*.bin --eval-file=../data/eval*.bin --steps=4 --eval-every-n-steps=2
-    --ckpt-interval=2 --learning-rate=1e-2 --log-file=log.json --out-dir=out --checkpoint-dir=ckpt
-    --gpus={{}}""".replace("\n", " ")
+    --ckpt-interval=2 --learning-rate=1e-2 --log-gpu-util=0 --log-file=log.json
+    --out-dir=out --checkpoint-dir=ckpt --gpus={{}}""".replace("\n    ", " ")
 _BASE = _TRAIN.replace("models/{}", "bases/{}").replace("--from-scratch ", "")
 _BASE = _BASE.replace("--gpus={}", "--gpus=1")
 TOKENIZE = "tokenize ../text.jsonl --tokenizer=bytes --eval-fraction=0.1 --shard-tokens=12000"
@@ -502,8 +502,8 @@ COMMANDS: dict[str, list[str]] = {
         "--eval-file=long=../data/eval*.bin --keep-best=short/loss --eval-num-steps=2"
     ],
     "epochs": [
-        f"{_TRAIN.format('qwen2', 1).replace('--steps=4', '--epochs=1')} --batch-size=8 "
-        "--grad-accumulation=16 --seq-len=60 --ckpt-background"
+        f"{_TRAIN.format('qwen2', 1).replace('--steps=4', '--epochs=1').replace('data', 'short')} "
+        "--num-layers=1 --batch-size=8 --grad-accumulation=8 --ckpt-background --eval-num-steps=2"
     ],
     "two processes": [
         f"mpirun {_TRAIN.format('qwen2', 1)} --zero-level=2",
@@ -519,9 +519,9 @@ COMMANDS: dict[str, list[str]] = {
         "--base-dtype=nf4"
     ],
     "plot": [
-        _TRAIN.format("qwen2", 1).replace("log.json", "run.json"),
-        "plot run.json --out=loss.svg",
-        "plot run.json --html --x=tokens",
+        _TRAIN.format("qwen2", 1),
+        "plot log.json --out=loss.svg",
+        "plot log.json --html --x=tokens",
     ],
     "bench": [
         "bench --model=../models/qwen2 --from-scratch --device=cpu --gpus=1 --batch-size=2 "
