@@ -109,7 +109,7 @@ def test_packages_say_what_they_are_for():
 def test_sizes_of_python():
     for path in modules():
         text = path.read_text()
-        assert len(text.splitlines()) <= 400, path
+        assert len(text.splitlines()) <= 600, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1
