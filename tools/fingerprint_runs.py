@@ -313,7 +313,7 @@ qwen2 base bf16 lora m8 v8
 qwen2 base fp8 lora base_dtype=nf4
 qwen2 base delayed lora fp8-head base_dtype=nf4
 qwen2 base int8 lora
-qwen2 base codes lora base_dtype=nf4
+qwen2-untied codes fp8-head accum32
 qwen2 base bf16 lora base_dtype=nf4
 qwen2 base bf16 lora base_dtype=int8
 qwen2 base int8 lora base_dtype=int8 lora_dropout=0.1
