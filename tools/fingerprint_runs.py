@@ -349,13 +349,13 @@ qwen2 base bf16 lora -> gpus=2 zero3
 qwen2 base bf16 lora base_dtype=nf4 gpus=2 -> stream
 qwen2 base bf16 -> offload
 wide bf16 fused=all
-wide bf16 fused=matmul_rope short document_mask
+wide bf16 fused=all short document_mask
 wide bf16 fused=matmul_swiglu,matmul_swiglu_backward recompute_swiglu
 wide bf16 fused=matmul_exp lmhead_chunks=2 z_loss=1e-3
 wide fp8 fused=all
 wide fp8 fused=matmul_gradient gradient_dtype=e5m2 fp8_fast_accumulation=all
 wide delayed fused=all fp8-head recompute_block
-wide delayed fused=matmul_exp_codes fp8-head lmhead_chunks=2
+wide delayed fused=all fp8-head lmhead_chunks=2
 wide codes fused=all
 wide-qwen3 bf16 fused=all recompute_ffn
 wide-qwen3 delayed fused=all e5m2 shard_gradients offload_gradients
@@ -366,7 +366,7 @@ wide-gemma3 codes fused=all fp8-head
 wide base bf16 lora fused=all
 wide base bf16 lora lora_dropout=0.1 fused=all
 wide base delayed lora base_dtype=e4m3 fused=all recompute_block
-wide base fp8 lora base_dtype=nf4 fused=matmul_adapted,matmul_rope
+wide base fp8 lora base_dtype=nf4 fused=matmul_adapted
 wide base fp8 fp8-head lora train=head base_dtype=e4m3 fused=all
 wide-qwen3 base bf16 lora base_dtype=nf4 fused=all short document_mask
 wide-qwen3 base int8 lora base_dtype=int8 fused=all
