@@ -97,7 +97,8 @@ def plan_of(backend: str, card: Card = H100) -> Plan:
 def launches(backend: str, card: Card = H100) -> Counter[tuple[str, str]]:
     """Of attention in a micro-step."""
     found = (item for item in plan_of(backend, card).micro_steps[0][0] if isinstance(item, Work))
-    return Counter((w.file, w.entry) for w in found if w.file.startswith("attention") and w.flops)
+    of_attention = (w for w in found if w.cost.part == "attention" and w.cost.flops)
+    return Counter((w.file, w.entry) for w in of_attention)
 
 
 def test_a_step_follows_it_layer_by_layer():

@@ -36,10 +36,10 @@ from llmq.ops import fill
 from llmq.options.options_io import make_config
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
+from llmq.runtime.cost import Kind
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import HOST_SPEC, Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.launch_kind import Kind
 from llmq.runtime.timing import LaunchTime, time_launches
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

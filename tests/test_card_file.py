@@ -29,14 +29,14 @@ from llmq.options.presets import preset
 from llmq.options.rig_cards import card_of_file, rig_card
 from llmq.plan.cost import Rates, exposed_seconds, step_time
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import EXPOSED, Measured, half_wave
+from llmq.plan.measured import EXPOSED, Measured, More, half_wave
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
 from llmq.plan.target import target
 from llmq.rig import steps
 from llmq.rig.child import Job
+from llmq.runtime.cost import MOVES, Kind
 from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import Kind, launch_kind, more_work
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import Mark, PlanDevice, Work
 from tests.rigs import H100, card_file
@@ -167,7 +167,12 @@ def product(M, N, K):
 
 
 def moved(nbytes, stream="main", **carried):
-    return Work(stream, "", "", "copy", (), 0, nbytes, **carried)
+    return Work(stream, "", "", "copy", Kind.moving("copy", nbytes), MOVES, nbytes, **carried)
+
+
+def unknown(nbytes):
+    """A launch of a kernel that no card file has."""
+    return Work("main", "", "x.cu", "x", Kind.moving("x", nbytes), MOVES, nbytes)
 
 
 FILE = card_file(
@@ -202,7 +207,7 @@ def test_a_product_of_another_layout_is_like_one_that_was_measured():
 
     work = traced(call)
     assert Rates(card_of_file(FILE)).compute(work) == pytest.approx(
-        Measured(FILE).seconds(kind_of(work), work.flops, work.device_bytes)
+        Measured(FILE).seconds(work.kind, work.cost.flops, work.device_bytes)
     )
 
 
@@ -213,7 +218,7 @@ def test_a_product_with_adapters_is_like_one_without():
         return lambda: matmul_adapted.matmul_adapted(dev, out, a, b, h, tail, transposed=True)
 
     work, other = traced(call), product(32768, 1024, 4096)
-    assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/adapted"
+    assert work.kind.name == "matmul/bf16/0/0/0/bf16/adapted"
     rates = Rates(card_of_file(FILE))
     assert rates.compute(other) < rates.compute(work) < 1.01 * rates.compute(other)
 
@@ -232,8 +237,8 @@ def test_a_gradient_that_is_added_is_like_its_product(fast):
         return lambda: function(dev, target, *operands, fast_accumulation=fast)
 
     work, other = (traced(partial(call, added)) for added in (True, False))
-    assert kind_of(work).name == f"{kind_of(other).name}/gradient"
-    assert kind_of(work).sizes == kind_of(other).sizes == (M, N, K)
+    assert work.kind.name == f"{other.kind.name}/gradient"
+    assert work.kind.sizes == other.kind.sizes == (M, N, K)
     for rates in (Rates(CARD), Rates(card_of_file(FILE))):
         assert rates.compute(work) == pytest.approx(rates.compute(other), rel=1e-6)
 
@@ -246,13 +251,13 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
 
     work, more = (traced(partial(call, again)) for again in (False, True))
     other = product(32768, 1024, 4096)
-    assert kind_of(work).name == "matmul/bf16/0/0/0/bf16/swiglu_backward/bf16,bf16,-,-,-,-,-,-"
-    assert kind_of(work).sizes == (32768, 1024, 4096)
+    assert work.kind.name == "matmul/bf16/0/0/0/bf16/swiglu_backward/bf16,bf16,-,-,-,-,-,-"
+    assert work.kind.sizes == (32768, 1024, 4096)
     rates, bandwidth = Rates(card_of_file(FILE)), Measured(FILE).bandwidth
     besides = 6 * 32768 * 1024  # up, gate, their gradients, but not that of the activation
     alone = rates.compute(other)
     assert rates.compute(work) == pytest.approx(alone + EXPOSED * besides / bandwidth)
-    itself = {kind_of(work).name: [[[32768, 1024, 4096], 1.1e-4]]}
+    itself = {work.kind.name: [[[32768, 1024, 4096], 1.1e-4]]}
     rates = Rates(card_of_file(card_file(launches=FILE.launches | itself)))
     assert rates.compute(work) == 1.1e-4
     assert rates.compute(other) == alone  # and not what the activation takes besides
@@ -269,15 +274,11 @@ def test_what_a_product_does_besides_is_by_its_result():
 
     deep, deeper = (traced(partial(call, depth)) for depth in (4096, 8192))
     besides = EXPOSED * 6 * 32768 * 1024 / Measured(FILE).bandwidth
-    itself = {kind_of(deep).name: [[[32768, 1024, 4096], 1e-3 + besides]]}
+    itself = {deep.kind.name: [[[32768, 1024, 4096], 1e-3 + besides]]}
     file = card_file(launches=FILE.launches | itself)
     wave = half_wave(8192, file.num_sms)  # of both: longer sums are split
-    expected = 1e-3 * (deeper.flops + wave) / (deep.flops + wave) + besides
+    expected = 1e-3 * (deeper.cost.flops + wave) / (deep.cost.flops + wave) + besides
     assert Rates(card_of_file(file)).compute(deeper) == pytest.approx(expected)
-
-
-def kind_of(work):
-    return launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
 
 
 def test_a_product_with_the_activation_lies_between_depths():
@@ -307,10 +308,10 @@ def test_a_product_whose_activation_reads_its_codes():
         return lambda: matmul_swiglu.forward(dev, up, None, a, b, scale_a=one, scale_b=one, fp8=fp8)
 
     work = traced(call)
-    kind = kind_of(work)
+    kind = work.kind
     assert kind.name.startswith("matmul_fp8/1/e4m3/0/e4m3/swiglu/e4m3,-,-,e4m3,e4m3,")
     assert kind.sizes == (32768, 2048, 1024)
-    more = more_work(work.entry, work.args, work.device_bytes)
+    more = More.of(work.cost, work.device_bytes)
     assert more.turns and 0 <= more.nbytes - 2 * 32768 * 1024 < 100  # scales
 
 
@@ -322,7 +323,7 @@ def test_kernels_are_on_lines_between_sizes():
     assert rates.compute(moved(1 << 31)) == pytest.approx(8e-4)
     assert rates.compute(moved(0)) == 4e-6  # the least that was measured
     # What was not measured is like what was: here the middle one of two rates of large launches.
-    other = Work("main", "", "x.cu", "x", (), 0, 1 << 28)
+    other = unknown(1 << 28)
     rate = ((1 << 30) / 4e-4 + (1 << 28) / 1e-4) / 2
     assert rates.compute(other) == pytest.approx(4e-6 + (1 << 28) / rate)
 
@@ -330,7 +331,7 @@ def test_kernels_are_on_lines_between_sizes():
 def test_what_has_no_like_is_left_to_the_data_sheet():
     file = card_file(launches={"copy/": [[[64], 4e-6]]})
     sheet, rig = Rates(CARD), Rates(card_of_file(file))
-    for work in (product(64, 64, 64), Work("main", "", "x.cu", "x", (), 0, 1 << 28)):
+    for work in (product(64, 64, 64), unknown(1 << 28)):
         assert rig.compute(work) == sheet.compute(work)
 
 
@@ -357,13 +358,13 @@ def attended(seq_len, dtype=BF16, window=None):
 def test_attention_is_the_models_times_what_was_measured():
     work = attended(1024)
     sheet = Rates(CARD)
-    kind = kind_of(work)
-    twice = 2 * sheet._attention(work)
+    kind = work.kind
+    twice = 2 * sheet._attention(work.cost)
     file = card_file(launches={kind.name: [[list(kind.sizes), twice]]})
     rig = Rates(card_of_file(file))
     assert rig.compute(work) == pytest.approx(twice)
     for other in (attended(4096), attended(1024, window=128)):
-        assert rig.compute(other) == pytest.approx(2 * sheet._attention(other))
+        assert rig.compute(other) == pytest.approx(2 * sheet._attention(other.cost))
     assert rig.compute(attended(64, F32)) == sheet.compute(attended(64, F32))
     # More heads are more of the same; another head size is another kernel, however near.
     flops, seq_len, head_dim, window = kind.sizes
@@ -386,7 +387,11 @@ def test_the_rigs_own_bus_and_what_gpus_share():
 
 
 def exchanged(received):
-    return Work("comm", "", "", "all_gather", (), 0, 0, received=received, sent=received)
+    return Work(
+        *("comm", "", "", "all_gather", Kind.moving("all_gather", 0), MOVES, 0),
+        received=received,
+        sent=received,
+    )
 
 
 def test_exchanges_take_what_was_measured():
@@ -475,7 +480,7 @@ def test_a_step_of_measured_launches_is_their_sum(device):
     spec = choose_machine(device, 1).spec
     plan = make_plan(config, model, spec, "native")
     works = [w for trace, _ in plan.micro_steps for w in trace if not isinstance(w, Mark)]
-    kinds = {kind_of(work) for work in works + [w for w in plan.update if isinstance(w, Work)]}
+    kinds = {work.kind for work in works + [w for w in plan.update if isinstance(w, Work)]}
     known = {(name, tuple(sizes)) for name, points in launches.items() for sizes, _ in points}
     # On a GPU, what takes less time than its events take is left out.
     least = 0 if device == "cpu" else 1 << 20
@@ -484,8 +489,8 @@ def test_a_step_of_measured_launches_is_their_sum(device):
     times = {(n, tuple(s)): t for n, points in launches.items() for s, t in points}
     rates = Rates(card_of_file(file))
     for work in works:
-        kind = kind_of(work)
-        if not work.file.startswith("attention") and (kind.name, kind.sizes) in times:
+        kind = work.kind
+        if work.cost.part != "attention" and (kind.name, kind.sizes) in times:
             assert rates.compute(work) == pytest.approx(times[kind.name, kind.sizes])
 
 

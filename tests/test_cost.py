@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +37,9 @@ from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
 from llmq.ref.attention_backward import CASES as BACKWARD_CASES
-from llmq.runtime.device import HOST_SPEC, Event
-from llmq.runtime.launch_kind import FUSED
-from llmq.runtime.plan_device import Mark, PlanDevice, Work
+from llmq.runtime.cost import MOVES, Cost, Kind, attention_cost, product_cost
+from llmq.runtime.device import FUSED, HOST_SPEC, Event, Launch
+from llmq.runtime.plan_device import Mark, PlanDevice, Trace, Work
 from llmq.state.params import weight_table
 from tests.kept import kept_runs
 
@@ -109,8 +110,11 @@ def test_optimizer_state_in_host_memory_goes_over_the_bus():
     assert there["optimizer"] == pytest.approx(moments / (1e9 * BOTH_WAYS * H100.bus), rel=0.05)
 
 
-def work(stream="main", entry="copy", args=(), flops=0, size=0, file="", **carried) -> Work:
-    return Work(stream, "", file, entry, args, flops, size, **carried)
+def work(
+    stream="main", entry="copy", cost: Cost = MOVES, size=0, file="", part="", **carried
+) -> Work:
+    kind = cost.kind or Kind.moving(entry, size)
+    return Work(stream, part, file, entry, kind, cost, size, **carried)
 
 
 def seconds(size: int) -> float:
@@ -239,19 +243,15 @@ def test_what_ranks_exchange():
 
 
 def product(M: int, N: int, K: int, dtype=BF16) -> Work:
-    dev = PlanDevice(HOST_SPEC)
-    out = dev.alloc("out", (M, N), F32 if dtype == F32 else BF16, "Activations")
-    a = dev.alloc("a", (M, K), dtype, "Activations")
-    entry = {E4M3: "matmul_fp8", I8: "matmul_int8"}.get(dtype, "matmul")
-    file = "matmul_int8.cu" if dtype == I8 else "matmul"
-    size = dtype.itemsize * (M * K + N * K) + out.nbytes
-    return work("main", entry, (out, a, 0), 2 * M * N * K, size, file)
+    out = F32 if dtype == F32 else BF16
+    size = dtype.itemsize * (M * K + N * K) + out.itemsize * M * N
+    return work("main", "a product", product_cost((M, N, K), dtype, out), size)
 
 
 def rate(card, *sizes, dtype=BF16) -> float:
     """FLOP/s of a product."""
     piece = product(*sizes, dtype)
-    return piece.flops / Rates(card).compute(piece)
+    return piece.cost.flops / Rates(card).compute(piece)
 
 
 def test_small_products_are_less_efficient():
@@ -350,8 +350,21 @@ def test_where_gradients_are_within_products(card, options, count):
     assert entries_of(card, options)[1]["matmul_gradient"] == count
 
 
+@pytest.fixture
+def launches_of(monkeypatch) -> Callable[[Trace], list[Launch]]:
+    """All launches that gave a trace of the test's plans."""
+    launches, launch = [], PlanDevice._launch
+
+    def noted(dev, what):
+        launches.append((dev._trace, what))
+        launch(dev, what)
+
+    monkeypatch.setattr(PlanDevice, "_launch", noted)
+    return lambda wanted: [what for trace, what in launches if trace is wanted]
+
+
 @pytest.mark.parametrize("train", [{}, {"train": "head"}], ids=["adapters", "head, too"])
-def test_only_what_is_trained_has_transposed_codes(train):
+def test_only_what_is_trained_has_transposed_codes(train, launches_of):
     """The head's gradient, and its input."""
     model = replace(preset("Qwen2.5-7B"), num_layers=2)
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8}
@@ -359,8 +372,7 @@ def test_only_what_is_trained_has_transposed_codes(train):
     config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
     plan = make_plan(config, model, spec_of(H100), "cudnn", config.gpus)
     ((trace, _),) = plan.micro_steps
-    works = [item for item in trace if isinstance(item, Work)]
-    tensors = {x.name for work in works for x in work.args if isinstance(x, Tensor)}
+    tensors = {x.name for what in launches_of(trace) for x in what.args if isinstance(x, Tensor)}
     transposed = {"norm.q_t", "d_logits.q_t"} & tensors
     assert transposed == ({"norm.q_t", "d_logits.q_t"} if train else set())
 
@@ -369,21 +381,25 @@ def test_only_what_is_trained_has_transposed_codes(train):
     ("targets", "written"),
     [("all", {"ln1", "ln2", "mlp_act", "mlp_up"}), ("q,v", {"ln1"}), ("down", {"mlp_act"})],
 )
-def test_only_what_adapters_multiply_is_a_tensor_beside_its_codes(targets, written):
+def test_only_what_adapters_multiply_is_a_tensor_beside_its_codes(targets, written, launches_of):
     model = replace(preset("Qwen2.5-7B"), num_layers=2)
     config = {"device": "cuda", "model": "Qwen2.5-7B", "batch-size": 1, "lora-rank": 8}
     config |= {"base-dtype": "e4m3", "fp8-recipe": "delayed", "lora-targets": targets}
     config = make_config(config | {"grad-accumulation": 1, "gpus": 1})
     plan = make_plan(config, model, spec_of(RTX_4090), "cudnn", config.gpus)
     ((trace, _),) = plan.micro_steps
-    place = {
-        "norm_forward": 0,
-        "norm_forward_residual": 1,
-        "swiglu_forward_fp8": 0,
-        "swiglu_backward_fp8": 0,
+    results = {
+        "norm_forward": "out",
+        "norm_forward_residual": "out",
+        "swiglu_forward_fp8": "out",
+        "swiglu_backward_fp8": "d_up_gate",
     }
-    works = [item for item in trace if isinstance(item, Work) and item.entry in place]
-    tensors = [work.args[place[work.entry]] for work in works]
+    tensors = [
+        value
+        for kernel, _, _, args, *_ in launches_of(trace)
+        for arg, value in zip(kernel.declared, args, strict=True)
+        if results.get(kernel.entry) == arg.name
+    ]
     assert {x.name.partition(".")[0] for x in tensors if x is not None} == written | {"norm"}
 
 
@@ -433,18 +449,13 @@ def test_norms_add_where_adapters_do(card, options, norms):
 
 
 def test_adapters_within_a_product_take_hardly_any_time():
-    dev = PlanDevice(spec_of(H100))
-    sizes = {"out": (4096, 37888), "a": (4096, 3584), "b": (37888, 3584)}
-    for dtype, entry in ((BF16, "matmul"), (E4M3, "matmul_fp8")):
-        out, a, b = (
-            dev.alloc(name, shape, BF16 if name == "out" else dtype, "Activations")
-            for name, shape in sizes.items()
+    M, N, K = sizes = (4096, 37888, 3584)
+    for dtype in (BF16, E4M3):
+        size = 2 * M * N + dtype.itemsize * (M + N) * K
+        alone, both = (
+            work("main", "a product", product_cost(sizes, dtype, BF16, fast=True, **adapters), size)
+            for adapters in ({}, {"epilogue": "adapted", "rank": 32})
         )
-        flops, size = 2 * 4096 * 37888 * 3584, out.nbytes + a.nbytes + b.nbytes
-        alone = work("main", entry, (out, a, b, 1), flops, size, "matmul")
-        args = (out, a, b, *[None] * 6, 4096, 37888, 3584)
-        both = (flops * 3616 // 3584, size, "matmul_adapted.cu")
-        both = work("main", "matmul_adapted", args, *both)
         ratio = Rates(H100).compute(both) / Rates(H100).compute(alone)
         assert ratio == pytest.approx(3616 / 3584, abs=1e-3)
 
@@ -458,7 +469,7 @@ def test_an_activation_within_a_product_takes_the_bytes_of_its_result():
     dev.graph(("result",), lambda: matmul_swiglu.forward(dev, None, out, a, b))
     dev.graph(("product",), lambda: matmul.matmul(dev, up, a, b, trans_b=True))
     (both,), (result,), (product,) = (trace for _, trace in dev.graphs)
-    assert both.flops == result.flops == product.flops
+    assert both.cost.flops == result.cost.flops == product.cost.flops
     both, result, product = (Rates(H100).compute(work) for work in (both, result, product))
     rate = COPY_SHARE * 1e9 * H100.bandwidth
     assert both == pytest.approx(product + EXPOSED * out.nbytes / rate)
@@ -528,10 +539,11 @@ ATTENTION = {
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_by_its_size(case):
     entry, B, T, heads, head_dim = case
-    x = PlanDevice(HOST_SPEC).alloc("x", (B, T, heads, head_dim), BF16, "Activations")
     flops = (2 if entry == "attention_forward" else 5) * B * heads * T * T * head_dim
-    args = (x, None, T, None) if entry == "attention_forward" else (x, 1, T, heads, heads, None, T)
-    piece = work("main", entry, args, flops, 3 * x.nbytes, "attention")
+    kernels = attention.CUDNN_FORWARD, attention.CUDNN_BACKWARD
+    kernel = next(kernel for kernel in kernels if kernel.entry == entry)
+    cost = attention_cost(kernel, BF16, flops, (T, head_dim, T))
+    piece = work("main", entry, cost, 3 * BF16.itemsize * B * T * heads * head_dim)
     # The table has two digits.
     assert 1e3 * Rates(H100).compute(piece) == pytest.approx(ATTENTION[case], rel=0.05)
 
@@ -610,11 +622,11 @@ def test_trace_of_the_plan_device():
     ((key, trace),) = dev.graphs
     assert key == ("a", 1)
     assert trace == [
-        Work("main", "outer", "", "zero", (), 0, 256),
-        Work("copy", "", "", "copy", (), 0, 256, loaded=256),
+        work("main", "zero", size=256, part="outer"),
+        work("copy", size=256, loaded=256),
         Mark("copy", event, False),
         Mark("main", event, True),
-        Work("main", "", "", "copy", (), 0, 256, stored=256),
+        work("main", size=256, stored=256),
     ]
     assert dev.launches == {"zero": 2, "copy": 2}
     assert dev.bytes == {"zero": 512, "copy": 1024}

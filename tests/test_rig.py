@@ -31,7 +31,7 @@ from llmq.rig import (
 from llmq.rig.findings import words_on
 from llmq.rig.markdown import _steps
 from llmq.rig.rig import LAST, SHARES, card_file_of, run_rig
-from llmq.runtime.launch_kind import Kind
+from llmq.runtime.cost import Kind
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import LaunchTime
 from tests.rigs import GPU, H100, job, report, results

@@ -27,7 +27,6 @@ from llmq.options.rig_cards import card_from
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import Rates, step_time
 from llmq.plan.plan import Plan, fewest_attention_parts, make_plan
-from llmq.runtime.launch_kind import launch_kind
 from llmq.runtime.plan_device import Work
 
 PLAIN = {"model", "batch-size", "grad-accumulation", "from-scratch", "device", "seq-len"}
@@ -59,11 +58,10 @@ def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
     for trace, count in [*plan.micro_steps, (plan.update, 1)]:
         for work in trace:
             if isinstance(work, Work) and work.stream == "main":
-                kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
                 seconds = count * rates.compute(work)
                 total += seconds
-                kinds += seconds * (kind.name in known)
-                same += seconds * (kind.sizes in known.get(kind.name, ()))
+                kinds += seconds * (work.kind.name in known)
+                same += seconds * (work.kind.sizes in known.get(work.kind.name, ()))
     return kinds / total, same / total
 
 

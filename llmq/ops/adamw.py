@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
+from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -98,7 +99,7 @@ def update(
     hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay), float(lr_scale))
     tensors = (param, work, grad, m, v, m_scale, v_scale, segments)
     args = (*tensors, segments.shape[0], scalars, *hyper, salt, first, n)
-    dev.launch(ADAMW, ceil_div(n, THREADS * PER_THREAD), THREADS, args, flops=16 * n)
+    dev.launch(ADAMW, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=16 * n))
 
 
 def _check(

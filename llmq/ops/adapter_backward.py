@@ -22,6 +22,7 @@ from llmq.ops.common import (
     expect_spans,
     padded_columns,
 )
+from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device, DeviceSpec
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -224,7 +225,7 @@ def _launch(
             (h_partial, b_partial, *inputs, *sizes),
             consts=_consts(tiles, rank, dev.spec),
             smem=shared_bytes(tiles, rank, stages(dev.spec, tiles)),
-            flops=4 * rows * b_rows * rank,
+            cost=Cost(flops=4 * rows * b_rows * rank),
         )
         ends = (*cut.ends, *cut.ends[-1:] * missing)
         sizes = (float(scale), rows, columns, b_rows, cut.groups, *ends)

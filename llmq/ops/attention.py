@@ -10,6 +10,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.attention_tiles import backward_tiles, compile_consts, forward_tiles
+from llmq.runtime.cost import BESIDE_ATTENTION, Heads, attention_cost
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
 from llmq.runtime.head_groups import split, splits_query_heads
@@ -142,13 +143,16 @@ def forward(
     expect(op, "lse", lse, F32, (batch, num_heads, seq_len))
     out = out.view(batch, seq_len, num_heads, head_dim)
     sight = sight.within(op, batch, seq_len, backends)
-    sizes = (seq_len, num_heads, num_kv_heads, *sight.args(seq_len))
+    starts, window = sight.args(seq_len)
+    sizes = (seq_len, num_heads, num_kv_heads, starts, window)
     flops = 2 * batch * num_heads * sight.pairs(seq_len) * head_dim
+    seen = (seq_len, head_dim, window)
 
     def cudnn() -> None:
         with dev.scratch("cudnn_workspace", (FORWARD_WORKSPACE_BYTES,), U8) as workspace:
             args = (out, lse, qkv, *sizes, workspace)
-            dev.launch(CUDNN_FORWARD, 1, 1, args, flops=flops)
+            cost = attention_cost(CUDNN_FORWARD, BF16, flops, seen)
+            dev.launch(CUDNN_FORWARD, 1, 1, args, cost=cost)
 
     def native() -> None:
         tiles = forward_tiles(qkv.dtype, head_dim, sight.masked)
@@ -159,7 +163,7 @@ def forward(
             (out, lse, qkv, *sizes),
             consts=compile_consts(qkv.dtype, head_dim, sight.masked),
             smem=tiles.shared,
-            flops=flops,
+            cost=attention_cost(FORWARD, qkv.dtype, flops, seen),
         )
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
@@ -260,7 +264,9 @@ def _backward_native(
     tiles = backward_tiles(qkv.dtype, head_dim, sight.masked)
     consts = compile_consts(qkv.dtype, head_dim, sight.masked)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
-    sizes = (seq_len, num_heads, num_kv_heads, *sight.args(seq_len))
+    starts, window = sight.args(seq_len)
+    sizes = (seq_len, num_heads, num_kv_heads, starts, window)
+    flops = (7 + tiles.split_keys) * batch * num_heads * sight.pairs(seq_len) * head_dim
     with dev.scratch("attention_delta", lse.shape, F32) as delta:
         dev.launch(
             DELTA,
@@ -268,6 +274,7 @@ def _backward_native(
             DELTA_THREADS,
             (delta, d_out, out, seq_len, num_heads),
             consts=consts,
+            cost=BESIDE_ATTENTION,
         )
         dev.launch(
             BACKWARD,
@@ -277,7 +284,7 @@ def _backward_native(
             (d_qkv, d_out, lse, delta, qkv, *sizes),
             consts=consts,
             smem=tiles.shared,
-            flops=(7 + tiles.split_keys) * batch * num_heads * sight.pairs(seq_len) * head_dim,
+            cost=attention_cost(BACKWARD, qkv.dtype, flops, (seq_len, head_dim, window)),
         )
 
 
@@ -297,7 +304,7 @@ def _backward_cudnn(
     """
     d_qkv, *inputs = tensors
     batch, seq_len, _, head_dim = d_qkv.shape
-    sizes = (seq_len, num_heads, num_kv_heads)
+    sizes, (starts, window) = (seq_len, num_heads, num_kv_heads), sight.args(seq_len)
     nbytes = divided_workspace_bytes(batch, *sizes, head_dim, parts, deterministic)
     with ExitStack() as temps:
         d_kv = None
@@ -305,10 +312,12 @@ def _backward_cudnn(
             shape = (2, num_heads, seq_len, head_dim)
             d_kv = temps.enter_context(dev.scratch("attention_d_kv", shape, BF16))
         with dev.scratch("cudnn_workspace", (nbytes,), U8) as workspace:
-            how = (workspace, int(deterministic), parts, *sizes, *sight.args(seq_len))
+            how = (workspace, int(deterministic), parts, *sizes, starts, window)
             flops = 5 * batch * num_heads * sight.pairs(seq_len) * head_dim
+            heads = Heads(batch, num_heads, num_kv_heads, parts)
+            cost = attention_cost(CUDNN_BACKWARD, BF16, flops, (seq_len, head_dim, window), heads)
             # The library chooses its own grid and block.
-            dev.launch(CUDNN_BACKWARD, 1, 1, (d_qkv, d_kv, *inputs, *how), flops=flops)
+            dev.launch(CUDNN_BACKWARD, 1, 1, (d_qkv, d_kv, *inputs, *how), cost=cost)
         if d_kv is not None:
             sum_heads(dev, d_qkv, d_kv)
 
@@ -336,6 +345,7 @@ def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
         SUM_THREADS,
         (d_qkv, d_kv, seq_len, num_heads, num_kv_heads),
         consts=compile_consts(d_qkv.dtype, head_dim),
+        cost=BESIDE_ATTENTION,
     )
 
 
@@ -377,11 +387,12 @@ def decode(
     out = out.view(batch, num_new, num_heads, head_dim)
     seen = max_positions if window is None else min(window, max_positions)
     sizes = (position, num_new, max_positions, num_heads, num_kv_heads, seen)
+    flops = 4 * batch * num_heads * num_new * min(position + num_new, seen) * head_dim
     dev.launch(
         DECODE,
         (num_heads, num_new, batch),
         DECODE_THREADS,
         (out, k_cache, v_cache, qkv, *sizes),
         consts=compile_consts(qkv.dtype, head_dim),
-        flops=4 * batch * num_heads * num_new * min(position + num_new, seen) * head_dim,
+        cost=attention_cost(DECODE, qkv.dtype, flops, (num_new, head_dim, seen)),
     )

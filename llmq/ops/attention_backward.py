@@ -8,6 +8,7 @@ from functools import cache, partial
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY
+from llmq.runtime.cost import BESIDE_ATTENTION, attention_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 from llmq.runtime.sight import ALL, Sight, sees_all_before
@@ -112,6 +113,7 @@ def backward(
     tiles = ceil_div(blocks, 2) * batch * (num_heads + parts * num_kv_heads)
     shape = (batch, num_heads, blocks, 2, ROWS)
     of_keys = (parts - 1, batch, num_kv_heads, blocks, 2, ROWS, head_dim)
+    flops = 7 * batch * num_heads * seq_len**2 * head_dim
     counts = 1 + batch * num_kv_heads * blocks
 
     def matrix(x: Tensor) -> Tensor:
@@ -128,6 +130,7 @@ def backward(
             STATISTICS_THREADS,
             (statistics, taken, d_out, out, lse, counts, seq_len, num_heads),
             consts=consts,
+            cost=BESIDE_ATTENTION,
         )
         dev.launch(
             GRADIENT,
@@ -139,5 +142,5 @@ def backward(
             ),
             consts=consts,
             smem=shared_bytes(head_dim),
-            flops=7 * batch * num_heads * seq_len**2 * head_dim,
+            cost=attention_cost(GRADIENT, BF16, flops, (seq_len, head_dim, seq_len)),
         )

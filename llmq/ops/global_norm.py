@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 from llmq.base.dtypes import BF16, F32, F64, I32, STATS, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
+from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -56,7 +57,7 @@ def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
     if x.size == 0:
         raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
     expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))
-    dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), flops=2 * x.size)
+    dev.launch(PARTIALS, sums.size, THREADS, (sums, x, x.size), cost=Cost(flops=2 * x.size))
 
 
 def total(dev: Device, stats: Tensor, sums: Tensor) -> None:

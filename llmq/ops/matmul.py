@@ -15,6 +15,7 @@ from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.block_scales import BLOCK, SCALARS, scales_bytes
+from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 from llmq.runtime.product import Product
@@ -92,13 +93,22 @@ def matmul(
     if bias is not None:
         expect("matmul", "bias", bias, out.dtype, (N,))
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
+    cost = product_cost(
+        (M, N, K),
+        a.dtype,
+        out.dtype,
+        trans_a=trans_a,
+        trans_b=trans_b,
+        accumulate=accumulate,
+        addend=addend is not None,
+    )
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         dev.launch(
             MATMUL_ACCUMULATE if accumulate else MATMUL,
             1,  # the library chooses its own grid and block
             1,
             (out, a, b, bias, addend, workspace, *sizes),
-            flops=2 * M * N * K,
+            cost=cost,
         )
 
 
@@ -185,14 +195,22 @@ def _per_tensor(
 ) -> None:
     """A product of codes; of_codes: factor and largest. The rest is as of _block_scaled."""
     *tensors, addend = operands
-    M, N, K, accumulate, _ = sizes
+    *_, accumulate, _ = sizes
     dev.launch(
         MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
         1,
         1,
         (*tensors, *of_codes, addend, workspace, *sizes),
-        flops=2 * M * N * K,
+        cost=_fp8_cost(operands, sizes),
     )
+
+
+def _fp8_cost(operands: tuple, sizes: tuple) -> Cost:
+    """The cost of either way; operands, sizes: as of _block_scaled."""
+    out, a, *_, addend = operands
+    *matrices, accumulate, fast = sizes
+    flags = {"accumulate": bool(accumulate), "fast": bool(fast), "addend": addend is not None}
+    return product_cost(tuple(matrices), a.dtype, out.dtype, **flags)
 
 
 def _may_be_block_scaled(dev: Device, a: Tensor, b: Tensor) -> bool:
@@ -213,7 +231,7 @@ def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple)
     operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of MXFP8.
     """
     out, a, b, scale_a, scale_b, bias, addend = operands
-    M, N, K, accumulate, _ = sizes
+    *_, accumulate, _ = sizes
     count = _block_scales_bytes(a, b)  # a multiple of ALIGN
     scales = workspace.rows(0, count)
     at = workspace.offset + count
@@ -231,7 +249,7 @@ def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple)
         1,
         1,
         (out, a, b, scales, scalars, bias, addend, rest, *sizes),
-        flops=2 * M * N * K,
+        cost=_fp8_cost(operands, sizes),
     )
 
 

@@ -17,6 +17,7 @@ from llmq.ops.common import (
     rank_consts,
     takes_own_product,
 )
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 
@@ -146,6 +147,7 @@ def matmul_adapted(
     _expect_added(op, bias, addend, M, N)
     R = expect_adapters(op, h, tail, M, N, transposed=transposed)
     columns = tile_columns(dev, M, N, a.dtype.itemsize * K)
+    how = {"trans_b": b.shape == (N, K), "addend": addend is not None}  # a square b counts, too
     dev.launch(
         _kernel_of(columns, transposed and not fp8, transposed),
         own_product_blocks(dev, M, N, (TILE_ROWS, columns)),
@@ -159,7 +161,7 @@ def matmul_adapted(
         }
         | rank_consts(R),
         smem=SHARED[columns],
-        flops=2 * M * N * (K + R),
+        cost=product_cost((M, N, K), a.dtype, BF16, fast=True, epilogue="adapted", rank=R, **how),
     )
 
 

@@ -18,6 +18,7 @@ from llmq.ops.common import (
     own_product_blocks,
     takes_own_product,
 )
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 from llmq.runtime.machine import PLAN_SPEC
@@ -90,5 +91,5 @@ def forward(
         PRODUCT_THREADS,
         (e, sums, target_logits, a, b, shift, targets, M, N, K, vocab_size),
         smem=PRODUCT_SHARED,
-        flops=2 * M * N * K,
+        cost=product_cost((M, N, K), BF16, BF16, trans_b=True, epilogue="exp"),
     )

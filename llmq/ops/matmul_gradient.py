@@ -19,6 +19,7 @@ from llmq.ops.common import (
     own_product_tiles,
     takes_own_product,
 )
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 
@@ -100,7 +101,14 @@ def add(
         (acc.tensor, a, b, scale_a, scale_b, *adding, M, N, K, part_steps),
         consts={"EXACT": int(part_steps > 0)},
         smem=PRODUCT_SHARED,
-        flops=2 * M * N * K,
+        cost=product_cost(
+            (M, N, K),
+            a.dtype,
+            BF16,
+            accumulate=acc.accumulate,
+            fast=fast_accumulation,
+            epilogue="gradient",
+        ),
     )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32, I8, I8_MAX
 from llmq.base.tensor import Tensor
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -116,5 +117,5 @@ def matmul_int8(
         (out, a, b, scale_a, scale_b, bias, M, N, K),
         consts={**tiles.consts, "BIAS": int(bias is not None), "ACCUMULATE": int(accumulate)},
         smem=tiles.shared_bytes,
-        flops=2 * M * N * K,
+        cost=product_cost((M, N, K), a.dtype, out.dtype, accumulate=accumulate),
     )

@@ -25,8 +25,9 @@ from llmq.ops.common import (
     rank_consts,
     takes_own_product,
 )
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel, expect, formats
 
 OP = "matmul_swiglu.forward"
 TILE = (256, 96)  # of out, of a cluster of two blocks
@@ -108,15 +109,17 @@ def forward(
     consts |= {"UP_GATE": int(up_gate is not None), "OUT": int(out is not None)}
     consts |= {"GELU": int(gelu), "CODED": int(product is not None)} | rank_consts(R)
     operands, sizes = (a, b, h, tail, scale_a, scale_b), (M, F, K)
-    of_codes = _of_codes(product, a, R, reads)
+    written = (abs_max, *fp8_args(fp8), *_of_codes(product, a, R, reads))
+    how = {"trans_b": True, "fast": True, "turns": consts["CODES"] == consts["TRANSPOSED"] == 1}
+    how |= {"epilogue": "swiglu", "rank": R, "besides": formats((up_gate, out, *written))}
     dev.launch(
         FORWARD,
         own_product_blocks(dev, M, F, TILE),
         PRODUCT_THREADS,
-        (up_gate, out, *operands, *sizes, abs_max, *fp8_args(fp8), *of_codes),
+        (up_gate, out, *operands, *sizes, *written),
         consts=consts,
         smem=PRODUCT_SHARED,
-        flops=4 * M * F * (K + R),
+        cost=product_cost((M, 2 * F, K), a.dtype, E4M3 if product else BF16, **how),
     )
 
 

@@ -28,8 +28,9 @@ from llmq.ops.common import (
     rank_consts,
     takes_own_product,
 )
+from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
-from llmq.runtime.kernel import Kernel, expect
+from llmq.runtime.kernel import Kernel, expect, formats
 
 OP = "matmul_swiglu_backward"
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
@@ -109,6 +110,10 @@ def backward(
     consts = _results(d_up_gate, (M, F), abs_max, fp8, out)
     consts |= {"GELU": int(gelu)} | rank_consts(R)
     operands = (a, b, h, tail, scale_a, scale_b, up_gate)
+    # A square b counts as transposed, too: card files have it so.
+    how = {"trans_b": b.shape == (F, K), "fast": True, "epilogue": "swiglu_backward"}
+    how["besides"] = formats((d_up_gate, up_gate, abs_max, *fp8_args(fp8), out))
+    how["turns"] = consts["CODES"] == consts["TRANSPOSED"] == 1
     dev.launch(
         HALVES_B if a.dtype == BF16 else CODES_B,
         own_product_blocks(dev, M, F, PRODUCT_TILE),
@@ -116,7 +121,7 @@ def backward(
         (d_up_gate, *operands, M, F, K, abs_max, *fp8_args(fp8), out),
         consts=consts,
         smem=_shared(consts),
-        flops=2 * M * F * (K + R),
+        cost=product_cost((M, F, K), a.dtype, BF16, rank=R, **how),
     )
 
 

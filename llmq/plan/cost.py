@@ -6,22 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32
 from llmq.ops.attention import MAX_HEAD_DIM
 from llmq.options.cards import Card
-from llmq.plan.measured import exposed, half_wave, measured
+from llmq.plan.measured import More, exposed, half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.replay import Transfers, replay
 from llmq.plan.rig_links import RigLinks
 from llmq.plan.small_grids import small_grids
-from llmq.runtime.launch_kind import (
-    FUSED,
-    PRODUCTS,
-    attention_sizes,
-    fused_product,
-    launch_kind,
-    more_work,
-)
+from llmq.runtime.cost import Cost
 from llmq.runtime.plan_device import Work
 
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
@@ -133,6 +125,7 @@ class Rates:
         self._products = {"matmul": 1e12 * bf16 * card.bf16, "matmul_fp8": 1e12 * fp8 * card.fp8}
         int8 = bf16 * INT8_SHARE.get(card.capability, INT8_SHARE_ELSEWHERE)
         self._products["matmul_int8"] = 1e12 * int8 * card.int8
+        self._products["f32"] = F32_RATE * card.num_sms
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
@@ -159,32 +152,30 @@ class Rates:
             seconds = self._as_measured(work)
             if seconds is not None:
                 return seconds / self._slowest
-        memory = work.device_bytes / self._memory
-        if work.file in PRODUCTS and work.flops:
-            more = more_work(work.entry, work.args, work.device_bytes)
-            memory -= more.nbytes / self._memory
-            return LAUNCH + self._product(work, memory) + exposed(more) / self._memory
-        if work.file.startswith("attention") and work.flops:
-            return LAUNCH + max(self._attention(work), memory)
-        return LAUNCH + memory
+        cost, memory = work.cost, work.device_bytes / self._memory
+        if not cost.rate:
+            return LAUNCH + memory
+        if cost.part == "attention":
+            return LAUNCH + max(self._attention(cost), memory)
+        more = More.of(cost, work.device_bytes)
+        memory -= more.nbytes / self._memory
+        return LAUNCH + self._product(cost, memory) + exposed(more) / self._memory
 
     def _as_measured(self, work: Work) -> float | None:
         """None where nothing like it was measured."""
-        kind = launch_kind(work.file, work.entry, work.args, work.flops, work.device_bytes)
-        if not (work.file.startswith("attention") and work.flops):
-            more = more_work(work.entry, work.args, work.device_bytes)
-            return self._launches.seconds(kind, work.flops, work.device_bytes, more)
-        x = work.args[0]
-        if x.dtype == F32:
+        cost, kind = work.cost, work.kind
+        if not (cost.part == "attention" and cost.rate):
+            more = More.of(cost, work.device_bytes)
+            return self._launches.seconds(kind, cost.flops, work.device_bytes, more)
+        if cost.rate == "f32":
             return None
         found = self._launches.nearest(kind)
         if found is None:
             return None
         sizes, seconds = found
-        kernel = (work.file, work.entry)
-        ratio = self._attention_of(*kernel, *kind.sizes, self._visible)
-        ratio *= self._small_grids(work)
-        return seconds * ratio / self._attention_of(*kernel, *sizes)
+        ratio = self._attention_of(cost.rate, *kind.sizes, self._visible)
+        ratio *= self._small_grids(cost)
+        return seconds * ratio / self._attention_of(cost.rate, *sizes)
 
     @property
     def both_ways(self) -> tuple[float, float]:
@@ -227,45 +218,38 @@ class Rates:
         exchange = (staged_in / self._staged, staged_out / self._staged)
         return Transfers.of(load, store, exchange, link=link, host=host)
 
-    def _product(self, work: Work, memory: float) -> float:
-        if work.entry in FUSED:
-            entry, (a, _), (*_, depth), fast = fused_product(work.entry, work.args)
-        else:
-            out, a = work.args[:2]
-            entry, depth = work.entry, work.flops // (2 * out.size)
-            fast = bool(work.args[-1])  # whether it may accumulate fast
-        rate = self._products[entry]
-        if entry == "matmul_fp8" and fast:
+    def _product(self, cost: Cost, memory: float) -> float:
+        rate = self._products[cost.rate]
+        if cost.rate == "matmul_fp8" and cost.fast:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
-        if a.dtype == F32:
-            rate = F32_RATE * self.card.num_sms
+        depth = cost.kind.sizes[2]
         last_wave = half_wave(depth, self.card.num_sms) / rate
-        return max(work.flops / rate, memory) + last_wave
+        return max(cost.flops / rate, memory) + last_wave
 
-    def _attention(self, work: Work) -> float:
-        if work.args[0].dtype == F32:
-            return work.flops / (F32_RATE * self.card.num_sms)
-        sizes = (work.flops, *attention_sizes(work.file, work.entry, work.args))
-        seconds = self._attention_of(work.file, work.entry, *sizes, self._visible)
-        return seconds * self._small_grids(work)
+    def _attention(self, cost: Cost) -> float:
+        if cost.rate == "f32":
+            return cost.flops / self._products["f32"]
+        seconds = self._attention_of(cost.rate, *cost.kind.sizes, self._visible)
+        return seconds * self._small_grids(cost)
 
-    def _small_grids(self, work: Work) -> float:
+    def _small_grids(self, cost: Cost) -> float:
         beside = CUDNN_ATTENTION["attention_backward"].causal
-        return small_grids(work, self.card.num_sms, beside)
+        return small_grids(cost, self.card.num_sms, beside)
 
     def _attention_of(
         self,
-        file: str,
-        entry: str,
+        way: str,
         flops: int,
         seq_len: int,
         head_dim: int,
         window: int,
         visible: float = 1.0,
     ) -> float:
-        """Of a kernel in BF16, by its sizes; flops: of what the window leaves."""
+        """Seconds of a kernel in BF16, by its sizes; way: the rate of its cost. flops: of what the
+        window leaves."""
         narrow = window
-        if file == "attention":
+        entry, _, where = way.partition("/")
+        if where == "library":
             kernel = CUDNN_ATTENTION[entry]
             softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
             rate = kernel.rate * 1e12 * self.card.bf16 / (1 + softmax / head_dim)
@@ -312,7 +296,7 @@ def _rates(plan: Plan, card: Card, visible_share: float, network: Network) -> Ra
 
 
 class KindCost(NamedTuple):
-    """The launches of one kind (`llmq.runtime.launch_kind`) in an optimizer step of one rank.
+    """The launches of one kind (`llmq.runtime.cost`) in an optimizer step of one rank.
 
     nbytes: read and written of the GPU's own memory, and moved to or from other memories. seconds:
     predicted, as if each launch ran alone; None where no card is known.
@@ -333,14 +317,14 @@ def cost_by_kind(
     found: dict[str, KindCost] = {}
     for trace, count in (*plan.micro_steps, (plan.update, 1)):
         for work in (item for item in trace if isinstance(item, Work)):
-            name, *_ = launch_kind(*work[2:7])
-            launches, flops, nbytes, seconds = found.get(name, KindCost())
+            launches, flops, nbytes, seconds = found.get(work.kind.name, KindCost())
             moved = work.loaded + work.stored + work.received + work.shared
             if rates is not None:
                 carriers = rates.transfers(work).carriers.values() if moved else ()
                 seconds = (seconds or 0.0) + count * max(rates.compute(work), *carriers, 0.0)
             nbytes += count * (work.device_bytes + moved)
-            found[name] = KindCost(launches + count, flops + count * work.flops, nbytes, seconds)
+            flops += count * work.cost.flops
+            found[work.kind.name] = KindCost(launches + count, flops, nbytes, seconds)
     return dict(sorted(found.items()))
 
 

@@ -7,9 +7,10 @@ import math
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
+from typing import NamedTuple
 
 from llmq.options.card_file import CardFile, Points
-from llmq.runtime.launch_kind import LONGER, Kind, More
+from llmq.runtime.cost import LONGER, Cost, Kind
 
 NEAREST = 4  # products that one of another size is compared with
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
@@ -20,10 +21,27 @@ LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
 # About the means of benchmarks/h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with
 # codes in both layouts, 1.1 to 1.7 times.
 EXPOSED, EXPOSED_TURNED = 0.9, 1.5
-NOTHING = More()
 
 Known = dict[tuple[int, ...], float]
 """Median seconds by sizes."""
+
+
+class More(NamedTuple):
+    """What a launch does beside the library's product of the same matrices. nbytes: what it moves.
+    turns: whether it writes codes in both layouts."""
+
+    nbytes: int = 0
+    turns: bool = False
+
+    @classmethod
+    def of(cls, cost: Cost, device_bytes: int) -> More:
+        """Nothing of launches that are no such product, or hide what they do besides."""
+        if cost.matrices is None:
+            return NOTHING
+        return cls(max(device_bytes - cost.matrices, 0), cost.turns)
+
+
+NOTHING = More()
 
 
 def exposed(more: More) -> float:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from llmq.runtime.device import Event
-from llmq.runtime.launch_kind import PRODUCTS
 from llmq.runtime.plan_device import Mark, Trace, Work
 
 
@@ -258,6 +257,6 @@ class _GoingOn:
 
 
 def _part(work: Work) -> str:
-    if work.file in PRODUCTS:
+    if work.cost.part == "product":
         return "head" if work.part == "head" else "blocks"
-    return "attention" if work.file.startswith("attention") else "memory_bound"
+    return work.cost.part

@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import math
 
+from llmq.runtime.cost import Cost
 from llmq.runtime.head_groups import head_groups
-from llmq.runtime.launch_kind import library_heads
-from llmq.runtime.plan_device import Work
 
 # Of cuDNN 9.19 on an H100; what they give is within 10 % of what tests/test_small_grids.py has.
 KEY_BLOCK = 128
 LAST_BLOCKS = 0.22  # units that a call waits for its last ones, in the mean
 
 
-def small_grids(work: Work, num_sms: int, beside: int) -> float:
+def small_grids(cost: Cost, num_sms: int, beside: int) -> float:
     """How many times as long as undivided; 1 for all that is not the library's backward.
 
     beside: so many positions a query costs beside those that it sees, undivided.
     """
-    heads = library_heads(work.file, work.entry, work.args)
-    if heads is None or heads[0] == 1:
+    if cost.heads is None or cost.heads.parts == 1:
         return 1.0
-    parts, num_heads, num_kv_heads = heads
-    batch, seq_len = work.args[0].shape[:2]
+    batch, num_heads, num_kv_heads, parts = cost.heads
+    seq_len = cost.kind.sizes[1]
     head = batch * seq_len / (2 * KEY_BLOCK * num_sms)  # units of work in a head
     groups = head_groups(num_heads, num_kv_heads, parts)
     divided = sum(math.ceil(head * group.count) + LAST_BLOCKS for group in groups)

@@ -14,9 +14,8 @@ from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import compile_kernel
-from llmq.runtime.device import Launch
+from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel, Source
-from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.tensor_map import tensor_map
 
 DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in

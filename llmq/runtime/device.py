@@ -19,10 +19,18 @@ from llmq.base.dtypes import DType
 from llmq.base.errors import ConfigError
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arena import Arena, Stack
+from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.launch_kind import FUSED
 
 PLACES = ("device", "pinned", "write_combined")
+# Products of our own, which do what follows a product of the library's, too.
+FUSED = (
+    "matmul_adapted",
+    "matmul_exp",
+    "matmul_gradient",
+    "matmul_swiglu",
+    "matmul_swiglu_backward",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +101,7 @@ class Launch(NamedTuple):
     types: dict[str, DType]
     consts: dict[str, int]
     smem: int
-    flops: int
+    cost: Cost
 
 
 class Event:
@@ -208,16 +216,17 @@ class Device(ABC):
         *,
         consts: dict[str, int] | None = None,
         smem: int = 0,
-        flops: int = 0,
+        cost: Cost = MOVES,
     ) -> None:
         """Enqueue one kernel on the current stream.
 
         consts: compile-time integers (-DNAME=value). smem: bytes of dynamic shared memory.
-        flops: floating-point operations, for the planner and the profile.
+        cost: for the planner, the profile and card files, which take nothing from the arguments
+        but what they move.
         Raises TypeError or ValueError when args do not fit the kernel's declaration.
         """
         types = kernel.bind(args)
-        self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, flops))
+        self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, cost))
 
     @abstractmethod
     def _launch(self, launch: Launch) -> None: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
@@ -154,6 +155,15 @@ class Kernel:
             else:
                 device += tensor.nbytes * (arg.reads + arg.writes)
         return device, loaded, stored
+
+    def formats(self, args: tuple) -> str:
+        """The formats of the tensors among these arguments, as `formats` has them."""
+        return formats(x for x, arg in zip(args, self.declared, strict=True) if arg.pointer)
+
+
+def formats(tensors: Iterable[Tensor | None]) -> str:
+    """Their names, with commas between them, and "-" for each tensor that is not given."""
+    return ",".join("-" if x is None else x.dtype.name for x in tensors)
 
 
 def _expect_map(what: str, tensor: Tensor) -> None:

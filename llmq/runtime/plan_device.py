@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
+from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
 from llmq.runtime.kernel import Source
 
@@ -17,21 +18,22 @@ from llmq.runtime.kernel import Source
 class Work(NamedTuple):
     """One launch, copy, fill or collective.
 
-    part: name of the outermost `range` around it, or "". file, entry, args: of the kernel; for what
-    is none, file is "" and args are (). Bytes: device_bytes of the GPU's own memory, read and
-    written; loaded and stored are host memory's, which the GPU reads and writes over its bus;
-    received are those from other GPUs. shared are of other ranks' host memory: they are loaded too,
-    unless there is a link beside the bus, over which they are received. sent are those that others
-    receive from it: what all of them want leaves once if it is copied to host memory. network:
-    those that this GPU's machine receives from others at the same time.
+    part: name of the outermost `range` around it, or "". file, entry: of the kernel; for what is
+    none, file is "". kind, cost: of the launch, as runtime.cost has them. Bytes: device_bytes of
+    the GPU's own memory, read and written; loaded and stored are host memory's, which the GPU reads
+    and writes over its bus; received are those from other GPUs. shared are of other ranks' host
+    memory: they are loaded too, unless there is a link beside the bus, over which they are
+    received. sent are those that others receive from it: what all of them want leaves once if it is
+    copied to host memory. network: those that this GPU's machine receives from others at the same
+    time.
     """
 
     stream: str
     part: str
     file: str
     entry: str
-    args: tuple
-    flops: int
+    kind: Kind
+    cost: Cost
     device_bytes: int
     loaded: int = 0
     stored: int = 0
@@ -95,17 +97,19 @@ class PlanDevice(Device):
         kernel, args = launch.kernel, launch.args
         if kernel.file.endswith(".cu"):
             self.sources.add(Source.of(kernel, launch.types, launch.consts))
-        self._note(kernel.file, kernel.entry, args, launch.flops, *kernel.traffic(args))
+        device, *host = kernel.traffic(args)
+        kind = Kind.of(kernel, args, launch.cost, device)
+        self._note(kernel.file, kernel.entry, kind, launch.cost, device, *host)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         if dst.nbytes != src.nbytes:
             raise ValueError(f"copy: {dst!r} and {src!r} differ in size")
         loaded, stored = src.nbytes * src.on_host, dst.nbytes * dst.on_host
-        self._note("", "copy", (), 0, 2 * dst.nbytes - loaded - stored, loaded, stored)
+        self._move("copy", 2 * dst.nbytes - loaded - stored, loaded, stored)
 
     def zero(self, tensor: Tensor) -> None:
         stored = tensor.nbytes * tensor.on_host
-        self._note("", "zero", (), 0, tensor.nbytes - stored, 0, stored)
+        self._move("zero", tensor.nbytes - stored, 0, stored)
 
     def collective(
         self,
@@ -119,19 +123,22 @@ class PlanDevice(Device):
         network: int,
     ) -> None:
         """Count an exchange with other GPUs; the bytes are those of `Work`."""
-        sizes = (device_bytes, loaded, 0, received, shared, sent, network)
-        self._note("", kind, (), 0, *sizes)
+        self._move(kind, device_bytes, loaded, 0, received, shared, sent, network)
 
-    def _note(self, file: str, entry: str, args: tuple, flops: int, *sizes: int) -> None:
+    def _move(self, name: str, *sizes: int) -> None:
+        """Count what is no kernel; sizes: as of _note."""
+        self._note("", name, Kind.moving(name, sizes[0]), MOVES, *sizes)
+
+    def _note(self, file: str, entry: str, kind: Kind, cost: Cost, *sizes: int) -> None:
         """Count; sizes: as many as are not 0 of those in `Work`, from device_bytes on."""
         if not self._counts:
             return
         self.launches[entry] += 1
         self.bytes[entry] += sum(sizes[:3])  # of this device's own memory and of the host's
-        self.flops[entry] += flops
+        self.flops[entry] += cost.flops
         if self._trace is not None:
             stream, part = self.stream_name, self._part
-            self._trace.append(Work(stream, part, file, entry, args, flops, *sizes))
+            self._trace.append(Work(stream, part, file, entry, kind, cost, *sizes))
 
     def upload(self, dst: Tensor, array: np.ndarray) -> None:
         if array.shape != dst.shape or array.dtype != dst.dtype.numpy:

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from llmq.base.tensor import Tensor
+from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
-from llmq.runtime.launch_kind import FUSED, Kind, launch_kind
 
 CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 
@@ -138,21 +138,14 @@ def _moved(name: str, *tensors: Tensor) -> tuple[str, int, int, Kind | None]:
     """Name, traffic, FLOPs and kind of a copy or fill."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     on_host = any(tensor.on_host for tensor in tensors)
-    return name, nbytes, 0, None if on_host else launch_kind("", name, (), 0, nbytes)
+    return name, nbytes, 0, None if on_host else Kind.moving(name, nbytes)
 
 
 def _launched(
-    kernel: Kernel, grid: Any, block: Any, args: tuple, *, flops: int = 0, **_: Any
+    kernel: Kernel, grid: Any, block: Any, args: tuple, *, cost: Cost = MOVES, **_: Any
 ) -> tuple[str, int, int, Kind | None]:
     """As _moved, of a launch; matrix products are named after what they multiply."""
-    name = kernel.entry
-    if kernel.file == "matmul" or kernel.entry in FUSED:
-        value = dict(zip((a.name for a in kernel.declared), args, strict=True))
-        if "trans_a" in value:  # fp8 products have one form only
-            name += " " + "".join("t" if value[f] else "n" for f in ("trans_a", "trans_b"))
-        name = f"{name} {value['M']}x{value.get('N', value.get('F'))}x{value['K']}"
-        name += " accumulate" if value.get("accumulate") else ""
-        name += " addend" if value.get("addend") is not None else ""
     device, loaded, stored = kernel.traffic(args)
-    kind = launch_kind(kernel.file, kernel.entry, args, flops, device)
-    return name, device + loaded + stored, flops, None if loaded or stored else kind
+    kind = None if loaded or stored else Kind.of(kernel, args, cost, device)
+    name = f"{kernel.entry} {cost.label}" if cost.label else kernel.entry
+    return name, device + loaded + stored, cost.flops, kind

@@ -25,6 +25,7 @@ from llmq.base.files import write_shared
 from llmq.base.tensor import Tensor
 from llmq.runtime import compile
 from llmq.runtime.arguments import MAP_BYTES, Arguments
+from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Arg, Kernel
@@ -219,10 +220,10 @@ class EmulatorDevice(HostDevice):
         *,
         consts: dict[str, int] | None = None,
         smem: int = 0,
-        flops: int = 0,
+        cost: Cost = MOVES,
     ) -> None:
         if not kernel.file.endswith(".cu"):
-            super().launch(kernel, grid, block, args, consts=consts, smem=smem, flops=flops)
+            super().launch(kernel, grid, block, args, consts=consts, smem=smem, cost=cost)
             return
         types = kernel.bind(args)
         geometry = self._geometry(kernel, grid, block, smem)

@@ -16,7 +16,6 @@ from llmq.runtime.choices import Choices
 from llmq.runtime.cublaslt import CublasLt
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.launch_kind import launch_kind
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, MIB, host_device, run
 from tests.runtime.fake_cublaslt import STREAM, FakeCublasLt, FakeCuda
@@ -44,7 +43,7 @@ class Blackwell(HostDevice):
     def launch(self, kernel, grid, block, args, **options):
         self.launched.append(kernel.entry)
         if kernel.file == "matmul":
-            self.kinds.add(launch_kind(kernel.file, kernel.entry, args, 0, 0))
+            self.kinds.add(options["cost"].kind)
         if kernel.file != "matmul":
             super().launch(kernel, grid, block, args, **options)
             return

@@ -16,9 +16,8 @@ from llmq.runtime import cublaslt, cuda_api, cuda_kernels
 from llmq.runtime.compile import Cubin, Resources
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
-from llmq.runtime.device import MemorySizes
+from llmq.runtime.device import FUSED, MemorySizes
 from llmq.runtime.kernel import Kernel, Source
-from llmq.runtime.launch_kind import FUSED
 from llmq.runtime.pinned import PinnedMemory
 from llmq.runtime.product import Product
 from tests.conftest import gpu_problem
