@@ -365,7 +365,7 @@ def test_weights_of_transformers_have_our_shapes(name):
     def rows(key):
         """Of the matrix that the modules of a parameter make up, whose columns are channels."""
         parts = [shapes[f"{name}.weight"] for name in names[key]]
-        return sum(p[key in model.arch.transposed] for p in parts)
+        return sum(p[model.arch.transposed] for p in parts)
 
     assert shapes[f"{names['embed'][0]}.weight"] == (model.vocab_size, model.hidden_size)
     assert rows("qkv") == model.qkv_channels

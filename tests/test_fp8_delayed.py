@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import E4M3_MAX
-from llmq.model.operands import NAMES
 from llmq.model.scales import HISTORY, MARGIN
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
@@ -19,6 +18,7 @@ from llmq.state.placement import place
 from tests.models import exported, random_batch, trainer_for
 
 T = 32
+NAMES = "ln1 att ln2 mlp_act d_mlp d_mlp_up d_att d_qkv".split()  # a checkpoint's, of a layer
 JIT = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "head_dtype": "e4m3", "seq_len": T}
 DELAYED = JIT | {"fp8_recipe": "delayed"}
 
@@ -61,7 +61,8 @@ def test_history_has_the_largest_values_of_each_step(path):
         np.testing.assert_array_equal(column[:-1], seen[-2][name][1:])
         assert scales[i] == np.float32(column.max()) * np.float32(MARGIN) / np.float32(E4M3_MAX)
     newest = np.array([seen[-1][name][-1] for name in names[:-1]], np.float32)
-    np.testing.assert_array_equal(newest.reshape(2, -1), blocks)
+    assert list(blocks) == [(layer, name) for layer in range(2) for name in NAMES]
+    np.testing.assert_array_equal(newest, [*blocks.values()])
     # Two entries after the first step: of its rehearsal on the first micro-batch, and its own.
     rehearsed, own = np.array([seen[0][name][-2:] for name in names]).T
     assert (rehearsed > 0).all() and not seen[0]["norm"][:-2].any()

@@ -7,7 +7,6 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.errors import ConfigError
-from llmq.model.operands import NAMES, RESULTS
 from llmq.model.scales import HISTORY, MARGIN
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
@@ -18,6 +17,8 @@ from llmq.train.diagnose import _activations, _measured_gradients, abs_maxes
 from tests.models import exported, random_batch, trainer_for
 
 T = 32
+NAMES = tuple("ln1 att ln2 mlp_act d_mlp d_mlp_up d_att d_qkv".split())
+RESULTS = ("mlp_up", "d_mlp_act")
 DELAYED = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": "delayed", "seq_len": T}
 CODES = DELAYED | {"mlp_dtype": "e4m3"}
 

@@ -283,7 +283,7 @@ def peft_job(model: ModelConfig, config: TrainConfig, masked: bool, **given: Any
     return PeftJob(
         document=model.to_hf(),
         modules=target_modules(model, adapters_of(config)),
-        transposed=bool(model.arch.transposed),
+        transposed=model.arch.transposed,
         masked=masked or model.windows != {None},
         rank=config.lora_rank,
         alpha=config.lora_alpha,

@@ -6,53 +6,16 @@ Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import Any
 
+from llmq.arch.halves import attention, embedding, head, mlp
+from llmq.arch.matrix import HalfSpec, Module
 from llmq.base.errors import ConfigError
 
 REQUIRED = object()
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Fields that models with a text_config may give beside it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HfPart:
-    """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
-
-    transposed: stored (in_features, out_features), as GPT-2's Conv1D does. swapped: the second half
-    of the rows is stored first.
-    """
-
-    name: str
-    start: int
-    stop: int
-    transposed: bool = False
-    swapped: bool = False
-
-    def rows_of(self, rows: slice, count: int) -> slice | list[int]:
-        """Where rows of the stored array, which has `count`, are in ours; and the other way round.
-
-        A slice, or a list of indices.
-        """
-        if not self.swapped:
-            return rows
-        return [(row + count // 2) % count for row in range(*rows.indices(count))]
-
-    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Our rows [start, stop) of the part, in our order, where they are stored."""
-        if not self.swapped:
-            return [(start, stop)]
-        half = (self.stop - self.start) // 2
-        halves = [(start, min(stop, half), half), (max(start, half), stop, -half)]
-        return [(low + by, high + by) for low, high, by in halves if low < high]
-
-    def stored(self, values: Any) -> Any:
-        """Our rows as the stored array has them."""
-        values = values[self.rows_of(slice(None), len(values))]
-        return values.T if self.transposed else values
 
 
 class Architecture:
@@ -109,15 +72,15 @@ class Architecture:
 
     modules: Mapping[str, tuple[str, ...]]
     """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
-    transposed: tuple[str, ...] = ()
-    """Parameters whose matrices are stored (in_features, out_features)."""
-    swapped: tuple[str, ...] = ()
-    """Parameters whose second half of rows is stored first."""
+    transposed = False
+    """Matrices of blocks are stored (in_features, out_features)."""
+    gate_first = False
+    """Where gate and up are stored as one matrix, the gate's rows come first."""
+    targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
+    """What --lora-targets may name, in the order of its help; a model may lack some."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
     """Where norms stand, and their names: ln1, ln2: of what goes into each half of a block;
     ln1_post, ln2_post: of what the half before it puts out, ln1_post's in the layer before."""
-    initial: Mapping[str, str] = {"o": "residual", "down": "residual"}
-    """Initial values of matrices that are not 'normal'; 'residual': scaled by 1 / sqrt(2L)."""
 
     @property
     def pre_norm(self) -> bool:
@@ -209,25 +172,17 @@ class Architecture:
         none = dict.fromkeys(("windowed_layers", "local_rope_theta", "query_pre_attn_scalar"))
         return self.kinds(model.qkv_bias, model.mlp_bias) | none
 
-    def parts(
-        self, key: str, tensor: str, rows: Sequence[int], layer: int | None = None
-    ) -> tuple[HfPart, ...]:
-        """Where a parameter is at Hugging Face. tensor: "weight" or "bias" of its modules.
+    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
+        """The two halves of a block, in order; they may differ from layer to layer."""
+        return attention(model, layer), mlp(model, layer)
 
-        rows: of the parts that are stored one by one if there are several modules.
-        """
-        modules = self.modules[key]
-        rows = rows if len(modules) > 1 else [sum(rows)]
-        return tuple(
-            HfPart(
-                name=f"{module.format(layer)}.{tensor}",
-                start=stop - count,
-                stop=stop,
-                transposed=tensor == "weight" and key in self.transposed,
-                swapped=key in self.swapped,
-            )
-            for module, count, stop in zip(modules, rows, accumulate(rows), strict=True)
-        )
+    def embedding(self, model: Any) -> tuple[Module, ...]:
+        """What is in front of the blocks."""
+        return embedding(model)
+
+    def head(self, model: Any) -> tuple[Module, ...]:
+        """What is behind the blocks."""
+        return head(model)
 
 
 def ignored_fields(hf: Mapping[str, Any]) -> list[str]:

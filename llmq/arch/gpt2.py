@@ -36,7 +36,7 @@ class Gpt2(Architecture):
         "norm": ("transformer.ln_f",),
         "lm_head": ("lm_head",),
     }
-    transposed = ("qkv", "o", "up", "down")
+    transposed = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Sizes; n_inner may be null."""

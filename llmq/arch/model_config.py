@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from llmq.arch import architecture, read_fields
 from llmq.arch.common import Architecture
+from llmq.arch.matrix import HalfSpec, Matrix
 from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
 
@@ -91,6 +93,14 @@ class ModelConfig:
     def arch(self) -> Architecture:
         """What the architecture fixes, and where its weights are at Hugging Face."""
         return architecture(self.architecture)
+
+    def halves(self, layer: int) -> tuple[HalfSpec, ...]:
+        """The two halves of a block, in order, with their matrices."""
+        return _halves(self, layer)
+
+    def matrices(self, layer: int) -> tuple[Matrix, ...]:
+        """Those of both halves of a block, in order."""
+        return tuple(matrix for half in self.halves(layer) for matrix in half.matrices)
 
     @property
     def gated(self) -> bool:
@@ -234,3 +244,8 @@ class ModelConfig:
     def to_hf(self, dtype: str = "bf16") -> dict[str, Any]:
         """config.json for weights stored as dtype ('bf16', 'fp32'), for transformers 4 and 5."""
         return self.arch.write(self.without_foreign_tokens(), dtype)
+
+
+@lru_cache(maxsize=1024)
+def _halves(config: ModelConfig, layer: int) -> tuple[HalfSpec, ...]:
+    return config.arch.layers(config, layer)

@@ -24,7 +24,7 @@ class Phi3(RopeFamily):
         "qkv": ("model.layers.{}.self_attn.qkv_proj",),
         "up": ("model.layers.{}.mlp.gate_up_proj",),
     }
-    swapped = ("up",)  # the gate comes first
+    gate_first = True
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """With the window, and no positions beyond those of the first training."""

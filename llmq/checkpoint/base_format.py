@@ -23,7 +23,7 @@ def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[
 
     def read_kept(param: Param) -> np.ndarray:
         values = read(param)
-        if not param.block.startswith("layers.") or len(param.shape) != 2 or param.of_adapter:
+        if not param.block.startswith("layers.") or param.kind != "matrix" or param.of_adapter:
             return values
         return rounded(param, values.reshape(-1)).reshape(param.shape)
 
@@ -40,7 +40,7 @@ def _of_e4m3(param: Param, x: np.ndarray) -> np.ndarray:
 
 
 def _of_int8(param: Param, x: np.ndarray) -> np.ndarray:
-    x = x.reshape(param.shape)
+    x = param.by_row(x)
     codes, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
     quantize_int8.quantize_int8_rows(codes, scale, x, None, None, 0, 1, *x.shape)
     out = np.empty(x.shape, np.float32)
@@ -50,7 +50,7 @@ def _of_int8(param: Param, x: np.ndarray) -> np.ndarray:
 
 def _of_nf4(param: Param, x: np.ndarray) -> np.ndarray:
     """Module by module, as state/packing.py does it."""
-    out, columns = np.empty(x.size, np.float32), param.size // param.shape[0]
+    out, columns = np.empty(x.size, np.float32), param.columns
     levels = nf4.scale_levels()
     for part in param.hf:
         own = slice(part.start * columns, part.stop * columns)

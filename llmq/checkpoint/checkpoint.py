@@ -88,7 +88,7 @@ def elements_per_value(group: str) -> int:
 
 
 def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
-    shape, block = (param.rows, *param.shape[1:]), elements_per_value(group)
+    shape, block = (param.rows, *param.row_shape), elements_per_value(group)
     return shape if block == 1 else (-(-prod(shape) // block),)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llmq.arch.common import HfPart
+from llmq.arch.matrix import HfPart
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
@@ -198,8 +198,9 @@ class HfWeights:
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
         bf16 = all(self._where[name].dtype == "BF16" for _, name in parts)
         out = np.zeros(param.shape, (BF16 if bf16 else F32).numpy)
+        by_row = param.by_row(out)
         for part, name in parts:
-            tensor, target = self._where[name], out[part.start : part.stop]
+            tensor, target = self._where[name], by_row[part.start : part.stop]
             target = target.T if part.transposed else target
             for rows, values in tensor.pieces():
                 self._check_finite(name, values)
@@ -208,7 +209,7 @@ class HfWeights:
 
     def elements(self, param: Param, start: int, stop: int) -> np.ndarray:
         """Elements [start, stop) of a matrix without padding, flat: as `read`, of a few rows."""
-        columns, found = param.size // param.shape[0], []
+        columns, found = param.columns, []
         first, last = start // columns, -(-stop // columns)
         bf16 = True
         for part in self._parts(param):
@@ -282,7 +283,7 @@ def same_values(one: HfTensor, other: HfTensor) -> bool:
 
 def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
     """Of what Hugging Face stores of a parameter."""
-    shape = (part.stop - part.start, *param.shape[1:])
+    shape = (part.stop - part.start, *param.row_shape)
     return shape[::-1] if part.transposed else shape
 
 

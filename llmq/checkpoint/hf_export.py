@@ -120,7 +120,7 @@ def _hf_tensors(
     table: tuple[Slab, ...], read: Callable[[Param], np.ndarray], dtype: DType
 ) -> Iterator[np.ndarray]:
     for param in (p for slab in table for p in slab.params):
-        values = read(param)
+        values = param.by_row(read(param))
         for part in param.hf:
             rows = values[part.start : part.stop].astype(dtype.numpy, copy=False)
             yield part.stored(rows)

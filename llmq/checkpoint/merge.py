@@ -21,7 +21,7 @@ from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
-from llmq.options.adapters import QUANTIZED, Adapters, adapted_matrices
+from llmq.options.adapters import QUANTIZED, Adapters, all_adapted
 from llmq.options.presets import find_directory, resolve_model
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, weight_table
@@ -42,22 +42,22 @@ def merged_reader(
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
     by_key = {(p.block, p.key): p for p, _ in params.values()}
-    matrices = {matrix.key: matrix for matrix in adapted_matrices(model, adapters.targets)}
+    matrices = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters.targets)}
 
     def read(param: Param) -> np.ndarray:
         own, slab = params[param.name]
         if slab.name in trained:
             return adapter(own)
-        matrix = matrices.get(param.key)
-        if matrix is None or not slab.is_block:
+        matrix = matrices.get((param.block, param.key))
+        if matrix is None:
             return base(own)
         weight = base(own).astype(np.float32)
         a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
-        done = 0
+        done, rows_of = 0, param.by_row(weight)  # which is a view
         for number, (start, stop) in enumerate(matrix.spans):
             rows = slice(number * adapters.rank, (number + 1) * adapters.rank)
             with np.errstate(over="ignore", invalid="ignore"):  # which is said below
-                weight[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
+                rows_of[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
             done += stop - start
         if not all_finite(weight):
             raise ModelError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.arch.common import HfPart
+from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
@@ -34,7 +34,7 @@ from llmq.checkpoint.hf import (
 )
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
-from llmq.options.adapters import QUANTIZED, Adapters, adapted_matrices
+from llmq.options.adapters import QUANTIZED, Adapters
 from llmq.options.option_types import LORA_PARTS, LORA_TARGETS
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS
@@ -209,13 +209,14 @@ class AdapterFiles(HfWeights):
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         if not modules:
             raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")
-        targets = []
-        for letter in LORA_TARGETS:
-            others = tuple(_same_module(model, letter))
-            for matrix in adapted_matrices(model, others) if others else ():
-                layers = (m.format(i) for m in matrix.modules for i in range(model.num_layers))
-                if any(f"{PEFT_PREFIX}{module}" in modules for module in layers):
-                    targets.append(letter)
+        matrices = [m for layer in range(model.num_layers) for m in model.matrices(layer)]
+        here = {
+            target
+            for part in (part for matrix in matrices for part in matrix.parts)
+            for target in part.targets
+            if f"{PEFT_PREFIX}{part.module}" in modules
+        }
+        targets = [target for target in LORA_TARGETS if target in here]
         parts = [
             part
             for part in LORA_PARTS
@@ -340,15 +341,6 @@ def _own_name(name: str) -> str:
     for inside, own in ((INSIDE, "model."), ("language_model.", "")):
         name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
     return name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)
-
-
-def _same_module(model: ModelConfig, letter: str) -> list[str]:
-    """The targets that have one adapter with this one."""
-    for key, letters in (("qkv", "q k v"), ("o", "o"), ("up", "up gate"), ("down", "down")):
-        parts = [part for part in letters.split() if part != "gate" or model.gated]
-        if letter in parts:
-            return [letter] if len(model.arch.modules[key]) > 1 else parts
-    return []
 
 
 def _params_of(model: ModelConfig, part: str) -> list[Param]:

@@ -25,7 +25,7 @@ from llmq.checkpoint.peft import INSIDE, AdapterConfig, nested_name, tied_names
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
-from llmq.options.adapters import Adapters, adapted_matrices
+from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.option_types import LORA_TARGETS
 from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
 from llmq.state.params import Param, weight_table
@@ -103,7 +103,7 @@ def _peft_config(
         "lora_dropout": config.dropout,
         "target_modules": targets,
         "modules_to_save": modules or None,
-        "fan_in_fan_out": bool(model.arch.transposed),
+        "fan_in_fan_out": model.arch.transposed,
         "bias": "none",
         "inference_mode": True,
     } | ({"ensure_weight_tying": True} if tied else {})
@@ -111,11 +111,18 @@ def _peft_config(
 
 def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
     """Names that PEFT finds the modules by: their last part, if no other module has it."""
-    every = [m for matrix in adapted_matrices(model, LORA_TARGETS) for m in matrix.modules]
-    chosen = [m for matrix in adapted_matrices(model, adapters.targets) for m in matrix.modules]
-    names = []
-    for module in chosen:
-        last = module.rpartition(".")[2]
-        alone = all(m in chosen for m in every if m.rpartition(".")[2] == last)
-        names.append(last if alone else module.rpartition("{}.")[2])
-    return sorted(set(names))
+    every, chosen = (
+        {
+            (module, module.partition(f".{layer}.")[2])
+            for layer, matrix in all_adapted(model, targets)
+            for module in matrix.modules
+        }
+        for targets in (LORA_TARGETS, adapters.targets)
+    )
+    others = {_last(module) for module, _ in every - chosen}
+    names = {path if _last(module) in others else _last(module) for module, path in chosen}
+    return sorted(names)
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.options.adapters import Adapted, Adapters, adapted_matrices
+from llmq.options.adapters import Adapted, Adapters, all_adapted
 from llmq.state.params import Param, weight_table
 
 EXACT = 256  # rows or columns up to which all singular values are computed
@@ -70,11 +70,11 @@ class _Matrix(NamedTuple):
 
 def _matrices(model: ModelConfig, adapters: Adapters) -> list[_Matrix]:
     """Those that have adapters, in the order of the model."""
-    adapted = {matrix.key: matrix for matrix in adapted_matrices(model, adapters.targets)}
+    adapted = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters.targets)}
     table = weight_table(model, 1, adapters)
     params = {(param.block, param.key): param for slab in table for param in slab.params}
     return [
-        _Matrix(adapted[key], weight, params[block, f"{key}_a"], params[block, f"{key}_b"])
+        _Matrix(adapted[block, key], weight, params[block, f"{key}_a"], params[block, f"{key}_b"])
         for (block, key), weight in params.items()
         if (block, f"{key}_a") in params
     ]
@@ -104,7 +104,7 @@ class Split:
 
         values: of the matrix, in its shape.
         """
-        matrix, values = self._of[weight.name], values.astype(np.float32)
+        matrix, values = self._of[weight.name], weight.by_row(values.astype(np.float32))
         a, b = np.zeros(matrix.a.shape, dtype), np.zeros(matrix.b.shape, dtype)
         done = 0
         for number, (start, stop) in enumerate(matrix.adapted.spans):
@@ -129,10 +129,10 @@ class Split:
         matrix = self._of.get(param.name)
         if matrix is None:
             return values
-        out, columns = values.astype(np.float32), param.shape[1]
+        out, columns = values.astype(np.float32), param.columns
         step, last = max(PIECE // columns, 1), first + values.size
         for row in range(first // columns, -(-last // columns), step):
-            end = min(row + step, param.shape[0])
+            end = min(row + step, param.rows)
             low, high = max(first, row * columns), min(last, end * columns)
             taken = self._taken(matrix, row, end).reshape(-1)
             out[low - first : high - first] -= taken[low - row * columns : high - row * columns]

@@ -1,14 +1,15 @@
-"""One transformer block of two halves, attention and MLP, and the norms around them.
+"""One transformer block of two halves, mostly attention and MLP, and the norms around them.
 
     residual[l] -> ln1 -> [ qkv (-> qk_norm) -> rope -> attention -> o ] --+--> residual_att
                                                              residual[l] --+
     residual_att -> ln2 -> [ up -> swiglu|geglu|gelu -> down ] --+--> residual[l+1]
                                              residual_att -+
 
-A half (in brackets) turns its input x into a branch of the residual stream: `attention_half.py`,
-`mlp_half.py`. Where norms stand (mostly as above), and where branches are added, is in
-`block_norms.py`: by the last product of a half, or else with a norm, that of the second half in
-front of the next block or in the head: a block's output is split into `residual_att` and a branch.
+A half (in brackets) turns its input x into a branch of the residual stream: each layer has those
+of the kinds that its architecture says, from `halves/`. Where norms stand (mostly as above), and
+where branches are added, is in `block_norms.py`: by the last product of a half, or else with a
+norm, that of the second half in front of the next block or in the head: a block's output is split
+into the stream between its halves and a branch.
 Activations are (rows, features), rows = B*T.
 
 Backward ends at the first parameter that is trained: `Reach`.
@@ -20,18 +21,20 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.model.activations import Layer, Stream, recompute_of_layers
-from llmq.model.attention_half import AttentionAgain, AttentionHalf
+from llmq.model.activations import recompute_of_layers
 from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
+from llmq.model.halves import HALVES
+from llmq.model.halves.half import Shared
 from llmq.model.int8_base import Int8BaseLinear
 from llmq.model.int8_linear import Int8Linear
+from llmq.model.layer import Layer, Stream
 from llmq.model.linear import FAST, Linear
-from llmq.model.mlp_half import MlpHalf
 from llmq.model.operands import Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals
@@ -42,25 +45,23 @@ from llmq.runtime.device import Device
 class Reach(NamedTuple):
     """Which gradients somebody wants, because there is a trained parameter in front of them.
 
-    att_in, mlp_in: of the halves' inputs. heads: of queries, keys and values. att_out: of what the
-    attention half puts out. Each of them wants all that follow in the block.
+    first_in, second_in: of the halves' inputs. inside: of what leads to the product that makes the
+    first half's output. first_out: of that output. Each of them wants all that follow in the block.
     """
 
-    att_in: bool
-    heads: bool
-    att_out: bool
-    mlp_in: bool
+    first_in: bool
+    inside: bool
+    first_out: bool
+    second_in: bool
 
     @classmethod
-    def of(cls, g: BlockGrads, *, block_in: bool) -> Reach:
+    def of(cls, halves: tuple[HalfSpec, ...], g: BlockGrads, *, block_in: bool) -> Reach:
         """block_in: whether the gradient of the block's input is wanted."""
-        between = (
-            (g.ln1_post, g.ln1, g.ln1_bias),
-            (g.qkv, g.qkv_bias, g.q_norm, g.k_norm, g.qkv_a),
-            (g.o, g.o_bias, g.o_a),
-            (g.ln2_post, g.ln2, g.ln2_bias),
-        )
-        trained = (any(target is not None for target in targets) for targets in between)
+        first, second = halves
+        inner = [module for module in first.modules if module.key != first.output]
+        last = [module for module in first.modules if module.key == first.output]
+        between = (first.norms, inner, last, second.norms)
+        trained = (any(key in g for m in modules for key in m.keys) for modules in between)
         _, *wanted = accumulate(trained, or_, initial=block_in)
         return cls(*wanted)
 
@@ -88,47 +89,59 @@ class Blocks:
             linear = Int8Linear(dev, scalars, options.seq_len)
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.residuals = residuals
+        specs = [config.halves(layer) for layer in range(config.num_layers)]
         # Which halves add to the stream themselves.
-        att_adds, self.mlp_adds = (
-            not config.arch.post_norm and linear.adds(key, residuals.final) for key in ("o", "down")
+        first_adds, self.last_adds = (
+            not config.arch.post_norm
+            and all(self._adds(layer, spec) for layer, spec in enumerate(of_position))
+            for of_position in zip(*specs, strict=True)
         )
         kinds, between, branch = recompute_of_layers(options, config.num_layers), None, None
         if any(kind.block for kind in kinds):
-            between = dev.alloc("residual_att", shape, dtype, "Activations")
-        if not (att_adds and self.mlp_adds):
+            name = f"residual_{specs[0][0].name}"
+            between = dev.alloc(name, shape, dtype, "Activations")
+        if not (first_adds and self.last_adds):
             branch = dev.alloc("branch", shape, dtype, "Activations")
-        att_branch, before = None if att_adds else branch, None if self.mlp_adds else branch
-        mlp_branch = before
+        first_branch, before = None if first_adds else branch, None if self.last_adds else branch
+        last_branch = before
+        shared = Shared(dev, config, options, operands, linear, backend, starts)
+        names = dict.fromkeys(spec.kind for halves in specs for spec in halves)
+        of_kind = {name: HALVES[name].half(shared) for name in names}
+        self.halves = [tuple(of_kind[spec.kind] for spec in halves) for halves in specs]
         self.layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             residual, after = residuals.tensors[index], residuals.after(index)
-            stream = Stream(residual, after, between, att_branch, mlp_branch, before)
-            layer = Layer(dev, config, options, index, kind, stream)
+            stream = Stream(residual, after, between, first_branch, last_branch, before)
+            layer = Layer(dev, config, options, index, kind, stream, self.halves[index])
             self.layers.append(layer)
-            before = layer.mlp_branch
+            before = layer.branch
         self.norms = BlockNorms(dev, config, operands)
-        self.attention = AttentionHalf(dev, config, options, operands, linear, backend, starts)
-        self.mlp = MlpHalf(dev, config, options, operands, linear)
+
+    def _adds(self, layer: int, spec: HalfSpec) -> bool:
+        out = self.residuals.final
+        return spec.output is not None and self.linear.adds(layer, spec.output, out)
 
     def forward(self, index: int, w: BlockWeights, *, keep: bool) -> None:
-        """The stream in front of a block to that behind it, or to residual_att and mlp_branch.
+        """The stream in front of a block to that behind it, or to that between the halves and the
+        second one's branch.
 
         keep: backward follows, and will read the stream in front.
         """
         layer, residuals = self.layers[index], self.residuals
-        before = self.layers[index - 1].residual_att if index > 0 else None
+        (first, second), (here, there) = self.halves[index], layer.halves
+        before = self.layers[index - 1].between if index > 0 else None
         with ExitStack() as temps:
-            if keep and not self.mlp_adds:
+            if keep and not self.last_adds:
                 residuals.write(index)
-            x = self.norms.forward(temps, layer.ln1, before, w)
+            x = self.norms.forward(temps, here.norm, before, w)
             if keep:
                 residuals.written(index)
-            self.attention.forward(temps, layer, w, x)
+            first.forward(temps, here, w, x)
         with ExitStack() as temps:
-            x = self.norms.forward(temps, layer.ln2, layer.residual, w)
-            if keep and self.mlp_adds:
+            x = self.norms.forward(temps, there.norm, layer.residual, w)
+            if keep and self.last_adds:
                 residuals.write(index + 1)
-            self.mlp.forward(temps, layer, w, x)
+            second.forward(temps, there, w, x)
 
     def backward(
         self,
@@ -143,32 +156,33 @@ class Blocks:
         """d_residual (rows, C): gradient of the block's output in, of its input out.
 
         d_x (rows, C): scratch for the gradient of a half's input, or with post_norm that of the
-        MLP's output in. wanted: whether that of the block's input is; else both hold anything
-        afterwards. What was not kept is computed again first; scales are those of the forward pass.
+        second half's output in. wanted: whether that of the block's input is; else both hold
+        anything afterwards. What was not kept is computed again first; scales are those of the
+        forward pass.
         """
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
-        reach = Reach.of(g, block_in=wanted)
+        first, here = self.halves[index][0], layer.halves[0]
+        reach = Reach.of(tuple(half.spec for half in layer.halves), g, block_in=wanted)
         with ExitStack() as temps:
-            if layer.recompute.block:  # residual_att is needed first, and needs the attention
-                attention = self._attention_again(temps, layer, w, g)
-            self._backward_mlp(layer, w, g, d_residual, d_x, wanted=reach.mlp_in)
-            if not reach.att_out:
+            if layer.recompute.block:  # the stream between is needed first, and needs the half
+                again = self._first_again(temps, layer, w, g)
+            self._backward_second(layer, w, g, d_residual, d_x, wanted=reach.second_in)
+            if not reach.first_out:
                 return
             if not layer.recompute.block:
-                attention = self._attention_again(temps, layer, w, g)
-            to = d_x if reach.att_in else None
-            self.attention.backward(layer, w, g, attention, d_out, to, heads=reach.heads)
-        if reach.att_in:
-            before = self.layers[index - 1].slot("d_mlp") if index > 0 else None
-            self.norms.backward(layer.ln1, before, d_residual, d_x, w, g)
+                again = self._first_again(temps, layer, w, g)
+            to = d_x if reach.first_in else None
+            first.backward(here, w, g, again, d_out, to, inside=reach.inside)
+        if reach.first_in:
+            before = self.layers[index - 1].halves[1].out_slot if index > 0 else None
+            self.norms.backward(here.norm, before, d_residual, d_x, w, g)
 
-    def _attention_again(
-        self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads
-    ) -> AttentionAgain:
-        x_again = partial(self.norms.again, temps, layer.ln1, None, w)
-        return self.attention.again(temps, layer, w, g, x_again)
+    def _first_again(self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads) -> Any:
+        half, here = self.halves[layer.index][0], layer.halves[0]
+        x_again = partial(self.norms.again, temps, here.norm, None, w)
+        return half.again(temps, here, w, g, x_again)
 
-    def _backward_mlp(
+    def _backward_second(
         self,
         layer: Layer,
         w: BlockWeights,
@@ -180,11 +194,11 @@ class Blocks:
     ) -> None:
         """wanted: whether the gradient of the half's input is, or one of its norms'."""
         before, d_out = layer.residual if layer.recompute.block else None, self.norms.d_out
+        half, (first, here) = self.halves[layer.index][1], layer.halves
         with ExitStack() as temps:
-            x_again = partial(self.norms.again, temps, layer.ln2, before, w)
-            mlp = self.mlp.again(temps, layer, w, g, x_again)
+            x_again = partial(self.norms.again, temps, here.norm, before, w)
+            again = half.again(temps, here, w, g, x_again)
             to = d_x if wanted else None
-            self.mlp.backward(layer, w, g, mlp, d_out(d_residual, d_x), to)
+            half.backward(here, w, g, again, d_out(d_residual, d_x), to, inside=True)
         if wanted:
-            before = layer.slot("d_att")
-            self.norms.backward(layer.ln2, before, d_residual, d_x, w, g)
+            self.norms.backward(here.norm, first.out_slot, d_residual, d_x, w, g)

@@ -28,7 +28,7 @@ from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
-from llmq.options.adapters import Adapted, adapted_matrices, adapters_of
+from llmq.options.adapters import Adapted, adapters_of, all_adapted
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -44,14 +44,6 @@ class _Parts(NamedTuple):
     matrix: Adapted
     salt: int
     hidden: Tensor
-
-
-MATRICES = ("qkv", "o", "up", "down")
-
-
-def _number(layer: int, key: str) -> int:
-    """Of a matrix among those of all blocks."""
-    return len(MATRICES) * layer + MATRICES.index(key)
 
 
 class BlockLinear:
@@ -73,8 +65,10 @@ class BlockLinear:
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
         self._multiplied_dtype = E4M3 if options.matmul_dtype == "e4m3" else dtype
         # Of codes, two kernels are faster in backward.
-        coded = options.mlp_dtype != options.model_dtype
-        self._activating = (("up",) if coded else ("up", "down")) if config.gated else ()
+        self._activates_backward = options.mlp_dtype == options.model_dtype
+        every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
+        self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
+        self._numbers = {which: number for number, which in enumerate(self._matrices)}
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
         self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
@@ -84,42 +78,47 @@ class BlockLinear:
         if adapters is None:
             return
         self._scale = options.lora_scale
-        matrices = adapted_matrices(config, adapters.targets)
-        widths = [padded_columns(len(m.spans), adapters.rank) for m in matrices]
-        for layer in range(config.num_layers):
-            for matrix, width in zip(matrices, widths, strict=True):
-                name = f"{matrix.key}_hidden.{layer}"
-                hidden = dev.alloc(name, (self._rows, width), dtype, "Activations")
-                self._parts[layer, matrix.key] = _Parts(matrix, len(self._parts), hidden)
+        widest = 0
+        for layer, matrix in all_adapted(config, adapters.targets):
+            width, name = padded_columns(len(matrix.parts), adapters.rank), matrix.key
+            hidden = dev.alloc(f"{name}_hidden.{layer}", (self._rows, width), dtype, "Activations")
+            self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden)
+            widest = max(widest, width)
         # Of one matrix at a time: its gradients follow its input's.
-        self._d_hidden = dev.alloc("d_hidden", (self._rows * max(widths),), dtype, "Activations")
+        self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), dtype, "Activations")
 
-    def adds(self, key: str, out: Tensor) -> bool:
+    def adds(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one.
 
         Not beside adapters that are a product of their own, whose result would be rounded as finely
         as the addend, not as W's.
         """
-        parts = self._parts.get((0, key))
+        parts = self._parts.get((layer, key))
         if parts is None:
             return self.linear.adds
         features = parts.matrix.shape[1]
         return self.linear.joins(out, self._multiplied_dtype, features, parts.hidden)
 
-    def activates(self, layer: int, key: str, x: Operand, w: BlockWeights) -> bool:
-        """Whether the activation is part of the product of x beside it.
+    def activates(
+        self, layer: int, key: str, x: Operand, w: BlockWeights, *, backward: bool = False
+    ) -> bool:
+        """Whether the gated activation beside a product of x is part of it.
 
-        up: forward takes Activated as `out`. down: input_gradient takes ActivatedGradient, where x
-        is d_out. Others never. The product of a tensor alone has the same sums there.
+        It is behind a matrix whose `epilogue` is "glu": forward takes Activated as `out`. backward:
+        in front of one whose `input_epilogue` is: input_gradient takes ActivatedGradient, where x
+        is d_out. The product of a tensor alone has the same sums there.
         """
-        parts, backward = self._parts.get((layer, key)), key == "down"
-        if key not in self._activating:
+        parts, matrix = self._parts.get((layer, key)), self._matrices[layer, key]
+        if (matrix.input_epilogue if backward else matrix.epilogue) != "glu":
             return False
         # A bias comes before the activation, and dropout before the sum that it is of.
-        if w.up_bias is not None if key == "up" else parts and self._probability:
+        if backward and (not self._activates_backward or (parts and self._probability)):
             return False
-        F, rank = self.config.intermediate_size, 0 if parts is None else parts.hidden.shape[1]
-        return self.linear.activates(x, getattr(w, key), F, rank, backward=backward)
+        if not backward and w.bias(key) is not None:
+            return False
+        F = matrix.shape[1] if backward else matrix.shape[0] // 2
+        rank = 0 if parts is None else parts.hidden.shape[1]
+        return self.linear.activates(x, w[key], F, rank, backward=backward)
 
     def forward(
         self,
@@ -135,10 +134,10 @@ class BlockLinear:
         addend: like out, other memory, or None, as it is unless `adds`. Beside adapters no product
         writes codes.
         """
-        weight, bias = getattr(w, key), getattr(w, f"{key}_bias")
+        weight, bias = w[key], w.bias(key)
         parts = self._parts.get((layer, key))
         # Also of a tensor: what is computed again gets the bits of the first time.
-        fused = key == "up" and self.activates(layer, key, x, w)
+        fused = self.activates(layer, key, x, w)
         more = {} if addend is None else {"addend": addend}
         if parts is None and fused:
             self.linear.fused(out, x, weight, bias=bias)
@@ -149,9 +148,10 @@ class BlockLinear:
         joins = fused or self._joins(out, x, parts.hidden)
         if not joins:
             self.linear.forward(out, x, weight, bias, **more)
+        a, b = w.adapters(key)
         with self._dropped(parts, _tensor(x)) as dropped:
-            matmul(self.dev, parts.hidden, dropped, getattr(w, f"{key}_a"), trans_b=True)
-        with self._expanded(parts, getattr(w, f"{key}_b")) as b:
+            matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
+        with self._expanded(parts, b) as b:
             if joins:
                 self.linear.fused(out, x, weight, parts.hidden, b, bias=bias, **more)
             else:
@@ -175,25 +175,25 @@ class BlockLinear:
 
         d_x: None where nobody wants it.
         """
-        weight, parts = getattr(w, key), self._parts.get((layer, key))
+        weight, parts = w[key], self._parts.get((layer, key))
         if d_x is None:
             if parts is not None:
                 self._output_gradients(key, parts, d_out, w, g)
             return
         # Also of a tensor: whether the activation is made again changes no bit.
-        fused = key == "down" and self.activates(layer, key, d_out, w)
+        fused = self.activates(layer, key, d_out, w, backward=True)
         if parts is None and fused:
             self.linear.fused(d_x, d_out, weight, backward=True)
             return
         if parts is None:
-            self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
+            self.linear.input_gradient(d_x, d_out, weight, self._numbers[layer, key])
             return
-        d_hidden, a = self._d_hidden_of(parts), getattr(w, f"{key}_a")
+        d_hidden, (a, _) = self._d_hidden_of(parts), w.adapters(key)
         joins = fused or (
             not self._probability and self._joins(d_x, d_out, d_hidden, backward=True)
         )
         if not joins:
-            self.linear.input_gradient(d_x, d_out, weight, _number(layer, key))
+            self.linear.input_gradient(d_x, d_out, weight, self._numbers[layer, key])
         self._output_gradients(key, parts, d_out, w, g)
         if joins:
             self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
@@ -207,7 +207,7 @@ class BlockLinear:
 
     def needs_input(self, layer: int, key: str, g: BlockGrads) -> bool:
         """Whether weight_gradients needs x."""
-        return getattr(g, key) is not None or (layer, key) in self._parts
+        return g.get(key) is not None or (layer, key) in self._parts
 
     def weight_gradients(
         self,
@@ -222,12 +222,12 @@ class BlockLinear:
 
         Follows input_gradient. x: None where it is not needed.
         """
-        number = _number(layer, key)
-        self.linear.weight_gradients(getattr(g, key), d_bias, d_out, x, number)
+        number = self._numbers[layer, key]
+        self.linear.weight_gradients(g.get(key), d_bias, d_out, x, number)
         parts = self._parts.get((layer, key))
         if parts is None:
             return
-        d_hidden, d_a = self._d_hidden_of(parts), getattr(g, f"{key}_a")
+        d_hidden, (d_a, _) = self._d_hidden_of(parts), g.adapters(key)
         with self._dropped(parts, _tensor(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
 
@@ -235,7 +235,7 @@ class BlockLinear:
         self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
         """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
-        d_out, b, d_b = _tensor(d_out), getattr(w, f"{key}_b"), getattr(g, f"{key}_b")
+        d_out, (_, b), (_, d_b) = _tensor(d_out), w.adapters(key), g.adapters(key)
         d_hidden = self._d_hidden_of(parts)
         dev, spans, scale = self.dev, parts.matrix.spans, self._scale
         at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])

@@ -10,12 +10,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Target
 from llmq.base.tensor import Tensor
-from llmq.model.attention_half import alloc_rope_tables, qk_normalization
+from llmq.model.halves import HALVES
 from llmq.model.linear import Linear
-from llmq.model.mlp_half import activation
 from llmq.model.norm import Normalization, Stats
 from llmq.model.parameters import BlockWeights, EmbeddingWeights, HeadWeights
-from llmq.ops import attention, embedding, rope
+from llmq.ops import embedding
 from llmq.runtime.device import Device
 from llmq.state.weights import Weights
 
@@ -27,17 +26,11 @@ class Decoder:
         self.dev, self.config, self.weights, self.positions = dev, config, weights, positions
         self.dtype: DType = weights.placement["embed"].work.dtype
         self.linear, self.norm = Linear(dev), Normalization(dev, config)
-        self.activate, _ = activation(config)
-        self.qk_norm, _ = qk_normalization(config)
-        shape = (1, positions, config.num_kv_heads, config.head_dim)
-
-        def cache(name: str) -> list[Tensor]:
-            names = [f"{name}.{layer}" for layer in range(config.num_layers)]
-            return [dev.alloc(n, shape, self.dtype, "Activations") for n in names]
-
-        self.k_cache, self.v_cache = cache("k_cache"), cache("v_cache")
+        layers = range(config.num_layers)
+        kinds = dict.fromkeys(half.kind for layer in layers for half in config.halves(layer))
+        sizes = (dev, config, self.linear, self.dtype, positions)
+        self.halves = {kind: HALVES[kind].decoder(*sizes) for kind in kinds}
         self.tokens = dev.alloc("tokens", (positions,), I32, "Activations")
-        self.rope_tables = alloc_rope_tables(dev, config, positions)
         self.logits = dev.alloc("logits", (1, config.padded_vocab), self.dtype, "Activations")
 
     def forward(self, tokens: np.ndarray, position: int) -> None:
@@ -82,19 +75,13 @@ class Decoder:
         stats: Stats,
         position: int,
     ) -> None:
-        dev, config, n = self.dev, self.config, out.shape[0]
-        w, before = BlockWeights(**self._get(f"layers.{layer}")), branch if layer > 0 else None
-        x = self._norm(out, stats, residual, before, w.ln1_post, w.ln1, w.ln1_bias)
-        self._attention(layer, w, branch, x, position)
-        x = self._norm(out, stats, residual, branch, w.ln2_post, w.ln2, w.ln2_bias)
-        F = config.intermediate_size
-        with (
-            dev.scratch("mlp_up", (n, w.up.shape[0]), self.dtype) as mlp_up,
-            dev.scratch("mlp_act", (n, F), self.dtype) as mlp_act,
-        ):
-            self.linear.forward(mlp_up, x, w.up, w.up_bias)
-            self.activate(dev, mlp_act, mlp_up)
-            self.linear.forward(branch, mlp_act, w.down, w.down_bias)
+        w, before = BlockWeights(self._get(f"layers.{layer}")), branch if layer > 0 else None
+        for half in self.config.halves(layer):
+            norm = half.norm
+            weights = (w.get(f"{norm}_post"), w.get(norm), w.bias(norm))
+            x = self._norm(out, stats, residual, before, *weights)
+            self.halves[half.kind].forward(layer, half, w, branch, x, position)
+            before = branch
 
     def _norm(
         self,
@@ -121,32 +108,6 @@ class Decoder:
         else:
             self.norm.forward_residual(residual, to, stats, residual, branch, weight, bias)
         return out
-
-    def _attention(
-        self, layer: int, w: BlockWeights, branch: Tensor, x: Tensor, position: int
-    ) -> None:
-        dev, config, n = self.dev, self.config, x.shape[0]
-        Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
-        with (
-            dev.scratch("qkv", (n, config.qkv_channels), self.dtype) as flat,
-            dev.scratch("att", (n, Hq * Hd), self.dtype) as att,
-        ):
-            self.linear.forward(flat, x, w.qkv, w.qkv_bias)
-            qkv = flat.view(1, n, Hq + 2 * Hkv, Hd)
-            if config.qk_norm:
-                wide = config.arch.wide_qk_norm
-                with (
-                    dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
-                    dev.scratch("qk_rstd", (1, n, 2 if wide else Hq + Hkv), F32) as rstd,
-                ):
-                    self.qk_norm(dev, qkv, raw, rstd, w.q_norm, w.k_norm, config.norm_eps, Hq, Hkv)
-            table = self.rope_tables[layer]
-            if table is not None:
-                rope.forward(dev, qkv, table, Hq, Hkv, first_position=position)
-            k, v = self.k_cache[layer], self.v_cache[layer]
-            window, out = config.window_of(layer), att.view(1, n, Hq, Hd)
-            attention.decode(dev, out, qkv, k, v, position, Hq, Hkv, window)
-            self.linear.forward(branch, att, w.o, w.o_bias)
 
     def _head(self, residual: Tensor, branch: Tensor, out: Tensor, stats: Stats) -> None:
         config, n = self.config, out.shape[0]

@@ -12,23 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-import numpy as np
-
+from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.model.activations import Activation, needed_inputs, slot
-from llmq.model.operands import (
-    GRADIENTS,
-    HEAD,
-    MATRICES,
-    NAMES,
-    RESULTS,
-    Operands,
-    Result,
-    Write,
-)
+from llmq.model.operands import HEAD, Operands, Result, Write
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.options.options import TrainConfig
@@ -45,22 +35,34 @@ def make_operands(
     if options.matmul_dtype != "e4m3":
         return Operands(dev, shape, dtype)
     gradient = parse_dtype(options.gradient_dtype)
-    formats = {name: gradient if name in GRADIENTS else E4M3 for name in NAMES}
-    if options.mlp_dtype == "e4m3":
-        formats |= dict(zip(RESULTS, (E4M3, gradient), strict=True))
-    layers = range(config.num_layers)
-    limits = {slot(layer, name): MAX[formats[name]] for layer in layers for name in formats}
-    products = [name for name in limits if name.rpartition(".")[2] in RESULTS]
+    layers = [config.halves(layer) for layer in range(config.num_layers)]
+    formats: dict[str, DType] = {}
+    limits: dict[str, float] = {}
+    products: list[str] = []
+    for layer, halves in enumerate(layers):
+        names = dict.fromkeys(halves_inputs(halves), E4M3)
+        names |= dict.fromkeys(halves_gradients(halves), gradient)
+        if options.mlp_dtype == "e4m3":
+            coded = [name for half in halves for name in half.coded]
+            names |= {name: gradient if name.startswith("d_") else E4M3 for name in coded}
+            products += [slot(layer, name) for name in coded]
+        formats |= names
+        limits |= {slot(layer, name): MAX[dtype] for name, dtype in names.items()}
     if options.head_dtype == "e4m3":
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
     adapted = None
     if options.lora_rank:
-        needed = needed_inputs(config, options)
-        adapted = frozenset(name for name in NAMES if MATRICES[name] in needed)
+        adapted = frozenset(
+            slot(layer, name)
+            for layer in range(config.num_layers)
+            for matrix in config.matrices(layer)
+            if matrix.key in needed_inputs(config, options, layer)
+            for name in (matrix.input, matrix.gradient)
+        )
     if options.fp8_recipe == "delayed":
         scales = DelayedScales(dev, limits, products)
-        return Delayed(dev, shape, dtype, formats, scales, adapted=adapted)
+        return Delayed(dev, shape, dtype, formats, scales, gradient, adapted=adapted)
     return JustInTime(dev, shape, dtype, formats, Scales(dev, limits), adapted=adapted)
 
 
@@ -79,7 +81,7 @@ class JustInTime(Operands):
     ):
         """formats: of codes, by name of a layer's tensor. scales: with a slot for each tensor.
 
-        adapted: the blocks' tensors, by name, that adapters multiply as they are; None where there
+        adapted: the slots of tensors that adapters multiply as they are; None where there
         are none, and gradients of matrices need transposed codes.
         """
         super().__init__(dev, shape, dtype)
@@ -87,7 +89,7 @@ class JustInTime(Operands):
 
     def _keeps(self, slot: str) -> bool:
         """Whether the tensor is wanted beside its codes."""
-        return self.adapted is not None and slot.rpartition(".")[2] in self.adapted
+        return self.adapted is not None and slot in self.adapted
 
     def _codes(
         self,
@@ -160,10 +162,13 @@ class JustInTime(Operands):
     def measured(self, slot: str, out: Tensor) -> Target:
         return Target(out, self.scales.abs_max(slot))
 
-    def largest(self) -> np.ndarray:
-        values = self.dev.download(self.scales.abs_maxes)[:, 0]
-        width = len(self.formats.keys() - {HEAD})
-        return values[: len(values) // width * width].reshape(-1, width)
+    def largest(self) -> dict[tuple[int, str], float]:
+        values, found = self.dev.download(self.scales.abs_maxes)[:, 0].tolist(), {}
+        for name, value in zip(self.scales.names, values, strict=True):
+            if name != HEAD:
+                _, layer, tensor = name.split(".")
+                found[int(layer), tensor] = value
+        return found
 
 
 class Delayed(JustInTime):
@@ -176,17 +181,19 @@ class Delayed(JustInTime):
         dtype: DType,
         formats: Mapping[str, DType],
         scales: DelayedScales,
+        gradient: DType,
         *,
         adapted: frozenset[str] | None = None,
     ):
+        """gradient: the format of gradients; the rest as above."""
         super().__init__(dev, shape, dtype, formats, scales, adapted=adapted)
 
         def alloc(layout: str, lies: tuple[int, int]) -> Tensor:
-            return dev.alloc(f"d_residual.{layout}", lies, formats["d_mlp"], "Activations")
+            return dev.alloc(f"d_residual.{layout}", lies, gradient, "Activations")
 
         q_t = alloc("q_t", shape[::-1]) if adapted is None else None
         self._half_gradient = (alloc("q", shape), q_t)
-        self._coded = RESULTS[0] in formats  # whether products write codes
+        self._coded = bool(scales.products)  # whether products write codes
 
     def _direct(
         self, slot: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None

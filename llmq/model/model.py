@@ -85,11 +85,11 @@ class Model:
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
             with self.dev.range(f"forward {layer}"):
-                w = BlockWeights(**weights.get(f"layers.{layer}"))
+                w = BlockWeights(weights.get(f"layers.{layer}"))
                 self.blocks.forward(layer, w, keep=keep)
             weights.release(f"layers.{layer}")
         last = self.blocks.layers[-1]
-        self.head.forward(HeadWeights(**weights.get("head")), last.residual_att, last.mlp_branch)
+        self.head.forward(HeadWeights(**weights.get("head")), last.between, last.branch)
         weights.release("head")
 
     def loss(self, targets: Tensor) -> None:
@@ -119,8 +119,8 @@ class Model:
             name = f"layers.{layer}"
             residuals.read(layer)
             with self.dev.range(f"backward {layer}"):
-                w = BlockWeights(**weights.get(name, transposed=True))
-                g = BlockGrads(**grads.full(name))
+                w = BlockWeights(weights.get(name, transposed=True))
+                g = BlockGrads(grads.full(name))
                 wanted = layer > 0 or grads.wants("embed")
                 self.blocks.backward(layer, w, g, self.d_residual, self.d_norm, wanted=wanted)
             residuals.was_read(layer)
@@ -130,7 +130,7 @@ class Model:
         grads.end_micro_step()
 
     def _gather_for_backward(self, layer: int) -> None:
-        self.weights.gather(f"layers.{layer}", self.blocks.layers[layer].recompute.products)
+        self.weights.gather(f"layers.{layer}", self.blocks.layers[layer].multiplied_again)
 
     def _backward_embedding(self, grads: Gradients, tokens: Tensor) -> None:
         """A tied head has already written to the same matrix; else it may hold anything."""
@@ -154,9 +154,9 @@ class Model:
         g = HeadGrads(**grads.full("head") | {"lm_head": d_lm_head})
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
-        to = self.operands.half_gradient_target(last.slot("d_mlp"), d_out)
+        to = self.operands.half_gradient_target(last.halves[-1].out_slot, d_out)
         flat = targets.view(targets.size)
-        self.head.loss_and_backward(w, g, flat, last.mlp_branch, to, d_residual, d_norm)
+        self.head.loss_and_backward(w, g, flat, last.branch, to, d_residual, d_norm)
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

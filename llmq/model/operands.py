@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import numpy as np
-
 from llmq.base.dtypes import DType
 from llmq.base.operand import Operand, ProductCodes, Target
 from llmq.base.tensor import Tensor
@@ -25,12 +23,6 @@ from llmq.model.activations import Activation
 from llmq.model.scales import NoScales
 from llmq.runtime.device import Device
 
-INPUTS = ("ln1", "att", "ln2", "mlp_act")
-GRADIENTS = ("d_mlp", "d_mlp_up", "d_att", "d_qkv")  # d_mlp, d_att: of the output of that half
-NAMES = INPUTS + GRADIENTS
-MATRICES = dict(zip(NAMES, ("qkv", "o", "up", "down", "down", "up", "o", "qkv"), strict=True))
-"""Whose input, or gradient of whose output, each of NAMES is: its key in a block."""
-RESULTS = ("mlp_up", "d_mlp_act")  # of products, which may write them as codes
 HEAD = "norm"  # the LM head's input
 
 Result = Tensor | ProductCodes
@@ -138,9 +130,9 @@ class Operands:
         """The operand of d_out, which was written to half_gradient_target just before."""
         return self.of_tensor(temps, slot, d_out, measured=True, transposed=True)
 
-    def largest(self) -> np.ndarray:
-        """F32 (layers, len(NAMES)): what is recorded of the blocks' tensors; waits for the device.
+    def largest(self) -> dict[tuple[int, str], float]:
+        """What is recorded of the blocks' tensors, by layer and name; waits for the device.
 
-        No layers without fp8. RESULTS follow where they are codes.
+        Nothing without fp8.
         """
-        return np.empty((0, len(NAMES)), np.float32)
+        return {}

@@ -2,7 +2,7 @@
 
 Weights are tensors, matrices of blocks and the LM head may be fp8 operands; None where the model
 has no such parameter, or it is not needed. Gradients are where they go; None: not wanted, because
-there is no such parameter, or it is frozen. C: hidden size, F: width of the MLP.
+there is no such parameter, or it is frozen. C: hidden size.
 """
 
 from __future__ import annotations
@@ -22,40 +22,22 @@ class EmbeddingParameters(NamedTuple, Generic[T]):
     positions: T | None = None
 
 
-class BlockParameters(NamedTuple, Generic[T]):
-    """Matrices are (out_features, in_features); a bias, where the model has one, (out_features,).
+class BlockParameters(dict[str, T]):
+    """By key of the weight table, with what the architecture declares for the layer.
 
-    ln1, ln2, with pre_norm, and their biases: (C,). ln1_post, ln2_post, with post_norm: (C,), of
-    what the half before has put out, so that the first block has no ln1_post. q_norm, k_norm, with
-    qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,). qkv: the rows of all query heads, key
-    heads, value heads. up: (F, C), or of a gated MLP (2F, C), up before gate. qkv_a, qkv_b, …: of
-    adapters, as `state/adapter_rows.py` says.
+    Matrices are (out_features, in_features); biases (out_features,). Norms around the halves are
+    (C,): ln1, ln2, of what goes into a half, and ln1_post, ln2_post, of what the half before has
+    put out. KEY_a, KEY_b are of adapters, as `state/adapter_rows.py` says. What there is not, or is
+    not needed, or is frozen, lacks its key: `get` gives None.
     """
 
-    ln1_post: T | None = None
-    ln1: T | None = None
-    ln1_bias: T | None = None
-    qkv: T | None = None
-    qkv_bias: T | None = None
-    q_norm: T | None = None
-    k_norm: T | None = None
-    o: T | None = None
-    o_bias: T | None = None
-    ln2_post: T | None = None
-    ln2: T | None = None
-    ln2_bias: T | None = None
-    up: T | None = None
-    up_bias: T | None = None
-    down: T | None = None
-    down_bias: T | None = None
-    qkv_a: T | None = None
-    qkv_b: T | None = None
-    o_a: T | None = None
-    o_b: T | None = None
-    up_a: T | None = None
-    up_b: T | None = None
-    down_a: T | None = None
-    down_b: T | None = None
+    def bias(self, key: str) -> T | None:
+        """That of a matrix or a norm."""
+        return self.get(f"{key}_bias")
+
+    def adapters(self, key: str) -> tuple[T | None, T | None]:
+        """A and B of a matrix."""
+        return self.get(f"{key}_a"), self.get(f"{key}_b")
 
 
 class HeadParameters(NamedTuple, Generic[T]):

@@ -60,8 +60,8 @@ class Scales(NoScales):
     """A slot for each name, for scales just in time: they follow from each micro-step anew."""
 
     def __init__(self, dev: Device, limits: Mapping[str, float]):
-        """limits: by name, the largest finite value of its format."""
-        self.dev = dev
+        """limits: by name, the largest finite value of its format. names: those, in order."""
+        self.dev, self.names = dev, tuple(limits)
         self.abs_maxes = self._alloc("abs_maxes", len(limits), STRIDE)
         self.scales = self._alloc("scales", len(limits), STRIDE)
         self._abs_max_of, self._scale_of = slots(self.abs_maxes, limits), slots(self.scales, limits)
@@ -105,7 +105,7 @@ class DelayedScales(Scales):
         """products: those of the names whose codes products write."""
         super().__init__(dev, limits)
         n, world = len(limits), dev.world_size
-        self.ready = False
+        self.ready, self.products = False, tuple(products)
         self._history = self._alloc("abs_max_history", HISTORY, n)
         self._limits = self._alloc("fp8_limits", n)
         self._saturated = dev.alloc("fp8_saturated", (n, STRIDE), I32, "Activations")

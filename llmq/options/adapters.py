@@ -7,11 +7,14 @@ values in one matrix, these three share an adapter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from math import sqrt
+from functools import lru_cache
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
+from llmq.arch.matrix import Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.options.option_types import (
@@ -121,17 +124,25 @@ class Adapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """A matrix of each block, by its key there, with its adapters.
+    """A matrix of a block, by its key there, with its adapters.
 
-    shape: of the matrix. modules: of the adapters, as the architecture names them. spans: their
-    rows [start, stop) of the matrix. swapped: as HfPart's, of the rows of B.
+    shape: (rows, in_features), with the rows of all experts. parts: of the adapters, each with its
+    rows [start, stop) of the matrix.
     """
 
     key: str
     shape: tuple[int, int]
-    modules: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
-    swapped: bool
+    parts: tuple[tuple[Part, int, int], ...]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Rows [start, stop) of each adapter."""
+        return tuple((start, stop) for _, start, stop in self.parts)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the adapters' modules at Hugging Face."""
+        return tuple(part.module for part, _, _ in self.parts)
 
 
 def adapters_of(config: AdapterFields) -> Adapters | None:
@@ -142,47 +153,46 @@ def adapters_of(config: AdapterFields) -> Adapters | None:
     return Adapters(rank=config.lora_rank, targets=tuple(targets), train=config.train)
 
 
-def adapted_matrices(model: ModelConfig, targets: tuple[str, ...]) -> tuple[Adapted, ...]:
+def has_target(model: ModelConfig, target: str) -> bool:
+    """Whether a module of the model is named so in --lora-targets."""
+    matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))
+    return any(target in part.targets for matrix in matrices for part in matrix.parts)
+
+
+@lru_cache(maxsize=1024)
+def adapted_matrices(
+    model: ModelConfig, targets: tuple[str, ...], layer: int
+) -> tuple[Adapted, ...]:
     """The matrices of a block that get adapters, in the order of the block.
 
     targets: what the model does not have is left out. ConfigError where a part of a module is
     named, and another one is not.
     """
-    C, F, Hd = model.hidden_size, model.intermediate_size, model.head_dim
-    heads = model.num_heads * Hd
-    kv, gate = model.num_kv_heads * Hd, {"gate": F} if model.gated else {}
-    matrices = {
-        "qkv": (C, {"q": heads, "k": kv, "v": kv}),
-        "o": (heads, {"o": C}),
-        "up": (C, {"up": F} | gate),
-        "down": (F, {"down": C}),
-    }
     found = []
-    for key, (inputs, letters) in matrices.items():
-        modules, rows = model.arch.modules[key], list(letters.values())
-        named = [letter for letter in letters if letter in targets]
-        if len(modules) == 1:
-            if named and len(named) < len(letters):
-                module = modules[0].rpartition(".")[2]
+    for matrix in model.matrices(layer):
+        chosen = []
+        for part, start, stop in matrix.spans:
+            named = [target for target in part.targets if target in targets]
+            if named and len(named) < len(part.targets):
                 raise ConfigError(
-                    f"--lora-targets: {', '.join(letters)} are one matrix, {module}, of "
-                    f"{model.architecture}: name all of them or none, got {', '.join(named)}"
+                    f"--lora-targets: {', '.join(part.targets)} are one matrix, "
+                    f"{part.module.rpartition('.')[2]}, of {model.architecture}: name all of them "
+                    f"or none, got {', '.join(named)}"
                 )
-            letters, rows = {"".join(letters): sum(rows)}, [sum(rows)]
-            named = list(letters) if named else []
-        stops = [sum(rows[: i + 1]) for i in range(len(rows))]
-        chosen = [i for i, letter in enumerate(letters) if letter in named]
+            if named:
+                chosen.append((part, start, stop))
         if chosen:
-            found.append(
-                Adapted(
-                    key=key,
-                    shape=(sum(rows), inputs),
-                    modules=tuple(modules[i] for i in chosen),
-                    spans=tuple((stops[i] - rows[i], stops[i]) for i in chosen),
-                    swapped=key in model.arch.swapped,
-                )
-            )
+            columns = matrix.shape[-1]
+            shape = (prod(matrix.shape) // columns, columns)
+            found.append(Adapted(key=matrix.key, shape=shape, parts=tuple(chosen)))
     return tuple(found)
+
+
+def all_adapted(model: ModelConfig, targets: tuple[str, ...]) -> Iterator[tuple[int, Adapted]]:
+    """As adapted_matrices, of all blocks, each with its layer."""
+    for layer in range(model.num_layers):
+        for matrix in adapted_matrices(model, targets, layer):
+            yield layer, matrix
 
 
 def implied_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -252,10 +262,9 @@ def check_adapters_with(config: AdapterFields, model: ModelConfig) -> None:
         if config.adapter is not None:
             raise ConfigError("--adapter: is not read here: give --lora-rank instead")
         return
-    matrices = adapted_matrices(model, adapters.targets)
-    has = {"gate": model.gated}
+    matrices = [matrix for _, matrix in all_adapted(model, adapters.targets)]
     named = () if config.lora_targets == "all" else adapters.targets
-    missing = [target for target in named if not has.get(target, True)]
+    missing = [target for target in named if not has_target(model, target)]
     if missing:
         raise ConfigError(f"--lora-targets: {model.architecture} has no {', '.join(missing)}")
     for matrix in matrices:
@@ -284,11 +293,14 @@ def _check_blocks(config: AdapterFields, model: ModelConfig) -> None:
         return
     multiple = {"e4m3": 16, "nf4": 64}[config.base_dtype]  # elements
     C, F, Hd = model.hidden_size, model.intermediate_size, model.head_dim
-    for name, size in (
-        ("queries", C * model.num_heads * Hd),
-        ("keys", C * model.num_kv_heads * Hd),
-        ("the MLP", C * F),
-    ):
+    sizes = {
+        "queries": C * model.num_heads * Hd,
+        "keys": C * model.num_kv_heads * Hd,
+        "the MLP": C * F,
+    }
+    for matrix in (m for layer in range(model.num_layers) for m in model.matrices(layer)):
+        sizes |= {part.module: part.rows * matrix.shape[-1] for part in matrix.parts}
+    for name, size in sizes.items():
         if size % multiple:
             raise ConfigError(
                 f"--base-dtype: {config.base_dtype} needs matrices of multiples of {multiple} "
@@ -296,13 +308,22 @@ def _check_blocks(config: AdapterFields, model: ModelConfig) -> None:
             )
 
 
+def multiplied_sizes(model: ModelConfig) -> dict[str, int]:
+    """Rows and columns of all matrices of blocks, by what messages call them."""
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "width of the query heads": model.num_heads * model.head_dim,
+        "width of queries, keys and values": model.qkv_channels,
+    }
+    for matrix in (m for layer in range(model.num_layers) for m in model.matrices(layer)):
+        rows, columns = matrix.shape[-2:]
+        sizes |= {f"height of {matrix.name}": rows, f"width of {matrix.name}": columns}
+    return sizes
+
+
 def _check_rows(model: ModelConfig) -> None:
     """ConfigError for matrices that have no codes with a scale for each row."""
-    for name, size in (
-        ("hidden_size", model.hidden_size),
-        ("intermediate_size", model.intermediate_size),
-        ("width of the query heads", model.num_heads * model.head_dim),
-        ("width of queries, keys and values", model.qkv_channels),
-    ):
+    for name, size in multiplied_sizes(model).items():
         if size % 16:
             raise ConfigError(f"--base-dtype: int8 needs multiples of 16, but the {name} is {size}")

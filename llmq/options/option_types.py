@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmq.arch import ARCHITECTURES
 from llmq.base.errors import ConfigError
 
 DTYPE_ALIASES = {
@@ -45,7 +46,7 @@ AUTO = "auto"
 SPLIT = "split"
 """Value of --eval-file that stands for a part of the training files."""
 
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
 """Matrices of a block that may have adapters."""
 
 LORA_PARTS = ("norms", "embeddings", "head")

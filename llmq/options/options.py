@@ -17,6 +17,7 @@ from llmq.options.adapters import (
     check_adapters_with,
     implied_products,
     implied_values,
+    multiplied_sizes,
 )
 from llmq.options.fields import FP8_DTYPES, SHAKESPEARE
 from llmq.options.option_types import NONE, SPLIT, Option, named_pattern, options_of
@@ -304,13 +305,8 @@ class TrainConfig(AdapterFields):
         return self
 
     def _check_sizes_of_codes(self, model: ModelConfig) -> None:
-        sizes = {
-            "tokens of a micro-step": self.batch_size * self.seq_len,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.intermediate_size,
-            "width of the query heads": model.num_heads * model.head_dim,
-            "width of queries, keys and values": model.qkv_channels,
-        }
+        tokens = self.batch_size * self.seq_len
+        sizes = {"tokens of a micro-step": tokens, **multiplied_sizes(model)}
         dtype = self.matmul_dtype
         for name, size in sizes.items():
             if size % _CODES_MULTIPLE:
@@ -320,7 +316,6 @@ class TrainConfig(AdapterFields):
                 )
         if dtype != "int8":
             return
-        tokens = self.batch_size * self.seq_len
         if tokens > _INT8_TERMS:
             raise ConfigError(
                 f"--matmul-dtype: int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig
-from llmq.options.adapters import Adapters, adapted_matrices
+from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.cards import CARDS
 
 
@@ -26,17 +26,16 @@ def flops_per_token(
     Of this half, windows leave what they do; documents within a sequence are taken for one. With
     adapters a matrix that is not trained has one backward product.
     """
-    C, F, L = config.hidden_size, config.intermediate_size, config.num_layers
+    L = config.num_layers
+    used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     width = config.num_heads * config.head_dim
     windows = [min(config.window_of(layer) or seq_len, seq_len) for layer in range(L)]
     pairs = sum(window * (2 * seq_len - window) for window in windows) // seq_len
-    matrices = 3 if config.gated else 2
     products = 6 if adapters is None else 4
     head = 6 if adapters is None or _trains_head(config, adapters) else 4
     return FlopsPerToken(
-        blocks=products * L * C * (matrices * F + width + config.qkv_channels)
-        + 6 * L * _adapter_weights(config, adapters),
-        lm_head=head * config.vocab_size * C,
+        blocks=products * used + 6 * _adapter_weights(config, adapters),
+        lm_head=head * config.vocab_size * config.hidden_size,
         attention=6 * width * pairs,
     )
 
@@ -46,11 +45,10 @@ def _trains_head(config: ModelConfig, adapters: Adapters) -> bool:
 
 
 def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
-    """Of a block."""
     if adapters is None:
         return 0
-    matrices = adapted_matrices(config, adapters.targets)
-    sizes = [stop - start + m.shape[1] for m in matrices for start, stop in m.spans]
+    matrices = all_adapted(config, adapters.targets)
+    sizes = [stop - start + m.shape[1] for _, m in matrices for start, stop in m.spans]
     return adapters.rank * sum(sizes)
 
 

@@ -21,7 +21,7 @@ from llmq.ops import nf4, quantize, quantize_int8
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import Device
 from llmq.state.packed import Layout, Span
-from llmq.state.params import Slab
+from llmq.state.params import Slab, planes
 from llmq.state.placement import Placement
 
 
@@ -54,10 +54,9 @@ class Bases:
             self._arriving = dev.alloc("base.arriving", (longest,), U8, "Quants")
         self._transposed: dict[str, dict[str, Tensor]] = {}  # of each slab, or of any
         if self._transposes is not None:
-            shared = self._alloc_transposed(table[0], "") if self._transposes.streamed else None
+            shared: dict[str, Tensor] | None = {} if self._transposes.streamed else None
             for slab in table:
-                own = shared or self._alloc_transposed(slab, f"{slab.name}.")
-                self._transposed[slab.name] = own
+                self._transposed[slab.name] = self._alloc_transposed(slab, shared)
 
     def _alloc(self, name: str) -> Tensor:
         size = self.layouts[name].nbytes
@@ -69,13 +68,14 @@ class Bases:
         """Of all that a block's layout has, where `packed` begins."""
         return self.dev.shard * self.packed[name].nbytes if self._store.sharded else 0
 
-    def _alloc_transposed(self, slab: Slab, prefix: str) -> dict[str, Tensor]:
-        return {
-            p.key: self.dev.alloc(
-                f"{prefix}{p.key}.q_t", p.shape[::-1], self._transposes.dtype, "Quants"
-            )
-            for p in slab.params
-        }
+    def _alloc_transposed(self, slab: Slab, shared: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """By key. shared: of any block, to which what it lacks is added; None: each has its own."""
+        found, prefix = ({}, f"{slab.name}.") if shared is None else (shared, "")
+        for p in slab.params:
+            if p.key not in found:
+                name, dtype = f"{prefix}{p.key}.q_t", self._transposes.dtype
+                found[p.key] = self.dev.alloc(name, p.transposed_shape, dtype, "Quants")
+        return found
 
     def alloc_slot(self, index: int) -> Tensor:
         """For the work weights of any block."""
@@ -118,7 +118,9 @@ class Bases:
     ) -> None:
         """Into its elements of a matrix; scale: of fp8 codes."""
         if self._store.dtype == I8:
-            quantize_int8.decode(self.dev, out, own["codes"], own["scale"])
+            shape = (out.size // out.shape[-1], out.shape[-1])
+            out, codes = (t.view(*shape) for t in (out, own["codes"]))
+            quantize_int8.decode(self.dev, out, codes, own["scale"])
             return
         flat = out.view(out.size).rows(span.first, span.first + span.size)
         if "groups" not in own:
@@ -156,8 +158,9 @@ class Bases:
         for operand in operands.values():
             if isinstance(operand, Fp8 | Int8):
                 # Bytes, whatever they are: the kernel moves them.
-                pair = (t.view_as(E4M3) for t in (operand.transposed, operand.codes))
-                quantize.transpose(self.dev, *pair)
+                both = (t.view_as(E4M3) for t in (operand.transposed, operand.codes))
+                for pair in zip(*map(planes, both), strict=True):
+                    quantize.transpose(self.dev, *pair)
 
     def filled(self, name: str) -> None:
         """Say that a block's codes have been written: make of them what is kept beside."""

@@ -22,6 +22,6 @@ def begin(
         if param.init == "residual":
             std /= np.sqrt(2.0 * config.num_layers)
         elif param.init == "adapter":  # as wide as PEFT's, which are uniform
-            std = 1.0 / np.sqrt(3.0 * param.shape[1])
+            std = 1.0 / np.sqrt(3.0 * param.columns)
         param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
         random.normal(dev, target, float(std), param_seed, first)

@@ -83,13 +83,13 @@ class Layout:
         ]
 
     def _scales(self, param: Param) -> tuple[int]:
-        return (param.shape[0],) if self.dtype == I8 else (1,)
+        return (param.size // param.columns,) if self.dtype == I8 else (1,)
 
     def _nf4(self, slab: Slab) -> list[Span]:
         """Modules that Hugging Face names are quantized one by one, as others do it."""
         spans = []
         for param in slab.params:
-            columns, scale = param.size // param.shape[0], self._region((1,), F32)
+            columns, scale = param.columns, self._region((1,), F32)
             for part in param.hf:
                 size = (part.stop - part.start) * columns
                 half, blocks, groups = nf4.sizes(size)

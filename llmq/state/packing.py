@@ -86,7 +86,7 @@ class Packer:
         spans = [span for layout in bases.layouts.values() for span in layout.spans]
         self._piece = min(PIECE, max(span.size for span in spans))
         if bases.layouts[spans[0].param.block].dtype == I8:  # at least the rows of a product
-            widest = max(span.param.shape[1] for span in spans)
+            widest = max(span.param.columns for span in spans)
             self._piece = max(self._piece, ROWS * widest)
         with self._scratch(F32):
             pass
@@ -155,7 +155,8 @@ class Packer:
 
     def _fill_int8(self, name: str, span: Span, write: Write, temps: _Scratch) -> None:
         """A scale for each row: pieces of whole rows."""
-        (rows, columns), tensors = span.param.shape, span.tensors
+        columns, tensors = span.param.columns, span.tensors
+        rows = span.size // columns
         step = max(self._piece // columns // ROWS * ROWS, ROWS)
         for first in range(0, rows, step):
             count = min(step, rows - first)

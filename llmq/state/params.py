@@ -1,5 +1,6 @@
 """THE weight table: every parameter's name, shape, place in memory, decay, init and HF name.
 
+It follows from what the architecture declares (`llmq/arch/matrix.py`), by block.
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
 Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
 head of its own), and "vectors", the norms and biases of all blocks. Adapters are "lora_a" and
@@ -16,21 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 
 import numpy as np
 
-from llmq.arch.common import HfPart
+from llmq.arch.matrix import HfPart, Module
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.options.adapters import Adapters
 from llmq.runtime.arena import align_up
 from llmq.state.adapter_rows import PEFT_PREFIX, adapter_rows
-
-NORMS = {"ln1_post", "ln1", "ln1_bias", "q_norm", "k_norm", "ln2_post", "ln2", "ln2_bias"}
-NORMS |= {"norm", "norm_bias"}
-"""Keys of the parameters of norms."""
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
 
@@ -40,16 +37,16 @@ class Param:
     """One parameter.
 
     name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
-    there. shape: with padded rows. decay: weight decay applies. init: "normal", "residual" (normal,
-    scaled by 1/sqrt(2L)), "adapter" (normal, 1/sqrt(3 in_features)), "one" or "zero". index: number
-    in the whole model, seeds its random numbers. offset: first element in the slab.
+    there. shape: with padded rows. kind: "matrix", "embedding", "norm" or "vector". init: as of
+    Module, or "adapter" (normal, 1/sqrt(3 in_features)). index: number in the whole model, seeds
+    its random numbers. offset: first element in the slab.
     """
 
     name: str
     block: str
     key: str
     shape: tuple[int, ...]
-    decay: bool
+    kind: str
     init: str
     index: int
     offset: int
@@ -61,9 +58,33 @@ class Param:
         return prod(self.shape)
 
     @property
+    def row_shape(self) -> tuple[int, ...]:
+        """(columns,), or () where a row is one element of a vector."""
+        return self.shape[-1:] if len(self.shape) > 1 else ()
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return prod(self.row_shape)
+
+    @property
+    def transposed_shape(self) -> tuple[int, ...]:
+        """Of a matrix: (in, out), or (experts, in, out)."""
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2])
+
+    @property
     def count(self) -> int:
         """Elements without padding."""
-        return self.rows * prod(self.shape[1:])
+        return self.rows * self.columns
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies."""
+        return self.kind in ("matrix", "embedding")
+
+    def by_row(self, values: np.ndarray) -> np.ndarray:
+        """An array of its shape with one axis of rows: those of all experts, one after another."""
+        return values.reshape(-1, *self.row_shape)
 
     @property
     def of_adapter(self) -> bool:
@@ -72,7 +93,7 @@ class Param:
 
     @property
     def rows(self) -> int:
-        """Rows that Hugging Face knows; those behind them are padding and stay zero."""
+        """Rows that Hugging Face knows, of all experts; what follows is padding and stays zero."""
         return max(part.stop for part in self.hf)
 
 
@@ -126,6 +147,13 @@ class Slab:
         return [(p, first, last) for p, first, last in clipped if first < last]
 
 
+def planes(matrix: Tensor) -> list[Tensor]:
+    """A matrix (out, in), or those of all experts (experts, out, in) one by one."""
+    if len(matrix.shape) == 2:
+        return [matrix]
+    return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
+
+
 SHARED = ("vectors", "norms", "lora_a", "lora_b")
 """Slabs of which several blocks have parameters."""
 
@@ -141,12 +169,12 @@ def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
-    """rows: (index, block, key, full name, shape, decay, init, hf parts)."""
+    """rows: (index, block, key, full name, shape, kind, init, hf parts)."""
     params, offset = [], 0
-    for index, block, key, full, shape, decay, init, hf in rows:
+    for index, block, key, full, shape, kind, init, hf in rows:
         params.append(
             Param(
-                name=full, block=block, key=key, shape=shape, decay=decay, init=init,
+                name=full, block=block, key=key, shape=shape, kind=kind, init=init,
                 index=index, offset=offset, hf=hf,
             )
         )  # fmt: skip
@@ -155,56 +183,25 @@ def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
     return Slab(name=name, params=tuple(params), size=size, shard_size=size // shards)
 
 
-def _rows(
-    config: ModelConfig,
-    key: str,
-    module: str,
-    shape: tuple[int, ...],
-    parts: list[int] | None = None,
-    *,
-    bias: bool = False,
-    layer: int | None = None,
-) -> list[tuple]:
-    """A module's weight and bias. parts: rows of what Hugging Face may store one by one."""
-    arch, matrix, parts = config.arch, len(shape) == 2, parts or [shape[0]]
-    one = "zero" if arch.norm_offset else "one"
-    init = arch.initial.get(key, "normal") if matrix else one
-    weight = arch.parts(key, "weight", parts, layer)
-    rows = [(key, f"{module}.weight", shape, matrix, init, weight)]
-    if bias:
-        hf = arch.parts(key, "bias", parts, layer)
-        rows.append((f"{key}_bias", f"{module}.bias", shape[:1], False, "zero", hf))
+def _rows(block: str, module: Module) -> list[tuple]:
+    """A module's weight and bias: rows of `_slab` without their indices."""
+    key, name, kind = module.key, module.name, module.kind
+    weight = (module.shape, kind, module.initial, module.hf("weight"))
+    rows = [(block, key, f"{name}.weight", *weight)]
+    if module.bias:
+        kind, shape = "norm" if kind == "norm" else "vector", module.shape[:-1] or module.shape
+        bias = (shape, kind, "zero", module.hf("bias"))
+        rows.append((block, f"{key}_bias", f"{name}.bias", *bias))
     return rows
 
 
-def _norm(config: ModelConfig, key: str, layer: int) -> list[tuple]:
-    """A norm of a block, or of the head, which is layer L; nothing where there is none."""
-    names, shape, bias = config.arch.norm_names, (config.hidden_size,), config.norm == "layernorm"
-    layer = layer - 1 if key == "ln1_post" else layer
-    if key not in names or layer < 0:
-        return []
-    return _rows(config, key, f"model.layers.{layer}.{names[key]}", shape, bias=bias, layer=layer)
-
-
-def _block(config: ModelConfig, layer: int) -> list[tuple]:
-    C, F, Hd = config.hidden_size, config.intermediate_size, config.head_dim
-    Hq, Hkv, Q = config.num_heads, config.num_kv_heads, config.qkv_channels
-    up, mlp_bias = [F, F] if config.gated else [F], config.mlp_bias
-    full = f"model.layers.{layer}"
-    rows = partial(_rows, config, layer=layer)
-    qkv = [Hq * Hd, Hkv * Hd, Hkv * Hd]
-
-    table = _norm(config, "ln1_post", layer) + _norm(config, "ln1", layer)
-    table += rows("qkv", f"{full}.self_attn.qkv", (Q, C), qkv, bias=config.qkv_bias)
-    if config.qk_norm:
-        heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
-        table += rows("q_norm", f"{full}.self_attn.q_norm", (heads[0] * Hd,))
-        table += rows("k_norm", f"{full}.self_attn.k_norm", (heads[1] * Hd,))
-    table += rows("o", f"{full}.self_attn.o_proj", (C, Hq * Hd), bias=config.o_bias)
-    table += _norm(config, "ln2_post", layer) + _norm(config, "ln2", layer)
-    table += rows("up", f"{full}.mlp.up", (sum(up), C), up, bias=mlp_bias)
-    table += rows("down", f"{full}.mlp.down_proj", (C, F), bias=mlp_bias)
-    return table
+def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
+    """By block, in the order of the model."""
+    blocks = {"embed": config.arch.embedding(config)}
+    for layer in range(config.num_layers):
+        halves = config.halves(layer)
+        blocks[f"layers.{layer}"] = tuple(m for h in halves for m in (*h.norms, *h.modules))
+    return blocks | {"head": config.arch.head(config)}
 
 
 @lru_cache(maxsize=8)  # a search plans hundreds of steps of a few models
@@ -215,27 +212,21 @@ def weight_table(
 
     With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms".
     """
-    C, V, Vp = config.hidden_size, config.vocab_size, config.padded_vocab
-    blocks = {"embed": _rows(config, "embed", "model.embed_tokens", (Vp, C), [V])}
-    if config.positions == "learned":
-        shape = (config.max_positions, C)
-        blocks["embed"] += _rows(config, "positions", "model.position_embedding", shape)
-    for layer in range(config.num_layers):
-        blocks[f"layers.{layer}"] = _block(config, layer)
-    centred = config.norm == "layernorm"
-    blocks["head"] = _norm(config, "ln1_post", config.num_layers)
-    blocks["head"] += _rows(config, "norm", "model.norm", (C,), bias=centred)
-    if not config.tied_embeddings:
-        blocks["head"] += _rows(config, "lm_head", "lm_head", (Vp, C), [V])
-
-    numbered = [(block, *row) for block, rows in blocks.items() for row in rows]
-    numbered = [(index, *row) for index, row in enumerate(numbered)]
-    groups = {name: [r for r in numbered if r[1] == name and len(r[4]) == 2] for name in blocks}
-    head = groups.pop("head")
-    vectors = [row for row in numbered if len(row[4]) == 1]
-    if adapters is not None and "norms" in adapters.train:
-        groups["norms"] = [row for row in vectors if row[2] in NORMS]
-        vectors = [row for row in vectors if row[2] not in NORMS]
+    rows = [r for block, ms in _modules(config).items() for m in ms for r in _rows(block, m)]
+    groups: dict[str, list[tuple]] = {}
+    vectors, norms, head = [], [], []
+    for row in [(index, *row) for index, row in enumerate(rows)]:
+        block, kind = row[1], row[5]
+        if kind == "norm" and adapters is not None and "norms" in adapters.train:
+            norms.append(row)
+        elif kind in ("norm", "vector"):
+            vectors.append(row)
+        elif block == "head":
+            head.append(row)
+        else:
+            groups.setdefault(block, []).append(row)
+    if norms:
+        groups["norms"] = norms
     if vectors:
         groups["vectors"] = vectors
     if head:

@@ -16,7 +16,7 @@ from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, quantize
 from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
-from llmq.state.params import Param, Slab
+from llmq.state.params import Param, Slab, planes
 from llmq.state.placement import Placement, Store
 
 
@@ -51,11 +51,12 @@ class Quants:
                 self._transposed[name] = {
                     p.key: self._alloc_transposed(p, p.name, store) for p in slab.params
                 }
-            elif not self._shared:
-                self._shared = {p.key: self._alloc_transposed(p, p.key, store) for p in slab.params}
+            for p in slab.params if store.streamed else ():
+                if p.key not in self._shared:
+                    self._shared[p.key] = self._alloc_transposed(p, p.key, store)
 
     def _alloc_transposed(self, param: Param, name: str, store: Store) -> Tensor:
-        shape = param.shape[::-1]
+        shape = param.transposed_shape
         return self.dev.alloc(f"{name}.q_t", shape, store.dtype, "Quants", store.memory)
 
     def operands(self, name: str, codes: Tensor) -> dict[str, Operand]:
@@ -112,13 +113,13 @@ class Quants:
     def keep_transposed(self, name: str) -> None:
         """Make the transposed codes of a whole slab, if they are kept."""
         for key, codes in self._codes.get(name, {}).items():
-            quantize.transpose(self.dev, self._transposed[name][key], codes)
+            self._transpose(self._transposed[name][key], codes)
 
     def make_transposed(self, name: str, operands: Mapping[str, Operand]) -> None:
         """Make the transposed codes of a block if they are not kept; until another one does so."""
         for operand in operands.values() if name not in self._codes else ():
             if isinstance(operand, Fp8):
-                quantize.transpose(self.dev, operand.transposed, operand.codes)
+                self._transpose(operand.transposed, operand.codes)
 
     def turned(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
@@ -131,12 +132,17 @@ class Quants:
         for p in self.slabs[name].params:
             operand = operands[p.key]
             if p.key in there:
-                quantize.transpose(self.dev, operand.transposed, operand.codes)
+                self._transpose(operand.transposed, operand.codes)
                 continue
             x, largest = self.slabs[name].view(master, p), self._abs_max_of[p.name]
-            quantize.quantize(self.dev, None, operand.transposed, operand.scale, x, largest)
+            for q_t, part in zip(planes(operand.transposed), planes(x), strict=True):
+                quantize.quantize(self.dev, None, q_t, operand.scale, part, largest)
             made[p.key] = replace(operand, codes=None)
         return made
+
+    def _transpose(self, transposed: Tensor, codes: Tensor) -> None:
+        for pair in zip(planes(transposed), planes(codes), strict=True):
+            quantize.transpose(self.dev, *pair)
 
 
 class HeadQuants:

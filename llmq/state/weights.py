@@ -390,7 +390,7 @@ class Weights:
         start = self.dev.shard * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + slab.shard_size):
-            end = min(last, param.offset + param.rows * (param.size // param.shape[0]))
+            end = min(last, param.offset + param.rows * param.columns)
             if first < end:
                 target = self.master[slab.name].rows(first - start, end - start)
                 owned.append((param, target, first - param.offset))

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.model.operands import GRADIENTS, INPUTS, NAMES, RESULTS
 from llmq.model.step import Result, Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
@@ -29,27 +29,13 @@ from llmq.train.ranks import Ranks
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 AT_A_TIME = 64  # tensors; their largest values lie on the stack
 
-# In order of computation: a block's activations, under their names in activations.py, and its
-# gradients, by key; d_...: gradients that only fp8 products measure.
-_FORWARD = ("ln1 qk_raw qkv att att_branch residual_att ln2 mlp_up mlp_act mlp_branch").split()
-_BACKWARD = (
-    "d_mlp down down_bias down_a down_b d_mlp_act d_mlp_up up up_bias up_a up_b ln2 ln2_bias "
-    "ln2_post d_att o o_bias o_a o_b q_norm k_norm d_qkv qkv qkv_bias qkv_a qkv_b ln1 ln1_bias "
-    "ln1_post"
-).split()
-_LOGGED = {  # llm.q's names, in the log, of what is quantized
-    "ln1": "act.ln1.{}",
+_LOGGED = {  # llm.q's names, in the log, of what is quantized; others: act.NAME.{}, grad.NAME.{}
     "att": "act.att{}",
-    "ln2": "act.ln2.{}",
     "mlp_act": "act.swiglu.{}",
-    "d_qkv": "grad.qkv.{}",
     "d_att": "grad.res_att.{}",
-    "d_mlp_up": "grad.mlp_up.{}",
     "d_mlp": "grad.res_ffn.{}",
-    "mlp_up": "act.mlp_up.{}",  # this and the next one: with --mlp-dtype e4m3
     "d_mlp_act": "grad.swiglu.{}",
 }
-_MEASURED = (*NAMES, *RESULTS)  # those that come last are there where they are codes
 
 
 class Origin(NamedTuple):
@@ -151,65 +137,73 @@ def abs_maxes(ranks: Ranks) -> dict[str, float]:
     Of its last micro-step, or with delayed scales of all of them.
     """
     of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
-    largest = np.max(of_ranks, axis=0)
     return {
-        _LOGGED[name].format(layer): value
-        for layer, values in enumerate(largest.tolist())
-        for name, value in zip(_MEASURED, values, strict=False)
+        _logged(name).format(layer): float(np.max([of_rank[layer, name] for of_rank in of_ranks]))
+        for layer, name in of_ranks[0]
     }
+
+
+def _logged(name: str) -> str:
+    gradient = name.removeprefix("d_")
+    return _LOGGED.get(name, f"act.{name}.{{}}" if gradient == name else f"grad.{gradient}.{{}}")
 
 
 def _pieces(rank: Rank, group: str) -> list[_Entry]:
     """The parameters, or their gradients, as far as the rank holds them."""
-    layers = rank.step.config.num_layers
-    entries = []
+    config, entries = rank.step.config, []
     for piece in rank.pieces(group):
         for param, first, last in piece.slab.pieces(piece.start, piece.stop):
             part = piece.tensor.rows(first - piece.start, last - piece.start)
             order = (0, param.index)
             if group == "gradients":
-                order = _place(param.block, param.key, layers)
+                order = _place(config, param.block, param.key)
             entries.append(_Entry(order, param.name, part))
     return entries
 
 
-def _place(block: str, key: str, layers: int) -> tuple[int, int]:
-    """When backward computes a gradient: head, layers from the last one on, embedding."""
-    if block.startswith("layers."):
-        return layers - int(block.removeprefix("layers.")), _BACKWARD.index(key)
-    return (0 if block == "head" else layers + 1), 0
+def _place(config: ModelConfig, block: str, name: str) -> tuple[int, int]:
+    """When backward computes a gradient: head, layers from the last one on, embedding.
+
+    name: of HalfSpec.backward_order, for a layer.
+    """
+    if not block.startswith("layers."):
+        return (0 if block == "head" else config.num_layers + 1), 0
+    layer = int(block.removeprefix("layers."))
+    names = (n for half in reversed(config.halves(layer)) for n in half.backward_order)
+    return config.num_layers - layer, [*names].index(name)
 
 
 def _measured_gradients(step: Step) -> list[_Entry]:
-    layers, entries = step.config.num_layers, []
-    for layer, values in enumerate(step.model.operands.largest()):
-        for name, value in zip(_MEASURED, values.tolist(), strict=False):
-            if name not in (*GRADIENTS, "d_mlp_act"):
-                continue
-            order = _place(f"layers.{layer}", name, layers)
-            entries.append(_Entry(order, f"{name.removeprefix('d_')} of layer {layer}", value))
-    return entries
+    return [
+        _Entry(
+            _place(step.config, f"layers.{layer}", name),
+            f"{name.removeprefix('d_')} of layer {layer}",
+            value,
+        )
+        for (layer, name), value in step.model.operands.largest().items()
+        if name.startswith("d_")
+    ]
 
 
 def _activations(step: Step) -> list[_Entry]:
     """What a forward pass leaves: activations that are kept or were quantized, and losses."""
-    model, layers = step.model, step.config.num_layers
+    model, config, layers = step.model, step.config, step.config.num_layers
     kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
-    entries = []
+    entries, order = [], {}
     for layer in range(layers):
         if not model.residuals.leaves(layer):
             entries.append(_Entry((layer, -1), f"the input of layer {layer}",
                                   model.residuals.tensors[layer]))  # fmt: skip
-        for i, name in enumerate(_FORWARD):
+        first, second = config.halves(layer)
+        between = f"residual_{first.name}"
+        for i, name in enumerate((*first.computed, between, *second.computed)):
+            order[layer, name] = (layer, i)
             tensor = kept.get(f"{name}.{layer}")
             if tensor is not None and tensor.dtype in (F32, BF16):
                 entries.append(_Entry((layer, i), f"{name} of layer {layer}", tensor))
-    for layer, values in enumerate(step.model.operands.largest()):
-        for name, value in zip(_MEASURED, values.tolist(), strict=False):
-            if name not in (*INPUTS, "mlp_up"):
-                continue
-            order = (layer, _FORWARD.index(name))
-            entries.append(_Entry(order, f"{name} of layer {layer}", value))
+    for (layer, name), value in model.operands.largest().items():
+        if (layer, name) in order:
+            entries.append(_Entry(order[layer, name], f"{name} of layer {layer}", value))
     head = model.head
     for i, (name, tensor) in enumerate(
         (("the output of the last layer", head.residual), ("the final norm", head.out),

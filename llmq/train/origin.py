@@ -24,7 +24,7 @@ from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
-from llmq.options.adapters import adapters_of
+from llmq.options.adapters import adapters_of, has_target
 from llmq.options.command_line import flag
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.processes import processes
@@ -89,7 +89,7 @@ def _targets(config: TrainConfig, model: ModelConfig) -> tuple[str, ...]:
     """What of the model gets adapters, however it was named; () without adapters."""
     adapters = adapters_of(config)
     named = () if adapters is None else adapters.targets
-    return tuple(target for target in named if target != "gate" or model.gated)
+    return tuple(target for target in named if has_target(model, target))
 
 
 class Origin:

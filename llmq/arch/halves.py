@@ -1,0 +1,165 @@
+"""The modules of a transformer as architectures have them: attention, MLP, embedding and head.
+
+What differs from one architecture to the next is in its `Architecture`: names at Hugging Face,
+where norms stand, biases. An architecture whose blocks have other halves makes their HalfSpec
+itself, in its `layers`. C: hidden size, F: width of the MLP. `config` is a ModelConfig.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
+
+
+def attention(config: Any, layer: int) -> HalfSpec:
+    """Queries, keys and values of one product, attention, and the output's product.
+
+    qkv: the rows of all query heads, key heads, value heads. q_norm, k_norm, with qk_norm: (Hd,),
+    or if it is wide (Hq*Hd,) and (Hkv*Hd,).
+    """
+    C, Hq, Hkv, Hd = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    at = f"model.layers.{layer}.self_attn"
+    qkv = _matrix(
+        config, layer, "qkv", f"{at}.qkv", {"q": Hq * Hd, "k": Hkv * Hd, "v": Hkv * Hd}, C,
+        bias=config.qkv_bias, input="ln1", gradient="d_qkv",
+    )  # fmt: skip
+    norms: tuple[Module, ...] = ()
+    if config.qk_norm:
+        heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
+        norms = tuple(
+            _norm(config, key, f"{at}.{key}", n * Hd, layer)
+            for key, n in zip(("q_norm", "k_norm"), heads, strict=True)
+        )
+    o = _matrix(
+        config, layer, "o", f"{at}.o_proj", {"o": C}, Hq * Hd,
+        bias=config.o_bias, initial="residual", input="att", gradient="d_att",
+    )  # fmt: skip
+    return HalfSpec(
+        kind="attention",
+        name="att",
+        norm="ln1",
+        norms=_norms(config, "ln1", layer),
+        modules=(qkv, *norms, o),
+        output="o",
+        activations=("qk_raw", "qkv", "att"),
+        sizes={
+            "window": config.window_of(layer),
+            "qk_norm": config.qk_norm,
+            "wide_qk_norm": config.arch.wide_qk_norm,
+        },
+    )
+
+
+def mlp(config: Any, layer: int) -> HalfSpec:
+    """An MLP. up: (F, C), or with a gate (2F, C), up before gate."""
+    C, F, at = config.hidden_size, config.intermediate_size, f"model.layers.{layer}.mlp"
+    glu = "glu" if config.gated else None
+    up = _matrix(
+        config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if glu else {}), C,
+        bias=config.mlp_bias, input="ln2", gradient="d_mlp_up", epilogue=glu,
+        swapped=config.arch.gate_first,
+    )  # fmt: skip
+    down = _matrix(
+        config, layer, "down", f"{at}.down_proj", {"down": C}, F,
+        bias=config.mlp_bias, initial="residual", input="mlp_act", gradient="d_mlp",
+        input_epilogue=glu,
+    )  # fmt: skip
+    return HalfSpec(
+        kind="mlp",
+        name="mlp",
+        norm="ln2",
+        norms=_norms(config, "ln2", layer),
+        modules=(up, down),
+        output="down",
+        activations=("mlp_up", "mlp_act"),
+        coded=("mlp_up", "d_mlp_act"),
+    )
+
+
+def embedding(config: Any) -> tuple[Module, ...]:
+    """embed: (Vp, C). positions: (P, C), where they are learned."""
+    modules = [_table(config, "embed", "model.embed_tokens", config.vocab_size)]
+    if config.positions == "learned":
+        count = config.max_positions
+        modules.append(_table(config, "positions", "model.position_embedding", count, padded=count))
+    return tuple(modules)
+
+
+def head(config: Any) -> tuple[Module, ...]:
+    """The norms behind the last block, and the LM head if it is not the embedding."""
+    post = _norms(config, "ln1", config.num_layers)[:1] if config.arch.post_norm else ()
+    layernorm = config.norm == "layernorm"
+    norm = _norm(config, "norm", "model.norm", config.hidden_size, bias=layernorm)
+    tied = config.tied_embeddings
+    own = () if tied else (_table(config, "lm_head", "lm_head", config.vocab_size),)
+    return (*post, norm, *own)
+
+
+def _norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
+    """KEY_post, of what the half before has put out, and KEY, as far as there are such norms.
+
+    The first norm of a layer's branch belongs to the layer before, and of the head's, which is
+    layer L, there is no other.
+    """
+    names, found = config.arch.norm_names, []
+    for key_, of in ((f"{key}_post", layer - (key == "ln1")), (key, layer)):
+        if key_ in names and of >= 0:
+            name, bias = f"model.layers.{of}.{names[key_]}", config.norm == "layernorm"
+            found.append(_norm(config, key_, name, config.hidden_size, of, bias=bias))
+    return tuple(found)
+
+
+def _norm(
+    config: Any, key: str, name: str, size: int, layer: int | None = None, *, bias: bool = False
+) -> Module:
+    (module,) = config.arch.modules[key]
+    return Module(
+        key=key,
+        name=name,
+        shape=(size,),
+        parts=(Part(module=module.format(layer), rows=size),),
+        kind="norm",
+        initial="zero" if config.arch.norm_offset else "one",
+        bias=bias,
+    )
+
+
+def _table(config: Any, key: str, name: str, rows: int, padded: int | None = None) -> Module:
+    """A row of C channels for each token or position."""
+    (module,) = config.arch.modules[key]
+    return Module(
+        key=key,
+        name=name,
+        shape=(config.padded_vocab if padded is None else padded, config.hidden_size),
+        parts=(Part(module=module, rows=rows),),
+        kind="embedding",
+    )
+
+
+def _matrix(
+    config: Any,
+    layer: int,
+    key: str,
+    name: str,
+    targets: Mapping[str, int],
+    columns: int,
+    *,
+    swapped: bool = False,
+    **declared: Any,
+) -> Matrix:
+    """targets: by name in --lora-targets, rows that Hugging Face may store one by one."""
+    transposed = config.arch.transposed
+    modules, each = config.arch.modules[key], [((name,), n) for name, n in targets.items()]
+    if len(modules) == 1:
+        each = [(tuple(targets), sum(targets.values()))]
+    parts = tuple(
+        Part(
+            module=module.format(layer), rows=rows, targets=names,
+            transposed=transposed, swapped=swapped,
+        )
+        for module, (names, rows) in zip(modules, each, strict=True)
+    )  # fmt: skip
+    shape = (sum(targets.values()), columns)
+    return Matrix(key=key, name=name, shape=shape, parts=parts, **declared)

@@ -1,0 +1,200 @@
+"""What a model consists of: the matrices and norms of its parts, each declared once.
+
+Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed of light follow from
+these declarations: `Architecture.layers` gives the halves of each block, `halves.py` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfPart:
+    """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
+
+    Rows of several experts count on from one to the next. transposed: stored (in_features,
+    out_features), as GPT-2's Conv1D does. swapped: the second half of the rows is stored first.
+    """
+
+    name: str
+    start: int
+    stop: int
+    transposed: bool = False
+    swapped: bool = False
+
+    def rows_of(self, rows: slice, count: int) -> slice | list[int]:
+        """Where rows of the stored array, which has `count`, are in ours; and the other way round.
+
+        A slice, or a list of indices.
+        """
+        if not self.swapped:
+            return rows
+        return [(row + count // 2) % count for row in range(*rows.indices(count))]
+
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Our rows [start, stop) of the part, in our order, where they are stored."""
+        if not self.swapped:
+            return [(start, stop)]
+        half = (self.stop - self.start) // 2
+        halves = [(start, min(stop, half), half), (max(start, half), stop, -half)]
+        return [(low + by, high + by) for low, high, by in halves if low < high]
+
+    def stored(self, values: Any) -> Any:
+        """Our rows as the stored array has them."""
+        values = values[self.rows_of(slice(None), len(values))]
+        return values.T if self.transposed else values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The rows of a weight that are one module at Hugging Face.
+
+    module: its name. targets: the names in --lora-targets that mean it; if there are several, all
+    or none of them are to be given. transposed, swapped: of its matrix, as HfPart says.
+    """
+
+    module: str
+    rows: int
+    targets: tuple[str, ...] = ()
+    transposed: bool = False
+    swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A weight of a model and its bias, if it has one.
+
+    key: the weight's name in its block; the bias is KEY_bias. Layers that have a weight of one key
+    have it in one shape. name: of the module in checkpoints.
+    shape: (features,), (out, in), or (experts, out, in), with padded rows. parts: those of its rows
+    that Hugging Face knows, in order. kind: what the optimizer takes the weight for: "matrix",
+    "embedding", "norm" or "vector"; the last two do not decay. initial: "normal", "residual"
+    (normal, scaled by 1/sqrt(2L)), "one" or "zero".
+    """
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    kind: str
+    initial: str = "normal"
+    bias: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the weight, its bias and its adapters, whether there are such or not."""
+        return (self.key, *(f"{self.key}_{what}" for what in ("bias", "a", "b")))
+
+    @property
+    def spans(self) -> list[tuple[Part, int, int]]:
+        """The parts, each with its rows [start, stop)."""
+        stops = accumulate(part.rows for part in self.parts)
+        return [(p, stop - p.rows, stop) for p, stop in zip(self.parts, stops, strict=True)]
+
+    def hf(self, tensor: str) -> tuple[HfPart, ...]:
+        """Where it is at Hugging Face. tensor: "weight" or "bias" of the modules."""
+        return tuple(
+            HfPart(
+                name=f"{part.module}.{tensor}",
+                start=start,
+                stop=stop,
+                transposed=tensor == "weight" and part.transposed,
+                swapped=part.swapped,
+            )
+            for part, start, stop in self.spans
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix(Module):
+    """A matrix that multiplies the activations of a half of a block.
+
+    input: the name of what it multiplies, gradient: that of the gradient of its output; fp8 has a
+    scale for each of both. epilogue: what follows its product, and may be one operation with it:
+    "glu", a gated activation; input_epilogue: what follows the product for the gradient of its
+    input: "glu", the gradient of that activation. active: how many of the experts a token meets.
+    """
+
+    kind: str = "matrix"
+    input: str
+    gradient: str
+    epilogue: str | None = None
+    input_epilogue: str | None = None
+    active: int = 1
+
+    @property
+    def used(self) -> int:
+        """Elements that multiply each token."""
+        return self.active * prod(self.shape[-2:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfSpec:
+    """A half of a block: what stands between a norm and the residual stream.
+
+    kind: of the class that computes it, in llmq/model/halves. name: what is named after it: the
+    gradient d_NAME of its output, and NAME_branch, that output. norm: the key of the norm in front,
+    which is also the name of its input. norms: those around the stream in front of it. modules: its
+    own, in the order of the weight table. output: the key of the matrix whose product is what the
+    half puts out; None: there is no such. activations: the names of what it keeps, in order of
+    computation. coded: those among activations and gradients that products may write as fp8 codes
+    (--mlp-dtype). sizes: what the kind has to know beside the shapes of matrices.
+    """
+
+    kind: str
+    name: str
+    norm: str
+    norms: tuple[Module, ...]
+    modules: tuple[Module, ...]
+    output: str | None
+    activations: tuple[str, ...]
+    coded: tuple[str, ...] = ()
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Those of the modules that are matrices."""
+        return tuple(module for module in self.modules if isinstance(module, Matrix))
+
+    def __getitem__(self, key: str) -> Module:
+        """One of the modules."""
+        return next(module for module in self.modules if module.key == key)
+
+    @property
+    def computed(self) -> tuple[str, ...]:
+        """Names of activations in order of computation, from its input to its output."""
+        return (self.norm, *self.activations, f"{self.name}_branch")
+
+    @property
+    def backward_order(self) -> Iterator[str]:
+        """Gradients in the order in which they are computed: of activations, d_NAME, by name, and
+        of parameters by key.
+        """
+        yield f"d_{self.name}"
+        inner: list[Module] = []  # norms and the like behind a matrix
+        for module in reversed(self.modules):
+            if not isinstance(module, Matrix):
+                inner.insert(0, module)
+                continue
+            yield from (key for each in inner for key in each.keys)
+            yield from (module.gradient, *module.keys, f"d_{module.input}")
+            inner = []
+        yield from (key for each in (*inner, *reversed(self.norms)) for key in each.keys)
+
+
+def halves_inputs(halves: tuple[HalfSpec, ...]) -> tuple[str, ...]:
+    """Names of what the matrices of a block multiply, in order of computation."""
+    return tuple(dict.fromkeys(m.input for half in halves for m in half.matrices))
+
+
+def halves_gradients(halves: tuple[HalfSpec, ...]) -> tuple[str, ...]:
+    """Names of the gradients of their outputs and of the halves', in order of computation."""
+    found: list[str] = []
+    for half in reversed(halves):
+        found += [f"d_{half.name}", *(m.gradient for m in reversed(half.matrices))]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,339 @@
+"""Attention as a half of a block, between its norm and the residual stream.
+
+    x -> qkv (-> qk_norm) (-> rope) -> attention -> o -> out
+
+`operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+from llmq.arch.matrix import HalfSpec
+from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import F32, DType
+from llmq.base.operand import Operand, Target
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.model.activations import Activation, HalfLayer, Recompute
+from llmq.model.attention_choice import directions
+from llmq.model.halves.half import Shared
+from llmq.model.linear import Linear
+from llmq.model.operands import InputAgain
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import attention, attention_backward, qk_norm, rope
+from llmq.runtime.device import Device
+
+
+class _Kept(NamedTuple):
+    """Of one layer.
+
+    qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows, (Hq+Hkv)*Hd), before qk_norm, and
+    qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2); None without it. lse: F32
+    (B, Hq, T), of attention. att: (rows, Hq*Hd).
+    """
+
+    qkv: Activation
+    qk_raw: Activation | None
+    qk_rstd: Tensor | None
+    lse: Tensor
+    att: Activation
+
+
+class _Tensors(NamedTuple):
+    """qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att: (rows, Hq * Hd)."""
+
+    qkv: Tensor
+    qk_raw: Tensor | None
+    att: Tensor
+
+
+class AttentionAgain(NamedTuple):
+    """What backward needs. x: (rows, C), o_input: att as the output product's operand; None where
+    no gradient needs it."""
+
+    x: Operand | None
+    tensors: _Tensors
+    o_input: Operand | None
+
+
+def alloc_rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Tensor | None]:
+    """Of each layer F32 (positions, Hd/2, 2), filled; None for models without RoPE.
+
+    Layers with the same angles share a table.
+    """
+    tables: dict[tuple, Tensor] = {}
+
+    def table_of(layer: int) -> Tensor | None:
+        angles = config.rope_of(layer)
+        if angles is not None and angles not in tables:
+            table = rope.make_table(positions, config.head_dim, *angles)
+            name = f"rope_table.{len(tables)}" if tables else "rope_table"
+            tables[angles] = dev.alloc(name, table.shape, F32, "Activations")
+            dev.upload(tables[angles], table)
+        return tables.get(angles)
+
+    return [table_of(layer) for layer in range(config.num_layers)]
+
+
+def qk_normalization(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The calls of the model's norm of queries and keys: forward, backward."""
+    kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
+    return partial(qk_norm.forward, **kind), partial(qk_norm.backward, **kind)
+
+
+class AttentionHalf:
+    """The attention halves of all layers. Scratch lives as long as `temps`."""
+
+    def __init__(self, shared: Shared):
+        config, options = shared.config, shared.options
+        self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
+        self.B, self.T = options.batch_size, options.seq_len
+        self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
+        self.Hd, self.eps = config.head_dim, config.norm_eps
+        self.chunks = options.attn_bwd_chunks
+        self._is_fp8 = options.matmul_dtype == "e4m3"
+        windows = [config.window_of(layer) for layer in range(config.num_layers)]
+        sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
+        self.backends = [directions(*sizes, window, capability) for window in windows]
+        self.starts = shared.starts
+        self.sights = [attention.Sight(self.starts, window) for window in windows]
+        self.rope_tables = alloc_rope_tables(self.dev, config, self.T)
+        self.qk_norm, self.qk_norm_backward = qk_normalization(config)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def keeps_input(self, recompute: Recompute) -> bool:
+        """A product that is computed again in fp8 needs its input's codes as they lie, so that its
+        input is made again too."""
+        return not (recompute.norm or (recompute.qkv if self._is_fp8 else recompute.att))
+
+    def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
+        """Keys of the matrices whose products backward computes again."""
+        keys = {"qkv": recompute.qkv, "o": recompute.block}
+        return tuple(key for key, again in keys.items() if again)
+
+    def keep(self, here: HalfLayer) -> _Kept:
+        """What a layer keeps."""
+        spec, r, raw, rstd = here.spec, here.recompute, None, None
+        heads = self.Hq + self.Hkv
+        if spec.sizes["qk_norm"]:
+            raw = here.activation("qk_raw", heads * self.Hd, kept=not r.qkv)
+            norms = 2 if spec.sizes["wide_qk_norm"] else heads
+            rstd = here.alloc("qk_rstd", self.B, self.T, norms, dtype=F32)
+        return _Kept(
+            qkv=here.activation("qkv", spec["qkv"].shape[0], kept=not r.qkv),
+            qk_raw=raw,
+            qk_rstd=rstd,
+            lse=here.alloc("lse", self.B, self.Hq, self.T, dtype=F32),
+            att=here.activation("att", spec["o"].shape[1], kept=not r.att),
+        )
+
+    def _by_head(self, tensor: Tensor) -> Tensor:
+        """(rows, n * Hd) as (B, T, n, Hd)."""
+        return tensor.view(self.B, self.T, tensor.shape[1] // self.Hd, self.Hd)
+
+    def _tensors(self, temps: ExitStack, here: HalfLayer) -> _Tensors:
+        """Where they are kept, else scratch."""
+        qkv, qk_raw = here.kept.qkv.place(self.dev, temps), None
+        if here.kept.qk_raw is not None:
+            qk_raw = self._by_head(here.kept.qk_raw.place(self.dev, temps))
+        return _Tensors(qkv, qk_raw, here.kept.att.place(self.dev, temps))
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def forward(self, temps: ExitStack, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
+        """here.out from x (rows, C)."""
+        tensors = self._tensors(temps, here)
+        self._qkv(here, w, x, tensors)
+        self._attend(here, tensors)
+        o_input = self.operands.of_tensor(
+            temps, here.kept.att.slot, tensors.att, measured=False, transposed=False
+        )
+        out, addend = here.out
+        self.linear.forward(here.index, "o", out, o_input, w, addend)
+
+    def _qkv(self, here: HalfLayer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
+        """The query, key and value heads that attention takes."""
+        qkv, table = self._by_head(to.qkv), self.rope_tables[here.index]
+        self.linear.forward(here.index, "qkv", to.qkv, x, w)
+        if to.qk_raw is not None:
+            self.qk_norm(
+                self.dev, qkv, to.qk_raw, here.kept.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
+                self.Hq, self.Hkv,
+            )  # fmt: skip
+        if table is not None:
+            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, starts=self.starts)
+
+    def _attend(self, here: HalfLayer, tensors: _Tensors) -> None:
+        out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
+        sight, (backend, _) = self.sights[here.index], self.backends[here.index]
+        heads, lse = (self.Hq, self.Hkv), here.kept.lse
+        attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def again(
+        self,
+        temps: ExitStack,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        x_again: InputAgain,
+    ) -> AttentionAgain:
+        """What backward needs, kept or computed again; if the whole block is, here.out too."""
+        r = here.recompute
+        tensors = self._tensors(temps, here)
+        x = None
+        if r.qkv or self.linear.needs_input(here.index, "qkv", g):
+            x = x_again(product=r.qkv)
+        if r.qkv:
+            self._qkv(here, w, x, tensors)
+        if r.att:
+            self._attend(here, tensors)
+        o_input = None
+        if r.block or self.linear.needs_input(here.index, "o", g):
+            slot = here.kept.att.slot
+            o_input = self.operands.of_tensor_again(temps, slot, tensors.att, product=r.block)
+        if r.block:
+            out, addend = here.out
+            self.linear.forward(here.index, "o", out, o_input, w, addend)
+        return AttentionAgain(x, tensors, o_input)
+
+    def backward(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        again: AttentionAgain,
+        d_out: Tensor,
+        d_x: Tensor | None,
+        *,
+        inside: bool,
+    ) -> None:
+        """As `Half.backward`. inside: whether the gradient of queries, keys and values is wanted,
+        for d_x or else.
+        """
+        dev, (qkv, qk_raw, att) = self.dev, again.tensors
+        if not inside:
+            self._backward_o(here, w, g, again, d_out, None)
+            return
+        with ExitStack() as temps:
+            d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
+            with ExitStack() as inner:
+                d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
+                self._backward_o(here, w, g, again, d_out, d_att)
+                by_head, sight = self._by_head(qkv), self.sights[here.index]
+                attention.backward(
+                    dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
+                    here.kept.lse, by_head, self.Hq, self.Hkv, self.chunks, sight,
+                    backend=self.backends[here.index][1],
+                    own=attention_backward.chosen(dev, by_head, sight),
+                )  # fmt: skip
+            d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv)
+            self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
+            self.linear.weight_gradients(here.index, "qkv", g, d_bias, d_product, again.x)
+
+    def _backward_o(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        again: AttentionAgain,
+        d_out: Tensor,
+        d_att: Tensor | None,
+    ) -> None:
+        with ExitStack() as temps:
+            d_o = self.operands.half_gradient(temps, here.out_slot, d_out)
+            self.linear.input_gradient(here.index, "o", d_att, d_o, w, g)
+            self.linear.weight_gradients(here.index, "o", g, g.bias("o"), d_o, again.o_input)
+
+    def _backward_positions(
+        self,
+        temps: ExitStack,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        qk_raw: Tensor | None,
+        d_qkv: Tensor,
+    ) -> tuple[Operand, Accumulator | None]:
+        """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it.
+
+        Returns the gradient of the qkv product, and the bias's gradient if it is left to do.
+        """
+        slot, by_head = here.slot("d_qkv"), self._by_head(d_qkv)
+        table = self.rope_tables[here.index]
+        if table is not None and qk_raw is None:
+
+            def write(to: Target) -> None:
+                rope.backward(
+                    self.dev, by_head, table, self.Hq, self.Hkv, self.starts,
+                    abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,
+                )  # fmt: skip
+
+            gradient = self.operands.gradient
+            return gradient(temps, slot, write, shape=d_qkv.shape, out=d_qkv, bias=False), None
+        if table is not None:
+            rope.backward(self.dev, by_head, table, self.Hq, self.Hkv, self.starts)
+        if qk_raw is not None:
+            self.qk_norm_backward(
+                self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, here.kept.qk_rstd,
+                w["q_norm"], w["k_norm"], self.Hq, self.Hkv,
+            )  # fmt: skip
+        made = self.operands.of_tensor(temps, slot, d_qkv, measured=False, transposed=True)
+        return made, g.bias("qkv")
+
+
+class AttentionDecoder:
+    """The attention halves of all layers, of one sequence, with a cache of keys and values."""
+
+    def __init__(
+        self, dev: Device, config: ModelConfig, linear: Linear, dtype: DType, positions: int
+    ):
+        self.dev, self.config, self.linear, self.dtype = dev, config, linear, dtype
+        shape = (1, positions, config.num_kv_heads, config.head_dim)
+
+        def cache(name: str) -> list[Tensor]:
+            names = [f"{name}.{layer}" for layer in range(config.num_layers)]
+            return [dev.alloc(n, shape, dtype, "Activations") for n in names]
+
+        self.k_cache, self.v_cache = cache("k_cache"), cache("v_cache")
+        self.rope_tables = alloc_rope_tables(dev, config, positions)
+        self.qk_norm, _ = qk_normalization(config)
+
+    def forward(
+        self,
+        layer: int,
+        spec: HalfSpec,
+        w: BlockWeights,
+        out: Tensor,
+        x: Tensor,
+        position: int,
+    ) -> None:
+        """out (n, C) from x (n, C)."""
+        dev, config, n = self.dev, self.config, x.shape[0]
+        Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
+        with (
+            dev.scratch("qkv", (n, spec["qkv"].shape[0]), self.dtype) as flat,
+            dev.scratch("att", (n, spec["o"].shape[1]), self.dtype) as att,
+        ):
+            self.linear.forward(flat, x, w["qkv"], w.bias("qkv"))
+            qkv = flat.view(1, n, Hq + 2 * Hkv, Hd)
+            if spec.sizes["qk_norm"]:
+                norms = 2 if spec.sizes["wide_qk_norm"] else Hq + Hkv
+                with (
+                    dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
+                    dev.scratch("qk_rstd", (1, n, norms), F32) as rstd,
+                ):
+                    weights = (w["q_norm"], w["k_norm"])
+                    self.qk_norm(dev, qkv, raw, rstd, *weights, config.norm_eps, Hq, Hkv)
+            table = self.rope_tables[layer]
+            if table is not None:
+                rope.forward(dev, qkv, table, Hq, Hkv, first_position=position)
+            k, v, heads = self.k_cache[layer], self.v_cache[layer], att.view(1, n, Hq, Hd)
+            window = spec.sizes["window"]
+            attention.decode(dev, heads, qkv, k, v, position, Hq, Hkv, window)
+            self.linear.forward(out, att, w["o"], w.bias("o"))

@@ -1,0 +1,142 @@
+"""A made-up family: every other layer has experts in the place of an MLP.
+
+    out = sum over experts e of down[e] @ (up[e] @ x)
+
+It is declared as a new one would be: an architecture that makes its HalfSpec, and a half.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from llmq.arch.halves import attention, mlp
+from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
+from llmq.arch.qwen2 import Qwen2
+from llmq.model.linear import Linear
+from llmq.ops.matmul import matmul
+from llmq.state.params import planes
+
+EXPERTS, ACTIVE = 3, 2
+
+
+class Mixture(Qwen2):
+    """Layers with a window have experts, of this width."""
+
+    name = "MixtureForCausalLM"
+    model_type = "mixture"
+    label = "Mixture"
+
+    def __init__(self, width):
+        self.width = width
+
+    def layers(self, model, layer):
+        has_experts = model.window_of(layer) is not None
+        other = experts(model, layer, self.width) if has_experts else mlp(model, layer)
+        return attention(model, layer), other
+
+
+def experts(config, layer, F):
+    """many_up: (E, F, C), many_down: (E, C, F); moe_scale: (E,)."""
+    C, at, norm = config.hidden_size, f"model.layers.{layer}.moe", mlp(config, layer).norms
+    shared = {"active": ACTIVE}
+
+    def parts(module, rows):
+        return tuple(
+            Part(module=f"{at}.experts.{i}.{module}_proj", rows=rows, targets=(module,))
+            for i in range(EXPERTS)
+        )
+
+    return HalfSpec(
+        kind="experts",
+        name="moe",
+        norm="ln2",
+        norms=norm,
+        modules=(
+            Matrix(
+                key="many_up", name=f"{at}.many_up", shape=(EXPERTS, F, C),
+                parts=parts("up", F), input="ln2", gradient="d_many_up", **shared,
+            ),
+            Module(
+                key="moe_scale", name=f"{at}.scale", shape=(EXPERTS,), kind="vector",
+                parts=(Part(module=f"{at}.scale", rows=EXPERTS),), initial="one",
+            ),
+            Matrix(
+                key="many_down", name=f"{at}.many_down", shape=(EXPERTS, C, F),
+                parts=parts("down", C), input="many_act", gradient="d_moe",
+                initial="residual", **shared,
+            ),
+        ),
+        output=None,
+        activations=("many_act",),
+        sizes={"experts": EXPERTS},
+    )  # fmt: skip
+
+
+class Again(NamedTuple):
+    x: object
+    acts: list
+
+
+class ExpertsHalf:
+    """Without kernels of its own: each expert is two products of the library."""
+
+    def __init__(self, shared):
+        self.dev, self.operands, self.linear = shared.dev, shared.operands, Linear(shared.dev)
+
+    def keeps_input(self, recompute):
+        return not recompute.norm
+
+    def multiplied_again(self, recompute):
+        return ("many_up", "many_down") if recompute.block else ()
+
+    def keep(self, here):
+        features = EXPERTS * here.spec["many_up"].shape[1]
+        return here.activation("many_act", features, kept=not here.recompute.ffn)
+
+    def _acts(self, temps, here):
+        whole = here.kept.place(self.dev, temps)
+        rows = whole.shape[0]
+        flat = whole.view(EXPERTS * rows, whole.shape[1] // EXPERTS)
+        return [flat.rows(i * rows, (i + 1) * rows) for i in range(EXPERTS)]
+
+    def forward(self, temps, here, w, x):
+        out, addend = here.out
+        assert addend is None
+        for i, act in enumerate(self._acts(temps, here)):
+            matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
+            matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
+
+    def again(self, temps, here, w, g, x_again):
+        x, acts = x_again(product=here.recompute.ffn), self._acts(temps, here)
+        for i, act in enumerate(acts if here.recompute.ffn else ()):
+            matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
+        return Again(x, acts)
+
+    def backward(self, here, w, g, again, d_out, d_x, *, inside):
+        def gradient(key, i, d_y, x):
+            if key in g:
+                target = g[key]._replace(tensor=planes(g[key].tensor)[i])
+                self.linear.weight_gradients(target, None, d_y, x)
+
+        if "moe_scale" in g and not g["moe_scale"].accumulate:  # nothing depends on it
+            self.dev.zero(g["moe_scale"].tensor)
+        for i, act in enumerate(again.acts):
+            gradient("many_down", i, d_out, act)
+            with self.dev.scratch("d_many_act", act.shape, act.dtype) as d_act:
+                matmul(self.dev, d_act, d_out, planes(w["many_down"])[i])
+                gradient("many_up", i, d_act, again.x)
+                if d_x is not None:
+                    matmul(self.dev, d_x, d_act, planes(w["many_up"])[i], accumulate=i > 0)
+
+
+class ExpertsDecoder:
+    def __init__(self, dev, config, linear, dtype, positions):
+        self.dev, self.dtype = dev, dtype
+
+    def forward(self, layer, spec, w, out, x, position):
+        shape = (x.shape[0], spec["many_up"].shape[1])
+        for i in range(spec.sizes["experts"]):
+            with self.dev.scratch("many_act", shape, self.dtype) as act:
+                matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
+                down = planes(w["many_down"])[i]
+                matmul(self.dev, out, act, down, trans_b=True, accumulate=i > 0)
