@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from llmq.checkpoint.verify import _digest, hash_share, problem_of
+from llmq.checkpoint.verify import _digest, problem_of
 from llmq.commands.cli import _run
 from llmq.data.tokenized import gaps
+from llmq.runtime.processes import ALONE, Processes
 from tests.runs import make_workplace, train
 from tests.text_data import run, write_jsonl
 
@@ -55,24 +57,44 @@ def test_what_is_whole(capsys):
     assert not any("DAMAGED" in line for line in lines)
 
 
+class Two(Processes):
+    """One of two processes, whose values the other one has as well."""
+
+    count, machines = 2, ("a", "b")
+
+    def __init__(self, index, other=lambda value: value):
+        self.index, self.other = index, other
+
+    def gather(self, value):
+        values = [self.other(value)] * 2
+        values[self.index] = value
+        return values
+
+
 def test_what_was_hashed_is_not_read_again(tmp_path):
-    """Of two processes that see one disk each hashes a half of the files."""
+    """Of two processes that see the same files each hashes a half of them, else all."""
     path = shutil.copytree("ckpt/step_00000002", tmp_path / "step_00000002")
     names = sorted(file.name for file in path.glob("*.safetensors"))
 
-    def read(call):
+    def read(group):
         before = _digest.cache_info().misses
-        assert call() is None
+        assert problem_of(path, group) is None
         return _digest.cache_info().misses - before
 
     assert len(names) == 3
-    halves = [read(lambda i=i: hash_share(path, i, 2)) for i in (0, 1)]
-    assert sorted(halves) == [1, 2] and read(lambda: problem_of(path)) == 0
+    assert [read(Two(0)), read(Two(1)), read(ALONE)] == [2, 1, 0]
+    for name in names:
+        os.utime(path / name)
+
+    def copied(value):
+        ((manifest, _), problem) = value if isinstance(value, tuple) else ((None, None), value)
+        return value if manifest is None else ((manifest, "other files"), problem)
+
+    assert read(Two(1, copied)) == 3
+    another = problem_of(path, Two(0, lambda value: value and (("another", ""), None)))
+    assert another == f"'{path}' is not the same checkpoint on machine 'a' and on machine 'b'"
     (path / names[0]).write_bytes(b"x" * (path / names[0]).stat().st_size)
-    assert read(lambda: hash_share(path, 0, 1)) == 1
     assert names[0] in problem_of(path)
-    (path / "checkpoint.json").write_text("{}")
-    assert read(lambda: hash_share(path, 0, 1)) == 0, "the others tell what is wrong"
 
 
 @pytest.mark.parametrize(

@@ -205,20 +205,26 @@ def test_a_full_disk_and_damaged_data_of_one_process():
     options = {"gpus": 1, "save_training_state": True, "ckpt_interval": 2, "steps": 5}
     full = {"process": 1, "step": 1, "what": "disk full"}
     damaged = {"process": 1, "step": 3, "what": "damaged"}
+    nameless = {"process": 0, "step": 1, "what": "no names"}
     _, out, err = run(
         2,
-        case(full, **options, **places("full")),
+        case(full, **options, **places("full"), debug_time_breakdown=""),
         case(damaged, **options, **places("damaged"), ckpt_background=True),
         case(full, **options, **places("behind"), ckpt_background=True),
+        case(nameless, **options, **places("nameless"), ckpt_background=True),
     )
     warnings = [line for line in out if line.startswith("WARNING: no checkpoint of step 2")]
-    assert len(warnings) == 2, out
-    assert len([line for line in err.splitlines() if line.startswith("error")]) == 3, err
+    assert len(warnings) == 3, out
+    assert len([line for line in err.splitlines() if line.startswith("error")]) == 4, err
+    parts = [r for r in records("info", "full.json") if r["type"] == "time-breakdown"]
+    assert [(r["step"], r["gpu"]) for r in parts] == [
+        (s, rank) for s in range(5) for rank in (0, 1)
+    ]
     assert "process 1 on machine" in err and "'data/train-0.bin' is damaged" in err
     assert len(records("step", "full.json")) == 5, "the run goes on"
     assert len(records("step", "behind.json")) == 5
-    assert list(Path("full-ckpt").glob("step_*")) == []
-    assert list(Path("behind-ckpt").glob("step_*")) == []
+    for name in ("full", "behind", "nameless"):
+        assert list(Path(f"{name}-ckpt").glob("step_*")) == []
     assert sorted(os.listdir("damaged-ckpt")) == ["step_00000002", "step_00000003"]
 
 

@@ -13,7 +13,6 @@ from tests.covering import covering
 from tests.mpi import case, machine_folder, machines, run
 from tests.runs import make_workplace, records, train, write_tokens
 from tests.test_processes import places, same_bits
-from tests.test_training import digests
 
 pytest.importorskip("mpi4py")
 
@@ -104,21 +103,18 @@ def test_machines_that_are_not_alike():
                     "2 on 'a', 1 on 'b': give --shard-over world", errors[0])  # fmt: skip
 
 
-def test_replicas_on_disks_of_their_own():
-    """Each machine has written a half of what both have, and gets the other one's."""
+def test_machines_that_share_no_directory_of_checkpoints():
+    """It is refused before the first step, and before anything is looked for in it."""
     for name in "ab":
         machine_folder(name)
-    options = {"steps": 4, "save_training_state": True, "batch_size": 1, "eval_file": "none"}
-    on_ab = {"machines": ["a", "b"], "gpus": 2, "cooldown": 0, **options}
-    _, out, err = run(
-        2,
-        case(**on_ab, **places("whole")),
-        case(**on_ab | {"steps": 2}, **places("parts"), ckpt_interval=1, ckpt_background=True),
-        case(**on_ab, **places("parts"), **{"continue": ""}),
+    Path("a/ckpt/step_00000001").mkdir(parents=True)
+    options = {"machines": ["a", "b"], "steps": 2, "gpus": 1, "batch_size": 1}
+    _, out, err = run(2, case(**options), case(**options, **{"continue": ""}))
+    assert sorted(out) == [f"status of process {i}: 2" for i in (0, 0, 1, 1)]
+    errors = [line for line in err.splitlines() if line.startswith("error")]
+    text = (
+        "error: process 1 on machine 'b': --checkpoint-dir: 'ckpt' is another directory here than "
+        "for process 0 on machine 'a': a run over several machines needs one that all of them share"
     )
-    assert out.count("status of process 0: 0") == 3, err
-    for name in "ab":
-        paths = [Path(name, f"{run}-ckpt", "step_00000004") for run in ("whole", "parts")]
-        files = [sorted(path.name for path in path.glob("*.safetensors")) for path in paths]
-        assert files[0] == files[1] and len(files[0]) == 6, "of two ranks"
-        assert digests(paths[0], files[0]) == digests(paths[1], files[0])
+    assert errors == [text] * 2, err
+    assert os.listdir("a/ckpt") == ["step_00000001"] and os.listdir("b/ckpt") == []

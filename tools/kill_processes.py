@@ -1,12 +1,11 @@
 """Kill a process of a run in several processes at random moments, and go on each time.
 
     python tools/kill_processes.py --kills 30 > benchmarks/kills.md
-    python tools/kill_processes.py --kills 30 --apart > benchmarks/kills_apart.md
 
 Starts `llmq train` on the CPU under mpirun, ends one of its processes with SIGKILL after a random
 time, and starts it again with --continue, so many times; then lets it end. Nothing may hang, every
-end must be one, and the model must be that of a run that nobody disturbed. --apart: each process is
-a machine with a disk of its own, so that checkpoints are in parts. Prints a table; exits 1 if not.
+end must be one, and the model must be that of a run that nobody disturbed. Prints a table; exits 1
+if not.
 """
 
 from __future__ import annotations
@@ -22,33 +21,24 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.mpi import ENVIRONMENT, machine_folder, mpirun
+from tests.mpi import ENVIRONMENT, mpirun
 from tests.runs import flags, make_workplace
 
 HANG_SECONDS = 60  # after a kill
 
 
-def machines(processes: int, apart: bool) -> list[str]:
-    """The folder in which each process runs: its machine."""
-    return [f"machine-{i}" for i in range(processes)] if apart else ["."] * processes
-
-
-def start(name: str, folders: list[str], steps: int, *extra: str) -> subprocess.Popen:
+def start(name: str, processes: int, steps: int, *extra: str) -> subprocess.Popen:
     """A run whose places have this name, or the next part of it."""
     options = {"gpus": 1, "steps": steps, "batch_size": 1, "save_training_state": True}
     options |= {"ckpt_interval": 10, "ckpt_keep_n": 2, "watchdog": 10}
     options |= {"eval_every_n_steps": 25, "eval_num_steps": 1, "overwrite": None}
     options |= {"checkpoint_dir": f"{name}-ckpt", "out_dir": name, "log_file": f"{name}.json"}
-    train = [sys.executable, "-m", "llmq", "train", *flags(**options), *extra]
-    command = [mpirun()]
-    for folder in folders:
-        command += ["-n", "1", "--wdir", str(Path(folder).resolve())]
-        command += [] if folder == "." else ["-x", f"LLMQ_MACHINE={folder}"]
-        command += [*train, ":"]
+    command = [mpirun(), "-n", str(processes), sys.executable, "-m", "llmq", "train"]
+    command += [*flags(**options), *extra]
     root = str(Path(__file__).parents[1])
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": root}
     return subprocess.Popen(
-        command[:-1],
+        command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -75,18 +65,18 @@ def descendants(pid: int) -> list[int]:
     return [p for child in below for p in (descendants(child) or [child])]
 
 
-def newest(name: str, folders: list[str]) -> str:
-    """The step of the newest checkpoint that all machines have."""
-    found = [{p.name for p in Path(f, f"{name}-ckpt").glob("step_*[0-9]")} for f in set(folders)]
-    return max(set.intersection(*found), default="step_0").removeprefix("step_").lstrip("0") or "0"
+def newest(name: str) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    found = Path(f"{name}-ckpt").glob("step_*[0-9]")
+    return max((int(path.name.removeprefix("step_")) for path in found), default=0)
 
 
 def kill_once(
-    name: str, folders: list[str], steps: int, rng: random.Random, longest: float
+    name: str, processes: int, steps: int, rng: random.Random, longest: float
 ) -> list[str]:
     """Start, kill one after a random time, and wait for the end: cells of the table."""
-    before, after = newest(name, folders), rng.uniform(0.0, longest)
-    run = start(name, folders, steps, "--continue")
+    before, after = str(newest(name)), rng.uniform(0.0, longest)
+    run = start(name, processes, steps, "--continue")
     time.sleep(after)
     alive = sorted(descendants(run.pid))
     cells = [before, f"{after:.1f} s"]
@@ -119,7 +109,6 @@ def main() -> None:
     parser.add_argument("--longest", type=float, default=8.0, help="seconds before a kill, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=3000, help="more than are made in that time")
-    parser.add_argument("--apart", action="store_true", help="a disk for each process")
     given = parser.parse_args()
     rng = random.Random(given.seed)
     print(f"Written by `tools/{Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}`.\n")
@@ -127,19 +116,16 @@ def main() -> None:
     print(row(["---:"] * 6), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(make_workplace(Path(folder)))
-        folders = machines(given.processes, given.apart)
-        for name in folders if given.apart else []:
-            machine_folder(name)
         for number in range(1, given.kills + 1):
-            cells = kill_once("killed", folders, given.steps, rng, given.longest)
+            cells = kill_once("killed", given.processes, given.steps, rng, given.longest)
             print(row([str(number), *cells]), flush=True)
         for name, extra in (("killed", ["--continue"]), ("whole", [])):
-            run = start(name, folders, given.steps, *extra)
+            run = start(name, given.processes, given.steps, *extra)
             _, err = run.communicate()
             if run.returncode != 0:
                 raise SystemExit(f"'{name}' ended with {run.returncode}: {err}")
         names = ("killed", "whole")
-        models = [Path(folders[0], name, "model.safetensors").read_bytes() for name in names]
+        models = [Path(name, "model.safetensors").read_bytes() for name in names]
         if models[0] != models[1]:
             raise SystemExit("the models differ")
         print(f"\nThe model after {given.steps} steps is that of a run that nobody disturbed.")

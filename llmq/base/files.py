@@ -121,17 +121,9 @@ def make_directory(directory: Path) -> None:
 def publish_directory(temporary: Path, path: Path) -> None:
     """Give a directory, whose files are on the disk, its name. Raises OSError.
 
-    A directory of that name is replaced.
-    """
-    replace_directory(temporary, path)
-    shutil.rmtree(retired_path(path), ignore_errors=True)
-
-
-def replace_directory(temporary: Path, path: Path) -> None:
-    """As publish_directory, but what is replaced stays, as `path`.llmq-old.
-
-    The system cannot replace it in one step: for a moment it has only that name, under which it is
-    complete if the machine stops right then.
+    A directory of that name is replaced. The system cannot do that in one step: for a moment the
+    old one has only the name `path`.llmq-old, under which it is complete if the machine stops right
+    then.
     """
     sync_directory(temporary)
     old = retired_path(path)
@@ -145,6 +137,7 @@ def replace_directory(temporary: Path, path: Path) -> None:
             os.rename(old, path)
         raise
     sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def retired_path(path: Path) -> Path:

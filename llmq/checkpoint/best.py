@@ -12,8 +12,8 @@ from llmq.base.errors import ConfigError
 from llmq.base.files import write_file
 from llmq.base.json_file import json_object, values_of
 from llmq.base.run_id import RunId
-from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.store import checkpoints_by_name
+from llmq.runtime.processes import processes
 
 NOTE = "best.json"
 _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
@@ -30,14 +30,12 @@ class Best:
     the others --eval-num-steps batches.
     """
 
-    def __init__(
-        self, metric: str | None, directory: Path, known: list[str], disks: Disks = ONE_DISK
-    ):
+    def __init__(self, metric: str | None, directory: Path, known: list[str]):
         """known: all metrics of the run; ConfigError if there is none of this name."""
         if metric is not None and metric not in known:
             names = ", ".join(known) or "none: give --eval-file or --eval-task"
             raise ConfigError(f"--keep-best: the run measures no {metric!r}; there are {names}")
-        self.metric, self.directory, self._disks = metric, directory, disks
+        self.metric, self.directory = metric, directory
         self.step: int | None = None
         self._value, self._size = math.nan, 0
 
@@ -46,8 +44,7 @@ class Best:
 
         Where steps are made again that come before it, it is forgotten. All processes call it.
         """
-        found = self._disks.each(lambda: self._noted(run, steps_done))
-        note = next((note for note in found if note is not None), None)
+        note = processes().on_first(lambda: self._noted(run, steps_done))
         self.step, self._value, self._size = note or (None, self._value, self._size)
 
     def _noted(self, run: RunId, steps_done: int) -> tuple[int, float, int] | None:
@@ -82,7 +79,7 @@ class Best:
             "run": run.record(),
         }
         text = json.dumps(note, indent=2) + "\n"
-        self._disks.each(lambda: write_file(self.directory / NOTE, text))
+        processes().on_first(lambda: write_file(self.directory / NOTE, text))
 
 
 def note_is_damaged(directory: Path) -> bool:

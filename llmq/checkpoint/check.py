@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,9 @@ from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
-from llmq.checkpoint.manifest import MANIFEST as CHECKPOINT
-from llmq.checkpoint.manifest import read_manifest as read_checkpoint_manifest
 from llmq.checkpoint.safetensors_file import SafetensorsFile
 from llmq.checkpoint.store import list_checkpoints, saved_slabs
-from llmq.checkpoint.verify import absent_machines, damage, digest_of_file, part_of, written_on
+from llmq.checkpoint.verify import digest_of_file
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path
@@ -148,30 +146,11 @@ def _tokenized(path: Path) -> str:
 
 
 def _checkpoint(path: Path) -> str:
-    document = read_checkpoint_manifest(path / CHECKPOINT)
-    here = part_of(path, document).here
-    away = absent_machines(document, here)
-    if here and away:
-        return _part(path, document, here, away)
     with CheckpointReader(path) as reader:
         for param in (p for slab in saved_slabs(reader.manifest) for p in slab.params):
             if not all_finite(reader.read("weights", param)):
                 raise LlmqError(f"checkpoint '{path}': {param.name} holds NaN or infinity")
         return f"step {reader.step}, checksums agree, all weights are finite"
-
-
-def _part(path: Path, document: dict[str, Any], here: int, away: list[str]) -> str:
-    """Of a checkpoint, what one machine has of those on which it was written."""
-    files = [e for i, e in enumerate(document["files"]) if written_on(document, e) not in away]
-    problem = damage(path, files)
-    if problem is not None:
-        raise LlmqError(problem)
-    machines = ", ".join(f"'{name}'" for name in away)
-    count = f"{len(files)} of {len(document['files'])} files"
-    return (
-        f"a part of step {document['run']['step']}, {count}, whose checksums agree; the others "
-        f"were written on machine {machines}"
-    )
 
 
 def _model(path: Path) -> str:

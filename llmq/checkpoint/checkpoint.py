@@ -15,7 +15,7 @@ one for each 128 of its elements. Until it is complete the directory is called s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,8 +106,7 @@ class CheckpointWriter:
 
     path: of the checkpoint; temporary: until it is complete.
     Every rank calls `write` once per group. When all have, rank 0 calls `commit` with the entries
-    of all; where machines have directories of their own, see `commit_together` in parts.py. Nothing
-    under the final name changes before that.
+    of all. Nothing under the final name changes before that.
     """
 
     def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
@@ -158,25 +157,35 @@ class CheckpointWriter:
             write_safetensors(sink, specs, arrays, metadata)
         return FileEntry(name, group, self.rank, sink.bytes, sink.digest.hexdigest())
 
-    def document(
-        self,
-        manifest: Manifest,
-        entries: Iterable[FileEntry],
-        machines: Sequence[str] | None = None,
-    ) -> dict[str, Any]:
-        """The content of checkpoint.json. entries: what every `write` returned, of every rank.
+    def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
+        """Make the checkpoint visible, in place of one of the same step; returns its path.
 
-        machines: where each rank has written, if that is not one directory.
+        entries: what every `write` returned, of every rank. Rank 0 only. Raises like `write`.
         """
-        entries = sorted(entries)
+        document = self._document(manifest, sorted(entries))
+        names = {entry["name"] for entry in document["files"]}
+        try:
+            with disk_errors(self.temporary):
+                for path in self.temporary.iterdir():
+                    if path.name not in names:  # of a killed run, perhaps with other ranks
+                        path.unlink()
+            write_file(self.temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
+            with disk_errors(self.path):
+                publish_directory(self.temporary, self.path)
+        except BaseException:
+            self.discard()
+            raise
+        return self.path
+
+    def _document(self, manifest: Manifest, entries: list[FileEntry]) -> dict[str, Any]:
+        """The content of checkpoint.json."""
         for group in {e.group for e in entries} | set(GROUPS):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter: not every rank has written {group}")
         run = manifest.run.record() if manifest.run else {}
-        apart = {} if machines is None else {"machines": list(machines)}
         document = {
             "version": VERSION,
-            "distributed": {"world": self.world, **apart},
+            "distributed": {"world": self.world},
             "run": {"step": self.step, "state": manifest.state, **run},
             "data-loader": manifest.loader,
             "model": manifest.model.to_hf(),
@@ -188,63 +197,28 @@ class CheckpointWriter:
         }
         return document | {"sha256": digest_of(document)}
 
-    def finish(self, document: dict[str, Any]) -> None:
-        """Complete what is not visible yet. Called once for each directory; raises like `write`."""
-        names = {entry["name"] for entry in document["files"]}
-        with disk_errors(self.temporary):
-            for path in self.temporary.iterdir():
-                if path.name not in names:  # of a killed run, perhaps with other ranks
-                    path.unlink()
-        write_file(self.temporary / MANIFEST, json.dumps(document, indent=2) + "\n")
-
-    def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
-        """Make the checkpoint visible, in place of one of the same step; returns its path.
-
-        Rank 0 only, where all ranks have written into one directory. Raises like `write`.
-        """
-        document = self.document(manifest, entries)
-        try:
-            self.finish(document)
-            with disk_errors(self.path):
-                publish_directory(self.temporary, self.path)
-        except BaseException:
-            self.discard()
-            raise
-        return self.path
-
     def discard(self) -> None:
         """Give up: remove what was written by any rank."""
         discard(self.path.parent, self.step)
-
-
-class Content(NamedTuple):
-    """What a file holds. ranges: first value, the one behind the last, and size of the whole, by
-    parameter. dtype: the label of their type, "" if there is none."""
-
-    ranges: dict[str, list[int]]
-    dtype: str
 
 
 class _Piece(NamedTuple):
     start: int
     stop: int
     size: int
-    file: str
+    file: SafetensorsFile
 
 
 class CheckpointReader:
-    """A verified checkpoint. All ranks share one reader.
+    """A verified checkpoint. All ranks of a process share one reader.
 
     path; step; world: ranks that wrote it; manifest.
     """
 
-    def __init__(self, path: Path, elsewhere: Mapping[str, Content] | None = None) -> None:
-        """Check every file's size and checksum; LlmqError names the one that is damaged.
-
-        elsewhere: what files hold that are not here; then nothing is checked, because all processes
-        have done that together (see parts.py).
-        """
-        problem = problem_of(path) if elsewhere is None else None
+    def __init__(self, path: Path) -> None:
+        """Check every file's size and checksum, all processes together; LlmqError names the one
+        that is damaged."""
+        problem = problem_of(path)
         if problem is not None:
             raise LlmqError(problem)
         self.path = path
@@ -261,36 +235,20 @@ class CheckpointReader:
             tokenizer_id=document.get("tokenizer-id"),
             base=document.get("base"),
         )
-        elsewhere = elsewhere or {}
-        self._files: dict[str, SafetensorsFile] = {}
+        self._files: list[SafetensorsFile] = []
         self._pieces: dict[str, dict[str, list[_Piece]]] = {}
         self._dtypes: dict[str, np.dtype] = {}
         for entry in (FileEntry(**entry) for entry in document["files"]):
-            content = elsewhere.get(entry.name)
-            if content is None:
-                self.add(path / entry.name)
-                content = self.content(entry.name)
+            file = SafetensorsFile(path / entry.name)
+            self._files.append(file)
             group = self._pieces.setdefault(entry.group, {})
-            for name, (start, stop, size) in content.ranges.items():
-                group.setdefault(name, []).append(_Piece(start, stop, size, entry.name))
-            if content.dtype:
-                self._dtypes[entry.group] = NUMPY_DTYPES[content.dtype]
+            for name, (start, stop, size) in _ranges_of(file).items():
+                group.setdefault(name, []).append(_Piece(start, stop, size, file))
+            for tensor in file.tensors.values():
+                self._dtypes[entry.group] = NUMPY_DTYPES[tensor.dtype]
         for group in self._pieces.values():
             for pieces in group.values():
                 pieces.sort(key=lambda piece: piece.start)
-
-    def add(self, path: Path) -> None:
-        """Read the file of this name there from now on."""
-        self._files[path.name] = SafetensorsFile(path)
-
-    def content(self, name: str) -> Content:
-        """Of a file that is here."""
-        return content_of(self._files[name])
-
-    def lacks(self, group: str, ranges: Iterable[Range]) -> set[str]:
-        """Names of the files that hold some of these values and are not here."""
-        covers = (self._cover(group, *found) for found in ranges)
-        return {piece.file for cover in covers for piece, _, _ in cover} - self._files.keys()
 
     @property
     def groups(self) -> set[str]:
@@ -333,7 +291,7 @@ class CheckpointReader:
         out = np.zeros(stop - start, self.dtype(group))
         for piece, first, last in cover:
             at = first - piece.start
-            values = self._files[piece.file].read(param.name, at, at + last - first)
+            values = piece.file.read(param.name, at, at + last - first)
             out[first - start : last - start] = values
         return out
 
@@ -370,7 +328,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Give the file descriptors back."""
-        for file in self._files.values():
+        for file in self._files:
             file.close()
 
     def __enter__(self) -> CheckpointReader:
@@ -380,8 +338,9 @@ class CheckpointReader:
         self.close()
 
 
-def content_of(file: SafetensorsFile) -> Content:
-    """LlmqError if it does not say what it holds."""
+def _ranges_of(file: SafetensorsFile) -> dict[str, list[int]]:
+    """By parameter the first value that a file holds of it, the one behind the last, and how many
+    the whole has. LlmqError if the file does not say so."""
     try:
         found = json.loads(file.metadata["ranges"])
         for start, stop, size in found.values():
@@ -393,4 +352,4 @@ def content_of(file: SafetensorsFile) -> Content:
         raise LlmqError(
             f"'{file.path}' does not say what it holds ({error}); use another checkpoint"
         ) from error
-    return Content(found, next((tensor.dtype for tensor in file.tensors.values()), ""))
+    return found

@@ -8,15 +8,20 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from llmq.base.errors import LlmqError, warn
-from llmq.base.files import retired_path, sync_directory
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.files import disk_errors, make_directory, retired_path, sync_directory
 from llmq.checkpoint.manifest import MANIFEST
+from llmq.runtime.processes import processes
 
+SHARED_SECONDS = 10.0  # until a file of one machine is seen by all, on a network's file system
 _UNFINISHED = re.compile(r"step_\d{8,}(\.\d+)?\.tmp")
 _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)?|\..+\.llmq-tmp")
 
@@ -36,6 +41,46 @@ def discard(directory: Path, step: int) -> None:
     path = unfinished(directory, step)
     if _is_own(path):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def check_shared(directory: Path, seconds: float = SHARED_SECONDS) -> None:
+    """ConfigError unless all processes of a run see the same directory of checkpoints.
+
+    The first one leaves a file in it for a moment, which the others must see within so many
+    seconds. All processes call it. DiskError where the file cannot be written.
+    """
+    group = processes()
+    if group.count == 1:
+        return
+    name = group.share(f".llmq-{secrets.token_hex(8)}")
+    try:
+        group.on_first(lambda: _leave(directory / name))
+        group.each(lambda: _expect(directory / name, seconds))
+    finally:
+        if group.first:
+            with suppress(OSError):
+                (directory / name).unlink()
+
+
+def _leave(path: Path) -> None:
+    with disk_errors(path.parent):
+        make_directory(path.parent)
+        path.touch()
+
+
+def _expect(path: Path, seconds: float) -> None:
+    with disk_errors(path.parent):
+        make_directory(path.parent)  # a network's client may remember that it was not there
+    end = time.monotonic() + seconds
+    while path.name not in (entry.name for entry in entries(path.parent)):  # which asks a server
+        if time.monotonic() > end:
+            group = processes()
+            raise ConfigError(
+                f"--checkpoint-dir: '{path.parent}' is another directory here than for process 0 "
+                f"on machine '{group.machines[0]}': a run over several machines needs one that "
+                "all of them share"
+            )
+        time.sleep(0.05)
 
 
 def entries(directory: Path) -> list[Path]:

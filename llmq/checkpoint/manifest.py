@@ -145,8 +145,6 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
     ]
     if not isinstance(document.get("tokenizer"), str | None):
         problems.append("tokenizer is no text")
-    if "machines" in document["distributed"] and not any(problems):
-        problems.append(_wrong_machines(document))
     if any(problems):
         return next(filter(None, problems))
     if not isinstance(document["run"]["state"].get("history", {}), dict):
@@ -156,15 +154,6 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
         return f"it names '{outside[0]}', which is not in its directory"
     others = [name for entry in document["files"] for name in entry.keys() - _FILE.keys()]
     return f"a file of it has a field '{others[0]}'" if others else None
-
-
-def _wrong_machines(document: dict[str, Any]) -> str | None:
-    """Of a checkpoint that lies apart: every rank has a machine that has written its files."""
-    machines, world = document["distributed"]["machines"], document["distributed"]["world"]
-    if not isinstance(machines, list) or not all(isinstance(name, str) for name in machines):
-        return "its machines are no list of names"
-    ranks = (entry["rank"] for entry in document["files"])
-    return None if len(machines) == world > max(ranks, default=-1) else "ranks have no machine"
 
 
 def _wrong_types(content: Any, types: dict[str, type]) -> str | None:

@@ -15,17 +15,11 @@ from llmq.runtime.processes import processes
 
 
 class Kept(NamedTuple):
-    """A checkpoint that is there. whole: whether it looks so, on all machines together."""
+    """A checkpoint that is there. whole: whether it looks so."""
 
     path: Path
     verdict: Verdict | None
     whole: bool
-
-
-def agreed_verdict(path: Path) -> Verdict | None:
-    """The verdict on a checkpoint, of the first machine that knows one. All processes call it."""
-    found = processes().gather(read_verdict(path))
-    return next((verdict for verdict in found if verdict is not None), None)
 
 
 def newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
@@ -42,7 +36,7 @@ def newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
             problems.append(problem)
             passed.append(f"passed over checkpoint '{path}': {problem}")
             continue
-        verdict = agreed_verdict(path)
+        verdict = processes().on_first(lambda path=path: read_verdict(path))
         if verdict is None or verdict.good:
             return path
         bad.append((path, verdict))

@@ -19,18 +19,17 @@ from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
-from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
 from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.manifest import MANIFEST, Manifest, manifest_damage, read_manifest
+from llmq.checkpoint.manifest import MANIFEST, Manifest, manifest_damage
 from llmq.checkpoint.peft import AdapterConfig
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import doubled
 from llmq.checkpoint.retention import Kept, newest_usable, outdated
-from llmq.checkpoint.verdict import Verdict, read_verdict
-from llmq.checkpoint.verify import Part, looks_whole, seen_part
+from llmq.checkpoint.verdict import read_verdict
+from llmq.checkpoint.verify import looks_whole
 from llmq.data.identity import TokenizerId, check_recorded
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer
 from llmq.options.adapters import adapters_of
@@ -99,16 +98,6 @@ def checkpoint_step(path: Path) -> int:
     return _recorded(path).get("step", 0)
 
 
-def shared_document(path: Path) -> dict[str, Any]:
-    """What a complete checkpoint says of itself, in all processes, also where it is not on all
-    machines. All call it; LlmqError if it is damaged."""
-    group = processes()
-    there = group.together(lambda: is_complete(path))
-    first = there.index(True) if any(there) else 0
-    read = group.index == first
-    return group.together(lambda: read_manifest(path / MANIFEST) if read else None)[first]
-
-
 def saved_options(document: dict[str, Any]) -> dict[str, Any]:
     """The options of a checkpoint's run, by field, with the seed its data really has."""
     seed = document["data-loader"].get("seed")
@@ -141,13 +130,13 @@ def find_checkpoint(
 ) -> Path | None:
     """The checkpoint that --continue names, None if there is no complete one.
 
-    All processes call it, and get the same, which not all may have on their machines.
+    All processes call it, and get what the first one finds.
 
     spec: NEWEST in `directory`; a step in `directory`; or a path as for checkpoint_at. passed: as
     there.
     """
     if spec.isdecimal():
-        return _everywhere(directory).get(int(spec))
+        return _of_first(directory).get(int(spec))
     if spec == NEWEST:
         return checkpoint_at(directory, passed)
     return checkpoint_at(Path(os.path.abspath(os.path.expanduser(spec))), passed)
@@ -169,18 +158,15 @@ def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
     gets a line for each newer one. LlmqError if it is called like another step, or none is whole.
     """
     path = Path(os.path.expanduser(path))
-    if any(processes().together(lambda: is_complete(path))):
-        processes().each(lambda: _check_name(path))
+    if processes().on_first(lambda: is_complete(path)):
+        processes().on_first(lambda: _check_name(path))
         return path
-    return newest_usable(_everywhere(path), [] if passed is None else passed)
+    return newest_usable(_of_first(path), [] if passed is None else passed)
 
 
-def _everywhere(directory: Path) -> dict[int, Path]:
-    """As list_checkpoints, those of all processes."""
-    found: dict[int, Path] = {}
-    for seen in processes().together(lambda: list_checkpoints(directory)):
-        found = seen | found
-    return dict(sorted(found.items()))
+def _of_first(directory: Path) -> dict[int, Path]:
+    """As list_checkpoints, what the first process finds."""
+    return processes().on_first(lambda: list_checkpoints(directory))
 
 
 # Of a model, what changes nothing in what its weights compute.
@@ -211,11 +197,9 @@ def clean_old(
     run: RunId | None = None,
     spared: Collection[int] = (),
     interval: int = 0,
-    disks: Disks = ONE_DISK,
     found: dict[int, Kept] | None = None,
 ) -> list[Path]:
-    """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories,
-    of several disks those of the first. All processes call it.
+    """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
 
     run: whose checkpoints; those of another run stay, not counted. None: those without an id.
     keep_n: 0 or less keeps all; else see `outdated`, also about the others. saved: the step of the
@@ -227,36 +211,21 @@ def clean_old(
     gone: list[int] = []
     if keep_n > 0:
         if found is None:
-            found = kept_checkpoints(directory, run, disks)
+            found = kept_checkpoints(directory, run)
         gone = outdated(found, keep_n, major, saved, spared=spared, interval=interval)
 
-    def clean() -> list[Path]:
-        own = own_checkpoints(directory, run) if gone else {}
-        return delete([*leftovers(directory), *(own[step] for step in gone if step in own)])
-
-    return disks.each(clean)[0]
+    own = own_checkpoints(directory, run) if gone else {}
+    return delete([*leftovers(directory), *(own[step] for step in gone if step in own)])
 
 
-def kept_checkpoints(
-    directory: Path, run: RunId | None, disks: Disks = ONE_DISK
-) -> dict[int, Kept]:
-    """By step those of this run that were not renamed, on all disks. All processes call it."""
-
-    def here() -> dict[int, tuple[Path, Verdict | None, Part | None]]:
-        own = own_checkpoints(directory, run).items()
-        return {step: (path, read_verdict(path), seen_part(path)) for step, path in own}
-
-    of_disks = disks.each(here)
-    found = {}
-    for step in sorted({step for own in of_disks for step in own}):
-        paths, verdicts, parts = zip(*(own[step] for own in of_disks if step in own), strict=True)
-        verdict = next((verdict for verdict in verdicts if verdict is not None), None)
-        found[step] = Kept(paths[0], verdict, looks_whole(parts))
-    return found
+def kept_checkpoints(directory: Path, run: RunId | None) -> dict[int, Kept]:
+    """By step those of this run that were not renamed."""
+    own = own_checkpoints(directory, run).items()
+    return {step: Kept(path, read_verdict(path), looks_whole(path)) for step, path in own}
 
 
 def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
-    """By step those of this run that were not renamed, where this process looks."""
+    """By step those of this run that were not renamed, whole or not."""
     found = checkpoints_by_name(directory).items()
     return {step: path for step, path in found if _may_go(path, step, run)}
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.base.run_id import RunId
-from llmq.checkpoint.disks import Disks
 from llmq.checkpoint.retention import Kept, forget_pages, outdated
 from llmq.checkpoint.store import clean_old, kept_checkpoints
-from llmq.checkpoint.verify import hash_share, problem_of
+from llmq.checkpoint.verify import problem_of
 from llmq.options.options import TrainConfig
+from llmq.runtime.processes import Processes
 
 
 class Cleaned(NamedTuple):
@@ -44,35 +44,25 @@ class Cleaning(NamedTuple):
         interval = self.config.ckpt_interval if self.config.guard == "rollback" else 0
         return {"spared": self.spared, "interval": interval}
 
-    def reads_back(self, disks: Disks) -> bool:
-        """Whether the newest has to be read back, because others would go. All processes of disks
-        call it."""
-        return self.unread is not None and self._would_delete(self._found(disks))
-
-    def _found(self, disks: Disks) -> dict[int, Kept]:
+    def _found(self) -> dict[int, Kept]:
         """What is there, if some of it may have to go."""
         if self.config.ckpt_keep_n <= 0:
             return {}
-        return kept_checkpoints(self.config.checkpoint_dir, self.run, disks)
+        return kept_checkpoints(self.config.checkpoint_dir, self.run)
 
     def _would_delete(self, found: dict[int, Kept]) -> bool:
         return bool(found and outdated(found, *self._keep, **self._besides))
 
-    def hash_share(self, disks: Disks) -> None:
-        """Read back what `clean` asks this process for, in any thread."""
-        forget_pages(self.unread)
-        hash_share(self.unread, *disks.place)
-
-    def clean(self, disks: Disks) -> Cleaned:
-        """Delete what is too old, if the newest is whole. All processes of disks call it."""
-        found = self._found(disks)
+    def clean(self, group: Processes) -> Cleaned:
+        """Delete what is too old, if the newest is whole. All processes of the group call it."""
+        found = group.on_first(self._found)
         read = self.unread is not None and self._would_delete(found)
         if read:
             forget_pages(self.unread)
-            problem = problem_of(self.unread, disks.group)
+            problem = problem_of(self.unread, group)
             if problem is not None:
                 return Cleaned(problem, 0, read)
         where = self.config.checkpoint_dir
-        how = self._besides | {"disks": disks, "found": found}
-        removed = clean_old(where, *self._keep, self.run, **how)
+        how = self._besides | {"found": found}
+        removed = group.on_first(lambda: clean_old(where, *self._keep, self.run, **how))
         return Cleaned(None, len(removed), read)

@@ -17,8 +17,7 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.store import (
     checkpoint_at,
     checkpoint_owner,
-    saved_options,
-    shared_document,
+    saved_log,
 )
 from llmq.options.options import TrainConfig
 from llmq.train.json_log import has_records, is_damaged_log, log_owner
@@ -119,9 +118,8 @@ def _log_of_checkpoint(name: str) -> Iterator[Path]:
     with suppress(LlmqError):  # of a checkpoint that is damaged
         checkpoint = checkpoint_at(TrainConfig(name=name).normalized().checkpoint_dir)
         if checkpoint is not None:
-            log = Path(saved_options(shared_document(checkpoint)).get("log_file") or "")
-            owner = checkpoint_owner(checkpoint)
-            if owner is not None and has_records(log) and _is_of(log, owner):
+            log, owner = saved_log(checkpoint), checkpoint_owner(checkpoint)
+            if None not in (log, owner) and has_records(log) and _is_of(log, owner):
                 yield log
 
 

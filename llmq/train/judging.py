@@ -7,10 +7,10 @@ from pathlib import Path
 
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
-from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.retention import newest_good
 from llmq.checkpoint.store import checkpoint_step, kept_checkpoints
 from llmq.model.step import Result
+from llmq.runtime.processes import processes
 from llmq.train.diagnose import UpdateCheck
 from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
 from llmq.train.history import History
@@ -93,12 +93,11 @@ class Judging:
         trainer, guard, config = self.trainer, self.guard, self.trainer.config
         bad, before = guard.trouble, trainer.steps_done
 
-        found = kept_checkpoints(config.checkpoint_dir, trainer.run, trainer.disks)
+        where = (config.checkpoint_dir, trainer.run)
+        found = processes().on_first(lambda: kept_checkpoints(*where))
         path = newest_good(found, lambda at: at <= bad and at % config.ckpt_interval == 0)
         if path is None and guard.origin is not None:
             path = Path(guard.origin)
-        if path is not None:
-            bring_manifest(path, trainer.disks, config.checkpoint_dir)
         to = 0 if path is None else checkpoint_step(path)
         if not guard.may_go_back(to):
             again = "begin again" if path is None else "go on from there"

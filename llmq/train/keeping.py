@@ -46,7 +46,7 @@ class Keeping:
         """wrote: gets the seconds of each that was written in the background."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config = trainer.config
-        self._saver = Saver(trainer.ranks, self.config.checkpoint_dir, trainer.disks)
+        self._saver = Saver(trainer.ranks, self.config.checkpoint_dir)
         self._wrote = wrote
         self.saved_at: int | None = None
         self.writing: int | None = None
@@ -64,7 +64,8 @@ class Keeping:
         """After loading the checkpoint of this step, of whatever directory."""
         self.saved_at, self.late, self._unread, self._followed = step, False, None, None
         self._open, self._bad = {}, {}
-        known = kept_checkpoints(self.config.checkpoint_dir, self.trainer.run, self.trainer.disks)
+        where = (self.config.checkpoint_dir, self.trainer.run)
+        known = processes().on_first(lambda: kept_checkpoints(*where))
         for at, (path, verdict, _) in known.items():
             if at <= step and (verdict is None or not verdict.good):
                 self._open[at] = path
@@ -260,13 +261,12 @@ class Keeping:
             self._note(path, Verdict(False, 0, reason, level=-1))
 
     def _note(self, path: Path, verdict: Verdict) -> None:
-        """Write a verdict on every disk, when its checkpoint is there; all processes have come to
-        the same."""
+        """Write a verdict, when its checkpoint is there; all processes have come to the same."""
         writing = self.writing
         if writing is not None and path == checkpoint_path(self.config.checkpoint_dir, writing):
             self._verdict = verdict
             return
-        if not self.trainer.disks.leads:
+        if not processes().first:
             return
         try:
             mine = self.trainer.run.owns(checkpoint_owner(path))
@@ -285,7 +285,7 @@ class Keeping:
         cleaning = self._cleaning(self.saved_at, self._unread)
         self._unclean = self._saver.busy
         if not self.config.ckpt_background:
-            cleaned = cleaning.clean(self.trainer.disks)
+            cleaned = cleaning.clean(processes())
             self._take_cleaned(self.saved_at, self._unread, cleaned)
         elif not self._unclean:
             self._saver.clean(cleaning)

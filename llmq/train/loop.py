@@ -18,7 +18,7 @@ from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
-from llmq.checkpoint.disks import Disks, find_disks
+from llmq.checkpoint.folder import check_shared
 from llmq.model.step import Result
 from llmq.options.options import TrainConfig
 from llmq.plan.disk import checkpoint_bytes
@@ -82,11 +82,11 @@ def run_training(
     them.on_first(lambda: check_writable("--out-dir", config.out_dir))
     them.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
     with ExitStack() as stack:
-        disks = find_disks(config.checkpoint_dir)
-        disks.here(lambda: stack.enter_context(locked_places(config, first=them.first)))
-        checkpoint = them.each(lambda: checkpoint_to_continue(config, disks))
+        check_shared(config.checkpoint_dir)
+        them.on_first(lambda: stack.enter_context(locked_places(config)))
+        checkpoint = them.each(lambda: checkpoint_to_continue(config))
         run = them.on_first(lambda: run_id(config, checkpoint))
-        _run_locked(config, model, model_dir, argv, run, disks, checkpoint, final_seconds)
+        _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 
 def _run_locked(
@@ -95,7 +95,6 @@ def _run_locked(
     model_dir: Path | None,
     argv: list[str],
     identity: RunId,
-    disks: Disks,
     checkpoint: Path | None,
     final_seconds: float,
 ) -> None:
@@ -103,30 +102,28 @@ def _run_locked(
     start = time.monotonic()
     them = processes()
     where = (config, identity, model_dir, checkpoint)
-    strangers = disks.here(lambda: things_in_the_way(*where, first=them.first))
+    strangers = them.on_first(lambda: things_in_the_way(*where))
     host_memory_before = available_host_memory()
     tokenizer = them.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
         trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
-        trainer.run, trainer.disks = identity, disks
+        trainer.run = identity
         them.each(lambda: check_data(trainer))
         material = run_end.enter_context(closing(them.each(lambda: read_material(trainer))))
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
         kept = (config.keep_best, config.checkpoint_dir)
-        best = them.each(lambda: Best(*kept, material.metrics, disks))
+        best = them.each(lambda: Best(*kept, material.metrics))
         length = (trainer.total_steps, trainer.steps_per_epoch)
         on_cpu = trainer.dev.kind == "host"
         where = {"machines": trainer.machine.world.num_machines, "on_cpu": on_cpu}
         warn(run_warnings(config, trainer.world_size, *length, **where))
-        found = (checkpoint, strangers)
-        moved = disks.each(lambda: clear_places(config, *found, first=them.first))[0]
+        moved = them.on_first(lambda: clear_places(config, checkpoint, strangers))
         path = config.log_file if them.first else Path(os.devnull)
         log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds, start)
         try:
-            notes = disks.lines(config.checkpoint_dir, trainer.machine.world)
-            run.announce(argv, checkpoint, notes + moved + fork_lines(identity, checkpoint))
+            run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
             run.load(checkpoint)
             announce_data(trainer, reporter, material.sets)
@@ -236,7 +233,7 @@ class _Run:
         self.first = trainer.steps_done
         if self.first < trainer.total_steps:
             where = (self.config, trainer.run, self.first)
-            for line in trainer.disks.each(lambda: move_aside(undone_checkpoints(*where)))[0]:
+            for line in processes().on_first(lambda: move_aside(undone_checkpoints(*where))):
                 self.reporter.message(line, self.first)
         while trainer.steps_done < trainer.total_steps or self._goes_back():
             if self.guard.is_due(trainer.steps_done):

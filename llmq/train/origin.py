@@ -18,7 +18,6 @@ from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_bas
 from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.parts import collected
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
@@ -167,9 +166,7 @@ class Origin:
         split = Split(self.model, self.adapters, config.lora_scale)
         if checkpoint is not None:
             params = [p for s in table_of(config, self.model) for p in s.params if p.of_adapter]
-            lacking = checkpoint.lacks(BEGUN, [(p, 0, p.size) for p in params])
-            with collected(checkpoint, lacking, config.checkpoint_dir):
-                split.begun = {p.name: checkpoint.read(BEGUN, p).reshape(p.shape) for p in params}
+            split.begun = {p.name: checkpoint.read(BEGUN, p).reshape(p.shape) for p in params}
             return split
         for matrix in split.matrices:
             split.begun |= processes().on_first(

@@ -19,11 +19,9 @@ from llmq.base.files import disk_errors, free_name, make_directory
 from llmq.base.locks import LOCK, lock_beside, locked
 from llmq.base.run_id import RunId
 from llmq.checkpoint.best import NOTE, best_owner, note_is_damaged
-from llmq.checkpoint.disks import ONE_DISK, Disks
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.folder import delete, leftovers, move
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage
-from llmq.checkpoint.parts import bring_manifest
 from llmq.checkpoint.store import (
     NoCheckpoint,
     checkpoint_owner,
@@ -39,15 +37,11 @@ from llmq.train.json_log import has_records, is_damaged_log, log_owner
 
 
 @contextmanager
-def locked_places(config: TrainConfig, *, first: bool = True) -> Iterator[None]:
-    """Keep other runs from writing to the same checkpoints, model and log during the block.
-
-    first: whether this process writes model and log.
-    """
+def locked_places(config: TrainConfig) -> Iterator[None]:
+    """Keep other runs from writing to the same checkpoints, model and log during the block."""
     # Its folder may be a mount point that several machines share, so its lock lies inside.
     locks = [(config.checkpoint_dir / LOCK, "--checkpoint-dir", config.checkpoint_dir)]
-    others = [("--out-dir", config.out_dir), ("--log-file", config.log_file)] if first else []
-    for flag, path in others:
+    for flag, path in (("--out-dir", config.out_dir), ("--log-file", config.log_file)):
         if path.is_file() or path.is_dir() or not path.exists():  # no device such as /dev/null
             whole = Path(os.path.realpath(path))  # of a link to itself, too
             locks.append((lock_beside(whole), flag, path))
@@ -57,19 +51,15 @@ def locked_places(config: TrainConfig, *, first: bool = True) -> Iterator[None]:
         yield
 
 
-def checkpoint_to_continue(config: TrainConfig, disks: Disks = ONE_DISK) -> Path | None:
-    """What --continue names; without one, or with none there to be the newest, None.
-
-    All processes call it; afterwards its manifest is on all disks.
-    """
+def checkpoint_to_continue(config: TrainConfig) -> Path | None:
+    """What --continue names; without one, or with none there to be the newest, None. All processes
+    call it."""
     if config.continue_from is None:
         return None
     passed: list[str] = []
     found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed)
     warn(f"--continue: {line}" for line in passed)
-    if found is not None:
-        bring_manifest(found, disks, config.checkpoint_dir)
-    else:
+    if found is None:
         if config.continue_from != NEWEST:
             raise NoCheckpoint(config.checkpoint_dir, config.continue_from)
         problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
@@ -109,9 +99,9 @@ class Found(NamedTuple):
     owner: RunId | None
 
 
-def everything_there(config: TrainConfig, *, first: bool = True) -> Iterator[Found]:
+def everything_there(config: TrainConfig) -> Iterator[Found]:
     """What lies in the places of a run, whoever wrote it, but for damaged checkpoints and their
-    damaged note, which are nobody's. first: as of locked_places."""
+    damaged note, which are nobody's."""
     damaged = damaged_checkpoints(config.checkpoint_dir)
     for path in checkpoints_by_name(config.checkpoint_dir).values():
         if path not in damaged:
@@ -119,8 +109,6 @@ def everything_there(config: TrainConfig, *, first: bool = True) -> Iterator[Fou
     best = config.checkpoint_dir / NOTE
     if best.is_file() and not note_is_damaged(config.checkpoint_dir):
         yield Found("--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir))
-    if not first:
-        return
     files = exported_files(config.out_dir)
     if files:
         yield Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))
@@ -134,18 +122,16 @@ def things_in_the_way(
     run: RunId,
     model_dir: Path | None,
     checkpoint: Path | None = None,
-    *,
-    first: bool = True,
 ) -> list[Found]:
     """What another run wrote to the places of this one, to be moved aside.
 
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
     from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them,
-    and LlmqError if the checkpoint that it begins with is damaged. first: as of locked_places.
+    and LlmqError if the checkpoint that it begins with is damaged.
     """
     if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
         raise LlmqError(damage)
-    there = everything_there(config, first=first)
+    there = everything_there(config)
     strangers = [found for found in there if not run.owns(found.owner)]
     if _has_damaged_log(config, checkpoint):
         strangers = [found for found in strangers if found.flag != "--log-file"]
@@ -170,22 +156,18 @@ def things_in_the_way(
     return strangers
 
 
-def clear_places(
-    config: TrainConfig, checkpoint: Path | None, strangers: list[Found], *, first: bool
-) -> list[str]:
+def clear_places(config: TrainConfig, checkpoint: Path | None, strangers: list[Found]) -> list[str]:
     """Just before a run writes to its places: set aside what is damaged, move strangers away, and
-    delete what a killed run has left unfinished; lines as of move_aside.
-
-    first: as of locked_places. LlmqError where the disk refuses.
-    """
+    delete what a killed run has left unfinished; lines as of move_aside. LlmqError where the disk
+    refuses."""
     # The kept copy of a damaged checkpoint passes for a leftover until that has another name.
-    _set_damaged_aside(config, checkpoint, first)
+    _set_damaged_aside(config, checkpoint)
     lines = move_aside(strangers)
     delete(leftovers(config.checkpoint_dir))
     return lines
 
 
-def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None, first: bool) -> None:
+def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
     """Give what is damaged in the places of a run another name beside it, with a warning for each.
 
     Of a log only what lies where the run of `checkpoint` wrote its own: anything else may be a slip
@@ -195,7 +177,7 @@ def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None, first: bool
     if note_is_damaged(config.checkpoint_dir):
         note = config.checkpoint_dir / NOTE
         found[note] = "it is no note of the best checkpoint"
-    if first and _has_damaged_log(config, checkpoint):
+    if _has_damaged_log(config, checkpoint):
         found[config.log_file] = "it is no log"
     for path, why in found.items():
         target = free_name(path, "damaged")

@@ -12,7 +12,6 @@ from llmq.checkpoint.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     FileEntry,
-    slab_ranges,
 )
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
@@ -92,15 +91,6 @@ class Rank:
         """Write this rank's files of a checkpoint."""
         groups = self.step.stored_state().items()
         return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
-
-    def lacks(self, reader: CheckpointReader) -> set[str]:
-        """Names of the files of a checkpoint that this rank reads and that are on other disks."""
-        return {
-            name
-            for group, pieces in self.step.stored_state().items()
-            for piece in pieces
-            for name in reader.lacks(group, slab_ranges(group, piece.slab, piece.start, piece.stop))
-        }
 
     def read(self, reader: CheckpointReader) -> None:
         """Take this rank's part of a checkpoint; all ranks do."""

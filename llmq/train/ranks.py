@@ -15,7 +15,6 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import DiskError
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, FileEntry
-from llmq.checkpoint.parts import collected
 from llmq.checkpoint.shards import assemble, parts_of
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
@@ -268,14 +267,9 @@ class Ranks:
         """What a checkpoint's manifest holds: the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
-    def read(self, reader: CheckpointReader, directory: Path) -> None:
-        """Take the state of a checkpoint of any number of ranks, in formats that were checked.
-
-        directory: where files of other machines lie meanwhile.
-        """
-        lacking = self.run("looking into the checkpoint", lambda rank: rank.lacks(reader))
-        with collected(reader, set().union(*lacking), directory):
-            self.run("loading the checkpoint", lambda rank: rank.read(reader))
+    def read(self, reader: CheckpointReader) -> None:
+        """Take the state of a checkpoint of any number of ranks, in formats that were checked."""
+        self.run("loading the checkpoint", lambda rank: rank.read(reader))
 
     def load(
         self, read: Callable[[Param], np.ndarray | None], elements: Elements | None = None

@@ -8,12 +8,13 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, warn
 from llmq.base.run_id import RunId
+from llmq.checkpoint.folder import check_shared
+from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.checkpoint.store import (
     NoCheckpoint,
     checkpoint_owner,
     find_checkpoint,
     saved_options,
-    shared_document,
 )
 from llmq.options.command_line import fewest_values, flag
 from llmq.options.option_types import NEWEST
@@ -40,6 +41,8 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     where = {name: given[name] for name in ("name", "checkpoint_dir") if name in given}
     directory = TrainConfig(**where).normalized().checkpoint_dir
+    if spec == NEWEST or spec.isdecimal():
+        check_shared(directory)
     checkpoint = find_checkpoint(directory, spec)
     if checkpoint is None:
         if spec != NEWEST and "model" not in given:
@@ -50,7 +53,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 "give the --name or the --checkpoint-dir of a run, or all options of a new one"
             )
         return {}
-    document = shared_document(checkpoint)
+    document = processes().on_first(lambda: read_manifest(checkpoint / MANIFEST))
     saved, owner = _known(saved_options(document), checkpoint), RunId.of(document["run"])
     log = processes().on_first(lambda: _log_of(saved, owner))  # before what may differ is looked at
     saved.pop("adapter", None)  # the checkpoint has gone on from it

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 from llmq.base.errors import DiskError
 from llmq.base.signals import ending_signals
 from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry
-from llmq.checkpoint.disks import HERE, Disks
 from llmq.checkpoint.folder import discard
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.parts import commit_together
 from llmq.checkpoint.shards import write_group
-from llmq.runtime.processes import Outcome, processes
+from llmq.runtime.processes import ALONE, Outcome, processes
 from llmq.state.pieces import Piece
 from llmq.train.cleaning import Cleaned, Cleaning
 from llmq.train.ranks import Ranks
@@ -57,14 +55,13 @@ class Saver:
 
     Threads copy, hash and write; what needs MPI is done by those who call, between two steps. Each
     process writes the files of its ranks, and when all have, the thread of the first one commits,
-    reads back and deletes. With a single process that follows at once. On several disks those who
-    call do it, in a moment: all that is long is to hash, which the threads have done by then. All
-    methods but `stop` are called by all processes alike, with the same arguments.
+    reads back and deletes. With a single process that follows at once. All methods but `stop` are
+    called by all processes alike, with the same arguments.
     """
 
-    def __init__(self, ranks: Ranks, directory: Path, disks: Disks):
-        """directory: of checkpoints, on these disks."""
-        self._ranks, self._directory, self._disks = ranks, directory, disks
+    def __init__(self, ranks: Ranks, directory: Path):
+        """directory: of checkpoints."""
+        self._ranks, self._directory = ranks, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
         # What follows when the threads of all processes have ended; gets the outcome of this one's.
@@ -92,10 +89,7 @@ class Saver:
     def clean(self, cleaning: Cleaning) -> None:
         """Begin to delete, between checkpoints."""
         self._step, self._start, self._copied = None, time.monotonic(), True
-        if self._disks.apart:
-            self._clean_apart(cleaning, None)
-        else:
-            self._on_first(lambda: self._done(cleaned=cleaning.clean(HERE)))
+        self._on_first(lambda: self._done(cleaned=cleaning.clean(ALONE)))
 
     def _on_first(self, work: Callable[[], Done]) -> None:
         """Begin what the first process's thread does for all."""
@@ -140,7 +134,7 @@ class Saver:
             path = self._writer(self._ranks.world.base).commit(manifest, files)
         except DiskError as error:
             return self._done(error=error)
-        return self._done(path, cleaned=cleaning.clean(HERE))
+        return self._done(path, cleaned=cleaning.clean(ALONE))
 
     def _writer(self, rank: int) -> CheckpointWriter:
         return CheckpointWriter(self._directory, self._step, rank, self._ranks.world_size)
@@ -206,30 +200,15 @@ class Saver:
         """When the threads of several processes have written their files, or could not."""
         try:
             of_processes = processes().together(partial(_value, outcome))
-            files = [entry for found in of_processes for entry in found]
-            if not self._disks.apart:
-                self._on_first(lambda: self._last(manifest, cleaning, files))
-                return None
-            writer = processes().each(lambda: self._writer(self._ranks.world.base))
-            path = commit_together(writer, manifest, files, self._disks, self._ranks.world)
         except BaseException as error:
-            if self._disks.leads:
+            if processes().first:
                 self._discard()
             if not isinstance(error, DiskError):
                 raise
             return self._done(error=error)
-        self._clean_apart(cleaning, path)
+        files = [entry for found in of_processes for entry in found]
+        self._on_first(lambda: self._last(manifest, cleaning, files))
         return None
-
-    def _clean_apart(self, cleaning: Cleaning, path: Path | None) -> None:
-        """Begin to delete what is too old on several disks. path: of what was committed."""
-
-        def clean(outcome: Outcome) -> Done:
-            processes().together(partial(_value, outcome))
-            return self._done(path, cleaned=cleaning.clean(self._disks))
-
-        reads = cleaning.reads_back(self._disks)
-        self._begin(lambda: cleaning.hash_share(self._disks) if reads else None, clean)
 
     def _all_have(self, wait: bool) -> bool:
         """Whether the threads of all processes have ended."""

@@ -16,10 +16,9 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.changes import changed_options
-from llmq.checkpoint.disks import ONE_DISK
+from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.parts import commit_together, open_together
 from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.data.identity import TokenizerId
@@ -68,7 +67,7 @@ class Trainer:
     of the run, resumed ones included. validated_at: how many they were at the last validation.
     history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
     checkpoints and exports; after `load` that of the checkpoint, or of a fork under another name.
-    tokenizer_id: what made the data, None if that is not known. disks: of the checkpoints.
+    tokenizer_id: what made the data, None if that is not known.
     """
 
     def __init__(self, **options: Any):
@@ -109,7 +108,7 @@ class Trainer:
     ) -> None:
         model = with_tokens_of(config, model, model_dir, tokenizer_id)
         self.config, self.model, self.model_dir = config, model, model_dir
-        self.run, self.disks = RunId.new(config.name), ONE_DISK
+        self.run = RunId.new(config.name)
         self.tokenizer_id = tokenizer_id
         self.steps_done = 0
         self._steps_of_epochs: int | None = None
@@ -289,8 +288,8 @@ class Trainer:
         """Write a checkpoint of everything into directory/step_…; None: --checkpoint-dir."""
         directory = self.config.checkpoint_dir if directory is None else Path(directory)
         writer, files = self.ranks.write(directory, self.steps_done)
-        world = self.machine.world
-        return commit_together(writer, self.manifest(), files, self.disks, world)
+        manifest = self.manifest()
+        return processes().on_first(lambda: writer.commit(manifest, files))
 
     def manifest(self) -> Manifest:
         """What a checkpoint of this moment says of itself; all processes call it."""
@@ -312,7 +311,7 @@ class Trainer:
         warn(passed)
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
-        with open_together(found) as reader:
+        with processes().each(lambda: CheckpointReader(found)) as reader:
             made = TokenizerId.from_record(reader.manifest.tokenizer_id)
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
@@ -329,7 +328,7 @@ class Trainer:
             warn(changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
                 self._origin.load(self.ranks, reader)
-            self.ranks.read(reader, self.config.checkpoint_dir)
+            self.ranks.read(reader)
             self.tokenizer_id = self.tokenizer_id or made
             self.steps_done, self._steps_of_epochs = reader.step, None
             self.validated_at = reader.manifest.state.get("validated_at")
