@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from llmq.checkpoint.checkpoint import CheckpointWriter
-from llmq.checkpoint.verdict import read_verdict
-from llmq.train import cleaning, keeping, saving
+from llmq.checkpoint.store import read_verdict
+from llmq.train import checkpoints, saving
 from llmq.train.loop import _Run
 from tests.runs import make_workplace, records, signal_after, train
 from tests.test_guard import exploding
@@ -115,7 +115,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(monkeypatch, capsys):
     gate = Gate(monkeypatch, 2)
 
     def later(run):
-        assert gate.held.wait(20) and run.keeping.writing == 2
+        assert gate.held.wait(20) and run.checkpoints.writing == 2
         assert kept() == []
         gate.open.set()
 
@@ -143,7 +143,7 @@ def open_after(gate, seconds):
 
 
 def test_an_interval_that_is_too_short_waits_and_says_so_once(monkeypatch, capsys):
-    monkeypatch.setattr(keeping, "SHORT_WAIT", 0.05)
+    monkeypatch.setattr(checkpoints, "SHORT_WAIT", 0.05)
     gate = Gate(monkeypatch, 1, 2)
     at_step(monkeypatch, 1, lambda run: open_after(gate, 0.2))
     assert train(**SHORT, steps=4, ckpt_interval=1, ckpt_keep_n=0) == 0
@@ -207,7 +207,7 @@ def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
             file = path / "adam.m.shard_000_of_001.safetensors"
             file.write_bytes(file.read_bytes()[:-1] + b"x")
 
-    monkeypatch.setattr(cleaning, "forget_pages", damage)
+    monkeypatch.setattr(checkpoints, "forget_pages", damage)
     assert train(**SHORT, steps=9, ckpt_interval=2, ckpt_keep_n=1) == 0
     out = capsys.readouterr().out
     assert "WARNING: the checkpoint of step 8 could not be read back, older ones stay: " in out

@@ -29,15 +29,17 @@ from llmq.checkpoint.checkpoint import (
     FileEntry,
     slab_ranges,
 )
+from llmq.checkpoint.export import export_checkpoint
 from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
+from llmq.checkpoint.retention import outdated
 from llmq.checkpoint.safetensors_file import HashingSink
 from llmq.checkpoint.store import (
     checkpoint_at,
-    clean_old,
-    export_checkpoint,
+    delete_old,
     find_checkpoint,
+    kept_checkpoints,
     list_checkpoints,
 )
 from llmq.data.identity import TokenizerId
@@ -623,6 +625,12 @@ def test_a_stop_in_the_middle_of_replacing_leaves_a_checkpoint(tmp_path, monkeyp
 def crash_between_renames(temporary, path):
     os.rename(path, path.with_name(path.name + ".llmq-old"))
     os.rename(temporary, path)
+
+
+def clean_old(directory, keep_n, major, saved):
+    """Delete what --ckpt-keep-n and --ckpt-major let go of the checkpoints without an id."""
+    gone = outdated(kept_checkpoints(directory, None), keep_n, major, saved)
+    return delete_old(directory, None, gone)
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,7 @@ COMMANDS = [
     ),
     (
         "export --out-dir o --checkpoint-dir c",
-        "checkpoint.store.export_checkpoint",
+        "checkpoint.export.export_checkpoint",
         ((Path("c"), Path("o"), "bf16"), {"force": False}),
     ),
     (
@@ -419,7 +419,7 @@ def test_results_are_printed(stub, capsys):
     stub("data.tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
     assert _run("tokenize a --tokenizer bytes --out d".split()) == 0
     stub(
-        "checkpoint.store.export_checkpoint",
+        "checkpoint.export.export_checkpoint",
         result=["config.json", "model.safetensors"],
     )
     assert _run("export --out-dir o".split()) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import digest_of, manifest_damage
-from llmq.checkpoint.store import clean_old, own_checkpoints
+from llmq.checkpoint.store import delete_old, own_checkpoints
 from llmq.commands.cli import _run
 from llmq.train.find_log import find_log, log_of_run
 from llmq.train.json_log import is_damaged_log, log_owner
@@ -255,8 +255,8 @@ def test_it_is_not_the_trainers_and_is_not_deleted(how):
     damage(NEWEST, how)
     adopting = RunId("0" * 12, "llmq", adopts=True)
     assert own_checkpoints(Path("ckpt"), adopting) == {}
-    assert clean_old(Path("ckpt"), 1, 0, 2, run=adopting) == []
-    assert clean_old(Path("ckpt"), 1, 0, 2, run=None) == []
+    for run in (adopting, None):
+        assert delete_old(Path("ckpt"), run, [1, 2, 3]) == []
     given = {n.replace("-", "_"): v for n, v in options(**RUN).items() if n != "overwrite"}
     with Trainer(**given) as trainer:
         trainer.load("ckpt")

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.checkpoint.verdict import PROVEN, read_verdict
+from llmq.checkpoint.retention import PROVEN
+from llmq.checkpoint.store import read_verdict
 from llmq.commands.cli import _run
 from llmq.model.step import Result
 from llmq.options.options_io import make_config

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from llmq.base.signals import OutOfTime
+from llmq.checkpoint.retention import PROVEN, Candidates, Verdict
 from llmq.options.options_io import make_config
-from llmq.train import cleaning, requests
+from llmq.train import checkpoints, requests
 from llmq.train.requests import Requests
 from tests.runs import make_workplace, records, signal_after, train
 
@@ -72,7 +73,7 @@ def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
             content[-3] ^= 4
             file.write_bytes(content)
 
-    monkeypatch.setattr(cleaning, "forget_pages", damage)
+    monkeypatch.setattr(checkpoints, "forget_pages", damage)
     options = SHORT | {"ckpt_interval": 2, "ckpt_keep_n": 1}
     assert train(**options, steps=9) == 0
     out = capsys.readouterr().out
@@ -80,11 +81,33 @@ def test_older_ones_stay_until_the_new_one_was_read_back(monkeypatch, capsys):
     assert "WARNING: the checkpoint of step 8 could not be read back, older ones stay: " in out
     assert kept() == [2, 4, 6, 8]
     calls.clear()
-    monkeypatch.setattr(cleaning, "forget_pages", lambda path: calls.append(path.name))
+    monkeypatch.setattr(checkpoints, "forget_pages", lambda path: calls.append(path.name))
     assert train(**options, steps=13, **{"continue": ""}) == 0
     out, err = capsys.readouterr()
     assert "Loading checkpoint 6" in out and "passed over checkpoint 'ckpt/step_00000008'" in err
     assert calls[0] == "step_00000008" and kept() == [2, 10, 12], "2 is about to be a good one"
+
+
+def test_what_steps_say_of_the_checkpoints_before_them():
+    paths = {step: Path(f"step_{step}") for step in (10, 20, 30)}
+    known = Candidates()
+    known.add(
+        10, paths[10], Verdict(False, 1, "step 11 was bad", level=0)
+    )  # found by a resumed run
+    known.add(20, paths[20])
+    assert known.after_good(15, last_bad=11, level=1) == {} and known.followed == 10
+    assert known.after_bad(24, "its loss", level=1) == [
+        (paths[20], Verdict(False, 4, "step 24 was bad: its loss", 1))
+    ], "once bad, a checkpoint is told of no other bad step"
+    known.add(30, paths[30])
+    assert known.after_good(24 + PROVEN - 1, last_bad=24, level=1) == {}
+    good = Verdict(True, PROVEN, level=1)
+    assert known.after_good(24 + PROVEN, 24, 1) == {paths[10]: None, paths[20]: good}
+    assert known.followed == 30
+    known.add(40, Path("step_40"))
+    known.after_good(40, 24, 1)
+    known.lose(40)
+    assert known.followed == 30 and known.drop(40) is None and known.drop(30) == paths[30]
 
 
 @pytest.mark.parametrize("ask", ["signal", "file"])

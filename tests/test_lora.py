@@ -17,8 +17,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from llmq.base.errors import ConfigError, LlmqError
+from llmq.checkpoint.export import export_checkpoint
 from llmq.checkpoint.merge import merge_adapter
-from llmq.checkpoint.store import export_checkpoint
 from llmq.options.cards import card_of
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset

@@ -18,8 +18,8 @@ from llmq.runtime.processes import processes
 NOTE = "best.json"
 _HIGHER = ("acc", "acc_norm")  # metrics of which more is better
 
-Found = dict[str, tuple[float, int]]
-"""Numbers by name, each with how much it was measured on: tokens or items."""
+Measured = dict[str, tuple[float, int]]
+"""Metrics by name, each with how much it was measured on: tokens or items."""
 
 
 class Best:
@@ -56,9 +56,9 @@ class Best:
         there = found[0] <= steps_done and found[0] in checkpoints_by_name(self.directory)
         return found[:3] if there else None
 
-    def improves(self, found: Found) -> bool:
+    def improves(self, measured: Measured) -> bool:
         """Whether the metric is among these numbers, and better than before."""
-        value, size = found.get(self.metric, (math.nan, 0))
+        value, size = measured.get(self.metric, (math.nan, 0))
         if not math.isfinite(value):
             return False
         if self.step is None:
@@ -67,10 +67,10 @@ class Best:
         better = value > self._value if higher else value < self._value
         return better and size == self._size
 
-    def note(self, found: Found, step: int, run: RunId) -> None:
+    def note(self, measured: Measured, step: int, run: RunId) -> None:
         """The checkpoint of this step, which is there, is the best from now on. All processes call
         it; DiskError where it cannot be noted."""
-        self.step, (self._value, self._size) = step, found[self.metric]
+        self.step, (self._value, self._size) = step, measured[self.metric]
         note = {
             "metric": self.metric,
             "value": self._value,

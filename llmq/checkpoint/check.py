@@ -15,12 +15,13 @@ import numpy as np
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.export import saved_slabs
 from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
 from llmq.checkpoint.safetensors_file import SafetensorsFile
-from llmq.checkpoint.store import list_checkpoints, saved_slabs
+from llmq.checkpoint.store import list_checkpoints
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path

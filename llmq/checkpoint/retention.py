@@ -1,20 +1,29 @@
-"""Which checkpoints of a run stay, and which one a run goes on from."""
+"""Which checkpoints of a run stay, by what is known of them.
+
+A checkpoint is good when the PROVEN steps after it were. One that a bad step followed before is bad
+until as many good steps have followed that one. Without a verdict it is not known yet.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from llmq.base.errors import LlmqError
-from llmq.checkpoint.verdict import PROVEN, Verdict, read_verdict
-from llmq.checkpoint.verify import problem_of
-from llmq.runtime.processes import processes
+PROVEN = 20  # steps
 
 
-class Kept(NamedTuple):
+class Verdict(NamedTuple):
+    """good: whether PROVEN steps after the checkpoint were. steps: good ones directly after it.
+    reason: why it is not good. level: Guard.level of these steps; -1: it cannot become good."""
+
+    good: bool
+    steps: int
+    reason: str = ""
+    level: int = 0
+
+
+class CheckpointInfo(NamedTuple):
     """A checkpoint that is there. whole: whether it looks so."""
 
     path: Path
@@ -22,48 +31,8 @@ class Kept(NamedTuple):
     whole: bool
 
 
-def newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
-    """Of complete checkpoints by step, the newest that is whole and not known to be bad.
-
-    passed: gets a line for each newer one. If all are bad, the newest after which a step was good,
-    or just the newest. LlmqError if there are some and none is whole. All processes call it, with
-    the same.
-    """
-    problems, bad = [], []
-    for _, path in sorted(found.items(), reverse=True):
-        problem = problem_of(path)
-        if problem is not None:
-            problems.append(problem)
-            passed.append(f"passed over checkpoint '{path}': {problem}")
-            continue
-        verdict = processes().on_first(lambda path=path: read_verdict(path))
-        if verdict is None or verdict.good:
-            return path
-        bad.append((path, verdict))
-        passed.append(f"passed over checkpoint '{path}': {verdict.reason}")
-    if not found:
-        return None
-    if not bad:
-        raise LlmqError(f"none of the {len(found)} checkpoints is whole; the newest: {problems[0]}")
-    path, verdict = next((pair for pair in bad if pair[1].steps > 0), bad[0])
-    why = "the newest after which a step was good" if verdict.steps else "the newest"
-    passed.append(f"all checkpoints are known to be bad: taking '{path}', {why}")
-    return path
-
-
-def newest_good(found: dict[int, Kept], wanted: Callable[[int], bool]) -> Path | None:
-    """The newest that is known to be good, of the steps that are wanted, and whole.
-
-    All processes call it, with the same.
-    """
-    for step, (path, verdict, _) in sorted(found.items(), reverse=True):
-        if wanted(step) and verdict is not None and verdict.good and problem_of(path) is None:
-            return path
-    return None
-
-
 def outdated(
-    found: dict[int, Kept],
+    found: dict[int, CheckpointInfo],
     keep_n: int,
     major: int,
     saved: int,
@@ -73,15 +42,18 @@ def outdated(
 ) -> list[int]:
     """Of a run's checkpoints by step, those that --ckpt-keep-n and --ckpt-major let go.
 
-    Steps that are multiples of major (if positive) stay and are not counted; of the others the
-    keep_n newest, where `saved` counts as the newest, also beside later ones of an abandoned run.
-    Damaged ones and those known to be bad are not counted: they go when keep_n newer ones are
-    there. Besides stay those of the steps `spared`, the newest good one of each level (what is
-    usual may have changed by divergence), and the one that will be the next; with interval also
-    the newest good one of its multiples, and all multiples of which it is not known yet: whether
-    extra ones were saved in between, by a signal, decides nothing about them.
+    keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) stay and are not
+    counted; of the others the keep_n newest, where `saved`, which was written last, counts as the
+    newest, also beside later ones of an abandoned run. Damaged ones and those known to be bad are
+    not counted: they go when keep_n newer ones are there. Besides stay those of the steps `spared`,
+    the newest good one of each level (what is usual may have changed by divergence), and the one
+    that will be the next; with interval also the newest good one of its multiples, and all
+    multiples of which it is not known yet: whether extra ones were saved in between, by a signal,
+    decides nothing about them.
     """
-    verdicts = {step: kept.verdict for step, kept in found.items()}
+    if keep_n <= 0:
+        return []
+    verdicts = {step: info.verdict for step, info in found.items()}
     good = {
         step: verdict.level
         for step, verdict in sorted(verdicts.items())
@@ -129,13 +101,52 @@ def left_at_end(steps: list[int], keep_n: int, major: int, interval: int = 0) ->
     return left
 
 
-def forget_pages(path: Path) -> None:
-    """Have the system drop what it holds in memory of a checkpoint's files, if it can: then they
-    are read from the disk."""
-    with suppress(OSError, AttributeError):
-        for file in path.iterdir():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+class Candidates:
+    """The checkpoints of a run that may become good, and what the steps after them say of them.
+
+    followed: step of the newest after which a step was good.
+    """
+
+    def __init__(self) -> None:
+        self.followed: int | None = None
+        self._paths: dict[int, Path] = {}
+        self._bad: dict[int, int] = {}  # level of those that are bad so far
+
+    def add(self, step: int, path: Path, verdict: Verdict | None = None) -> None:
+        """A checkpoint that is not known to be good. verdict: what is known of it."""
+        self._paths[step] = path
+        self._bad.pop(step, None)
+        if verdict is not None:
+            self._bad[step] = verdict.level
+
+    def drop(self, step: int) -> Path | None:
+        """This one cannot become good any more; its path if it could."""
+        self._bad.pop(step, None)
+        return self._paths.pop(step, None)
+
+    def lose(self, step: int) -> None:
+        """This one could not be written."""
+        self.drop(step)
+        if self.followed == step:
+            self.followed = max((at for at in self._paths if at < step), default=None)
+
+    def after_bad(self, step: int, reason: str, level: int) -> list[tuple[Path, Verdict]]:
+        """A step was bad: new verdicts. level: Guard.level."""
+        new = [at for at in self._paths if at <= step and at not in self._bad]
+        self._bad |= dict.fromkeys(new, level)
+        reason = f"step {step} was bad: {reason}"
+        return [(self._paths[at], Verdict(False, step - at, reason, level)) for at in new]
+
+    def after_good(self, step: int, last_bad: int, level: int) -> dict[Path, Verdict | None]:
+        """A step was good: what became of the checkpoints that it decides about.
+
+        None: another level was usual when one turned bad, so its verdict stays. last_bad: the last
+        bad step before.
+        """
+        before = [at for at in self._paths if at <= step]
+        self.followed = max(before, default=self.followed)
+        known = [at for at in before if step - max(at, last_bad + 1) + 1 >= PROVEN]
+        good = Verdict(True, PROVEN, level=level)
+        return {
+            self._paths.pop(at): good if self._bad.pop(at, level) == level else None for at in known
+        }

@@ -1,43 +1,31 @@
-"""The checkpoints of a run: find the one to go on from, delete old ones, export one as a model."""
+"""The checkpoints in a directory: find the one to go on from, tell whose they are, what is known
+of them, and delete old ones."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import OPTION_DTYPES
-from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.base.json_file import json_object
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.files import write_file
+from llmq.base.json_file import json_object, values_of
 from llmq.base.run_id import RunId
-from llmq.checkpoint.base_id import BaseId
-from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
-from llmq.checkpoint.export_files import export_owner, exported_files
-from llmq.checkpoint.finite import finite
+from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
-from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.manifest import MANIFEST, Manifest, manifest_damage
-from llmq.checkpoint.peft import AdapterConfig
-from llmq.checkpoint.peft_export import export_adapter
-from llmq.checkpoint.principal import doubled
-from llmq.checkpoint.retention import Kept, newest_usable, outdated
-from llmq.checkpoint.verdict import read_verdict
-from llmq.checkpoint.verify import looks_whole
-from llmq.data.identity import TokenizerId, check_recorded
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer
-from llmq.options.adapters import adapters_of
+from llmq.checkpoint.manifest import MANIFEST, manifest_damage
+from llmq.checkpoint.retention import CheckpointInfo, Verdict
+from llmq.checkpoint.verify import looks_whole, problem_of
+from llmq.data.identity import TokenizerId
 from llmq.options.option_types import NEWEST
-from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.processes import processes
-from llmq.state.adapter_rows import trained_slabs
-from llmq.state.params import Param, Slab, weight_table
+
+VERDICT = "verdict.json"
 
 
 def list_checkpoints(directory: Path) -> dict[int, Path]:
@@ -154,19 +142,65 @@ class NoCheckpoint(ConfigError):
 def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
     """A complete checkpoint, whatever its directory is called, or the newest in a directory.
 
-    Of a directory the newest that is whole and not known to be bad, see `newest_usable`; passed
-    gets a line for each newer one. LlmqError if it is called like another step, or none is whole.
+    Of a directory the newest that is whole and not known to be bad; passed gets a line for each
+    newer one. If all are bad, the newest after which a step was good, or just the newest. LlmqError
+    if it is called like another step, or none is whole. All processes call it.
     """
     path = Path(os.path.expanduser(path))
     if processes().on_first(lambda: is_complete(path)):
         processes().on_first(lambda: _check_name(path))
         return path
-    return newest_usable(_of_first(path), [] if passed is None else passed)
+    return _newest_usable(_of_first(path), [] if passed is None else passed)
+
+
+def _newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
+    """As checkpoint_at, of checkpoints by step, which all processes know alike."""
+    problems, bad = [], []
+    for _, path in sorted(found.items(), reverse=True):
+        problem = problem_of(path)
+        if problem is not None:
+            problems.append(problem)
+            passed.append(f"passed over checkpoint '{path}': {problem}")
+            continue
+        verdict = processes().on_first(lambda path=path: read_verdict(path))
+        if verdict is None or verdict.good:
+            return path
+        bad.append((path, verdict))
+        passed.append(f"passed over checkpoint '{path}': {verdict.reason}")
+    if not found:
+        return None
+    if not bad:
+        raise LlmqError(f"none of the {len(found)} checkpoints is whole; the newest: {problems[0]}")
+    path, verdict = next((pair for pair in bad if pair[1].steps > 0), bad[0])
+    why = "the newest after which a step was good" if verdict.steps else "the newest"
+    passed.append(f"all checkpoints are known to be bad: taking '{path}', {why}")
+    return path
 
 
 def _of_first(directory: Path) -> dict[int, Path]:
     """As list_checkpoints, what the first process finds."""
     return processes().on_first(lambda: list_checkpoints(directory))
+
+
+# ------------------------------------------------------------------------------------------------
+# Verdicts: notes that are written into a checkpoint later, and appear all at once. They are no part
+# of what its checksums cover.
+
+
+def read_verdict(checkpoint: Path) -> Verdict | None:
+    """Of a complete checkpoint; None if it is not known yet, or the note cannot be read."""
+    note = json_object(checkpoint / VERDICT)
+    found = values_of(note, steps=int, reason=str, level=int)
+    return None if found is None or "good" not in note else Verdict(note["good"] is True, *found)
+
+
+def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
+    """Raises LlmqError where the disk is full or refuses."""
+    write_file(checkpoint / VERDICT, json.dumps(verdict._asdict()) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------
+# Models
 
 
 # Of a model, what changes nothing in what its weights compute.
@@ -189,39 +223,26 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
         )
 
 
-def clean_old(
-    directory: Path,
-    keep_n: int,
-    major: int,
-    saved: int,
-    run: RunId | None = None,
-    spared: Collection[int] = (),
-    interval: int = 0,
-    found: dict[int, Kept] | None = None,
-) -> list[Path]:
-    """Delete what --ckpt-keep-n and --ckpt-major let go; returns the deleted directories.
+# ------------------------------------------------------------------------------------------------
+# Those of one run
 
-    run: whose checkpoints; those of another run stay, not counted. None: those without an id.
-    keep_n: 0 or less keeps all; else see `outdated`, also about the others. saved: the step of the
-    checkpoint that was written last. A checkpoint that was renamed to another step is the user's
-    business: it stays, not counted. What interrupted saves left behind goes too, so no save may be
-    under way. What cannot be deleted is warned of, and links stay. found: the kept_checkpoints, if
-    they are known.
+
+def delete_old(directory: Path, run: RunId | None, steps: Collection[int]) -> list[Path]:
+    """Delete a run's checkpoints of these steps, and what interrupted saves left behind, so no save
+    may be under way; returns the deleted directories.
+
+    run: whose checkpoints; those of another run stay. None: those without an id. One that was
+    renamed to another step is the user's business: it stays. What cannot be deleted is warned of,
+    and links stay.
     """
-    gone: list[int] = []
-    if keep_n > 0:
-        if found is None:
-            found = kept_checkpoints(directory, run)
-        gone = outdated(found, keep_n, major, saved, spared=spared, interval=interval)
-
-    own = own_checkpoints(directory, run) if gone else {}
-    return delete([*leftovers(directory), *(own[step] for step in gone if step in own)])
+    own = own_checkpoints(directory, run) if steps else {}
+    return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])
 
 
-def kept_checkpoints(directory: Path, run: RunId | None) -> dict[int, Kept]:
+def kept_checkpoints(directory: Path, run: RunId | None) -> dict[int, CheckpointInfo]:
     """By step those of this run that were not renamed."""
     own = own_checkpoints(directory, run).items()
-    return {step: Kept(path, read_verdict(path), looks_whole(path)) for step, path in own}
+    return {step: CheckpointInfo(path, read_verdict(path), looks_whole(path)) for step, path in own}
 
 
 def own_checkpoints(directory: Path, run: RunId | None) -> dict[int, Path]:
@@ -238,101 +259,3 @@ def _may_go(path: Path, step: int, run: RunId | None) -> bool:
     owner = RunId.of(recorded)
     mine = owner is None if run is None else run.owns(owner)
     return mine and recorded.get("step") in (step, None)
-
-
-def _check_free(out_dir: Path, run: RunId | None) -> None:
-    """LlmqError if a directory holds a model of another run than this one."""
-    owner = export_owner(out_dir)
-    mine = owner is None if run is None else run.owns(owner)
-    if exported_files(out_dir) and not mine:
-        whose = "no run of llmq's" if owner is None else str(owner)
-        raise LlmqError(
-            f"--out-dir: '{out_dir}' holds the model of {whose}, not of the checkpoint's "
-            f"{run or 'run'}: choose another directory, or move it away"
-        )
-
-
-def export_checkpoint(
-    checkpoint: Path, out_dir: Path, model_dtype: str = "bf16", *, force: bool = False
-) -> list[str]:
-    """Write the model of a checkpoint for Hugging Face, or its adapters for PEFT; returns the names
-    of the files.
-
-    checkpoint: as for checkpoint_at.
-    model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists. force:
-    weights that are no finite numbers, too. LlmqError if there are such, if the directory holds the
-    model of another run, or that source another tokenizer.
-    """
-    passed: list[str] = []
-    path = checkpoint_at(checkpoint, passed)
-    warn(passed)
-    if path is None:
-        raise LlmqError(f"there is no complete checkpoint in '{checkpoint}'")
-    with CheckpointReader(path) as reader:
-        config, source = reader.manifest.model, reader.manifest.tokenizer
-        made = TokenizerId.from_record(reader.manifest.tokenizer_id)
-        _check_free(out_dir, reader.manifest.run)
-        if source is not None:
-            check_recorded(source, made, config.vocab_size, f"checkpoint '{path}'")
-        tokenizer = ByteTokenizer() if source == "bytes" else None
-        if tokenizer is None and source is not None:
-            tokenizer = Path(source)
-        export = _export_adapter if reader.manifest.base is not None else _export_model
-        read = partial(_read, reader)
-        read = read if force else finite(read)
-        origin = {"made": made, "run": reader.manifest.run}
-        return export(reader, read, out_dir, model_dtype, tokenizer, **origin)
-
-
-def _export_model(
-    reader: CheckpointReader,
-    read: Callable[[Param], np.ndarray],
-    out_dir: Path,
-    model_dtype: str,
-    tokenizer: Tokenizer | Path | None,
-    **origin: Any,
-) -> list[str]:
-    reader.check(weight_table(reader.manifest.model))
-    dtype = OPTION_DTYPES[model_dtype]
-    return export_model(out_dir, reader.manifest.model, read, dtype, tokenizer, **origin)
-
-
-def _export_adapter(
-    reader: CheckpointReader,
-    read: Callable[[Param], np.ndarray],
-    out_dir: Path,
-    model_dtype: str,
-    tokenizer: Tokenizer | Path | None,
-    **origin: Any,
-) -> list[str]:
-    """In the format of the checkpoint: adapters are small."""
-    manifest = reader.manifest
-    config = saved_config(manifest)
-    adapters = adapters_of(config)
-    reader.check(weight_table(manifest.model, 1, adapters), trained_slabs(adapters))
-    origin["base"] = BaseId.of(manifest.base)
-    saved = AdapterConfig.of(config)
-    if config.splits_model:
-        begun = partial(read, group=BEGUN)
-        adapters, read = doubled(manifest.model, adapters, read, begun)
-        saved = saved.doubled
-    return export_adapter(out_dir, manifest.model, adapters, saved, read, tokenizer, **origin)
-
-
-def saved_config(manifest: Manifest) -> TrainConfig:
-    """The options of a checkpoint's run, as far as this version has them."""
-    saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
-    return TrainConfig(**saved).normalized()
-
-
-def saved_slabs(manifest: Manifest) -> list[Slab]:
-    """What of the weight table a checkpoint holds: all, or with adapters what is trained."""
-    if manifest.base is None:
-        return [*weight_table(manifest.model)]
-    adapters = adapters_of(saved_config(manifest))
-    trained = trained_slabs(adapters)
-    return [s for s in weight_table(manifest.model, 1, adapters) if s.name in trained]
-
-
-def _read(reader: CheckpointReader, param: Param, group: str = "weights") -> np.ndarray:
-    return reader.read(group, param).reshape(param.shape)

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def problem_of(path: Path, group: Processes | None = None) -> str | None:
     alike = [index for index, other in enumerate(views) if other == view]
     damage = _damage(path, files[alike.index(group.index) :: len(alike)])
     return _first(group, group.gather(damage))
+
+
+def forget_pages(path: Path) -> None:
+    """Have the system drop what it holds in memory of a checkpoint's files, if it can: then they
+    are read from the disk."""
+    with suppress(OSError, AttributeError):
+        for file in path.iterdir():
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
 
 
 def looks_whole(path: Path) -> bool:

@@ -21,7 +21,7 @@ def export(
     ] = False,
 ) -> None:
     """Write a checkpoint as a model directory that transformers loads."""
-    from llmq.checkpoint.store import export_checkpoint
+    from llmq.checkpoint.export import export_checkpoint
 
     dtype = checked("model_dtype", model_dtype)
     files = export_checkpoint(checkpoint_dir, out_dir, dtype, force=force)

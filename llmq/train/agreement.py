@@ -1,12 +1,9 @@
-"""What must be the same in all processes of a run: compared before its first step, and agreed on
-between steps.
-"""
+"""What must be the same in all processes of a run is compared before its first step."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +13,7 @@ import numpy as np
 
 from llmq import __version__
 from llmq.arch.model_config import ModelConfig
-from llmq.base.errors import ConfigError, DataError, taken_warnings
+from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors
 from llmq.checkpoint.hf import HfWeights
 from llmq.data.loader import DataLoader
@@ -102,36 +99,3 @@ def _sentence(group: Processes, name: str, index: int, everyone: list[dict[str, 
 def _short(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 100 else text[:100] + "…"
-
-
-class Agreement:
-    """What a process alone sees between two steps, and all must act on.
-
-    signum: a signal that came to one of them and asks the run to end. over: whether the time of
-    one is over (--max-hours).
-    """
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self.over = False
-        self._told: set[str] = set()
-
-    def exchange(self, signum: int | None, over: bool, asked: str | None) -> str | None:
-        """All processes call it. signum: the signal that came to this one. over: as for all.
-
-        asked: what asks this one for a checkpoint; returns what asks any. The first process prints
-        the others' warnings, as far as they are not its own.
-        """
-        group = processes()
-        answers = group.gather((signum, over, asked, taken_warnings()))
-        found = [number for number, *_ in answers if number is not None]
-        self.over |= any(late for _, late, *_ in answers)
-        self.signum = found[0] if self.signum is None and found else self.signum
-        for index, (*_, lines) in enumerate(answers):
-            new = [line for line in lines if line not in self._told]
-            self._told.update(new)
-            if group.first and index > 0:
-                for line in new:
-                    where = f"process {index} on machine '{group.machines[index]}'"
-                    print(f"warning: {where}: {line}", file=sys.stderr)
-        return next((why for *_, why, _ in answers if why is not None), None)

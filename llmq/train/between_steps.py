@@ -19,7 +19,7 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.checkpoint.best import Found
+from llmq.checkpoint.best import Measured
 from llmq.data import scoring
 from llmq.data.detokenize import continuation
 from llmq.data.judge import Score, judge
@@ -117,15 +117,15 @@ class Evaluations:
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
-        self.found: Found = {}
+        self.measured: Measured = {}
         self._losses: dict[str, float] = {}  # the last one of each validation, by name
         self.not_finite: str | None = None  # of the last validation
         self.done_at: dict[str, int] = {}
 
-    def take_found(self) -> Found:
-        """The numbers since this was last called."""
-        found, self.found = self.found, {}
-        return found
+    def take_measured(self) -> Measured:
+        """The metrics since this was last called."""
+        measured, self.measured = self.measured, {}
+        return measured
 
     # -- validations -----------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Evaluations:
             tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)
         self._losses[name] = result.loss
-        self.found[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        self.measured[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
         if result.tokens == 0:
@@ -242,7 +242,7 @@ class Evaluations:
                 seconds=round(seconds, 3),
             )
             self.reporter.score(f"{s.task}/{s.metric}", s.value)
-            self.found[f"{s.task}/{s.metric}"] = (s.value, s.count)
+            self.measured[f"{s.task}/{s.metric}"] = (s.value, s.count)
         line = " | ".join([f"time: {duration(1000 * seconds)}", scores[0].task, *shown])
         self.reporter.line("E", step, line, bold=True)
 

@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 import math
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
-from llmq.checkpoint.retention import newest_good
-from llmq.checkpoint.store import checkpoint_step, kept_checkpoints
+from llmq.checkpoint.store import checkpoint_step
 from llmq.model.step import Result
-from llmq.runtime.processes import processes
+from llmq.train.between_steps import Evaluations
+from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import UpdateCheck
 from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
-from llmq.train.history import History
-from llmq.train.keeping import Keeping
 from llmq.train.metrics import Reporter
 from llmq.train.trainer import Trainer
 
 SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
 
 
+class History:
+    """What a checkpoint keeps of a run beside its state: reports, evaluations and the guard."""
+
+    def __init__(self, reporter: Reporter, evaluations: Evaluations, guard: Guard):
+        self.reporter, self.evaluations, self.guard = reporter, evaluations, guard
+
+    def state(self) -> dict[str, Any]:
+        """In JSON's types."""
+        own = {"done_at": self.evaluations.done_at, "guard": self.guard.state}
+        return self.reporter.history | own
+
+    def load(self, history: dict[str, Any]) -> None:
+        """Take what `state` gave, but for the guard's part; {}: of the beginning.
+
+        TypeError, ValueError or AttributeError where it is something else.
+        """
+        total, count = history.get("losses_since_evaluation", (0.0, 0))
+        total = None if total is None else float(total)
+        self.reporter.history = history | {"losses_since_evaluation": [total, index(count)]}
+        self.evaluations.done_at = {n: index(s) for n, s in history.get("done_at", {}).items()}
+
+
 class Judging:
-    """Of one run."""
+    """Judges the steps of a run, and goes back where too many are bad."""
 
     def __init__(
         self,
         trainer: Trainer,
         reporter: Reporter,
         guard: Guard,
-        keeping: Keeping,
+        checkpoints: Checkpoints,
         history: History,
     ):
-        self.trainer, self.reporter, self.guard, self.keeping = trainer, reporter, guard, keeping
+        self.trainer, self.reporter, self.guard = trainer, reporter, guard
+        self.checkpoints = checkpoints
         self.update_check = UpdateCheck(trainer.ranks, reporter)
         self._history = history
 
@@ -49,7 +72,7 @@ class Judging:
         """Take the result of a step, in order. LlmqError where the run is hopeless."""
         guard, in_row = self.guard, self.guard.in_row
         judgement = guard.judge(step, result, limits)
-        self.keeping.judge(step, judgement)
+        self.checkpoints.judge(step, judgement)
         if not judgement.bad and in_row:
             self.reporter.guard(step, "good", f"Step {step} is good again, after {in_row} bad ones")
         if judgement.bad:
@@ -78,24 +101,21 @@ class Judging:
                 f"({error}); use another checkpoint"
             ) from error
         self.reporter.total_steps = self.trainer.total_steps
-        self.keeping.went_to(self.trainer.steps_done)
+        self.checkpoints.resume(self.trainer.steps_done)
         # What a rollback goes back to if nothing else is there.
-        foreign = checkpoint.parent.resolve() != self.keeping.config.checkpoint_dir.resolve()
+        foreign = checkpoint.parent.resolve() != self.trainer.config.checkpoint_dir.resolve()
         if foreign or "guard" not in history:
             self.guard.origin = str(checkpoint.absolute())
 
     def roll_back(self) -> None:
         """Go back to the newest good checkpoint, and on from there with the data that come next.
 
-        Of those at multiples of --ckpt-interval, which every run of these options has; so one that
-        was stopped and went on returns to the same. LlmqError if that has not helped.
+        LlmqError if that has not helped.
         """
-        trainer, guard, config = self.trainer, self.guard, self.trainer.config
+        trainer, guard = self.trainer, self.guard
         bad, before = guard.trouble, trainer.steps_done
 
-        where = (config.checkpoint_dir, trainer.run)
-        found = processes().on_first(lambda: kept_checkpoints(*where))
-        path = newest_good(found, lambda at: at <= bad and at % config.ckpt_interval == 0)
+        path = self.checkpoints.newest_good(bad)
         if path is None and guard.origin is not None:
             path = Path(guard.origin)
         to = 0 if path is None else checkpoint_step(path)
@@ -117,7 +137,7 @@ class Judging:
             trainer.load(path, new_data=True)  # the data stay where they are
             trainer.run = run
         guard.went_back(to, before)
-        self.keeping.went_to(to)
+        self.checkpoints.resume(to)
         self._history.load(trainer.history)
         self.reporter.total_steps = trainer.total_steps
 

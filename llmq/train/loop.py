@@ -36,13 +36,11 @@ from llmq.train.announce import (
     load_state,
 )
 from llmq.train.between_steps import Evaluations, Material, read_material
+from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import abs_maxes
-from llmq.train.ending import Ending
 from llmq.train.guard import Guard
-from llmq.train.history import History
 from llmq.train.json_log import JsonLog
-from llmq.train.judging import Judging
-from llmq.train.keeping import Keeping
+from llmq.train.judging import History, Judging
 from llmq.train.live import view_of_run
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import speed_of_light
@@ -55,7 +53,7 @@ from llmq.train.places import (
     things_in_the_way,
     undone_checkpoints,
 )
-from llmq.train.requests import Requests
+from llmq.train.requests import Ending, Requests
 from llmq.train.resume import fork_lines
 from llmq.train.scaling import SKIPPED, Scaling, time_alone
 from llmq.train.sensing import Sensing
@@ -138,7 +136,7 @@ def _run_locked(
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > run.first:
                     run.save()
-                    run.keeping.finish()
+                    run.checkpoints.finish()
                 raise
         except Exception as error:
             run.sensing.explain(error)
@@ -179,8 +177,8 @@ class _Run:
         self.guard = Guard(self.config)
         history = History(reporter, self.evaluations, self.guard)
         wrote = self.ending.requests.write_took
-        self.keeping = Keeping(trainer, reporter, best, self.guard, history, wrote)
-        self.judging = Judging(trainer, reporter, self.guard, self.keeping, history)
+        self.checkpoints = Checkpoints(trainer, reporter, best, self.guard, history.state, wrote)
+        self.judging = Judging(trainer, reporter, self.guard, self.checkpoints, history)
         self.final_seconds = final_seconds
         world, every = trainer.machine.world, self.config.log_gpu_util
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
@@ -195,7 +193,7 @@ class _Run:
 
     def close(self) -> None:
         """End what is being written, stop the sensors and close the reports."""
-        self.keeping.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
+        self.checkpoints.close(give_up=isinstance(sys.exception(), KeyboardInterrupt))
         self.sensing.close()
         self.reporter.close()
         for watcher in self.watchers:
@@ -261,7 +259,7 @@ class _Run:
 
     def _roll_back(self) -> None:
         self._pause()
-        self.keeping.finish()
+        self.checkpoints.finish()
         self.judging.roll_back()
 
     def _between_steps(self) -> None:
@@ -275,9 +273,9 @@ class _Run:
         if evaluate and self.evaluations.validates and step not in (0, trainer.validated_at):
             self.evaluate(config.eval_num_steps)
         self._judge()
-        self.keeping.look()
+        self.checkpoints.poll()
         due = interval > 0 and step % interval == 0
-        due |= self.keeping.late and self.guard.in_row == 0
+        due |= self.checkpoints.late and self.guard.in_row == 0
         asked = self.ending.agree(asks=True)
         if asked is not None:
             self.reporter.message(f"A checkpoint, as {asked} asks for", step)
@@ -350,20 +348,20 @@ class _Run:
         """As Evaluations.validate."""
         self._pause()
         self.evaluations.validate(max_batches, seconds)
-        self.keeping.keep_best(self.evaluations.take_found())
+        self.checkpoints.keep_best(self.evaluations.take_measured())
 
     def _judge(self, *, at_end: bool = False) -> None:
         """Tasks and samples, if it is time for them."""
         for call in self.evaluations.due(at_end=at_end):
             self._pause()
             call()
-            self.keeping.keep_best(self.evaluations.take_found())
+            self.checkpoints.keep_best(self.evaluations.take_measured())
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
-        """As Keeping.save."""
+        """As Checkpoints.save."""
         self._pause()
         start = time.monotonic()
-        self.keeping.save(required=required, asked=asked)
+        self.checkpoints.save(required=required, asked=asked)
         self.ending.requests.save_took(time.monotonic() - start)
 
     def finish(self) -> None:
@@ -374,14 +372,14 @@ class _Run:
         self.ending.agree()
         if self.ending.ends:
             self._leave()
-        self.keeping.finish()  # whatever becomes of the export
+        self.checkpoints.finish()  # whatever becomes of the export
         self.reporter.message(self.evaluations.summary(), step)
         try:
             self.judging.check_model(self.evaluations.not_finite)
             with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):
                 self.trainer.export()
         except ModelError as error:
-            self.keeping.condemn(step, str(error))
+            self.checkpoints.condemn(step, str(error))
             raise
         if self.config.save_training_state:  # if there was no room before
             self.save(required=True)

@@ -90,7 +90,7 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
     return run
 
 
-class Found(NamedTuple):
+class ExistingOutput(NamedTuple):
     """What is there already and would be mixed with what this run writes, or replaced by it."""
 
     flag: str
@@ -99,22 +99,28 @@ class Found(NamedTuple):
     owner: RunId | None
 
 
-def everything_there(config: TrainConfig) -> Iterator[Found]:
+def everything_there(config: TrainConfig) -> Iterator[ExistingOutput]:
     """What lies in the places of a run, whoever wrote it, but for damaged checkpoints and their
     damaged note, which are nobody's."""
     damaged = damaged_checkpoints(config.checkpoint_dir)
     for path in checkpoints_by_name(config.checkpoint_dir).values():
         if path not in damaged:
-            yield Found("--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path))
+            yield ExistingOutput(
+                "--checkpoint-dir", [path], f"checkpoint '{path}'", checkpoint_owner(path)
+            )
     best = config.checkpoint_dir / NOTE
     if best.is_file() and not note_is_damaged(config.checkpoint_dir):
-        yield Found("--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir))
+        yield ExistingOutput(
+            "--checkpoint-dir", [best], f"note '{best}'", best_owner(config.checkpoint_dir)
+        )
     files = exported_files(config.out_dir)
     if files:
-        yield Found("--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir))
+        yield ExistingOutput(
+            "--out-dir", files, f"model '{config.out_dir}'", export_owner(config.out_dir)
+        )
     if has_records(config.log_file):
         log = config.log_file
-        yield Found("--log-file", [log], f"log '{log}'", log_owner(log))
+        yield ExistingOutput("--log-file", [log], f"log '{log}'", log_owner(log))
 
 
 def things_in_the_way(
@@ -122,7 +128,7 @@ def things_in_the_way(
     run: RunId,
     model_dir: Path | None,
     checkpoint: Path | None = None,
-) -> list[Found]:
+) -> list[ExistingOutput]:
     """What another run wrote to the places of this one, to be moved aside.
 
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
@@ -156,7 +162,9 @@ def things_in_the_way(
     return strangers
 
 
-def clear_places(config: TrainConfig, checkpoint: Path | None, strangers: list[Found]) -> list[str]:
+def clear_places(
+    config: TrainConfig, checkpoint: Path | None, strangers: list[ExistingOutput]
+) -> list[str]:
     """Just before a run writes to its places: set aside what is damaged, move strangers away, and
     delete what a killed run has left unfinished; lines as of move_aside. LlmqError where the disk
     refuses."""
@@ -195,7 +203,7 @@ def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:
     return same and is_damaged_log(config.log_file)
 
 
-def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Found]:
+def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[ExistingOutput]:
     """The run's own checkpoints of steps that it is about to make again, for move_aside.
 
     They are of a course that the run has left; --continue would take the newest of them.
@@ -206,10 +214,12 @@ def undone_checkpoints(config: TrainConfig, run: RunId, step: int) -> list[Found
         if s > step and run.owns(owner := checkpoint_owner(path))
     }
     what = f"the checkpoints after step {step}, which the run makes again"
-    return [Found("--checkpoint-dir", [path], what, owner) for path, owner in found.items()]
+    return [
+        ExistingOutput("--checkpoint-dir", [path], what, owner) for path, owner in found.items()
+    ]
 
 
-def move_aside(strangers: list[Found]) -> list[str]:
+def move_aside(strangers: list[ExistingOutput]) -> list[str]:
     """Move them away, all of a folder into the same new one; a line for each that is new.
 
     LlmqError where the disk refuses.

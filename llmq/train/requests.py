@@ -1,13 +1,16 @@
-"""What asks a run for a checkpoint, or for its end, beside its steps and ending signals."""
+"""What asks a run for a checkpoint or for its end, and what several processes agree on for it."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llmq.base.signals import SUPERVISED, SaveSignal
+from llmq.base.errors import taken_warnings
+from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
 from llmq.options.options import TrainConfig
 from llmq.runtime.processes import processes
 
@@ -19,7 +22,9 @@ SPARE_SECONDS = 2.0  # for the end of the process
 
 
 class Requests:
-    """Asked between two steps, in one thread.
+    """What asks this process for a checkpoint or for the end, beside ending signals.
+
+    Asked between two steps, in one thread.
 
     start: of the run, of time.monotonic(). The clock of --max-hours runs from then on, or from the
     start of the first attempt of --restarts: the job's time is not longer for a crash.
@@ -83,3 +88,63 @@ def _taken(path: Path) -> bool:
         path.unlink()
         return True
     return False
+
+
+class Ending:
+    """Whether a run is to end before its last step. One process acts at once on what it sees,
+    several act on what they agreed on.
+
+    signum: the signal that asks the run to end, if one came to any process.
+    """
+
+    def __init__(self, requests: Requests):
+        self.requests = requests
+        self._first = FirstSignal()
+        self._agreed: int | None = None  # signal
+        self._over = False  # whether the time of one process is
+        self._told: set[str] = set()
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note signals during the block."""
+        with self._first, self.requests.signal:
+            yield
+
+    @property
+    def signum(self) -> int | None:
+        return self._first.signum if processes().count == 1 else self._agreed
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end: by a signal or --max-hours."""
+        if processes().count == 1:
+            return self.seen_here()
+        return self._agreed is not None or self._over
+
+    def seen_here(self) -> bool:
+        """Whether this process sees a reason for the run to end."""
+        return self._first.signum is not None or self.requests.for_end()
+
+    def agree(self, *, asks: bool = False) -> str | None:
+        """Exchange with other processes what each may see alone. Between any two steps.
+
+        asks: look also for what asks for a checkpoint; it is returned, whichever process saw it.
+        The first process prints the others' warnings, as far as they are not its own.
+        """
+        group = processes()
+        asked = self.requests.for_checkpoint() if asks else None
+        if group.count == 1:
+            return asked
+        seen = (self._first.signum, self.requests.for_end(), asked, taken_warnings())
+        answers = group.gather(seen)
+        signals = [number for number, *_ in answers if number is not None]
+        self._over |= any(late for _, late, *_ in answers)
+        self._agreed = signals[0] if self._agreed is None and signals else self._agreed
+        for index, (*_, lines) in enumerate(answers):
+            new = [line for line in lines if line not in self._told]
+            self._told.update(new)
+            if group.first and index > 0:
+                for line in new:
+                    where = f"process {index} on machine '{group.machines[index]}'"
+                    print(f"warning: {where}: {line}", file=sys.stderr)
+        return next((why for *_, why, _ in answers if why is not None), None)

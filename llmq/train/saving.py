@@ -17,9 +17,8 @@ from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry
 from llmq.checkpoint.folder import discard
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import write_group
-from llmq.runtime.processes import ALONE, Outcome, processes
+from llmq.runtime.processes import ALONE, Outcome, Processes, processes
 from llmq.state.pieces import Piece
-from llmq.train.cleaning import Cleaned, Cleaning
 from llmq.train.ranks import Ranks
 
 THREADS = 8  # that write files of one process
@@ -28,9 +27,22 @@ POLL = 0.1  # seconds after which a caller that waits shows that it goes on
 PATIENCE = 4.0  # seconds that a copy has to end when the run has failed
 
 
-class Done(NamedTuple):
-    """What has been done. step: of the checkpoint; None: there was none to write. path: of it; None
-    where error is why there is none. cleaned: beside it. seconds: from the copy on.
+class Cleaned(NamedTuple):
+    """What was deleted beside the newest checkpoint. problem: why that one could not be read back.
+    removed: how many went. read: whether it was read back."""
+
+    problem: str | None
+    removed: int
+    read: bool
+
+
+Clean = Callable[[Processes], Cleaned]
+"""Reads the newest checkpoint back and deletes old ones, by these processes together."""
+
+
+class Written(NamedTuple):
+    """What a thread has done. step: of the checkpoint; None: there was none to write. path: of it;
+    None where error is why there is none. cleaned: beside it. seconds: from the copy on.
     """
 
     step: int | None
@@ -50,7 +62,7 @@ def _value(outcome: Outcome) -> Any:
     return outcome.value
 
 
-class Saver:
+class BackgroundWriter:
     """Writes a checkpoint while training goes on; one at a time.
 
     Threads copy, hash and write; what needs MPI is done by those who call, between two steps. Each
@@ -65,7 +77,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
         # What follows when the threads of all processes have ended; gets the outcome of this one's.
-        self._then: Callable[[Outcome], Done | None] = self._shared
+        self._then: Callable[[Outcome], Written | None] = self._shared
         self._given_up = self._copied = False
         self._step: int | None = None
         self._start = 0.0
@@ -77,25 +89,25 @@ class Saver:
 
     # -- what is begun ---------------------------------------------------------------------------
 
-    def save(self, step: int, manifest: Manifest, cleaning: Cleaning) -> None:
-        """Begin to write a checkpoint of this moment. cleaning: what follows the commit."""
+    def save(self, step: int, manifest: Manifest, clean: Clean) -> None:
+        """Begin to write a checkpoint of this moment. clean: what follows the commit."""
         self._step, self._start, self._copied = step, time.monotonic(), False
         self._ranks.run("copying the state", lambda rank: rank.step.snapshot.take())
         if processes().count == 1:
-            self._begin(lambda: self._alone(manifest, cleaning), self._shared)
+            self._begin(lambda: self._alone(manifest, clean), self._shared)
         else:
-            self._begin(self._write, partial(self._commit, manifest, cleaning))
+            self._begin(self._write, partial(self._commit, manifest, clean))
 
-    def clean(self, cleaning: Cleaning) -> None:
+    def clean(self, clean: Clean) -> None:
         """Begin to delete, between checkpoints."""
         self._step, self._start, self._copied = None, time.monotonic(), True
-        self._on_first(lambda: self._done(cleaned=cleaning.clean(ALONE)))
+        self._on_first(lambda: self._done(cleaned=clean(ALONE)))
 
-    def _on_first(self, work: Callable[[], Done]) -> None:
+    def _on_first(self, work: Callable[[], Written]) -> None:
         """Begin what the first process's thread does for all."""
         self._begin(work if processes().first else lambda: None, self._shared)
 
-    def _begin(self, work: Callable[[], Any], then: Callable[[Outcome], Done | None]) -> None:
+    def _begin(self, work: Callable[[], Any], then: Callable[[Outcome], Written | None]) -> None:
         def run() -> None:
             # Signals are for the main thread, which waits in a call that they interrupt.
             signal.pthread_sigmask(signal.SIG_BLOCK, {*ending_signals(), signal.SIGUSR1})
@@ -113,12 +125,12 @@ class Saver:
         path: Path | None = None,
         error: DiskError | None = None,
         cleaned: Cleaned | None = None,
-    ) -> Done:
-        return Done(self._step, path, error, cleaned, time.monotonic() - self._start)
+    ) -> Written:
+        return Written(self._step, path, error, cleaned, time.monotonic() - self._start)
 
     # -- in the thread ---------------------------------------------------------------------------
 
-    def _alone(self, manifest: Manifest, cleaning: Cleaning) -> Done:
+    def _alone(self, manifest: Manifest, clean: Clean) -> Written:
         try:
             files = self._write()
         except BaseException as error:
@@ -126,15 +138,15 @@ class Saver:
             if not isinstance(error, DiskError):
                 raise
             return self._done(error=error)
-        return self._last(manifest, cleaning, files)
+        return self._last(manifest, clean, files)
 
-    def _last(self, manifest: Manifest, cleaning: Cleaning, files: list[FileEntry]) -> Done:
+    def _last(self, manifest: Manifest, clean: Clean, files: list[FileEntry]) -> Written:
         """What one process does for all of them."""
         try:
             path = self._writer(self._ranks.world.base).commit(manifest, files)
         except DiskError as error:
             return self._done(error=error)
-        return self._done(path, cleaned=cleaning.clean(ALONE))
+        return self._done(path, cleaned=clean(ALONE))
 
     def _writer(self, rank: int) -> CheckpointWriter:
         return CheckpointWriter(self._directory, self._step, rank, self._ranks.world_size)
@@ -182,7 +194,7 @@ class Saver:
 
     # -- what is known of it ---------------------------------------------------------------------
 
-    def ended(self, *, wait: bool = False) -> Done | None:
+    def ended(self, *, wait: bool = False) -> Written | None:
         """What has become of it; None: it goes on, or there is nothing. Raises what is no failure
         of the disk. wait: until it is known."""
         while self._thread is not None and self._all_have(wait):
@@ -192,11 +204,11 @@ class Saver:
                 return done
         return None
 
-    def _shared(self, outcome: Outcome) -> Done:
+    def _shared(self, outcome: Outcome) -> Written:
         """What the first process's thread has done."""
         return processes().on_first(partial(_value, outcome))
 
-    def _commit(self, manifest: Manifest, cleaning: Cleaning, outcome: Outcome) -> Done | None:
+    def _commit(self, manifest: Manifest, clean: Clean, outcome: Outcome) -> Written | None:
         """When the threads of several processes have written their files, or could not."""
         try:
             of_processes = processes().together(partial(_value, outcome))
@@ -207,7 +219,7 @@ class Saver:
                 raise
             return self._done(error=error)
         files = [entry for found in of_processes for entry in found]
-        self._on_first(lambda: self._last(manifest, cleaning, files))
+        self._on_first(lambda: self._last(manifest, clean, files))
         return None
 
     def _all_have(self, wait: bool) -> bool:

@@ -19,8 +19,7 @@ import numpy as np
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import SafetensorsFile
-from llmq.checkpoint.store import checkpoint_at, checkpoint_step, checkpoints_by_name
-from llmq.checkpoint.verdict import read_verdict
+from llmq.checkpoint.store import checkpoint_at, checkpoint_step, checkpoints_by_name, read_verdict
 from llmq.runtime.host_device import HostDevice
 from llmq.train.trainer import Trainer
 from tests.runs import T, write_tokens

@@ -1,0 +1,346 @@
+"""The checkpoints of a run: when one is written, which are good, which is the best, which stay.
+
+With --ckpt-background a thread writes and deletes (see saving.py), and what follows from it is
+taken between steps: verdicts and the note of the best checkpoint wait until it is committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import DiskError
+from llmq.base.run_id import RunId
+from llmq.checkpoint.best import Best, Measured
+from llmq.checkpoint.folder import checkpoint_path
+from llmq.checkpoint.retention import Candidates, CheckpointInfo, Verdict, outdated
+from llmq.checkpoint.store import checkpoint_owner, delete_old, kept_checkpoints, write_verdict
+from llmq.checkpoint.verify import forget_pages, problem_of
+from llmq.options.options import TrainConfig
+from llmq.runtime.processes import Processes, processes
+from llmq.train.guard import PERSISTS, Guard, Judgement
+from llmq.train.metrics import Reporter
+from llmq.train.saving import BackgroundWriter, Clean, Cleaned, Written
+from llmq.train.trainer import Trainer
+
+SHORT_WAIT = 0.5  # seconds for the checkpoint before, of which nothing is said
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run, judges them, deletes old ones, and knows the best.
+
+    saved_at: step of the newest one that holds this state. writing: step of the one that is being
+    written in the background. late: whether one waits for the first good step. All processes make
+    the same calls.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        reporter: Reporter,
+        best: Best,
+        guard: Guard,
+        history: Callable[[], dict[str, Any]],
+        wrote: Callable[[float], None],
+    ):
+        """history: what a checkpoint keeps of the run beside its state. wrote: gets the seconds of
+        each one that was written in the background."""
+        self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
+        self.config = trainer.config
+        self._history, self._wrote = history, wrote
+        self._writer = BackgroundWriter(trainer.ranks, self.config.checkpoint_dir)
+        self._candidates = Candidates()
+        self.saved_at: int | None = None
+        self._unread: Path | None = None  # the newest one, until it was read back
+        self.late = False
+        self.writing: int | None = None
+        self._verdict: Verdict | None = None  # of the one that is being written
+        self._measured: Measured | None = None  # what makes it the best
+        self._unclean = self._told = False  # whether old ones wait; whether of waiting was told
+
+    def resume(self, step: int) -> None:
+        """Go on with what is known of a run whose checkpoint of this step was loaded from whatever
+        directory."""
+        self.saved_at, self.late, self._unread = step, False, None
+        self._candidates = Candidates()
+        for at, (path, verdict, _) in self._kept().items():
+            if at <= step and (verdict is None or not verdict.good):
+                self._candidates.add(at, path, verdict)
+        self.best.resume(self.trainer.run, self.trainer.steps_done)
+
+    def _kept(self) -> dict[int, CheckpointInfo]:
+        where = (self.config.checkpoint_dir, self.trainer.run)
+        return processes().on_first(lambda: kept_checkpoints(*where))
+
+    def newest_good(self, last: int) -> Path | None:
+        """The newest one that is known to be good, and whole, up to this step.
+
+        Only those at multiples of --ckpt-interval count, which every run of these options has; so
+        one that was stopped and went on returns to the same.
+        """
+        for step, (path, verdict, _) in sorted(self._kept().items(), reverse=True):
+            due = step <= last and step % self.config.ckpt_interval == 0
+            if due and verdict is not None and verdict.good and problem_of(path) is None:
+                return path
+        return None
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def save(self, *, required: bool = False, asked: bool = False) -> None:
+        """Write a checkpoint, if the newest is not of this step, and delete what is too old.
+
+        After a bad step only if it is required or asked for: it might hold what that one has
+        spoiled. required: it is there afterwards, and DiskError is raised, because no other chance
+        follows; else it may be written in the background, and its failure is said.
+        """
+        config, step = self.config, self.trainer.steps_done
+        if required:
+            self.finish()
+        if step in (self.saved_at, self.writing):
+            return
+        if self.guard.in_row and not (required or asked):
+            if not self.late:
+                self.reporter.message(
+                    f"No checkpoint of step {step} as long as steps are bad: the next good step "
+                    "brings one",
+                    step,
+                )
+            self.late = True
+            return
+        self._wait(step)
+        self.late = False
+        self.trainer.history = self._history()
+        if config.ckpt_background and not required:
+            self._begin(step)
+            return
+        try:
+            with self.reporter.section(f"saving checkpoint to `{config.checkpoint_dir}`", step):
+                path = self.trainer.save()
+        except DiskError as error:
+            if required:
+                raise
+            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", step)
+            return
+        self.saved_at, self._unread = step, path
+        self._opened(step, path)
+        self._clean()
+        if required:
+            self.finish()
+
+    def _opened(self, step: int, path: Path) -> None:
+        """From now on steps are judged for this checkpoint."""
+        if self.guard.in_row >= PERSISTS:
+            self._note(path, Verdict(False, 0, f"the last {self.guard.in_row} steps were bad", -1))
+        else:
+            self._candidates.add(step, path)
+
+    # -- in the background -----------------------------------------------------------------------
+
+    def _begin(self, step: int) -> None:
+        """Begin to write a checkpoint of this step, which is deleted no more than in `save`."""
+        where = self.config.checkpoint_dir
+        self.reporter.message(f"saving checkpoint to `{where}` in the background", step)
+        self.writing, self._verdict, self._measured = step, None, None
+        path = checkpoint_path(where, step)
+        self._writer.save(step, self.trainer.manifest(), self._cleaning(step, path))
+        self._opened(step, path)
+
+    def poll(self) -> None:
+        """Between two steps: take what has become of what is being written."""
+        written = self._writer.ended()
+        if written is not None:
+            self._take(written)
+
+    def finish(self) -> None:
+        """As `poll`, until nothing is being written any more."""
+        while self._writer.busy:
+            self._take(self._writer.ended(wait=True))
+
+    def _wait(self, step: int) -> None:
+        """Until the checkpoint before is written; that training waits for it is said once."""
+        if not self._writer.busy:
+            return
+        before, start = self.writing, time.monotonic()
+        written = self._writer.ended(wait=True)
+        self._take(written)
+        self.finish()  # with old ones, which may be deleted now
+        waited = processes().share(time.monotonic() - start)
+        if before is not None and waited > SHORT_WAIT and not self._told:
+            self._told = True
+            self.reporter.message(
+                f"WARNING: step {step} has waited {waited:.1f} s for the checkpoint of step "
+                f"{before}, which took {written.seconds:.1f} s: with more steps between two "
+                "checkpoints, or a faster disk, training would not wait",
+                step,
+            )
+
+    def _take(self, written: Written) -> None:
+        """Do what follows from what the thread has done."""
+        step, path, error, cleaned, seconds = written
+        if step is None:
+            self._take_cleaned(self.saved_at, self._unread, cleaned)
+            if self._unclean:
+                self._clean()
+            return
+        verdict, measured, self.writing = self._verdict, self._measured, None
+        self._verdict = self._measured = None
+        self._wrote(seconds)
+        now = self.trainer.steps_done
+        if error is not None:
+            self._candidates.lose(step)
+            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
+            return
+        text = f"The checkpoint of step {step} was written in {seconds:.1f} s"
+        self.reporter.message(text, now)
+        if verdict is not None:
+            self._note(path, verdict)
+        self._take_cleaned(step, path, cleaned)
+        if measured is not None and self.saved_at == step:
+            self._note_best(step, measured)
+        elif self._unclean:
+            self._clean()
+
+    def close(self, *, give_up: bool) -> None:
+        """Before the memory is freed that is read from; after an error, or with nothing to do.
+
+        give_up: what is being written; else it is finished, where this process can do that alone.
+        """
+        self._writer.stop(give_up=give_up)
+        if processes().count == 1 and not give_up:
+            with suppress(Exception):  # there is a first error, and a failed device repeats it
+                self.finish()
+
+    # -- the best --------------------------------------------------------------------------------
+
+    def keep_best(self, measured: Measured) -> None:
+        """Write a checkpoint of this step, too, if its metrics are the best so far."""
+        step = self.trainer.steps_done
+        if self._measured is not None:  # then the best so far is not noted yet
+            self.finish()
+        if not self.best.improves(measured):
+            return
+        self.save()
+        if self.writing == step:
+            self._measured = measured
+        elif self.saved_at == step:  # else the disk is full
+            self._note_best(step, measured)
+
+    def _note_best(self, step: int, measured: Measured) -> None:
+        metric, now = self.best.metric, self.trainer.steps_done
+        try:
+            self.best.note(measured, step, self.trainer.run)
+        except DiskError as error:
+            self.reporter.message(f"WARNING: {error}", now)
+        value, _ = measured[metric]
+        self.reporter.message(f"Best so far: {metric} {value:.6g} at step {step}", now)
+        self._clean()
+
+    # -- verdicts --------------------------------------------------------------------------------
+
+    def judge(self, step: int, judgement: Judgement) -> None:
+        """Take what is known of a step, in order: what it says of the checkpoints before it."""
+        level = self.guard.level
+        if judgement.bad:
+            for path, verdict in self._candidates.after_bad(step, judgement.reason, level):
+                self._note(path, verdict)
+            return
+        known = self._candidates.after_good(step, self.guard.last_bad, level)
+        for path, verdict in known.items():
+            if verdict is not None:
+                self._note(path, verdict)
+        if known:
+            self._clean()
+
+    def condemn(self, step: int, reason: str) -> None:
+        """The model of this step turns out to be spoiled: a checkpoint of it never becomes good."""
+        path = self._candidates.drop(step)
+        if path is not None:
+            self._note(path, Verdict(False, 0, reason, level=-1))
+
+    def _note(self, path: Path, verdict: Verdict) -> None:
+        """Write a verdict, when its checkpoint is there; all processes have come to the same."""
+        writing = self.writing
+        if writing is not None and path == checkpoint_path(self.config.checkpoint_dir, writing):
+            self._verdict = verdict
+            return
+        if not processes().first:
+            return
+        try:
+            mine = self.trainer.run.owns(checkpoint_owner(path))
+            if mine and path.is_dir():  # else it was removed, or replaced
+                write_verdict(path, verdict)
+        except DiskError as error:
+            if path.is_dir():  # else a thread has just deleted it
+                self.reporter.message(f"WARNING: {error}", self.trainer.steps_done)
+
+    # -- old ones --------------------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        """Delete what is too old, when the newest was read back from the disk."""
+        if self.saved_at is None:
+            return
+        cleaning = self._cleaning(self.saved_at, self._unread)
+        self._unclean = self._writer.busy
+        if not self.config.ckpt_background:
+            self._take_cleaned(self.saved_at, self._unread, cleaning(processes()))
+        elif not self._unclean:
+            self._writer.clean(cleaning)
+
+    def _cleaning(self, saved_at: int, unread: Path | None) -> Clean:
+        """`clean` beside the checkpoint of this step, as far as is known now."""
+        spared = [at for at in (self.best.step, self._candidates.followed) if at is not None]
+        return partial(clean, self.config, self.trainer.run, saved_at, unread, spared)
+
+    def _take_cleaned(self, saved_at: int, unread: Path | None, cleaned: Cleaned) -> None:
+        """Do what follows from what was found by the cleaning beside this checkpoint."""
+        step, (problem, removed, read) = self.trainer.steps_done, cleaned
+        self.saved_at, self._unread = saved_at, None if read else unread
+        if removed:
+            self.reporter.message(f"Cleaned {removed} checkpoints", step)
+        if problem is not None:
+            self._candidates.drop(saved_at)
+            self._note(unread, Verdict(False, 0, f"it could not be read back: {problem}", -1))
+            self.saved_at = None
+            self.reporter.message(
+                f"WARNING: the checkpoint of step {saved_at} could not be read back, older ones "
+                f"stay: {problem}",
+                step,
+            )
+
+
+def clean(
+    config: TrainConfig,
+    run: RunId,
+    saved_at: int,
+    unread: Path | None,
+    spared: Collection[int],
+    group: Processes,
+) -> Cleaned:
+    """Delete what is too old beside the checkpoint of step saved_at, if that one is whole.
+
+    unread: its path, if it was not read back from the disk yet, which happens where others would
+    go. spared: steps whose checkpoints stay. All processes of the group call it.
+    """
+    directory = config.checkpoint_dir
+
+    def old() -> list[int]:
+        if config.ckpt_keep_n <= 0:
+            return []
+        found = kept_checkpoints(directory, run)
+        keep = (config.ckpt_keep_n, config.ckpt_major, saved_at)
+        interval = config.ckpt_interval if config.guard == "rollback" else 0
+        return outdated(found, *keep, spared=spared, interval=interval)
+
+    gone = group.on_first(old)
+    reads = unread is not None and bool(gone)
+    if reads:
+        forget_pages(unread)
+        problem = problem_of(unread, group)
+        if problem is not None:
+            return Cleaned(problem, 0, reads)
+    removed = group.on_first(lambda: delete_old(directory, run, gone))
+    return Cleaned(None, len(removed), reads)
