@@ -1,19 +1,21 @@
-"""Conditions on options, such as `batch-size * seq-len <= 32768`: parsed here, never evaluated as
-Python.
+"""Conditions on options, such as `batch-size * seq-len <= 32768`, evaluated by simpleeval.
 
-From what binds least to what binds most: `or`, `and`, `not`, comparisons (`1 <= batch-size < 8`,
-`model-dtype in ['bf16', 'fp32']`), `+ -`, `* / // %`, a sign, parentheses. A name is an option with
-its hyphens, so that a minus between two names stands between spaces. Text stands in quotes; a
-number may have a unit of bytes (16GiB); `true`, `false`, and `none` for an option that is not set.
+A condition becomes a Python expression (options lose their hyphens, sizes become bytes) of which
+only what docs/sweeps.md names is permitted: no calls, no attributes, no subscripts. A number equals
+no text and no switch: `batch-size == '1'` is an error and not a condition that never holds.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
-import operator
+import keyword
+import math
 import re
 from collections.abc import Callable, Collection
 from typing import Any
+
+from simpleeval import DEFAULT_OPERATORS, EvalWithCompoundTypes, InvalidExpression
 
 from llmq.base.errors import ConfigError
 from llmq.options.option_types import parse_size
@@ -21,25 +23,13 @@ from llmq.options.option_types import parse_size
 Lookup = Callable[[str], Any]
 """The value of an option of this name."""
 
-Node = Callable[[Lookup], Any]
-"""A part of a condition: its value with these options."""
-
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d[\d.]*[eE][+-]\d+|\d[\w.]*)|(?P<text>'[^']*'|\"[^\"]*\")|(?P<name>[A-Za-z_]\w*(?:-\w+)*)"
-    r"|(?P<sign><=|>=|==|!=|//|[-+*/%<>()\[\],]))"
+    r"(?P<blank>\s+)|(?P<number>\d[\d.]*[eE][+-]\d+|\d[\w.]*)|(?P<text>'[^']*'|\"[^\"]*\")"
+    r"|(?P<name>[A-Za-z_]\w*(?:-\w+)*)|(?P<sign><=|>=|==|!=|[-+*/%<>()\[\],])|(?P<other>.+)",
+    re.DOTALL,
 )
-_WORDS = {"true": True, "false": False, "none": None}
-_KEYWORDS = ("and", "or", "not", "in")
-_ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
-_EQUAL = {"==": operator.eq, "!=": operator.ne}
-_SUM = {"+": operator.add, "-": operator.sub}
-_PRODUCT = {
-    "*": operator.mul,
-    "/": operator.truediv,
-    "//": operator.floordiv,
-    "%": operator.mod,
-}
-_DEEPEST = 50  # of parentheses and signs within each other
+_WORDS = {"true": "True", "false": "False", "none": "None"}
+_NODES = (ast.Constant, ast.Name, ast.List, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare)
 
 
 class Condition:
@@ -47,195 +37,101 @@ class Condition:
 
     def __init__(self, text: str, names: Collection[str]):
         self.text = text
-        self._node = _Parser(text, names).whole()
+        self._options = {_identifier(name): name for name in names}
+        python = "".join(self._translated(token) for token in _TOKEN.finditer(text)).strip()
+        try:
+            self._tree = ast.parse(python, mode="eval").body
+        except (SyntaxError, MemoryError, RecursionError) as error:
+            raise self._wrong(getattr(error, "msg", "it is nested too deeply")) from None
+        for node in ast.walk(self._tree):
+            if not isinstance(node, (*_NODES, *_OPERATORS, ast.And, ast.Or, ast.Load)):
+                raise self._wrong(f"a condition has no {type(node).__name__.lower()}")
 
     def holds(self, lookup: Lookup) -> bool:
         """With these values of options. ConfigError where they do not go together."""
+
+        def value(node: ast.Name) -> Any:
+            found = lookup(self._options[node.id])
+            return list(found) if isinstance(found, tuple) else found
+
+        evaluator = EvalWithCompoundTypes(operators=_OPERATORS, functions={}, names=value)
+        evaluator.nodes = {kind: evaluator.nodes[kind] for kind in _NODES}
+        evaluator.nodes[ast.BoolOp] = lambda node: (any if isinstance(node.op, ast.Or) else all)(
+            _truth(evaluator._eval(part)) for part in node.values
+        )
         try:
-            return _truth(self._node(lookup))
-        except (ConfigError, ZeroDivisionError, OverflowError) as error:
-            raise ConfigError(f"where: {self.text}: {error}") from None
+            return _truth(evaluator.eval(self.text, self._tree))
+        except (ConfigError, InvalidExpression, TypeError, ArithmeticError) as error:
+            raise self._wrong(str(error)) from None
+        except RecursionError:
+            raise self._wrong("it is nested too deeply") from None
 
-
-class _Parser:
-    """Recursive descent, one method for each level of binding."""
-
-    def __init__(self, text: str, names: Collection[str]):
-        self.text, self.names, self.place, self.depth = text, names, 0, 0
-        self.tokens: list[tuple[str, str]] = []
-        at = 0
-        while text[at:].strip():
-            found = _TOKEN.match(text, at)
-            if found is None:
-                raise self.wrong(f"cannot read {text[at:].strip()[:20]!r}")
-            kind, word = str(found.lastgroup), found[str(found.lastgroup)]
-            self.tokens.append(("sign" if word in _KEYWORDS else kind, word))
-            at = found.end()
-
-    def wrong(self, why: str) -> ConfigError:
+    def _wrong(self, why: str) -> ConfigError:
         return ConfigError(f"where: {self.text}: {why}")
 
-    def whole(self) -> Node:
-        node = self.either()
-        if self.place < len(self.tokens):
-            raise self.wrong(f"expected its end at {self.tokens[self.place][1]!r}")
-        return node
-
-    def taken(self, *signs: str) -> str | None:
-        """The next token, which is passed, if it is one of these."""
-        if self.place < len(self.tokens) and self.tokens[self.place] in [
-            ("sign", s) for s in signs
-        ]:
-            self.place += 1
-            return self.tokens[self.place - 1][1]
-        return None
-
-    def required(self, sign: str) -> None:
-        if self.taken(sign) is None:
-            raise self.wrong(f"expected {sign!r} at {self.here()}")
-
-    def here(self) -> str:
-        """The next token, for a message."""
-        return repr(self.tokens[self.place][1]) if self.place < len(self.tokens) else "its end"
-
-    def either(self) -> Node:
-        parts = [self.both()]
-        while self.taken("or"):
-            parts.append(self.both())
-        if len(parts) == 1:
-            return parts[0]
-        return lambda lookup: any(_truth(part(lookup)) for part in parts)
-
-    def both(self) -> Node:
-        parts = [self.negated()]
-        while self.taken("and"):
-            parts.append(self.negated())
-        if len(parts) == 1:
-            return parts[0]
-        return lambda lookup: all(_truth(part(lookup)) for part in parts)
-
-    def negated(self) -> Node:
-        if self.taken("not"):
-            part = self.deeper(self.negated)
-            return lambda lookup: not _truth(part(lookup))
-        return self.compared()
-
-    def compared(self) -> Node:
-        parts, signs = [self.added()], []
-        while sign := self.taken(*_ORDER, *_EQUAL, "in", "not"):
-            if sign == "not":
-                self.required("in")
-                sign = "not in"
-            signs.append(sign)
-            parts.append(self.added())
-
-        def node(lookup: Lookup) -> bool:
-            values = [part(lookup) for part in parts]
-            pairs = zip(signs, values, values[1:], strict=False)
-            return all(_compare(*pair) for pair in pairs)
-
-        return node if signs else parts[0]
-
-    def added(self) -> Node:
-        return self.folded(_SUM, self.multiplied)
-
-    def multiplied(self) -> Node:
-        return self.folded(_PRODUCT, self.signed)
-
-    def folded(
-        self, signs: dict[str, Callable[[Any, Any], Any]], inner: Callable[[], Node]
-    ) -> Node:
-        """Parts joined by these signs, from left to right."""
-        first, rest = inner(), []
-        while sign := self.taken(*signs):
-            rest.append((sign, inner()))
-
-        def node(lookup: Lookup) -> Any:
-            value = _number(first(lookup), rest[0][0])
-            for sign, part in rest:
-                value = signs[sign](value, _number(part(lookup), sign))
-            return value
-
-        return node if rest else first
-
-    def signed(self) -> Node:
-        if self.taken("-"):
-            part = self.deeper(self.signed)
-            return lambda lookup: -_number(part(lookup), "-")
-        return self.single()
-
-    def deeper(self, inner: Callable[[], Node]) -> Node:
-        self.depth += 1
-        if self.depth > _DEEPEST:
-            raise self.wrong("it is nested too deeply")
-        node = inner()
-        self.depth -= 1
-        return node
-
-    def single(self) -> Node:
-        if self.taken("("):
-            node = self.deeper(self.either)
-            self.required(")")
-            return node
-        if self.taken("["):
-            items = [] if self.taken("]") else [self.deeper(self.either)]
-            while items and self.taken(","):
-                items.append(self.deeper(self.either))
-            if items:
-                self.required("]")
-            return lambda lookup: [item(lookup) for item in items]
-        if self.place == len(self.tokens) or self.tokens[self.place][0] == "sign":
-            raise self.wrong(f"expected a value at {self.here()}")
-        kind, word = self.tokens[self.place]
-        self.place += 1
-        if kind == "name" and word.lower() not in _WORDS:
-            return self.option(word)
-        value = word[1:-1] if kind == "text" else _WORDS[word.lower()] if kind == "name" else None
+    def _translated(self, token: re.Match[str]) -> str:
+        """A token in Python."""
+        kind, word = str(token.lastgroup), token[0]
+        if kind == "other":
+            raise self._wrong(f"cannot read {word[:20]!r}")
         if kind == "number":
-            value = self.number(word)
-        return lambda lookup: value
+            return repr(self._number(word))
+        if kind == "name" and word not in ("and", "or", "not", "in"):
+            return _WORDS.get(word.lower()) or self._option(word)
+        # Two texts side by side are no longer one text, as they would be in Python.
+        return {"blank": " ", "text": f"({word[1:-1]!r})"}.get(kind, word)
 
-    def number(self, word: str) -> int | float:
+    def _number(self, word: str) -> int | float:
         for parse in (int, float, parse_size):
             try:
-                return parse(word)
+                if math.isfinite(number := parse(word)):
+                    return number
             except ValueError:
                 continue
-        raise self.wrong(f"{word} is no number")
+        raise self._wrong(f"{word} is no number")
 
-    def option(self, word: str) -> Node:
-        name = word.replace("_", "-")
-        if name not in self.names:
-            near = difflib.get_close_matches(name, self.names, n=1)
-            hint = f"did you mean {near[0]}?" if near else "text stands in quotes"
-            raise self.wrong(f"unknown option {word}, {hint}")
-        return lambda lookup: lookup(name)
+    def _option(self, word: str) -> str:
+        if (found := _identifier(word)) in self._options:
+            return found
+        near = difflib.get_close_matches(word.replace("_", "-"), self._options.values(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "text stands in quotes"
+        raise self._wrong(f"unknown option {word}, {hint}")
+
+
+def _identifier(option: str) -> str:
+    """The name of an option in Python, where `continue` may be none."""
+    name = option.replace("-", "_")
+    return f"{name}_" if keyword.iskeyword(name) else name
 
 
 def _truth(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{_shown(value)} is neither true nor false")
+        raise ConfigError(f"{value!r} is neither true nor false")
     return value
 
 
-def _number(value: Any, sign: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{sign} needs numbers, got {_shown(value)}")
-    return value
+def _equal(left: Any, right: Any) -> bool:
+    """ConfigError for values of two kinds. `none` is equal to itself, and differs from others."""
+    kinds = [_KINDS.get(type(value), "other") for value in (left, right) if value is not None]
+    if len({*kinds}) > 1:
+        raise ConfigError(f"{left!r} never equals {right!r}: {kinds[0]} and {kinds[1]}")
+    return left == right
 
 
-def _compare(sign: str, left: Any, right: Any) -> bool:
-    if sign in _EQUAL:
-        return _EQUAL[sign](left, right)
-    if sign in ("in", "not in"):
-        if not isinstance(right, list | tuple):
-            raise ConfigError(f"{sign} needs a list, got {_shown(right)}")
-        return (left in right) == (sign == "in")
-    if not (isinstance(left, str) and isinstance(right, str)):
-        left, right = _number(left, sign), _number(right, sign)
-    return _ORDER[sign](left, right)
+def _contained(item: Any, items: Any) -> bool:
+    if not isinstance(items, list):
+        raise ConfigError(f"in needs a list, got {items!r}")
+    return True in [_equal(item, other) for other in items]
 
 
-def _shown(value: Any) -> str:
-    """As a condition spells it."""
-    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+_KINDS = {int: "number", float: "number", str: "text", bool: "switch", list: "list"}
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.USub)
+_ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    **{kind: DEFAULT_OPERATORS[kind] for kind in (*_ARITHMETIC, *_ORDER)},
+    ast.Eq: _equal,
+    ast.NotEq: lambda left, right: not _equal(left, right),
+    ast.In: _contained,
+    ast.NotIn: lambda item, items: not _contained(item, items),
+    ast.Not: lambda value: not _truth(value),
+}
