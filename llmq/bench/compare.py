@@ -15,17 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmq.bench.report import as_table, full_title, shared_flags
 from llmq.bench.report_file import Report, differences, read_report
 from llmq.bench.sweep_file import identity
 
-# Of Student's distribution, two-sided 95 %, by degrees of freedom from 1 on; then the normal one's.
-_T = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788,
-    2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639,
-    2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
-)  # fmt: skip
-_T_LARGE = 1.96
+INSIDE = 0.95  # of the real changes lie in their interval
 SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 
@@ -68,9 +64,16 @@ def change(one: Sequence[float], other: Sequence[float]) -> Change:
 
 
 def _quantile(freedom: float) -> float:
-    """That of the next lower whole number of degrees of freedom, which is wider."""
+    """Student's two-sided quantile, of whole degrees of freedom: the next lower ones are wider.
+
+    With x = sqrt(freedom) * tan(angle) the density is a power of the angle's cosine.
+    """
     whole = max(int(freedom + 1e-9), 1)
-    return _T[whole - 1] if whole <= len(_T) else _T_LARGE if freedom > 1000 else _T[-1]
+    angles = np.linspace(0, math.pi / 2 * min(1.0, 20 / math.sqrt(whole)), 20_001)
+    density = np.cos(angles) ** (whole - 1)
+    inside = np.cumsum((density[1:] + density[:-1]) / 2)
+    angle = np.interp(INSIDE, inside / inside[-1], angles[1:])
+    return math.sqrt(whole) * math.tan(angle)
 
 
 def run_compare(one: Path, other: Path) -> None:
