@@ -137,7 +137,8 @@ class Sweep:
     def interrupted(self) -> None:
         """Say how to go on. That a run was under way means nothing: it did not end the sweep."""
         if self.begun:
-            self._write()  # it may have come while a run was written
+            # It may have come while a run was written.
+            self.file.write(self.report, stopped=True)
         if self.begun and self.pending:
             done = len(self.order) - len(self.pending)
             told = f"{done} of {len(self.order)} runs are in {self.file.path}: --resume goes on"

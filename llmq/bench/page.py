@@ -10,8 +10,8 @@ from typing import Any
 
 from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
+from llmq.bench.pictures import Bar, Cell, Point, bars, heat_map, number, points
 from llmq.bench.report import full_title, shared_flags
-from llmq.bench.svg import Bar, Cell, Point, bars, element, heat_map, number, points
 from llmq.bench.sweep_file import value_of
 from llmq.train.plot_html import COLORS
 
@@ -31,13 +31,7 @@ _PAGE = """\
   body {{ font: 13px system-ui, sans-serif; margin: 12px; color: #222; background: #fff; }}
   h1 {{ font-size: 16px; }}
   h2 {{ font-size: 13px; margin: 18px 0 4px; }}
-  svg {{ display: block; max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }}
-  .axis {{ font-size: 11px; fill: #555; }}
-  .label {{ text-anchor: end; }}
-  .head {{ font-weight: bold; }}
-  .grid {{ stroke: #ddd; }}
-  .equal {{ stroke: #999; stroke-dasharray: 4 3; }}
-  .spread {{ stroke: #222; stroke-width: 2; }}
+  svg {{ display: block; max-width: 100%; height: auto; }}
   pre {{ white-space: pre-wrap; }}
 </style>
 </head>
@@ -72,7 +66,7 @@ def page(report: dict[str, Any]) -> str:
         sections.append(("missing", "Without a speed", _missing(missing, shared_flags(runs))))
     sections.append(("commands", "Commands", _commands(report)))
     body = [
-        element("section", f"<h2>{escape(title)}</h2>\n{content}", id=name)
+        f'<section id="{name}"><h2>{escape(title)}</h2>\n{content}</section>'
         for name, title, content in sections
     ]
     machine = report["machine"]
@@ -80,11 +74,15 @@ def page(report: dict[str, Any]) -> str:
     return _PAGE.format(title=escape(title), body="\n".join(body))
 
 
+def _text(lines: Sequence[str]) -> str:
+    return "<pre>" + escape("\n".join(lines)) + "</pre>"
+
+
 def _commands(report: dict[str, Any]) -> str:
     lines = [f"{i['command']}  ({i['date']})" for i in report["invocations"]]
     if left := report.get("left"):
         lines.append(f"{left} runs are still to be made")
-    return element("pre", escape("\n".join(lines)))
+    return _text(lines)
 
 
 def _speeds(runs: Sequence[Run], colors: dict[str, str]) -> str:
@@ -128,13 +126,13 @@ def _predicted(runs: Sequence[Run], shared: dict[str, str], colors: dict[str, st
 
 
 def _legend(colors: dict[str, str]) -> str:
-    entries = [element("span", f"■ {escape(m)}", style=f"color:{c}") for m, c in colors.items()]
-    return element("p", " ".join(entries))
+    entries = [f'<span style="color:{c}">■ {escape(m)}</span>' for m, c in colors.items()]
+    return f"<p>{' '.join(entries)}</p>"
 
 
 def _missing(runs: Sequence[Run], shared: dict[str, str]) -> str:
     lines = [f"{full_title(run, shared)}: {run['status']}: {run['message']}" for run in runs]
-    return element("pre", escape("\n".join(lines)))
+    return _text(lines)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,6 +24,7 @@ made; `running`, the options of the one that is being made."""
 _KEYS = ("machine", "invocations", "runs")
 _WRITTEN = {".md": markdown, ".csv": as_csv, ".html": page}  # what is made of it
 _SUFFIXES = (".json", *_WRITTEN)
+PAGE_SECONDS = 30  # between two pages of a sweep that goes on: drawing one takes a second or more
 
 
 class ReportFile:
@@ -31,6 +33,7 @@ class ReportFile:
     def __init__(self, out: Path):
         self.out = out
         self.path = self._with(".json")
+        self._drawn = -math.inf
 
     def _with(self, suffix: str) -> Path:
         return Path(f"{self.out}{suffix}")
@@ -44,13 +47,21 @@ class ReportFile:
         """None if there is none. ConfigError names the flag."""
         return read_report(self.path, flag) if self.path.exists() else None
 
-    def write(self, report: Report) -> None:
+    def write(self, report: Report, *, stopped: bool = False) -> None:
         """Each file is replaced at once, and is on the disk: JSON first, the others follow it,
-        but not to say that a run has begun."""
+        but not to say that a run has begun.
+
+        stopped: no run follows, though some are left. Else the page is drawn now and then only.
+        """
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return
+        goes_on = report["left"] and not stopped
         for suffix, written in _WRITTEN.items():
+            if suffix == ".html":
+                if goes_on and time.monotonic() < self._drawn + PAGE_SECONDS:
+                    continue
+                self._drawn = time.monotonic()
             text = written(report).encode(errors="backslashreplace")  # a path need not be UTF-8
             write_file(self._with(suffix), text.decode())
 
