@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -426,22 +427,30 @@ def test_the_real_module_has_what_is_used():
 # -- CPUs ----------------------------------------------------------------------------------------
 
 
-def test_use_of_the_cpus_since_the_last_time(tmp_path, monkeypatch):
-    stat = tmp_path / "stat"
+class Times(NamedTuple):
+    """Seconds of a CPU, as psutil tells them under Linux: guest is a part of user."""
+
+    user: float = 0.0
+    idle: float = 0.0
+    iowait: float = 0.0
+    guest: float = 0.0
+
+
+def test_use_of_the_cpus_since_the_last_time(monkeypatch):
+    told = [[Times(10, 90, 0, 5), Times(), Times(0, 100)]] * 2
+    told.append([Times(70, 90, 40, 9), Times(500), Times(0, 200)])
+    monkeypatch.setattr("psutil.cpu_times", lambda percpu: told.pop(0))
     monkeypatch.setattr("llmq.runtime.host_usage.allowed_cpus", lambda: {0, 2})
     monkeypatch.setattr("llmq.runtime.host_usage.host_memory", lambda: (3, 10))
-
-    def write(*rows):
-        lines = [f"cpu{i} {' '.join(map(str, row))}" for i, row in enumerate(rows)]
-        stat.write_text("\n".join(["cpu 9 9 9 9", *lines, "intr 5"]))
-
-    write((10, 0, 0, 90, 0, 0, 0, 0, 5, 0), (0,) * 10, (0, 0, 0, 100, 0, 0, 0, 0, 0, 0))
-    usage = HostUsage(stat)
+    usage = HostUsage()
     assert usage.read() == {"cpus": 2, "util": -1, "memory_used": 7, "memory_total": 10}
-    write((70, 0, 0, 90, 40, 0, 0, 0, 9, 0), (500,) * 10, (0, 0, 0, 200, 0, 0, 0, 0, 0, 0))
     assert usage.read()["util"] == 30
-    stat.unlink()
-    assert HostUsage(stat).read()["util"] == -1
+
+    def hidden(percpu):
+        raise PermissionError("/proc/stat")
+
+    monkeypatch.setattr("psutil.cpu_times", hidden)
+    assert HostUsage().read()["util"] == -1
 
 
 # -- a GPU ---------------------------------------------------------------------------------------

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 
 def host_memory() -> tuple[int, int]:
     """Bytes of host memory that are free or can be freed, and bytes in all."""
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024, _total_host_memory()
-    return _total_host_memory(), _total_host_memory()  # no Linux: all of it
-
-
-def _total_host_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
 
 def available_host_memory() -> int:

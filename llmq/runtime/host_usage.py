@@ -1,22 +1,22 @@
-"""How busy the CPUs are, and how much memory is in use, as /proc tells it."""
+"""How busy the CPUs are, and how much memory is in use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+
+import psutil
 
 from llmq.runtime.host_memory import host_memory
 
 UNSUPPORTED = -1
-_IDLE = (3, 4)  # places of idle and iowait among the times of a CPU
+_TIMES = ("user", "nice", "system", "irq", "softirq", "steal", "idle", "iowait")
+_IDLE = ("idle", "iowait")
 
 
 class HostUsage:
     """The CPUs that this process may use, and the memory of the machine."""
 
-    def __init__(self, stat: Path = Path("/proc/stat")):
-        self._stat = stat
+    def __init__(self) -> None:
         self._before = self._times()
 
     def read(self) -> dict[str, int]:
@@ -35,24 +35,19 @@ class HostUsage:
             "memory_total": memory,
         }
 
-    def _times(self) -> tuple[int, int]:
-        """Ticks that these CPUs were busy, and in all."""
-        busy = total = 0
-        for times in self._rows():
-            total += sum(times)
-            busy += sum(times) - sum(times[i] for i in _IDLE if i < len(times))
-        return busy, total
-
-    def _rows(self) -> Iterator[list[int]]:
-        names = {f"cpu{number}" for number in allowed_cpus()}
+    def _times(self) -> tuple[float, float]:
+        """Seconds that these CPUs were busy, and in all."""
+        allowed, busy, total = allowed_cpus(), 0.0, 0.0
         try:
-            lines = self._stat.read_text().splitlines()
-        except OSError:  # no Linux
-            return
-        for line in lines:
-            name, *times = line.split()
-            if name in names:
-                yield [int(text) for text in times[:8]]  # the last two are in the first two
+            cpus = psutil.cpu_times(percpu=True)
+        except OSError:  # a sandbox may hide it
+            cpus = []
+        for number, times in enumerate(cpus):
+            if number in allowed:
+                seconds = {name: getattr(times, name, 0.0) for name in _TIMES}
+                total += sum(seconds.values())
+                busy += sum(s for name, s in seconds.items() if name not in _IDLE)
+        return busy, total
 
 
 def allowed_cpus() -> set[int]:
