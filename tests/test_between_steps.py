@@ -20,8 +20,8 @@ from llmq.model.step import Step
 from llmq.options.command_line import command_line
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
+from llmq.report.watch import numbers, text
 from llmq.train import between_steps
-from llmq.train.watch import numbers, text
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens
 
 QUESTIONS = [("a", "bc", "d", "A"), ("ö", "x", "yz", "B"), ("no", "1", "22", "B")]

@@ -367,13 +367,13 @@ COMMANDS = [
     ),
     (
         "plot pyproject.toml README.md --x hours --html",
-        "train.plot.run_plot",
+        "report.plot.run_plot",
         (([Path("pyproject.toml"), Path("README.md")], None, "hours", True), {}),
     ),
     ("top README.md --once", "train.top.run_top", ((Path("README.md"),), {"once": True})),
     (
         "watch README.md --tensorboard t --wandb p --interval 0",
-        "train.watch.run_watch",
+        "report.watch.run_watch",
         (
             (Path("README.md"),),
             {"tensorboard": Path("t"), "wandb": "p", "name": None, "interval": 0},
@@ -531,7 +531,7 @@ def test_interrupt_exits_130(stub, capsys):
     [
         (["bench"], "bench.bench.run_bench"),
         ("tokenize x --tokenizer bytes --out o".split(), "data.tokenize.tokenize"),
-        ("watch README.md --wandb p".split(), "train.watch.run_watch"),
+        ("watch README.md --wandb p".split(), "report.watch.run_watch"),
     ],
 )
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])

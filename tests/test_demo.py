@@ -98,7 +98,7 @@ def test_a_demo_does_not_replace_another_run(little_text, capsys):
 
 def test_the_last_validation_takes_no_longer_than_it_may(little_text, monkeypatch, capsys):
     """It shows how far it is, and says that it ended before the end of the data."""
-    monkeypatch.setattr("llmq.train.views.PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr("llmq.report.views.PROGRESS_SECONDS", 0.0)
     assert _run(["demo", "--out", "here", "--device", "cpu", "--steps", "1"]) == 0
     out = capsys.readouterr().out
     assert "  validation: 0%\n" in out

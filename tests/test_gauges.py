@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console, Group
 
+from llmq.report.gauges import Panel, Row, bar, panel_lines, record_line, waiting_line
+from llmq.report.live import Progress
 from llmq.runtime.nvml import find_gpu
-from llmq.train.gauges import Panel, Row, bar, panel_lines, record_line, waiting_line
-from llmq.train.live import Progress
 from llmq.train.sensing import row_of
 from llmq.train.sensors import Sensor, Sensors
 from tests.fake_nvml import GIB, FakeGpu, FakeNvml

@@ -16,8 +16,8 @@ GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 # Packages from the lowest to the highest: a module imports only from its own one and those before.
 # Operations do not import each other, and neither do their references: only `common`.
 ROOMS = [
-    "base", "runtime", "comm", "arch", "options", "ref", "ops", "data", "state", "model",
-    "checkpoint", "plan", "train", "bench", "rig", "commands",
+    "base", "runtime", "comm", "arch", "options", "report", "ref", "ops", "data", "state",
+    "model", "checkpoint", "plan", "train", "bench", "rig", "commands",
 ]  # fmt: skip
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}

@@ -11,8 +11,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from llmq.train.gauges import Panel, Row
-from llmq.train.live import BARS, WIDTH, LiveView, LossCurve, Progress, time_left
+from llmq.report.gauges import Panel, Row
+from llmq.report.live import BARS, WIDTH, LiveView, LossCurve, Progress, time_left
 
 
 def curve(values):

@@ -19,9 +19,9 @@ import pytest
 
 from llmq.base.errors import LlmqError
 from llmq.model.step import Result
-from llmq.train.json_log import JsonLog
+from llmq.report.json_log import JsonLog
+from llmq.report.views import PlainView
 from llmq.train.metrics import Reporter, count_tokens, duration, tokens_per_second
-from llmq.train.views import PlainView
 
 RESULT = Result(
     loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0
@@ -284,7 +284,7 @@ def test_a_log_whose_place_another_file_takes(tmp_path, capsys):
 KILLED = """
 import sys
 from pathlib import Path
-from llmq.train.json_log import JsonLog
+from llmq.report.json_log import JsonLog
 log = JsonLog(Path(sys.argv[1]))
 for step in range(10**9):
     log.write("step", step, text="x" * (step % 20000))

@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from llmq.commands.cli import _run
-from llmq.train.curves import LOSS, read_log, series_of, smoothed
-from llmq.train.plot import figure_of, panels_of, read_runs
-from llmq.train.plot_html import MAX_POINTS, thinned
+from llmq.report.curves import LOSS, read_log, series_of, smoothed
+from llmq.report.plot import figure_of, panels_of, read_runs
+from llmq.report.plot_html import MAX_POINTS, thinned
 
 
 def write_log(path, steps, evals=(), others=(), start=()):

@@ -12,7 +12,7 @@ import pytest
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
 from llmq.options.options import OPTIONS
-from llmq.train.course import without_undone
+from llmq.report.course import without_undone
 from llmq.train.find_log import find_log
 from tests.runs import make_workplace, options, records, signal_after, train
 from tests.test_places import forget_ids, run_of_checkpoint, run_of_export

@@ -16,9 +16,9 @@ from rich.console import Console
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.locks import lock_beside, locked
 from llmq.commands.cli import _run
+from llmq.report.json_log import JsonLog
 from llmq.train import top as top_module
 from llmq.train.find_log import is_written, running_log
-from llmq.train.json_log import JsonLog
 from llmq.train.top import Follower, Top, run_top
 from tests.fake_nvml import FakeGpu, FakeNvml
 

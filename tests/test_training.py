@@ -26,13 +26,14 @@ from llmq.base.locks import locked
 from llmq.checkpoint.checkpoint import GROUPS
 from llmq.model.step import Step
 from llmq.plan.sol import peaks
+from llmq.report import live
+from llmq.report.json_log import JsonLog
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_usage import HostUsage
-from llmq.train import announce, live, sensing
+from llmq.train import announce, sensing
 from llmq.train import loop as training
 from llmq.train.diagnose import MAX_SKIPPED
-from llmq.train.json_log import JsonLog
 from llmq.train.rounds import Rounds
 from llmq.train.trainer import Trainer
 from tests.fake_nvml import FAKE_UUID, FakeGpu, fake_sensors

@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import TENSOR
 
 from llmq.base.errors import DataError, LlmqError
 from llmq.commands.cli import _run
-from llmq.train import json_log, watch
-from llmq.train.json_log import JsonLog, LogReader
-from llmq.train.watch import numbers, text
+from llmq.report import json_log, watch
+from llmq.report.json_log import JsonLog, LogReader
+from llmq.report.watch import numbers, text
 from tests.runs import make_workplace, train
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

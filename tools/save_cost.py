@@ -47,7 +47,7 @@ from llmq.base.dtypes import GIB
 from llmq.base.errors import DataError
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import preset
-from llmq.train.json_log import LogReader
+from llmq.report.json_log import LogReader
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL = 0.5  # seconds between two looks at the log

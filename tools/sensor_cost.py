@@ -42,7 +42,7 @@ def sensors_and_view(trainer: Any) -> Iterator[None]:
     """That thread, and the live view on a terminal of 80 columns that nobody looks at."""
     from rich.console import Console
 
-    from llmq.train.live import LiveView
+    from llmq.report.live import LiveView
 
     with ExitStack() as stack:
         sensing = stack.enter_context(sensors(trainer))

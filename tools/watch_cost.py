@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from llmq.commands.cli import train_main
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import preset
-from llmq.train.json_log import LogReader
+from llmq.report.json_log import LogReader
 from llmq.train.watcher import Watcher
 
 MODEL = "tiny"

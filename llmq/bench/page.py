@@ -13,7 +13,7 @@ from llmq.base.errors import ConfigError
 from llmq.bench.pictures import Bar, Cell, Point, bars, heat_map, number, points
 from llmq.bench.report import full_title, shared_flags
 from llmq.bench.sweep_file import value_of
-from llmq.train.plot_html import COLORS
+from llmq.report.plot_html import COLORS
 
 HEAT_MAPS = 6  # of one model
 SPEED = "tokens per second"

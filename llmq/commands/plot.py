@@ -22,7 +22,7 @@ def plot(
     ] = False,
 ) -> None:
     """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page."""
+    from llmq.report.plot import run_plot
     from llmq.train.find_log import find_log
-    from llmq.train.plot import run_plot
 
     run_plot([find_log(log) for log in logs], out, x, html)

@@ -24,8 +24,8 @@ def watch(
     ] = 10,
 ) -> None:
     """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
+    from llmq.report.watch import run_watch
     from llmq.train.find_log import find_log
-    from llmq.train.watch import run_watch
 
     with ending_children():
         run_watch(find_log(log), tensorboard=tensorboard, wandb=wandb, name=name, interval=interval)

@@ -29,6 +29,7 @@ from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.step import Result
 from llmq.options.options import TrainConfig
+from llmq.report.views import EvaluationProgress
 from llmq.runtime.processes import processes
 from llmq.train.continuing import continue_texts
 from llmq.train.loaders import mean_loss, open_loaders
@@ -36,7 +37,6 @@ from llmq.train.metrics import Reporter, duration
 from llmq.train.rank import Rank
 from llmq.train.sampling import Choice, choose_token, prompt_ids
 from llmq.train.trainer import Trainer
-from llmq.train.views import EvaluationProgress
 
 TEMPERATURE = Choice().temperature  # of samples, as of `llmq sample`
 

@@ -21,10 +21,10 @@ from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.options.presets import resolve_model
+from llmq.report.plot import run_plot
 from llmq.runtime.machine import choose_machine
 from llmq.train.loop import run_training
 from llmq.train.places import everything_there, locked_places
-from llmq.train.plot import run_plot
 from llmq.train.resume import inherited_options
 from llmq.train.sampling import Sampler, open_model
 

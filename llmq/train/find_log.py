@@ -20,7 +20,7 @@ from llmq.checkpoint.store import (
     saved_log,
 )
 from llmq.options.options import TrainConfig
-from llmq.train.json_log import has_records, is_damaged_log, log_owner
+from llmq.report.json_log import has_records, is_damaged_log, log_owner
 
 RECENT = 600.0  # seconds
 _DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends

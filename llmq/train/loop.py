@@ -23,6 +23,9 @@ from llmq.model.step import Result
 from llmq.options.options import TrainConfig
 from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.idle_options import run_warnings
+from llmq.report.json_log import JsonLog
+from llmq.report.live import view_of_run
+from llmq.report.views import PlainView
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.processes import processes
 from llmq.train.agreement import check_token_files
@@ -39,9 +42,7 @@ from llmq.train.between_steps import Evaluations, Material, read_material
 from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import abs_maxes
 from llmq.train.guard import Guard
-from llmq.train.json_log import JsonLog
 from llmq.train.judging import History, Judging
-from llmq.train.live import view_of_run
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import speed_of_light
 from llmq.train.places import (
@@ -59,7 +60,6 @@ from llmq.train.scaling import SKIPPED, Scaling, time_alone
 from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
-from llmq.train.views import PlainView
 from llmq.train.watcher import Watcher, start_watchers
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
 from llmq.model.step import Result
-from llmq.train.json_log import JsonLog
-from llmq.train.views import View
+from llmq.report.json_log import JsonLog
+from llmq.report.views import View
 
 SHOWN_FILES = 10  # in [Dataset], for each split
 

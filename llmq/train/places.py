@@ -33,7 +33,7 @@ from llmq.checkpoint.store import (
 )
 from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
-from llmq.train.json_log import has_records, is_damaged_log, log_owner
+from llmq.report.json_log import has_records, is_damaged_log, log_owner
 
 
 @contextmanager

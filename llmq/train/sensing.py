@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from llmq.base.errors import LlmqError
 from llmq.model.step import Result
+from llmq.report.gauges import Panel, Row, record_line
 from llmq.runtime.device import Device
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu
 from llmq.runtime.processes import processes
 from llmq.runtime.world import World
-from llmq.train.gauges import Panel, Row, record_line
 from llmq.train.metrics import Reporter
 from llmq.train.sensors import Sensor, Sensors, open_sensors
 

@@ -16,15 +16,15 @@ from rich.text import Text
 
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.run_id import RunId
+from llmq.report.gauges import WIDE, Panel, Row, panel_lines
+from llmq.report.json_log import LogReader
+from llmq.report.live import DRAWS, Progress
+from llmq.report.watch import DONE
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
 from llmq.train.find_log import has_writer, is_written_here, silence
-from llmq.train.gauges import WIDE, Panel, Row, panel_lines
-from llmq.train.json_log import LogReader
-from llmq.train.live import DRAWS, Progress
 from llmq.train.sensing import row_of
 from llmq.train.sensors import INTERVAL, Sensor, Sensors
-from llmq.train.watch import DONE
 
 LOOKS = 1.0  # seconds between looks at the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from llmq.base.errors import LlmqError, warn
 from llmq.options.options import TrainConfig
+from llmq.report.watch import run_watch
 from llmq.train.metrics import Reporter
-from llmq.train.watch import run_watch
 
 INTERVAL = 10  # seconds between looks at the log
 PATIENCE = 10  # seconds that the end of a run waits for the rest to be sent

@@ -8,8 +8,8 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, replacing
-from llmq.train.curves import AXES, LOSS, Series, read_log, series_of, smoothed
-from llmq.train.plot_html import page
+from llmq.report.curves import AXES, LOSS, Series, read_log, series_of, smoothed
+from llmq.report.plot_html import page
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 COLUMNS = 2  # of the panels below the loss

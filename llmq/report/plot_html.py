@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.train.curves import AXES, Series, smoothed
+from llmq.report.curves import AXES, Series, smoothed
 
 MAX_POINTS = 3000  # of a series: more than a screen has columns
 TEMPLATE = Path(__file__).with_name("plot.html")

@@ -13,9 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmq.report.gauges import Panel
+from llmq.report.views import PlainView, View, optional_console
 from llmq.runtime.processes import processes
-from llmq.train.gauges import Panel
-from llmq.train.views import PlainView, View, optional_console
 
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans(BARS, "_.:-=+*#")  # of a terminal without UTF-8
