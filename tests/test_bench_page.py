@@ -86,6 +86,7 @@ def test_the_structure_of_a_page():
         "predicted": "Measured against predicted",
         "heat-0": "tiny: best tokens per second by --batch-size (columns) and --recompute-block "
         "(rows)",
+        "table": "Table",
         "missing": "Without a speed",
     }
     kinds = {
@@ -98,6 +99,7 @@ def test_the_structure_of_a_page():
         "memory": {"g.point": 5},
         "predicted": {"g.point": 5, "g.equal": 1},
         "heat-0": {"g.cell": 6},
+        "table": {},
         "missing": {},
     }
     texts = found.texts
@@ -110,6 +112,7 @@ def test_the_structure_of_a_page():
     assert any(text.endswith("1000, predicted 1100 (+10.0%)") for text in texts["predicted"])
     cells = [text for text in texts["heat-0"] if text in ("1000", "900", "12.35k", "2000", "✗")]
     assert cells == ["1000", "12.35k", "900", "2000", "✗"]
+    assert found.counts["table"]["tr"] == 6 and "12,345" in texts["table"]
     assert "tiny bf16 4 x 4 --recompute-block: does not fit: no <room>" in texts["missing"][1]
 
 
@@ -136,7 +139,7 @@ def test_a_page_loads_nothing_and_runs_nothing():
 def test_what_is_not_known_is_not_drawn():
     """On the CPU nothing is predicted; one swept option makes no map; a sweep may have failed."""
     lone = [({"model": "tiny", "batch-size": n}, 100.0 * n, None) for n in (1, 2)]
-    assert list(Structure(page(report(lone))).sections) == ["speed", "memory", "commands"]
+    assert list(Structure(page(report(lone))).sections) == ["speed", "memory", "table", "commands"]
     assert list(Structure(page(report([FAILED]))).sections) == ["missing", "commands"]
     assert list(Structure(page(report([]) | {"left": 2})).sections) == ["commands"]
     # Lists that go together make a map with holes, values that are spelled apart are the same.

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from llmq.bench.report import as_table, full_title, shared_flags
+from llmq.bench.report import full_title, shared_flags
 from llmq.bench.report_file import Report, differences, read_report
 from llmq.bench.sweep_file import identity
+from llmq.report.tables import Markdown
 
 INSIDE = 0.95  # of the real changes lie in their interval
 SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
@@ -111,7 +112,7 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
         blocks.append(f"All runs: {' '.join(shared.values())}")
     if rows:
         heads = ["run", "tok/s before", "tok/s after", "change", "95 % of it between", "verdict"]
-        blocks += [as_table(heads, rows), _summary(changes)]
+        blocks += [Markdown().table(heads, rows), _summary(changes)]
     else:
         blocks.append("No run was measured in both.")
     blocks.append("\n".join(notes))

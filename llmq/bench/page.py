@@ -11,9 +11,10 @@ from typing import Any
 from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
 from llmq.bench.pictures import Bar, Cell, Point, bars, heat_map, number, points
-from llmq.bench.report import full_title, shared_flags
+from llmq.bench.report import full_title, shared_flags, table_of
 from llmq.bench.sweep_file import value_of
 from llmq.report.plot_html import COLORS
+from llmq.report.tables import Html
 
 HEAT_MAPS = 6  # of one model
 SPEED = "tokens per second"
@@ -32,6 +33,8 @@ _PAGE = """\
   h1 {{ font-size: 16px; }}
   h2 {{ font-size: 13px; margin: 18px 0 4px; }}
   svg {{ display: block; max-width: 100%; height: auto; }}
+  table {{ border-collapse: collapse; }}
+  th, td {{ padding: 2px 8px; border: 1px solid #ddd; text-align: left; }}
   pre {{ white-space: pre-wrap; }}
 </style>
 </head>
@@ -62,6 +65,7 @@ def page(report: dict[str, Any]) -> str:
             drawn = _predicted(predicted, shared, colors)
             sections.append(("predicted", "Measured against predicted", drawn))
         sections += _heat_maps(runs, list(models))
+        sections.append(("table", "Table", Html().table(*table_of(report))))
     if missing := [run for run in runs if run["status"] != "ok"]:
         sections.append(("missing", "Without a speed", _missing(missing, shared_flags(runs))))
     sections.append(("commands", "Commands", _commands(report)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable
 from typing import Any
 
 from llmq.base.dtypes import GIB
 from llmq.bench.sweep_file import flag_of
 from llmq.options.options_io import make_config
+from llmq.report.tables import Csv, Markdown
 
 SHOWN_WORDS = 12  # lines of the last words of a run
 
@@ -112,14 +111,14 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The report for people. Flags that all runs share stand above the table."""
+def table_of(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the measured runs for people, without columns in which nothing stands."""
     runs = report["runs"]
-    if not runs:
-        return f"{_heading(report)}\n\n{_left(report)}\n"
+    measured = [run for run in runs if run["status"] == "ok"]
+    if not measured:
+        return [], []
     shared = shared_flags(runs)
     systems = list(dict.fromkeys(name for run in runs for name in run["peers"]))
-    measured = [run for run in runs if run["status"] == "ok"]
     several = len(report["invocations"]) > 1  # maybe of different programs
     cells = [
         {
@@ -133,23 +132,26 @@ def markdown(report: dict[str, Any]) -> str:
         }
         for run in measured
     ]
-    names = [n for n in (cells[0] if cells else []) if any(row[n] for row in cells)]
-    table = as_table(names, [[row[name] for name in names] for row in cells]) if cells else ""
+    names = [name for name in cells[0] if any(row[name] for row in cells)]
+    return names, [[row[name] for name in names] for row in cells]
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report for people. Flags that all runs share stand above the table."""
+    runs = report["runs"]
+    if not runs:
+        return f"{_heading(report)}\n\n{_left(report)}\n"
+    shared = shared_flags(runs)
+    table = Markdown().table(*table_of(report))
     blocks = [
         _heading(report),
         f"All runs: {' '.join(shared.values())}" if shared else "",
         table,
         "\n".join(_note(run, shared) for run in runs if run["status"] != "ok"),
         _left(report),
-        EXPLANATION if cells else "",
+        EXPLANATION if table else "",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
-
-
-def as_table(names: list[str], rows: list[list[str]]) -> str:
-    """A table in Markdown."""
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _note(run: dict[str, Any], shared: dict[str, str]) -> str:
@@ -214,20 +216,9 @@ def as_csv(report: dict[str, Any]) -> str:
     options = list(dict.fromkeys(key for run in runs for key in run["options"]))
     lines = []
     for run in runs:
-        line = {key: run["options"].get(key, "") for key in options} | {"status": run["status"]}
-        line |= _csv_numbers(run.get("result")) | {"message": run.get("message", "")}
-        lines.append({k: "" if v is None else _plain(v) for k, v in line.items()})
-    names = lines[0] if lines else []
-    file = io.StringIO()
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
-
-
-def _plain(value: Any) -> Any:
-    """As an option file has it."""
-    return str(value).lower() if isinstance(value, bool) else value
+        line = {key: run["options"].get(key) for key in options} | {"status": run["status"]}
+        lines.append(line | _csv_numbers(run.get("result")) | {"message": run.get("message")})
+    return Csv().table(list(lines[0]) if lines else [], (line.values() for line in lines))
 
 
 _NUMBERS = (

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from llmq.base.dtypes import OPTION_DTYPES
+from llmq.report.tables import Terminal
 from llmq.state.placement import Placement, SlabPlacement, Store
 
 KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient", "m", "v", "begun")
@@ -43,17 +44,13 @@ def placement_table(placement: Placement) -> list[str]:
     """The lines of [Placement], without kinds of tensors that no slab has."""
     groups = _groups(placement)
     kinds = [kind for kind in KINDS if any(getattr(slab, kind) for _, slab in groups)]
-    rows = [["slabs", "group", *kinds]]
+    rows = []
     for name, slab in groups:
         cells = [_words(getattr(slab, kind)) for kind in kinds]
         rows.append([name, slab.group if slab.trainable else "frozen", *cells])
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))])
-        for row in rows
-    ]
+    table = Terminal(indent=2).table(["slabs", "group", *kinds], rows)
     head = [] if placement.head is None else [f"  LM head: {_words(placement.head)} beside these"]
-    return [line.rstrip() for line in lines] + head
+    return [*table.splitlines(), *head]
 
 
 def _words(store: Store | None) -> str:

@@ -24,6 +24,7 @@ from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
 from llmq.model.score import Scorer, scoring_options
 from llmq.plan.checks import attention_backend, check_sizes
+from llmq.report.tables import Terminal
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, open_apart
 from llmq.runtime.plan_device import PlanDevice
@@ -125,19 +126,12 @@ def scores_of(asked: list[Asked], likelihoods: np.ndarray) -> list[Score]:
 
 def table(scores: list[Score]) -> list[str]:
     """Lines for the console."""
-    rows = [("task", "metric", "value", "stderr", "count")]
+    head, rows = ("task", "metric", "value", "stderr", "count"), []
     for s in scores:
         error = "-" if s.stderr is None else f"{s.stderr:.4f}"
         value = f"{s.value:.4f}" if s.value < 1e6 else f"{s.value:.4g}"
-        rows.append((s.task, s.metric, value, error, str(s.count)))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        rows.append((s.task, s.metric, value, error, s.count))
+    return Terminal(right=(2, 3, 4)).table(head, rows).splitlines()
 
 
 class Shapes:
