@@ -1,4 +1,5 @@
-"""Small JSON files that may be missing or damaged, which then say nothing."""
+"""JSON files: read as they are, or as small ones that may be missing or damaged, and then say
+nothing."""
 
 from __future__ import annotations
 
@@ -11,11 +12,17 @@ from llmq.base.errors import ConfigError
 from llmq.base.files import check_readable
 
 
+def read_json(path: Path) -> Any:
+    """What a file in UTF-8 holds. ConfigError where it is a pipe or a device, else what reading
+    and parsing raise: OSError, ValueError, RecursionError."""
+    check_readable(path)
+    return json.loads(path.read_text("utf-8"))
+
+
 def json_object(path: Path) -> dict[str, Any]:
     """The object in a file; {} where there is none that can be read."""
     try:
-        check_readable(path)
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except (OSError, ValueError, RecursionError, ConfigError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import check_readable
+from llmq.base.json_file import read_json
 
 # What every entry of --peers has, beside speeds whose names begin with "tps".
 _FACTS = {
@@ -20,8 +19,7 @@ _PEERS_SEQ_LEN = 1024  # of runs that do not say
 def read_facts(path: Path) -> dict[str, Any]:
     """The runs and floors of a --peers file; ConfigError if it is none."""
     try:
-        check_readable(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         facts = {kind: [dict(fact) for fact in content[kind]] for kind in _FACTS}
         for kind, names in _FACTS.items():
             for fact in facts[kind]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import check_readable, prepare_report, write_file
+from llmq.base.files import prepare_report, write_file
+from llmq.base.json_file import read_json
 from llmq.base.locks import lock_beside, locked
 from llmq.bench.page import page
 from llmq.bench.report import as_csv, markdown
@@ -69,8 +70,7 @@ class ReportFile:
 def read_report(path: Path, flag: str) -> Report:
     """A report that was written. ConfigError, which names the flag, if the file is none."""
     try:
-        check_readable(path)
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json(path)
         rest = {"left": report.get("left", 0), "running": report.get("running")}
         found = {key: report[key] for key in _KEYS} | rest
         for run in found["runs"]:

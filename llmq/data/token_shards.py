@@ -24,13 +24,13 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import (
-    check_readable,
     disk_errors,
     make_directory,
     sync_directory,
     sync_files,
     write_file,
 )
+from llmq.base.json_file import read_json
 from llmq.data.counts import Counts, count_documents
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.documents import Position, Source
@@ -346,8 +346,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
 def load_manifest(path: Path) -> dict[str, Any]:
     """What is in a tokenize.json; DataError if it is damaged."""
     try:
-        check_readable(path)
-        data = json.loads(path.read_text("utf-8"))
+        data = read_json(path)
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
         shard_tokens, beside = data["options"]["shard_tokens"], data.get("beside", [])
         splits, numbers = data["splits"], [*data["position"].values(), *data["splits"].values()]

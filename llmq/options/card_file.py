@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import check_readable, write_shared
+from llmq.base.files import write_shared
+from llmq.base.json_file import read_json
 from llmq.runtime.compile import cache_dir
 from llmq.runtime.device import DeviceSpec, library_workspace
 
@@ -113,8 +114,7 @@ def write_card_file(file: CardFile) -> Path:
 def read_card_file(path: Path) -> CardFile:
     """A card file, or the one in a report of `llmq rig` (rig.json). Raises ConfigError."""
     try:
-        check_readable(path)
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         return _file_of(found.get("card_file", found) or {})
     except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error.strerror or error}") from None

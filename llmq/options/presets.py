@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from llmq.arch.gemma3 import windowed_but_every
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
-from llmq.base.files import check_readable
+from llmq.base.json_file import read_json
 
 _SIZES = (
     "hidden_size intermediate_size num_heads num_kv_heads num_layers norm_eps tied_embeddings"
@@ -200,8 +199,7 @@ def model_warnings(directory: Path | None) -> list[str]:
 def _read_config_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
-        check_readable(path)
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         if (directory / "adapter_config.json").is_file():
             raise ConfigError(

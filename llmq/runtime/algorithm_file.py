@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import check_readable, write_shared
+from llmq.base.files import write_shared
+from llmq.base.json_file import read_json
 
 FORMAT = 3
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
@@ -71,8 +72,7 @@ class AlgorithmFile:
         if self.path is None:
             return {}
         try:
-            check_readable(self.path)
-            content = json.loads(self.path.read_bytes())
+            content = read_json(self.path)
             if content["format"] != FORMAT:
                 return {}
             found = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
