@@ -20,7 +20,7 @@ from llmq.plan.estimate import Planner
 from llmq.plan.larger_batch import WORTH, larger_batch
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
-from llmq.plan.shrink import Shrinker, smaller_batch
+from llmq.plan.shrink import Shrinker, savers
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
@@ -155,6 +155,7 @@ def test_coarser_numbers_only_where_they_are_needed_or_said_so():
 def test_micro_batches_of_any_size_get_smaller(batch, chunks, then, parts):
     config = options(batch_size=batch, grad_accumulation=2, attn_bwd_chunks=chunks, seq_len=64)
     config = replace(config, lmhead_chunks=batch)
+    (smaller_batch,) = savers("batch")
     less = replace(config, **smaller_batch(config)).validate()
     assert less.batch_size == then and less.batch_size * less.grad_accumulation == 2 * batch
     assert less.attn_bwd_chunks == parts

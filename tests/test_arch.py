@@ -13,7 +13,7 @@ from llmq.arch import ARCHITECTURES
 from llmq.base.dtypes import E4M3
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.idle_options import idle_with_model
+from llmq.options.rules import RULES
 from tests.models import VOCAB, hf_model, random_batch, trainer_for
 from tests.test_layout import PACKAGE, modules
 
@@ -152,10 +152,10 @@ def test_a_checkpoint_holds_the_model(path, tmp_path):
 def test_recomputing_norms_has_no_effect_where_their_output_is_not_kept():
     for name in ("tiny", "tiny-olmo2", "tiny-gemma3"):
         config = make_config({"recompute-norm": True, "model": name, "from-scratch": True})
-        lines = idle_with_model(config, preset(name))
+        lines = RULES.idle(config, model=preset(name))
         assert [line.split()[0] for line in lines] == ["--recompute-norm"] * (name == "tiny-olmo2")
         whole = make_config({"recompute-block": True, "model": name, "from-scratch": True})
-        assert idle_with_model(whole, preset(name)) == []
+        assert RULES.idle(whole, model=preset(name)) == []
 
 
 def test_architectures_are_named_in_their_files_alone():

@@ -19,11 +19,12 @@ from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.cards import card_of
+from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset, resolve_model
+from llmq.options.rules import RULES
 from llmq.plan.checks import check_machine
 from llmq.plan.estimate import Planner
-from llmq.plan.idle_options import option_warnings, rank_warnings
 from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
@@ -309,24 +310,20 @@ def test_placements_and_plans():
 
 def test_what_has_no_effect_or_cannot_be():
     config = TrainConfig(lora_rank=4, base_dtype="nf4", keep_transposed=False, **FP8).normalized()
-    assert rank_warnings(config, 1) == [
+    assert RULES.idle(config, ranks=Ranks(1)) == [
         "--no-keep-transposed has no effect with --base-dtype nf4: it is implied"
     ]
     config = TrainConfig(lora_rank=4, base_dtype="nf4", keep_transposed=False).normalized()
-    assert "--no-keep-transposed has no effect without --matmul-dtype e4m3" in option_warnings(
-        config
-    )
+    assert "--no-keep-transposed has no effect without --matmul-dtype e4m3" in RULES.idle(config)
     int8 = TrainConfig(lora_rank=4, base_dtype="int8", keep_transposed=False).normalized()
     decodes = replace(int8, matmul_dtype="bf16", gradient_dtype="bf16")
-    assert option_warnings(decodes) == [
-        "--no-keep-transposed has no effect without --matmul-dtype int8"
-    ]
-    assert rank_warnings(replace(int8, keep_transposed=True, zero_level=3), 1) == [
+    assert RULES.idle(decodes) == ["--no-keep-transposed has no effect without --matmul-dtype int8"]
+    assert RULES.idle(replace(int8, keep_transposed=True, zero_level=3), ranks=Ranks(1)) == [
         "--zero-level 3 has no effect with one GPU without --offload-master and with --lora-rank: "
         "blocks have no gradients but those of their adapters"
     ]
-    assert not option_warnings(int8) and not rank_warnings(int8, 1)
-    assert rank_warnings(replace(int8, shard_weights=True, offload_master=True), 1) == [
+    assert not RULES.idle(int8) and not RULES.idle(int8, ranks=Ranks(1))
+    assert RULES.idle(replace(int8, shard_weights=True, offload_master=True), ranks=Ranks(1)) == [
         "--no-keep-transposed has no effect with --shard-weights: it is implied"
     ]
     shape = {"hidden_size": 40, "num_heads": 5, "num_kv_heads": 1, "head_dim": 4}

@@ -8,7 +8,7 @@ import pytest
 
 from llmq.options.option_file import read_option_file
 from llmq.options.options_io import make_config
-from llmq.plan.idle_options import option_warnings
+from llmq.options.rules import RULES
 from tools.plan_configs import BLOCK, CONFIGS, predicted
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -33,7 +33,7 @@ def test_its_comment_is_its_plan(path: Path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_its_options_are_good(path: Path):
     config = make_config({}, path)
-    assert option_warnings(config) == []
+    assert RULES.idle(config) == []
     given = read_option_file(path)
     assert given["train-file"] == "data/mine/train*.bin"
     assert config.from_scratch == path.stem.startswith("pretrain")

@@ -18,7 +18,7 @@ from llmq.checkpoint.store import read_verdict
 from llmq.commands.cli import _run
 from llmq.model.step import Result
 from llmq.options.options_io import make_config
-from llmq.plan.idle_options import option_warnings
+from llmq.options.rules import RULES
 from llmq.train.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
 from llmq.train.loop import _Run
 from llmq.train.trainer import Trainer
@@ -487,6 +487,6 @@ def test_signals_save_what_is_not_known_yet(monkeypatch):
 
 
 def test_a_recovery_of_nothing_is_said():
-    lines = option_warnings(make_config({"guard-recovery": 5}))
+    lines = RULES.idle(make_config({"guard-recovery": 5}))
     assert "--guard-recovery=5 has no effect without --guard rollback" in lines
-    assert not option_warnings(make_config({"guard-recovery": 5, "guard": "rollback"}))
+    assert not RULES.idle(make_config({"guard-recovery": 5, "guard": "rollback"}))

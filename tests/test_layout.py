@@ -21,6 +21,7 @@ ROOMS = [
 ]  # fmt: skip
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}
+TABLES = {"options/options.py", "options/rules.py"}  # of which each line is read alone
 
 
 def stems(folder: str, pattern: str) -> set[str]:
@@ -109,7 +110,8 @@ def test_packages_say_what_they_are_for():
 def test_sizes_of_python():
     for path in modules():
         text = path.read_text()
-        assert len(text.splitlines()) <= 600, path
+        most = 900 if path.relative_to(PACKAGE).as_posix() in TABLES else 600
+        assert len(text.splitlines()) <= most, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1

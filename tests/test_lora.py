@@ -20,10 +20,11 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.export import export_checkpoint
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.cards import card_of
+from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
+from llmq.options.rules import RULES
 from llmq.plan.estimate import Planner
-from llmq.plan.idle_options import rank_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import weight_table
@@ -481,5 +482,10 @@ def test_frozen_slabs_are_gathered_once(monkeypatch):
 def test_what_has_no_effect():
     config = TrainConfig(lora_rank=4, zero_level=2, offload_gradients=True).normalized()
     why = "has no effect with --lora-rank: blocks have no gradients but those of their adapters"
-    assert rank_warnings(config, 2) == [f"--zero-level 2 {why}", f"--offload-gradients {why}"]
-    assert any("--zero-level 2 has no effect" in line for line in rank_warnings(config, 1))
+    assert RULES.idle(config, ranks=Ranks(2)) == [
+        f"--zero-level 2 {why}",
+        f"--offload-gradients {why}",
+    ]
+    assert any(
+        "--zero-level 2 has no effect" in line for line in RULES.idle(config, ranks=Ranks(1))
+    )

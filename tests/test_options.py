@@ -12,6 +12,7 @@ import pytest
 
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
+from llmq.options.conditions import Length, Ranks
 from llmq.options.option_types import (
     NEWEST,
     parse_dtype_name,
@@ -22,8 +23,8 @@ from llmq.options.option_types import (
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
+from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
-from llmq.plan.idle_options import option_warnings, rank_warnings, run_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC
 
@@ -563,24 +564,24 @@ def test_sizes_of_fp8_products(options, size):
 
 
 def test_warnings():
-    assert option_warnings(make_config({})) == []
-    assert option_warnings(make_config({"ckpt-major": 10})) == []
-    assert option_warnings(make_config({"ckpt-interval": 0, "save-training-state": False})) == []
+    assert RULES.idle(make_config({})) == []
+    assert RULES.idle(make_config({"ckpt-major": 10})) == []
+    assert RULES.idle(make_config({"ckpt-interval": 0, "save-training-state": False})) == []
     options = {"ckpt-major": 10, "ckpt-keep-n": -1}
     options |= {"final-lr-fraction": 0.1, "lr-schedule": "wsd"}
-    lines = option_warnings(make_config({**options, "steps": 5, "warmup": 6}))
+    lines = RULES.idle(make_config({**options, "steps": 5, "warmup": 6}))
     assert [line.split()[0] for line in lines] == [
         "--ckpt-major",
         "--final-lr-fraction",
         "--warmup",
     ]
     kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
-    assert option_warnings(make_config(kept)) == []
-    (line,) = option_warnings(make_config({**kept, "save-training-state": False}))
+    assert RULES.idle(make_config(kept)) == []
+    (line,) = RULES.idle(make_config({**kept, "save-training-state": False}))
     assert line.startswith("--ckpt-keep-n 2 has no effect")
-    (line,) = option_warnings(make_config({"lr-schedule": "linear"}))
+    (line,) = RULES.idle(make_config({"lr-schedule": "linear"}))
     assert line.startswith("--lr-schedule linear has no effect: with --final-lr-fraction 1 ")
-    assert option_warnings(make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1})) == []
+    assert RULES.idle(make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1})) == []
 
 
 FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
@@ -606,26 +607,26 @@ FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
 )
 def test_options_that_do_nothing_alone(without, remedies):
     (flag,) = without
-    (line,) = option_warnings(make_config(without))
+    (line,) = RULES.idle(make_config(without))
     assert re.match(f"--(no-)?{flag} ", line)
     assert re.search("has no effect|is the same as", line)
     for options in remedies:
-        assert option_warnings(make_config(without | options)) == []
+        assert RULES.idle(make_config(without | options)) == []
 
 
 def test_heads_that_native_attention_does_not_divide():
     given = {"batch-size": 2, "attn-bwd-chunks": 4}
-    assert option_warnings(make_config(given)) == []
+    assert RULES.idle(make_config(given)) == []
     for where in ({"attention": "native"}, {"device": "cpu"}):
-        (line,) = option_warnings(make_config(given | where))
+        (line,) = RULES.idle(make_config(given | where))
         assert line.startswith("--attn-bwd-chunks=4 is the same as 2: native attention")
-        assert option_warnings(make_config(given | where | {"attn-bwd-chunks": 2})) == []
+        assert RULES.idle(make_config(given | where | {"attn-bwd-chunks": 2})) == []
 
 
 def test_host_memory_of_residuals_is_not_the_optimizers():
     """--offload-residual makes neither option of the other offloaded tensors useful."""
     for flag in ("use-zero-copy", "write-combined"):
-        (line,) = option_warnings(make_config({flag: True, "offload-residual": True}))
+        (line,) = RULES.idle(make_config({flag: True, "offload-residual": True}))
         assert line.startswith(f"--{flag} has no effect without")
 
 
@@ -645,17 +646,17 @@ def test_host_memory_of_residuals_is_not_the_optimizers():
 def test_mirrors_that_nobody_would_read(options, reason):
     given = {"mirror-weights": True, "memcpy-all-gather": True, "shard-weights": True} | options
     lines = [] if reason is None else [f"--mirror-weights has no effect {reason}"]
-    assert option_warnings(make_config(given)) == lines
-    assert option_warnings(make_config(given | {"mirror-weights": False})) == []
+    assert RULES.idle(make_config(given)) == lines
+    assert RULES.idle(make_config(given | {"mirror-weights": False})) == []
 
 
 def test_options_that_do_nothing_with_one_rank():
     between = {"memcpy-all-gather": True, "memcpy-send-recv": True, "all-to-all-reduce": True}
     between |= {"mirror-weights": True, "shard-weights": True, "persistent-quants": True, **FP8}
     config = make_config({**between, "measure-scaling": True, "p2p": "off"})
-    assert option_warnings(config) == []
-    assert rank_warnings(config, 2) == []
-    assert [line.split(" has no effect")[0] for line in rank_warnings(config, 1)] == [
+    assert RULES.idle(config) == []
+    assert RULES.idle(config, ranks=Ranks(2)) == []
+    assert [line.split(" has no effect")[0] for line in RULES.idle(config, ranks=Ranks(1))] == [
         "--memcpy-all-gather",
         "--memcpy-send-recv",
         "--mirror-weights",
@@ -664,7 +665,7 @@ def test_options_that_do_nothing_with_one_rank():
         "--p2p off",
         "--shard-weights",
     ]
-    assert rank_warnings(make_config({"watchdog": 5}), 1) == []
+    assert RULES.idle(make_config({"watchdog": 5}), ranks=Ranks(1)) == []
 
 
 @pytest.mark.parametrize(
@@ -679,19 +680,19 @@ def test_options_that_do_nothing_with_one_rank():
 )
 def test_options_that_do_nothing_in_a_run_so_long(options, steps, line):
     config = make_config(options)
-    assert option_warnings(config) == rank_warnings(config, 1) == []
-    found = run_warnings(config, 1, steps, steps_per_epoch=10)
+    assert RULES.idle(config) == RULES.idle(config, ranks=Ranks(1)) == []
+    found = RULES.idle(config, length=Length(1, steps, 10))
     assert [text[: len(line or "")] for text in found] == ([line] if line else [])
     if "watchdog" in options:
-        assert run_warnings(config, 2, steps, steps_per_epoch=10) == []
+        assert RULES.idle(config, length=Length(2, steps, 10)) == []
 
 
 def test_the_seed_of_nothing():
     exact = {"model-dtype": "fp32", "seed": 7}
-    (line,) = option_warnings(make_config(exact))
+    (line,) = RULES.idle(make_config(exact))
     assert line.startswith("--seed 7 has no effect: in fp32")
     for rounded in ({"from-scratch": True}, {"model-dtype": "bf16"}, {"opt-v-dtype": "bf16"}):
-        assert option_warnings(make_config(exact | rounded)) == []
+        assert RULES.idle(make_config(exact | rounded)) == []
 
 
 SHARDED, GRADIENTS = {"shard-weights": True}, {"shard-gradients": True}
@@ -733,7 +734,7 @@ def test_sharding_that_does_nothing_with_one_rank(options, without, reason):
     """What is said to have no effect does not change what a step launches, and where."""
     common = {"model": "tiny", "from-scratch": True, "batch-size": 1, "seq-len": 64}
     config, plain = (make_config(common | changes) for changes in (options, without))
-    lines = rank_warnings(config, 1)
+    lines = RULES.idle(config, ranks=Ranks(1))
     plans = [make_plan(c, preset("tiny"), PLAN_SPEC) for c in (config, plain)]
     one, other = ((p.usage, p.flops, p.traffic, p.launches, p.sources) for p in plans)
     assert (one == other) == (reason is not None)
@@ -742,8 +743,13 @@ def test_sharding_that_does_nothing_with_one_rank(options, without, reason):
 
 def test_transposed_weights_of_several_ranks():
     config = make_config(PERSISTENT | {"keep-transposed": False})
-    assert [line.split()[0] for line in rank_warnings(config, 2)] == ["--no-keep-transposed"]
-    assert rank_warnings(make_config(FP8 | {"keep-transposed": False, "zero-level": 2}), 2) == []
+    assert [line.split()[0] for line in RULES.idle(config, ranks=Ranks(2))] == [
+        "--no-keep-transposed"
+    ]
+    assert (
+        RULES.idle(make_config(FP8 | {"keep-transposed": False, "zero-level": 2}), ranks=Ranks(2))
+        == []
+    )
 
 
 def test_options_that_do_nothing_on_the_cpu():
@@ -758,7 +764,7 @@ def test_options_that_do_nothing_on_the_cpu():
         "p2p": "off",
     }
     config = make_config(options | {"device": "cpu"})
-    assert option_warnings(config) == [
+    assert RULES.idle(config) == [
         f"{flag} has no effect with --device cpu"
         for flag in (
             "--no-tune",
@@ -771,15 +777,17 @@ def test_options_that_do_nothing_on_the_cpu():
             "--p2p off",
         )
     ]
-    assert rank_warnings(config, 1) == rank_warnings(config, 1, on_cpu=True) == []
-    chosen = rank_warnings(make_config(options), 1, on_cpu=True)
+    assert (
+        RULES.idle(config, ranks=Ranks(1)) == RULES.idle(config, ranks=Ranks(1, on_cpu=True)) == []
+    )
+    chosen = RULES.idle(make_config(options), ranks=Ranks(1, on_cpu=True))
     assert chosen == [
-        line.replace("with --device cpu", "on the CPU") for line in option_warnings(config)
+        line.replace("with --device cpu", "on the CPU") for line in RULES.idle(config)
     ]
     alone = make_config(options)
-    assert not any("cpu" in line for line in option_warnings(alone) + rank_warnings(alone, 1))
+    assert not any("cpu" in line for line in RULES.idle(alone) + RULES.idle(alone, ranks=Ranks(1)))
     summed = make_config({"device": "cpu", "all-to-all-reduce": True})
-    assert rank_warnings(summed, 1) == ["--all-to-all-reduce has no effect with one GPU"]
+    assert RULES.idle(summed, ranks=Ranks(1)) == ["--all-to-all-reduce has no effect with one GPU"]
 
 
 FILE_VALUES = {"batch_size": 8, "learning-rate": "1e-3", "recompute_ffn": True, "steps": 20}

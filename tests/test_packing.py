@@ -20,9 +20,9 @@ from llmq.data.packing import best_fit, cut_documents
 from llmq.data.split import Split
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 from llmq.data.trained import has_trained_tokens, trained_tokens
+from llmq.options.option_types import split_weight, split_weights
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.options.train_files import split_weight, split_weights
 from llmq.plan.data_report import SAMPLE, data_record
 from tests.runs import flags, make_workplace, records, train
 

@@ -20,8 +20,8 @@ from llmq.checkpoint.principal import Split, principal
 from llmq.options.adapters import adapters_of
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
+from llmq.options.rules import RULES
 from llmq.plan.disk import checkpoint_bytes
-from llmq.plan.idle_options import option_warnings
 from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
 from tests.adapters import batches, targets
@@ -222,7 +222,7 @@ def test_options():
         TrainConfig(lora_init="pissa").normalized().validate()
     config = TrainConfig(**PISSA, model_dtype="fp32", seed=7).normalized()
     config_of_zeros = TrainConfig(lora_rank=4, model_dtype="fp32", seed=7).normalized()
-    idle = [[w for w in option_warnings(c) if "seed" in w] for c in (config, config_of_zeros)]
+    idle = [[w for w in RULES.idle(c) if "seed" in w] for c in (config, config_of_zeros)]
     assert [len(lines) for lines in idle] == [1, 0]
     placement = place(config, table_of(config, preset("tiny")))
     assert placement["lora_a"].begun.memory == "pinned" and placement["layers.0"].begun is None

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.commands.cli import _run
-from llmq.plan.idle_options import rank_warnings
+from llmq.options.conditions import Ranks
+from llmq.options.rules import RULES
 
 # Those that all of them have, less --gpus and what the table says.
 COMMON = (
@@ -140,6 +141,6 @@ def test_published_command_lines(monkeypatch, capsys, row, dtype):
         assert getattr(config, name) == (int(value) if value else True)
     tokens = config.batch_size * config.seq_len * config.grad_accumulation * config.gpus
     assert tokens == ODD_TOKENS.get(" ".join(words[:2]), 2**19)
-    assert rank_warnings(config, config.gpus) == []
+    assert RULES.idle(config, ranks=Ranks(config.gpus)) == []
     warned = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
     assert warned == IDLE.get((row, dtype), [])

@@ -9,8 +9,8 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
+from llmq.options.rules import RULES
 from llmq.plan.disk import checkpoint_bytes
-from llmq.plan.idle_options import option_warnings
 from llmq.plan.plan import make_plan
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
@@ -160,9 +160,9 @@ def test_a_run_takes_what_was_planned(tmp_path, monkeypatch):
 
 def test_where_the_copy_has_no_effect():
     never = {"ckpt-background": True, "ckpt-interval": 0, "save-training-state": False}
-    (line,) = option_warnings(make_config(never))
+    (line,) = RULES.idle(make_config(never))
     assert line.startswith("--ckpt-background has no effect but for checkpoints that are asked for")
     for name, value in (("ckpt-interval", 5), ("save-training-state", True)):
-        assert option_warnings(make_config(never | {name: value})) == []
+        assert RULES.idle(make_config(never | {name: value})) == []
     with pytest.raises(ConfigError, match=r"^--ckpt-background: has no effect here, where save"):
         Trainer(model="tiny", from_scratch=True, ckpt_background=True)

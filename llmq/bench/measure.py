@@ -32,11 +32,12 @@ from llmq.base.files import write_file
 from llmq.bench.child import SETTLE, TIMED, WARM_UP, job_of_parent
 from llmq.model.step import Result
 from llmq.options.adapters import adapters_of
+from llmq.options.conditions import Ranks
 from llmq.options.options_io import make_config
 from llmq.options.presets import model_warnings
 from llmq.options.rig_cards import card_here
+from llmq.options.rules import RULES
 from llmq.plan.cost import step_time
-from llmq.plan.idle_options import idle_with_model, option_warnings, rank_warnings
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.runtime.gpu_info import gpu_info, library_versions
@@ -61,8 +62,8 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     model, model_dir = model_of_run(config)
     trainer = Trainer.from_config(config.validate_with(model), model, model_dir)
     on_cpu = trainer.dev.kind == "host"
-    given, idle = option_warnings(make_config(options)), idle_with_model(config, model)
-    idle += rank_warnings(config, trainer.world_size, on_cpu=on_cpu)
+    given, idle = RULES.idle(make_config(options)), RULES.idle(config, model=model)
+    idle += RULES.idle(config, ranks=Ranks(trainer.world_size, on_cpu=on_cpu))
     warn(given + idle + model_warnings(model_dir))
     if alive is not None:
         threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()

@@ -16,28 +16,17 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.errors import ConfigError, warn
+from llmq.base.errors import warn
 from llmq.bench.measure import random_batches
 from llmq.model.step import Result
 from llmq.options.command_line import flag
+from llmq.options.conditions import Ranks
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.plan.idle_options import rank_warnings
+from llmq.options.rule import IDLE
+from llmq.options.rules import RULES
 from llmq.plan.memory import OutOfMemory
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.train.trainer import Trainer
-
-# What the first run does without. Not among them: --lmhead-chunks, which changes the order in which
-# the gradient of the LM head is summed, and, for the same reason, what several ranks share and
-# --all-to-all-reduce; but by what way data get from rank to rank must not matter.
-_OFF = (
-    "recompute_swiglu recompute_norm recompute_ffn recompute_qkv recompute_att recompute_block "
-    "recompute_layers attn_bwd_chunks offload_residual offload_master offload_opt_m offload_opt_v "
-    "offload_gradients offload_quants persistent_quants keep_transposed use_zero_copy "
-    "write_combined memcpy_all_gather memcpy_send_recv mirror_weights"
-).split()
-_OFF_WITH_ONE_RANK = "zero_level shard_weights shard_gradients".split()
-# What a run measures, and nothing here. That no files are written needs no warning.
-_IDLE = {"debug_log_abs_max", "debug_log_allocations", "debug_time_breakdown", "measure_scaling"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +74,10 @@ def run_verify(
 
     given: fields that are set on the command line, of which some mean nothing here.
     """
-    idle = sorted(given & _IDLE)
+    idle = [rule for rule in RULES.of(config, IDLE, "measuring") if rule.option in given]
     if idle:
-        flags = ", ".join(OPTIONS[name].flag for name in idle)
-        warn([f"{flags}: without effect on a verification"])
-    for name, unset in (("steps", (-1,)), ("epochs", (1, None))):
-        if getattr(config, name) not in unset:
-            length = flag(name, getattr(config, name))
-            warn([f"{length} has no effect on a verification, which takes --verify-steps {steps}"])
+        warn([f"{', '.join(OPTIONS[rule.option].flag for rule in idle)}: {idle[0].text}"])
+    warn(RULES.idle(config, verification=steps))
     found = compare(config, model, model_dir, steps=steps, synthetic=synthetic)
     if json:
         print(json_module.dumps(record(found), indent=1, allow_nan=False))
@@ -114,13 +99,10 @@ def compare(
     The learning rate takes the course of a run of so many steps. Raises LlmqError as training does,
     OutOfMemory if the steps do not fit without the options.
     """
-    if config.continue_from is not None:
-        raise ConfigError(
-            "--continue: a verification starts with the model's weights: leave it out"
-        )
+    RULES.check(config, verification=steps)
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)
-    warn(rank_warnings(config, machine.world_size, on_cpu=machine.kind == "host"))
+    warn(RULES.idle(config, ranks=_ranks(machine)))
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)
@@ -140,10 +122,11 @@ def compare(
 
 def without_options(config: TrainConfig, machine: Machine) -> TrainConfig:
     """The same run without what saves memory and must change nothing."""
-    names = _OFF + (_OFF_WITH_ONE_RANK if machine.world_size == 1 else [])
-    off = {name: getattr(TrainConfig(), name) for name in names}
-    graphs = config.use_cuda_graphs and machine.kind != "cuda"
-    return replace(config, **off, use_cuda_graphs=graphs)
+    return replace(config, **RULES.exact(config, ranks=_ranks(machine)))
+
+
+def _ranks(machine: Machine) -> Ranks:
+    return Ranks(machine.world_size, on_cpu=machine.kind == "host")
 
 
 def _results(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from llmq.base.dtypes import E4M3
-from llmq.options.adapters import QUANTIZED
+from llmq.options.option_types import QUANTIZED
 from llmq.ref import nf4, quantize, quantize_int8
 from llmq.state.params import Param
 

@@ -21,7 +21,8 @@ from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
-from llmq.options.adapters import QUANTIZED, Adapters, all_adapted
+from llmq.options.adapters import Adapters, all_adapted
+from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Param, weight_table

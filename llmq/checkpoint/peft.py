@@ -34,8 +34,8 @@ from llmq.checkpoint.hf import (
 )
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
-from llmq.options.adapters import QUANTIZED, Adapters
-from llmq.options.option_types import LORA_PARTS, LORA_TARGETS
+from llmq.options.adapters import Adapters
+from llmq.options.option_types import LORA_PARTS, LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS
 from llmq.state.params import Param, weight_table

@@ -24,6 +24,7 @@ from llmq.options.option_types import (
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
+from llmq.options.rules import RULES
 from llmq.runtime.processes import processes
 
 ConfigFile = Annotated[
@@ -185,7 +186,6 @@ def load_run(
     not given are those of the checkpoint. All processes call it.
     """
     # They load NumPy, which --help does without.
-    from llmq.plan.idle_options import idle_with_model, option_warnings
     from llmq.train.model_of_run import model_of_run, vocabulary_line
     from llmq.train.origin import with_adapter
 
@@ -201,7 +201,7 @@ def load_run(
         config = config_of(layers, inherited)
         model, model_dir = model_of_run(config, weights=weights)
         config = with_adapter(config, model).validate_with(model)
-        idle = option_warnings(config) + idle_with_model(config, model)
+        idle = RULES.idle(config) + RULES.idle(config, model=model)
         line = vocabulary_line(config, model, trains=trains)
         warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
         return config, model, model_dir, fields_of(layers)

@@ -7,27 +7,12 @@ import re
 from itertools import chain
 from typing import Any
 
-from llmq.options.option_types import parse_bool
 from llmq.options.options import OPTIONS, TrainConfig
 
 
 def flag(name: str, value: Any) -> str:
     """One option of TrainConfig with a value, as on the command line."""
-    return " ".join(_flags(name, value))
-
-
-def _flags(name: str, value: Any) -> list[str]:
-    """The words of the command line: one, or one for each of several values."""
-    if isinstance(value, tuple):
-        return [_word(name, each) for each in value]
-    return [_word(name, value)]
-
-
-def _word(name: str, value: Any) -> str:
-    option = OPTIONS[name]
-    if option.parse is parse_bool:
-        return option.flag if value else f"--no-{option.flags[0]}"
-    return f"{option.flag}={value}"
+    return " ".join(OPTIONS[name].spelled(value))
 
 
 def fewest_values(config: TrainConfig) -> dict[str, Any]:
@@ -56,4 +41,4 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
 def command_line(config: TrainConfig) -> list[str]:
     """`llmq train` with the flags of fewest_values. config: normalized."""
     given = fewest_values(config).items()
-    return ["llmq", "train", *chain(*(_flags(*pair) for pair in given))]
+    return ["llmq", "train", *chain(*(OPTIONS[name].spelled(value) for name, value in given))]

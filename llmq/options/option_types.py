@@ -6,8 +6,9 @@ import dataclasses
 import math
 import numbers
 import operator
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in
 
 LORA_PARTS = ("norms", "embeddings", "head")
 """Parts of a model that may be trained beside adapters."""
+
+FP8_DTYPES = ("e4m3", "e5m2")
+"""Formats of output gradients in fp8 products."""
+
+QUANTIZED = ("e4m3", "int8", "nf4")
+"""Formats of --base-dtype in which weights are codes with scales."""
+
+SIZES_GROUP = "Own sizes of a new model, instead of those of --model"
+ADAPTERS_GROUP = "Adapters (LoRA)"
 
 
 def parse_bool(value: Any) -> bool:
@@ -138,6 +148,43 @@ def named_pattern(text: str) -> tuple[str, str]:
     """Name and pattern of NAME=PATTERN; the name is "" where there is none."""
     named = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
     return (named[1], named[2]) if named else ("", text)
+
+
+def split_weight(text: str) -> tuple[str, float | None]:
+    """A pattern of --train-file and its weight, None if it has none. ConfigError for one that is
+    not positive.
+
+    A weight stands behind the last colon, `data/a.bin:0.7`. A name that exists is taken literally,
+    so that a colon in it does no harm; `data/a:1:0.5` gives the file `data/a:1` a weight.
+    """
+    pattern, colon, number = text.rpartition(":")
+    if not colon or not pattern or os.path.exists(os.path.expanduser(text)):
+        return text, None
+    try:
+        weight = float(number)
+    except ValueError:  # a name with a colon
+        return text, None
+    if not (math.isfinite(weight) and weight > 0):
+        raise ConfigError(
+            f"--train-file: the weight of {pattern} must be more than 0, got {number}"
+        )
+    return pattern, weight
+
+
+def split_weights(texts: Sequence[str]) -> tuple[list[str], tuple[float, ...] | None]:
+    """All patterns, and their weights; None if there are none, or only one pattern.
+
+    ConfigError if only some have one.
+    """
+    pairs = [split_weight(text) for text in texts]
+    lacking = [pattern for pattern, weight in pairs if weight is None]
+    if 0 < len(lacking) < len(pairs):
+        raise ConfigError(
+            f"--train-file: {lacking[0]} has no weight, others have one: give all of them one, or "
+            "none"
+        )
+    weights = tuple(weight for _, weight in pairs if weight is not None)
+    return [pattern for pattern, _ in pairs], weights if len(weights) > 1 else None
 
 
 def parse_word(value: Any) -> str:
@@ -265,6 +312,13 @@ class Option:
     def metavar(self) -> str:
         """Placeholder of the value in --help."""
         return "|".join(self.choices) or _METAVARS[self.parse]
+
+    def spelled(self, value: Any) -> list[str]:
+        """The words of the command line that give this value: one, or one for each of several."""
+        if self.parse is parse_bool:
+            return [self.flag if value else f"--no-{self.flags[0]}"]
+        values = value if isinstance(value, tuple) else (value,)
+        return [f"{self.flag}={each}" for each in values]
 
     def convert(self, value: Any) -> Any:
         """The field's value. Raises ConfigError naming the flag."""

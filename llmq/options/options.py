@@ -1,39 +1,558 @@
-"""TrainConfig: the options of one run, with what they imply and what is refused."""
+"""TrainConfig: every option of a training run, its name, default, help and limits.
+
+The command line, files of options, the log and checkpoints are made from this one class. What
+options mean for each other is in `rules.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from math import sqrt
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.errors import ConfigError
-from llmq.base.layers import layer_set
-from llmq.base.schedule import learning_rate
-from llmq.options.adapters import (
-    AdapterFields,
-    check_adapters,
-    check_adapters_with,
-    implied_products,
-    implied_values,
-    multiplied_sizes,
+from llmq.base.schedule import SCHEDULES, learning_rate
+from llmq.options.conditions import why_weights_stay
+from llmq.options.option_types import (
+    ADAPTERS_GROUP,
+    FP8_DTYPES,
+    LORA_PARTS,
+    LORA_TARGETS,
+    NONE,
+    QUANTIZED,
+    SIZES_GROUP,
+    SPLIT,
+    Option,
+    dtype_option,
+    named_pattern,
+    option,
+    options_of,
+    parse_continue,
+    parse_every,
+    parse_layers,
+    parse_name,
+    parse_parts,
+    parse_patterns,
+    parse_repeated,
+    parse_size,
+    parse_switch,
+    parse_targets,
+    parse_vocab_size,
+    split_weights,
+    switch,
 )
-from llmq.options.fields import FP8_DTYPES, SHAKESPEARE
-from llmq.options.option_types import NONE, SPLIT, Option, named_pattern, options_of
-from llmq.options.sizes import check_from_scratch
-from llmq.options.train_files import split_weights
+from llmq.options.rule import Rules
+from llmq.options.rules import RULES, SHAKESPEARE
 
-_CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
-_INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
-_INT8_WIDTH = 65536  # of a row that is quantized
-FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
-_LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
+_MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
+_EVALUATION = "Evaluation in the run"
+_OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
+_RANKS, _KEEPING = "Several GPUs", "Keeping a run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(AdapterFields):
+class TrainConfig:
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
+
+    # --------------------------------------------------------------------------------------------
+    # Model
+
+    model: str = option(
+        _MODEL,
+        ".",
+        "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
+    )
+    download: bool = switch(
+        _MODEL, "Fetch what of --model is not in the local cache from the Hugging Face hub"
+    )
+    from_scratch: bool = switch(_MODEL, "Start from random weights")
+    init_proj_to_zero: bool = switch(
+        _MODEL, "Start the attention-out and MLP-down matrices at zero"
+    )
+    model_dtype: str = dtype_option(_MODEL, "bf16", "Format of weights and activations")
+    master_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format of the weights the optimizer updates",
+    )
+    grad_accum_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format in which gradients are summed",
+    )
+    matmul_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format in which the products of the blocks run",
+        "e4m3",
+        "int8",
+    )
+    gradient_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format of output gradients in these products",
+        *FP8_DTYPES,
+        "int8",
+    )
+    head_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format in which the LM head's products run",
+        "e4m3",
+    )
+    mlp_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format in which the MLP's activation gets what products write for it, forward and "
+        "backward; e4m3: as fp8 codes",
+        "e4m3",
+    )
+    fp8_recipe: str = option(
+        _MODEL,
+        "jit",
+        "Scales of fp8 tensors; jit: from their own values, delayed: from those of earlier steps",
+        choices=("jit", "delayed"),
+    )
+    fp8_fast_accumulation: str = option(
+        _MODEL,
+        "activations",
+        "fp8 products that may sum with fewer bits, which is faster; activations: forward and the "
+        "gradients of activations in blocks",
+        choices=("none", "forward", "activations", "all"),
+    )
+    allow_other_tokenizer: bool = option(
+        _MODEL, False, "Train on the ids of another tokenizer than the model's or the checkpoint's"
+    )
+    seed: int = option(
+        _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Data and shape
+
+    train_file: tuple[str, ...] = option(
+        _DATA,
+        (f"{SHAKESPEARE}/train.bin",),
+        "Training token files, a glob pattern; may be given several times, also with weights: "
+        "a.bin:0.7 b.bin:0.3",
+    )
+    eval_file: str | tuple[str, ...] | None = option(
+        _DATA,
+        None,
+        "Validation token files, a glob pattern; none: no validation; split: a part of the "
+        "training files; {rule}; NAME=PATTERN, repeated: validations of their own",
+        parse=parse_patterns,
+    )
+    eval_fraction: float = option(
+        _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
+    )
+    packing: str = option(
+        _DATA,
+        "concat",
+        "What a sequence is; concat: a window of the files, best-fit: whole documents, as many as "
+        "fit, none: one document",
+        choices=("concat", "best-fit", "none"),
+    )
+    document_mask: bool | None = option(
+        _DATA,
+        None,
+        "Keep attention and positions within a document",
+    )
+    document_separator: int | None = option(
+        _DATA,
+        None,
+        "Id of the token that ends a document, for token files that have no .docs file",
+        min=0,
+    )
+    train_seed: int = option(
+        _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
+    )
+    eval_seed: int = option(
+        _DATA, 0x384B4524, "Seed of the order of the validation data", min=0, max=2**64 - 1
+    )
+    batch_size: int = option(_DATA, 4, "Sequences per GPU and micro-step", alias="batch", min=1)
+    seq_len: int = option(
+        _DATA, 1024, "Tokens per sequence, a multiple of 4", alias="seq-length", min=4
+    )
+    grad_accumulation: int = option(_DATA, 4, "Micro-steps per optimizer step", min=1)
+    steps: int = option(
+        _DATA,
+        -1,
+        "Optimizer steps in all, resumed ones included; -1: as many as --epochs gives",
+        min=-1,
+    )
+    epochs: int | None = option(_DATA, None, "Passes over the training data, {rule}", min=1)
+    eval_every_n_steps: int = option(
+        _DATA, 100, "Steps between validations; 0 or less: only at new epochs and at the end"
+    )
+    eval_num_steps: int = option(
+        _DATA, 100, "Batches of a periodic validation; the final one takes all sequences", min=1
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Optimizer and schedule
+
+    learning_rate: float = option(_OPTIMIZER, 1e-5, "Highest learning rate", alias="lr", min=0)
+    warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
+    cooldown: int = option(_OPTIMIZER, 0, "Steps of the final anneal to zero", min=0)
+    final_lr_fraction: float = option(
+        _OPTIMIZER, 1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
+    )
+    lr_schedule: str = option(
+        _OPTIMIZER,
+        "cosine",
+        "Course of the learning rate between warm-up and cooldown",
+        choices=SCHEDULES,
+    )
+    beta_1: float = option(_OPTIMIZER, 0.9, "AdamW: decay of the first moment", min=0)
+    beta_2: float = option(_OPTIMIZER, 0.95, "AdamW: decay of the second moment", min=0)
+    adam_epsilon: float = option(
+        _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment; more than 0"
+    )
+    opt_m_dtype: str = dtype_option(
+        _OPTIMIZER,
+        "fp32",
+        "AdamW: format of the first moment; e4m3: with a scale per 128 elements",
+        "e4m3",
+    )
+    opt_v_dtype: str = dtype_option(
+        _OPTIMIZER,
+        "fp32",
+        "AdamW: format of the second moment; e4m3: with a scale per 128 elements",
+        "e4m3",
+    )
+    weight_decay: float = option(_OPTIMIZER, 0.1, "AdamW: decay of the matrices", min=0)
+    grad_clip: float = option(
+        _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
+    )
+    z_loss: float = option(
+        _OPTIMIZER,
+        0.0,
+        "Weight of the squared log-sum-exp of the logits in the loss",
+        min=0,
+        max=1e3,
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Evaluation in the run
+
+    eval_task: tuple[str, ...] = option(
+        _EVALUATION,
+        (),
+        "Task of llmq eval to evaluate on in the run, FILE or KIND=FILE; may be repeated",
+        parse=parse_repeated,
+    )
+    task_every: int = option(
+        _EVALUATION, -1, "Steps between evaluations on tasks; 0 or less: only at the end"
+    )
+    task_limit: int | None = option(
+        _EVALUATION, None, "Take only as many records of each task, from its start", min=1
+    )
+    sample_prompt: tuple[str, ...] = option(
+        _EVALUATION,
+        (),
+        "Text to continue in the run, as a sample; may be repeated",
+        parse=parse_repeated,
+    )
+    sample_every: int = option(_EVALUATION, -1, "Steps between samples; 0 or less: only at the end")
+    sample_tokens: int = option(_EVALUATION, 64, "Longest continuation of a sample", min=1)
+
+    # --------------------------------------------------------------------------------------------
+    # Checkpoints and logs
+
+    name: str = option(
+        _OUTPUT, "llmq", "Name of the run, replaces %n in the paths below", parse=parse_name
+    )
+    out_dir: Path = option(_OUTPUT, Path("output/%n"), "Directory of the final model")
+    checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
+    ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
+    ckpt_keep_n: int = option(
+        _OUTPUT,
+        3,
+        "Newest checkpoints to keep beside those of --ckpt-major, older ones are deleted; 0 or "
+        "less: all",
+    )
+    ckpt_major: int = option(
+        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted; -1: none"
+    )
+    keep_best: str | None = option(
+        _OUTPUT,
+        None,
+        "Write and keep the checkpoint at which this was best: loss, NAME/loss of a named "
+        "--eval-file, or TASK/METRIC of an --eval-task",
+    )
+    save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
+    continue_from: str | None = option(
+        _OUTPUT,
+        None,
+        "Resume: the newest checkpoint, or the one of this step or path",
+        flag="continue",
+        parse=parse_continue,
+    )
+    overwrite: bool = switch(
+        _OUTPUT, "Move aside what another run wrote to the same places, to NAME.old-1"
+    )
+    new_data: bool = switch(_OUTPUT, "Start the data anew, not where the checkpoint was")
+    log_file: Path | None = option(
+        _OUTPUT, None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
+    )
+    tensorboard: Path | None = option(
+        _OUTPUT, None, "Directory into which the log is written for TensorBoard, as the run goes"
+    )
+    wandb: str | None = option(
+        _OUTPUT, None, "Project of Weights & Biases to which the log is sent, as the run goes"
+    )
+    log_gpu_util: int = option(
+        _OUTPUT, 25, "Steps between records of GPUs, or CPUs; 0: none", min=0
+    )
+    debug_log_allocations: int = option(
+        _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
+    )
+    debug_time_breakdown: bool = switch(_OUTPUT, "Print the time of each part of each step")
+    debug_log_abs_max: int = option(
+        _OUTPUT,
+        -1,
+        "Steps between records of the largest values of fp8 tensors; without a number: every step",
+        parse=parse_every,
+        min=-1,
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Memory
+
+    recompute_swiglu: bool = switch(_MEMORY, "In backward, compute the activation of the MLP again")
+    recompute_norm: bool = switch(_MEMORY, "In backward, compute the norms again")
+    recompute_ffn: bool = switch(_MEMORY, "In backward, compute the MLP again")
+    recompute_qkv: bool = switch(_MEMORY, "In backward, compute queries, keys and values again")
+    recompute_att: bool = switch(_MEMORY, "In backward, compute attention again")
+    recompute_block: bool = switch(_MEMORY, "In backward, compute the whole block again")
+    recompute_layers: str = option(
+        _MEMORY,
+        "all",
+        "Layers that recompute, such as 0-11,20; all: every layer",
+        parse=parse_layers,
+    )
+    lmhead_chunks: int = option(_MEMORY, 1, "Parts in which logits are made; divides B*T", min=1)
+    attn_bwd_chunks: int = option(
+        _MEMORY,
+        1,
+        "Parts of the backward pass of attention, or fewer that take no more memory; divides the "
+        "batch size, or is a multiple of it: then cuDNN divides heads, too",
+        min=1,
+    )
+    offload_residual: bool = switch(
+        _MEMORY, "Keep the blocks' inputs in host memory until backward needs them"
+    )
+    offload_master: bool = switch(
+        _MEMORY, "Keep the weights that the optimizer updates in host memory"
+    )
+    offload_opt_m: bool = switch(_MEMORY, "Keep AdamW's first moment in host memory")
+    offload_opt_v: bool = switch(_MEMORY, "Keep AdamW's second moment in host memory")
+    offload_gradients: bool = switch(_MEMORY, "Keep the blocks' gradients in host memory")
+    offload_quants: bool = switch(_MEMORY, "Keep the persistent fp8 weights in host memory")
+    persistent_quants: bool = switch(_MEMORY, "Keep them in fp8 too, made once per step")
+    keep_transposed: bool = option(
+        _MEMORY, True, "Keep the fp8 weights transposed too; off: make them so in every backward"
+    )
+    use_zero_copy: bool = switch(
+        _MEMORY, "Let the optimizer work in host memory directly, without copies"
+    )
+    write_combined: bool = switch(
+        _MEMORY, "Take host memory that is faster for the GPU and slow for the CPU"
+    )
+    memory_limit: int | None = option(
+        _MEMORY, None, "Use at most this much memory per device", parse=parse_size, min=1
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Machine
+
+    device: str = option(
+        _MACHINE,
+        "auto",
+        "Where to run; auto: on GPUs if there are any",
+        choices=("auto", "cpu", "cuda"),
+    )
+    gpus: int = option(
+        _MACHINE,
+        0,
+        "GPUs to use (on the CPU: threads, as if they were GPUs); 0: all GPUs, one thread",
+        min=0,
+        max=64,
+    )
+    use_cuda_graphs: bool = option(_MACHINE, True, "Record the GPU work once and replay it")
+    attention: str = option(
+        _MACHINE,
+        "auto",
+        "Attention kernels; auto: the faster ones that work here",
+        choices=("auto", "cudnn", "native"),
+    )
+    tune: bool = option(_MACHINE, True, "Time candidates for products and attention at the start")
+
+    # --------------------------------------------------------------------------------------------
+    # Several GPUs
+
+    zero_level: int = option(
+        _RANKS,
+        1,
+        "What is divided among GPUs; 1: the optimizer, 2: also gradients, 3: also weights",
+        min=0,
+        max=3,
+    )
+    shard_over: str = option(
+        _RANKS, "machine", "Divide among GPUs of a machine, or of all", choices=("machine", "world")
+    )
+    shard_weights: bool = switch(
+        _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
+    )
+    shard_gradients: bool = switch(
+        _RANKS, "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
+    )
+    memcpy_all_gather: bool = switch(_RANKS, "Gather weights by copies instead of NCCL")
+    memcpy_send_recv: bool = switch(_RANKS, "Exchange gradients by copies instead of NCCL")
+    mirror_weights: bool = switch(
+        _RANKS,
+        "Keep sharded weights in host memory too, where GPUs read them that cannot copy directly",
+    )
+    all_to_all_reduce: bool = switch(
+        _RANKS, "Exchange gradients and sum them here, in a fixed order"
+    )
+    p2p: str = option(
+        _RANKS,
+        "auto",
+        "Copies between GPUs; on: direct, off: through host memory, auto: by a test at the start",
+        parse=parse_switch,
+        choices=("auto", "on", "off"),
+    )
+    watchdog: int = option(
+        _RANKS, 300, "Seconds without progress after which a run stops; 0: never", min=0
+    )
+    measure_scaling: bool = switch(
+        _RANKS, "Time one GPU alone at the start and report how well they scale"
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Keeping a run
+
+    guard: str = option(
+        _KEEPING,
+        "warn",
+        "What follows a step whose loss or gradient norm is far above what is usual; warn: a line, "
+        "skip: no update, rollback: no update, and where that does not help back to the newest "
+        "good checkpoint, past the data since then; off: nothing",
+        choices=("off", "warn", "skip", "rollback"),
+    )
+    guard_recovery: int = option(
+        _KEEPING,
+        100,
+        "Steps after a rollback over which the learning rate rises again, from a tenth",
+        min=0,
+    )
+    ckpt_every_minutes: float = option(
+        _KEEPING, 0.0, "Minutes without a checkpoint after which one is written, too; 0: any", min=0
+    )
+    ckpt_background: bool = switch(
+        _KEEPING,
+        "Write checkpoints while training goes on, from a copy of the state in host memory, which "
+        "takes as much of it as a checkpoint of the disk",
+    )
+    max_hours: float = option(
+        _KEEPING,
+        0.0,
+        "End, with a checkpoint that is complete by then, after so many hours, with exit status "
+        "75; 0: never",
+        min=0,
+    )
+    force: bool = switch(_KEEPING, "Export the model also where it computes infinities or NaNs")
+
+    # --------------------------------------------------------------------------------------------
+    # Own sizes
+
+    vocab_size: int | str | None = option(
+        SIZES_GROUP,
+        None,
+        "Token ids; auto: as many as the tokenizer of the training files has",
+        parse=parse_vocab_size,
+    )
+    hidden_size: int | None = option(SIZES_GROUP, None, "Channels of the residual stream", min=1)
+    intermediate_size: int | None = option(SIZES_GROUP, None, "Width of the MLP", min=1)
+    num_layers: int | None = option(
+        SIZES_GROUP, None, "Transformer blocks", alias="num-hidden-layers", min=1
+    )
+    num_heads: int | None = option(
+        SIZES_GROUP, None, "Query heads", alias="num-attention-heads", min=1
+    )
+    num_kv_heads: int | None = option(
+        SIZES_GROUP, None, "Key and value heads", alias="num-key-value-heads", min=1
+    )
+    head_dim: int | None = option(SIZES_GROUP, None, "Channels of one head", min=1)
+    max_positions: int | None = option(
+        SIZES_GROUP, None, "Longest sequence in tokens", alias="max-position-embeddings", min=1
+    )
+    rope_theta: float | None = option(SIZES_GROUP, None, "Base of the rotary frequencies")
+    tie_embeddings: bool | None = option(
+        SIZES_GROUP, None, "Use the embedding matrix as LM head", alias="tie-word-embeddings"
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Adapters
+
+    lora_rank: int = option(
+        ADAPTERS_GROUP, 0, "Train adapters of this rank and leave the model as it is; 0: no", min=0
+    )
+    lora_alpha: float | None = option(ADAPTERS_GROUP, None, "Numerator of the adapters' scaling")
+    lora_targets: str | None = option(
+        ADAPTERS_GROUP,
+        None,
+        f"Matrices that get adapters, all or some of {','.join(LORA_TARGETS)}",
+        parse=parse_targets,
+    )
+    lora_dropout: float | None = option(
+        ADAPTERS_GROUP,
+        None,
+        "Part of the adapters' inputs that training sets to zero",
+        min=0,
+    )
+    lora_scaling: str | None = option(
+        ADAPTERS_GROUP,
+        None,
+        "Scaling of the adapters; {rule}: alpha / rank, rs: alpha / sqrt(rank)",
+        choices=("standard", "rs"),
+    )
+    lora_init: str | None = option(
+        ADAPTERS_GROUP,
+        None,
+        "What the adapters begin with; {rule}: nothing; pissa: the principal singular values of "
+        "each matrix, of which the rest stays as the model",
+        choices=("zero", "pissa"),
+    )
+    lora_plus: float = option(
+        ADAPTERS_GROUP, 1.0, "Learning rate of the adapters' B over that of A"
+    )
+    base_dtype: str | None = dtype_option(
+        ADAPTERS_GROUP,
+        None,
+        "Format in which the blocks' matrices beside the adapters are kept; {rule}. e4m3: 8 bits, "
+        "for fp8 products; int8: 8 bits, for products of cards without fp8; nf4: 4 bits in blocks "
+        "of 64, as QLoRA's",
+        *QUANTIZED,
+    )
+    adapter: Path | None = option(
+        ADAPTERS_GROUP,
+        None,
+        "Directory of adapters in PEFT's format to go on from; what is not given is as there",
+    )
+    train: tuple[str, ...] | None = option(
+        ADAPTERS_GROUP,
+        None,
+        f"Parts of the model that are trained beside adapters, some of {','.join(LORA_PARTS)}",
+        parse=parse_parts,
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # What is asked of them
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
         """With what is implied written out: spellings, formats, recomputation, %n, files.
@@ -45,90 +564,44 @@ class TrainConfig(AdapterFields):
         for name, opt in OPTIONS.items():
             if values[name] is not None:
                 values[name] = opt.convert(values[name])
-        adapts = values["lora_rank"] or values["adapter"] is not None
-        summed = "fp32" if adapts else values["model_dtype"]  # adapters are small
-        for name in ("master_dtype", "grad_accum_dtype"):
-            values[name] = values[name] or summed
-        values |= implied_values(values)
-        values["matmul_dtype"] = values["matmul_dtype"] or implied_products(values)
-        for name in ("head_dtype", "mlp_dtype"):
-            values[name] = values[name] or values["model_dtype"]
-        values["gradient_dtype"] = values["gradient_dtype"] or values["matmul_dtype"]
-        if values["steps"] < 0 and values["epochs"] is None:
-            values["epochs"] = 1
-        for implied, implying, least in _IMPLICATIONS:
-            values[implied] = values[implied] or values[implying] >= least
-        if values["eval_file"] is None:  # the default one is of the default training data
-            default = values["train_file"] == (f"{SHAKESPEARE}/train.bin",)
-            values["eval_file"] = f"{SHAKESPEARE}/eval.bin" if default else SPLIT
-        if values["document_mask"] is None:
-            values["document_mask"] = values["packing"] != "concat"
         if values["log_file"] is None:
             start = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H_%M_%S")
             values["log_file"] = Path(f"logs/%n-{start}.json")
         for name in ("out_dir", "checkpoint_dir", "log_file"):
             values[name] = Path(str(values[name]).replace("%n", values["name"]))
-        return TrainConfig(**values)
+        made = TrainConfig(**values)
+        RULES.imply(made)
+        return made
 
     def validate(self) -> TrainConfig:
         """Return self; ConfigError names a flag that is out of range or contradicts another."""
         for name, opt in OPTIONS.items():
             if getattr(self, name) is not None or _DEFAULTS[name] is not None:
                 opt.check(getattr(self, name))
-        for flag, beta in (("--beta-1", self.beta_1), ("--beta-2", self.beta_2)):
-            if beta >= 1:
-                raise ConfigError(f"{flag}: must be less than 1, got {beta}")
-        if not 0 < self.eval_fraction < 1:
-            raise ConfigError(
-                f"--eval-fraction: must be more than 0 and less than 1, got {self.eval_fraction}"
-            )
-        if self.adam_epsilon < _LEAST_EPSILON:
-            raise ConfigError(
-                "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the "
-                f"update of a weight without gradients is 0 / 0, got {self.adam_epsilon}"
-            )
-        if self.seq_len % 4:
-            raise ConfigError(f"--seq-len: must be a multiple of 4, got {self.seq_len}")
-        tokens = self.batch_size * self.seq_len
-        if tokens % self.lmhead_chunks:
-            raise ConfigError(
-                f"--lmhead-chunks: {self.lmhead_chunks} does not divide the {tokens} tokens of a "
-                "micro-step (--batch-size times --seq-len)"
-            )
-        if tokens // self.lmhead_chunks % 4:
-            raise ConfigError(
-                f"--lmhead-chunks: {self.lmhead_chunks} leaves {tokens // self.lmhead_chunks} of "
-                f"{tokens} tokens for a chunk, which must be a multiple of 4"
-            )
-        if self.batch_size % self.attn_bwd_chunks and self.attn_bwd_chunks % self.batch_size:
-            raise ConfigError(
-                f"--attn-bwd-chunks: {self.attn_bwd_chunks} does not divide "
-                f"--batch-size {self.batch_size}, and is no multiple of it"
-            )
-        for name in ("master_dtype", "grad_accum_dtype"):
-            if self.model_dtype == "fp32" and getattr(self, name) == "bf16":
-                flag = OPTIONS[name].flag
-                raise ConfigError(f"{flag}: bf16 is too coarse for --model-dtype fp32, use fp32")
-        split_weights(self.train_file)
-        self._validate_matmul()
-        self._validate_mlp()
-        self._validate_memory()
-        if self.steps >= 0 and self.epochs is not None:
-            raise ConfigError("--epochs: excludes --steps, give one of them")
-        if self.steps >= 0:
-            self.check_total(self.steps)
-        if self.init_proj_to_zero and not self.from_scratch:
-            raise ConfigError("--init-proj-to-zero: needs --from-scratch")
-        check_from_scratch(self)
-        self._validate_checkpoints()
-        check_adapters(self)
-        if self.measure_scaling and self.debug_time_breakdown:
-            raise ConfigError(
-                "--measure-scaling: not with --debug-time-breakdown, with which steps take longer"
-            )
-        if self.device == "cpu" and self.attention == "cudnn":
-            raise ConfigError("--attention: cudnn needs a GPU, but --device is cpu")
+        RULES.check(self)
         return self
+
+    def validate_with(self, model: ModelConfig) -> TrainConfig:
+        """Return self. validate(), and the options against the model they are for."""
+        self.validate()
+        RULES.check(self, model=model)
+        return self
+
+    def check_total(self, steps: int) -> None:
+        """ConfigError if the cooldown is longer than the whole run, of so many steps."""
+        RULES.check(self, total=steps)
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of a run of so many."""
+        return learning_rate(
+            step,
+            steps=steps,
+            base=self.learning_rate,
+            warmup=self.warmup,
+            cooldown=self.cooldown,
+            final_fraction=self.final_lr_fraction,
+            schedule=self.lr_schedule,
+        )
 
     @property
     def splits(self) -> bool:
@@ -165,198 +638,106 @@ class TrainConfig(AdapterFields):
         """The weights of these patterns; None if they have none, or there is only one."""
         return split_weights(self.train_file)[1]
 
-    def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step, counted from 0, of a run of so many."""
-        return learning_rate(
-            step,
-            steps=steps,
-            base=self.learning_rate,
-            warmup=self.warmup,
-            cooldown=self.cooldown,
-            final_fraction=self.final_lr_fraction,
-            schedule=self.lr_schedule,
-        )
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a micro-step on one rank."""
+        return self.batch_size * self.seq_len
 
-    def check_total(self, steps: int) -> None:
-        """ConfigError if the cooldown is longer than the whole run, of so many steps."""
-        if self.cooldown > steps:
-            raise ConfigError(
-                f"--cooldown: {self.cooldown} steps are more than the {steps} of the whole run: "
-                "use fewer, or train for longer"
-            )
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits are made at a time."""
+        return self.micro_tokens // self.lmhead_chunks
 
-    def _validate_matmul(self) -> None:
-        """The products run in the model's format, or in 8 bits with output gradients in 8 bits."""
-        if self.lora_rank and self.matmul_dtype == "e4m3" and self.base_dtype not in FP8_BASES:
-            raise ConfigError(
-                "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight "
-                "changes, so that one in a wider format would be memory for nothing"
-            )
-        legal = ("bf16", "e4m3", "int8") if self.model_dtype == "bf16" else (self.model_dtype,)
-        if self.matmul_dtype not in legal:
-            raise ConfigError(
-                f"--matmul-dtype: {self.matmul_dtype} does not go with --model-dtype "
-                f"{self.model_dtype}, use {' or '.join(legal)}"
-            )
-        for name in ("matmul_dtype", "gradient_dtype"):
-            if getattr(self, name) == "int8" and self.gradient_dtype != self.matmul_dtype:
-                raise ConfigError(
-                    "--gradient-dtype: must be int8 with --matmul-dtype int8, and with that only, "
-                    f"got {self.gradient_dtype} with {self.matmul_dtype}"
-                )
-        if self.matmul_dtype == "e4m3" and self.gradient_dtype not in FP8_DTYPES:
-            raise ConfigError(
-                f"--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got "
-                f"{self.gradient_dtype}"
-            )
-        if self.matmul_dtype != "e4m3" and self.gradient_dtype != self.matmul_dtype:
-            raise ConfigError(
-                f"--gradient-dtype: {self.gradient_dtype} needs --matmul-dtype e4m3, which is "
-                f"{self.matmul_dtype}"
-            )
-        if self.matmul_dtype != "e4m3" and self.head_dtype != self.model_dtype:
-            raise ConfigError(
-                f"--head-dtype: {self.head_dtype} does not go with --matmul-dtype "
-                f"{self.matmul_dtype} and --model-dtype {self.model_dtype}"
-            )
-        if self.head_dtype not in (self.model_dtype, "e4m3"):
-            raise ConfigError(
-                f"--head-dtype: {self.head_dtype} does not go with --model-dtype "
-                f"{self.model_dtype}, use {self.model_dtype} or e4m3"
-            )
-        if self.fp8_recipe == "delayed" and self.matmul_dtype != "e4m3":
-            raise ConfigError("--fp8-recipe: delayed needs --matmul-dtype e4m3")
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes anything again."""
+        names = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+        return any(getattr(self, f"recompute_{name}") for name in names)
 
-    def _validate_mlp(self) -> None:
-        """Products write codes only with a scale that is known before them."""
-        if self.mlp_dtype not in (self.model_dtype, "e4m3"):
-            raise ConfigError(
-                f"--mlp-dtype: {self.mlp_dtype} does not go with --model-dtype "
-                f"{self.model_dtype}, use {self.model_dtype} or e4m3"
-            )
-        if self.mlp_dtype != "e4m3":
-            return
-        if self.lora_rank:
-            raise ConfigError(
-                "--mlp-dtype: e4m3 does not go with adapters, which add to what products write"
-            )
-        if self.matmul_dtype != "e4m3" or self.fp8_recipe != "delayed":
-            raise ConfigError(
-                "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 "
-                "products write codes, and only with a scale that they know beforehand"
-            )
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and the model stays as it is."""
+        return bool(self.lora_rank)
 
-    def _validate_checkpoints(self) -> None:
-        """What needs a checkpoint to go on from."""
-        if self.guard == "rollback" and self.ckpt_interval <= 0:
-            raise ConfigError(
-                "--guard: rollback needs --ckpt-interval above 0, to have checkpoints to go back to"
-            )
-        if self.new_data and self.continue_from is None:
-            raise ConfigError("--new-data: needs --continue")
+    @property
+    def wants_adapters(self) -> bool:
+        """As has_adapters, or they are to be read, with their rank, from --adapter."""
+        return self.has_adapters or self.adapter is not None
 
-    def _validate_memory(self) -> None:
-        """Options that cannot do anything without another one."""
-        for name in ("persistent_quants", "offload_quants"):
-            if self.lora_rank and getattr(self, name):
-                raise ConfigError(
-                    f"{OPTIONS[name].flag}: beside adapters the model is kept as --base-dtype "
-                    "says; --shard-weights --offload-master keeps it in host memory"
-                )
-        for name, needs, has in (
-            ("persistent_quants", "--matmul-dtype e4m3", self.matmul_dtype == "e4m3"),
-            ("persistent_quants", "--shard-weights", self.shard_weights),
-            ("offload_quants", "--persistent-quants", self.persistent_quants),
-            ("offload_gradients", "--shard-gradients or --zero-level 2", self.shard_gradients),
-        ):
-            if getattr(self, name) and not has:
-                raise ConfigError(f"{OPTIONS[name].flag}: needs {needs}")
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products of the blocks multiply fp8 codes."""
+        return self.matmul_dtype == "e4m3"
 
-    def validate_with(self, model: ModelConfig) -> TrainConfig:
-        """Return self. validate(), and the options against the model they are for."""
-        self.validate()
-        if self.seq_len > model.max_positions:
-            raise ConfigError(
-                f"--seq-len: {self.seq_len} exceeds the model's {model.max_positions} positions"
-            )
-        if self.attn_bwd_chunks > self.batch_size * model.num_heads:
-            raise ConfigError(
-                f"--attn-bwd-chunks: {self.attn_bwd_chunks} is more than --batch-size "
-                f"{self.batch_size} times the model's {model.num_heads} query heads"
-            )
-        try:
-            layer_set(self.recompute_layers, model.num_layers)
-        except ValueError as error:
-            raise ConfigError(f"--recompute-layers: {error}") from None
-        chunk = self.batch_size * self.seq_len // self.lmhead_chunks
-        if self.head_dtype == "e4m3" and chunk % _CODES_MULTIPLE:
-            raise ConfigError(
-                f"--head-dtype: e4m3 needs multiples of {_CODES_MULTIPLE}, but --lmhead-chunks "
-                f"{self.lmhead_chunks} leaves {chunk} tokens for a chunk"
-            )
-        check_adapters_with(self, model)
-        if self.mlp_dtype == "e4m3" and not model.gated:
-            raise ConfigError(
-                "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has "
-                "none"
-            )
-        if self.matmul_dtype in ("e4m3", "int8"):
-            self._check_sizes_of_codes(model)
-        return self
+    @property
+    def codes_weights(self) -> bool:
+        """Whether fp8 codes are made of the blocks' weights after every update."""
+        return self.is_fp8 and not self.has_adapters
 
-    def _check_sizes_of_codes(self, model: ModelConfig) -> None:
-        tokens = self.batch_size * self.seq_len
-        sizes = {"tokens of a micro-step": tokens, **multiplied_sizes(model)}
-        dtype = self.matmul_dtype
-        for name, size in sizes.items():
-            if size % _CODES_MULTIPLE:
-                raise ConfigError(
-                    f"--matmul-dtype: {dtype} needs multiples of {_CODES_MULTIPLE}, but the {name} "
-                    f"is {size}"
-                )
-        if dtype != "int8":
-            return
-        if tokens > _INT8_TERMS:
-            raise ConfigError(
-                f"--matmul-dtype: int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but "
-                f"there are {tokens}: use a smaller --batch-size"
-            )
-        width = model.intermediate_size * (2 if model.gated else 1)
-        if width > _INT8_WIDTH:
-            raise ConfigError(
-                f"--matmul-dtype: int8 takes matrices of at most {_INT8_WIDTH} rows, but the MLP's "
-                f"first has {width}"
-            )
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the model beside the adapters is kept as codes."""
+        return self.has_adapters and self.base_dtype in QUANTIZED
+
+    @property
+    def has_transposed(self) -> bool:
+        """Whether there are codes of weights in two layouts."""
+        return self.is_fp8 or self.matmul_dtype == self.base_dtype == "int8"
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether adapters begin as a part of the model, and only the rest of it stays."""
+        return self.has_adapters and self.lora_init == "pissa"
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of B @ A."""
+        root = sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
+        return self.lora_alpha / root
+
+    @property
+    def own_master(self) -> bool:
+        """Whether the optimizer updates weights of another format than the model's."""
+        return self.master_dtype != self.model_dtype
+
+    @property
+    def gathered(self) -> tuple[str, bool] | None:
+        """What blocks are gathered from where they are streamed: format, whether in host memory.
+
+        None: codes are made from masters at each gather.
+        """
+        if self.has_adapters:  # of blocks that are not trained there is nothing else
+            return self.base_dtype, self.offload_master
+        if self.is_fp8:
+            return ("e4m3", self.offload_quants) if self.persistent_quants else None
+        return self.model_dtype, self.offload_master and not self.own_master
+
+    def streams_weights(self, shards: int) -> bool:
+        """Whether blocks take turns in slots of work weights, with so many shards."""
+        return self.shard_weights and why_weights_stay(self, shards) is None
+
+    def has_masters(self, shards: int) -> bool:
+        """Whether the optimizer updates other tensors of the blocks than products read."""
+        return self.codes_weights or self.own_master or self.streams_weights(shards)
+
+    def shards(self, world_size: int, machines: int = 1) -> int:
+        """In how many parts the ranks keep the state: as many as there are, or as a machine has.
+
+        machines: among which the ranks are divided equally.
+        """
+        return world_size if self.shard_over == "world" else world_size // machines
 
 
-OPTIONS: dict[str, Option] = options_of(TrainConfig)
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+def options_with_rules(config_class: type, rules: Rules = RULES) -> dict[str, Option]:
+    """How each field is set, by field name, in the order of --help, with what rules add to that."""
+    found = options_of(config_class)
+    return {name: replace(opt, help=rules.help(name, opt.help)) for name, opt in found.items()}
+
+
+OPTIONS: dict[str, Option] = options_with_rules(TrainConfig)
 """How each field of TrainConfig is set, by field name, in the order of --help."""
+
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
 ONCE = ("download", "continue_from", "overwrite", "new_data", "force")
 """Options of one command, not of the run: the next command begins without them."""
-
-# What is on where another option is, or has at least this value.
-_IMPLICATIONS = (
-    ("recompute_att", "recompute_block", True),
-    ("recompute_ffn", "recompute_block", True),
-    ("recompute_norm", "recompute_block", True),
-    ("recompute_qkv", "recompute_att", True),
-    ("recompute_swiglu", "recompute_ffn", True),
-    ("shard_gradients", "zero_level", 2),
-    ("shard_weights", "zero_level", 3),
-)
-
-
-def implied_by(name: str, config: TrainConfig) -> str | None:
-    """The flag that switches this option on in a normalized configuration, if one does.
-
-    The one at the beginning, where another one follows from it.
-    """
-    for implied, implying, least in _IMPLICATIONS:
-        value = getattr(config, implying)
-        if implied == name and value >= least:
-            option = OPTIONS[implying]
-            own = option.flag if value is True else f"{option.flag} {value}"
-            return implied_by(implying, config) or own
-    return None

@@ -9,7 +9,8 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.options.options import OPTIONS, TrainConfig, implied_by
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
 _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
@@ -47,14 +48,6 @@ Layers = tuple[dict[str, Any], dict[str, Any]]
 """What a file says and what is given, by field name; what is given wins."""
 
 
-def check_scripted(config: TrainConfig) -> None:
-    """ConfigError for what `llmq train` does and llmq.Trainer leaves to its caller."""
-    if config.continue_from is not None:
-        raise ConfigError("--continue: has no effect here, call load() of the trainer instead")
-    if config.ckpt_background:
-        raise ConfigError("--ckpt-background: has no effect here, where save() writes at once")
-
-
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
 
@@ -85,7 +78,7 @@ def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> Tra
         values |= layer
     config = TrainConfig(**values).normalized().validate()
     for name, value in values.items():
-        implying = implied_by(name, config) if value is False else None
+        implying = RULES.implied_by(name, config) if value is False else None
         if implying is not None:
             raise ConfigError(
                 f"--no-{OPTIONS[name].flags[0]}: {implying} implies {OPTIONS[name].flag}: leave "

@@ -9,67 +9,24 @@ makes a multiple of the width stays one.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.options.option_types import Option, option, options_of, parse_vocab_size
-from llmq.options.safety_fields import SafetyFields
+from llmq.options.option_types import SIZES_GROUP
+from llmq.options.options import OPTIONS, TrainConfig
 
-_GROUP = "Own sizes of a new model, instead of those of --model"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, init=False, repr=False, eq=False)
-class SizeFields(SafetyFields):
-    """SafetyFields, and the sizes that replace those of --model; None: as they are there."""
-
-    vocab_size: int | str | None = option(
-        _GROUP,
-        None,
-        "Token ids; auto: as many as the tokenizer of the training files has",
-        parse=parse_vocab_size,
-    )
-    hidden_size: int | None = option(_GROUP, None, "Channels of the residual stream", min=1)
-    intermediate_size: int | None = option(_GROUP, None, "Width of the MLP", min=1)
-    num_layers: int | None = option(
-        _GROUP, None, "Transformer blocks", alias="num-hidden-layers", min=1
-    )
-    num_heads: int | None = option(_GROUP, None, "Query heads", alias="num-attention-heads", min=1)
-    num_kv_heads: int | None = option(
-        _GROUP, None, "Key and value heads", alias="num-key-value-heads", min=1
-    )
-    head_dim: int | None = option(_GROUP, None, "Channels of one head", min=1)
-    max_positions: int | None = option(
-        _GROUP, None, "Longest sequence in tokens", alias="max-position-embeddings", min=1
-    )
-    rope_theta: float | None = option(_GROUP, None, "Base of the rotary frequencies")
-    tie_embeddings: bool | None = option(
-        _GROUP, None, "Use the embedding matrix as LM head", alias="tie-word-embeddings"
-    )
-
-
-SIZES = tuple(f.name for f in fields(SizeFields) if f.metadata["group"] == _GROUP)
-"""Names of these fields, which are those of ModelConfig but for _RENAMED."""
+SIZES = tuple(name for name, option in OPTIONS.items() if option.group == SIZES_GROUP)
+"""Names of these options, which are those of ModelConfig but for _RENAMED."""
 
 _RENAMED = {"tie_embeddings": "tied_embeddings"}
-_OPTIONS: dict[str, Option] = {n: o for n, o in options_of(SizeFields).items() if n in SIZES}
 
 
-def given_sizes(config: SizeFields) -> dict[str, Any]:
-    """The sizes that the options set, by field of SizeFields."""
+def given_sizes(config: TrainConfig) -> dict[str, Any]:
+    """The sizes that the options set, by field name."""
     values = {name: getattr(config, name) for name in SIZES}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def check_from_scratch(config: SizeFields) -> None:
-    """ConfigError for a size without --from-scratch: weights that are there have theirs."""
-    for name in given_sizes(config):
-        if not config.from_scratch:
-            raise ConfigError(
-                f"{_OPTIONS[name].flag}: needs --from-scratch: the weights of --model have their "
-                "own sizes"
-            )
 
 
 def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
@@ -122,12 +79,12 @@ def _repeated(pattern: tuple[bool, ...], count: int) -> tuple[bool, ...]:
 
 def _flag(name: str, given: dict[str, Any]) -> str:
     """The flag of a size if it was given, else that of the width, with which it has to agree."""
-    return _OPTIONS[name if name in given else "hidden_size"].flag
+    return OPTIONS[name if name in given else "hidden_size"].flag
 
 
 def _naming_the_flag(message: str) -> str:
     """A message of ModelConfig about one of its fields, about the flag that sets it."""
-    names = {_RENAMED.get(name, name): option.flag for name, option in _OPTIONS.items()}
+    names = {_RENAMED.get(name, name): OPTIONS[name].flag for name in SIZES}
     found = re.match(r"model (\w+): ", message)
     if found is None or found[1] not in names:
         return message

@@ -13,6 +13,7 @@ from llmq.base.dtypes import MIB
 from llmq.options.command_line import command_line, flag
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
+from llmq.options.rule import Changes
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan
@@ -22,18 +23,17 @@ from llmq.plan.shrink import (
     REARRANGING,
     ROUNDING,
     STAYING,
-    Changes,
     Shrinker,
     changed,
     having,
-    smaller_batch,
+    savers,
 )
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.state.params import parameter_count
 
 T = TypeVar("T")
 
-CAREFUL = (*REARRANGING, *STAYING, smaller_batch)
+CAREFUL = (*REARRANGING, *STAYING, *savers("batch"))
 MIN_SEQ_LEN = 128  # of advice
 NOTICEABLE = 0.05  # by how much rounding more must be faster to be worth a word
 

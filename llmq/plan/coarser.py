@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmq.options.rule import Changes
 from llmq.plan.advice import NOTICEABLE, spelled
 from llmq.plan.fit import Candidate, Fit
-from llmq.plan.shrink import FP8, REARRANGING, Changes, Shrinker, having
-
-FP8_HEAD: Changes = {"head_dtype": "e4m3"}
-MLP: Changes = {"mlp_dtype": "e4m3"}
-MOMENTS: Changes = {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"}
+from llmq.plan.shrink import FP8, REARRANGING, Shrinker, having, savers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +25,15 @@ def coarser(fit: Fit, best: Candidate) -> list[Coarser]:
     were given.
     """
     base = fit.base
-    fp8 = {} if base.matmul_dtype == "e4m3" else FP8
+    fp8 = {} if base.is_fp8 else FP8
     alone = _Tried(fit, best, {}, fit.changes_of(best))
     products = _Tried(fit, best, fp8, ()) if fp8 else alone
     found = [products.told] if products.gains_over(alone) else []
     if products.speed:
-        head = _Tried(fit, best, fp8 | FP8_HEAD, products.changes)
-        found += [head.told] if head.gains_over(products) else []
-    others = [MOMENTS] if fit.base.fp8_recipe == "jit" else [MLP, MOMENTS]
+        (head,) = savers("head")
+        beside = _Tried(fit, best, fp8 | head(base), products.changes)
+        found += [beside.told] if beside.gains_over(products) else []
+    others = [change for saver in savers("others") if (change := saver(base))]
     tried = [_Tried(fit, best, change, alone.changes) for change in others]
     return found + [each.told for each in tried if each.gains_over(alone)]
 

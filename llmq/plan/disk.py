@@ -65,7 +65,7 @@ def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> D
     """Of a run with these options, whatever the number of its ranks."""
     kept, every, deletes = _checkpoints(config)
     exported = parameter_count(model) * parse_dtype(config.model_dtype).itemsize
-    if config.lora_rank:
+    if config.has_adapters:
         exported = trained_count(config, model) * parse_dtype(config.master_dtype).itemsize
         exported += _given_back(config, model)
     return DiskUse(
@@ -92,7 +92,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     began as.
     """
     table, masters = table_of(config, model), []
-    if config.lora_rank:
+    if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
     for slab in table:
         stores = placement[slab.name]

@@ -6,10 +6,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from llmq.options.options import TrainConfig
+from llmq.options.rule import Changes
+from llmq.options.savers import PLACES
 from llmq.plan.advice import refusal
-from llmq.plan.estimate import RECOMPUTE, Estimate, Planner
+from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
-from llmq.plan.shrink import MARGIN, PLACES, REARRANGING, Changes, Shrinker, having
+from llmq.plan.shrink import MARGIN, REARRANGING, Shrinker, having, savers
 from llmq.runtime.device import HOST_SPEC
 
 SHOWN = 5  # configurations
@@ -18,12 +20,6 @@ LADDER = 1.4  # a micro-batch that is tried and the next larger one differ at le
 # Of a larger micro-batch: no faster, and to plan one of a million short sequences takes minutes.
 MOST_TOKENS = 1 << 18
 PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # only their product is kept
-
-# What needs memory for speed, and is off unless asked for.
-FASTER: tuple[Changes, ...] = (
-    {"persistent_quants": True},
-    {"persistent_quants": True, "offload_quants": True},
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +132,8 @@ class Fit:
 
     def faster(self, config: TrainConfig) -> TrainConfig:
         """With what makes it faster, as far as there is room."""
-        for change in FASTER:
-            then = self.shrinker.allowed(config, change)
+        for saver in savers("fast"):
+            then = self.shrinker.allowed(config, saver(config))
             if then is not None and self.shrinker.fits(then):
                 speeds = [self.planner.estimate(c).speed for c in (config, then)]
                 config = then if speeds[1] > speeds[0] else config
@@ -155,8 +151,11 @@ class Fit:
         return None
 
     def _fewer_layers(self, config: TrainConfig) -> TrainConfig:
-        recomputes = any(getattr(config, name) for name in RECOMPUTE)
-        if not recomputes or "recompute_layers" in self.fixed or config.recompute_layers != "all":
+        if (
+            not config.recomputes
+            or "recompute_layers" in self.fixed
+            or config.recompute_layers != "all"
+        ):
             return config
         few, enough = 0, self.planner.model.num_layers
         while enough - few > 1:

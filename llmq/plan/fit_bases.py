@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from llmq.options.rules import RULES
 from llmq.plan.advice import NOTICEABLE, refusal
 from llmq.plan.fit import SHOWN, Candidate, Fit
-from llmq.plan.shrink import FP8, Changes
 from llmq.runtime.device import HOST_SPEC
-
-INT8: Changes = {"base_dtype": "int8", "matmul_dtype": "int8", "gradient_dtype": "int8"}
 
 
 def fits_of(fit: Fit) -> list[Fit]:
@@ -15,10 +13,10 @@ def fits_of(fit: Fit) -> list[Fit]:
 
     Only itself where nothing is kept in another format, or this was given.
     """
-    if not fit.base.lora_rank or "base_dtype" in fit.fixed or fit.planner.spec == HOST_SPEC:
+    if not fit.base.has_adapters or "base_dtype" in fit.fixed or fit.planner.spec == HOST_SPEC:
         return [fit]
-    eight = {"base_dtype": "e4m3"} | FP8 if fit.planner.card.fp8 else INT8
-    tried = (fit.shrinker.allowed(fit.base, c) for c in (eight, {"base_dtype": "nf4"}))
+    changes = [rule.changes(fit.base, fit.planner.card) for rule in RULES.savers("base")]
+    tried = (fit.shrinker.allowed(fit.base, change) for change in changes)
     others = [config for config in tried if config is not None]
     return [fit, *(Fit(config, fit.planner, fit.limits, fit.fixed) for config in others)]
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmq.options.options import TrainConfig
+from llmq.options.rule import Changes
+from llmq.options.savers import MIN_CHUNK_ROWS
 from llmq.plan.advice import spelled
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits
-from llmq.plan.shrink import MARGIN, MIN_CHUNK_ROWS, Changes, Shrinker, changed
+from llmq.plan.shrink import MARGIN, Shrinker, changed
 
 WORTH = 0.01  # by how much it must be faster to be worth a word
 MOST_TIMES = 8  # as large

@@ -20,7 +20,7 @@ from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import Source
 from llmq.runtime.plan_device import PlanDevice, Trace
 from llmq.runtime.world import World
-from llmq.state.placement import Placement, place, shards_of, table_of
+from llmq.state.placement import Placement, place, table_of
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 COUNTED = ("flops", "traffic", "launches")
@@ -127,7 +127,7 @@ def make_plan(
     world_size: ranks of all machines, which have as many each. parts: what is run and counted; an
     evaluation needs no more than a step, running it makes sure. frozen: slabs that are not trained.
     """
-    shards = shards_of(config, world_size, machines)
+    shards = config.shards(world_size, machines)
     dev = PlanDevice(spec, world_size=world_size, shards=shards)
     placement = place(config, table_of(config, model, shards), shards, frozen)
     exchange = comm_options(config, placement)

@@ -14,8 +14,10 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, warn
 from llmq.options.cards import card_of
 from llmq.options.command_line import command_line
+from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.rig_cards import rig_card
+from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
@@ -26,7 +28,6 @@ from llmq.plan.disk import DiskUse, disk_use
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import SHOWN, Candidate, Fit
 from llmq.plan.fit_bases import search_bases
-from llmq.plan.idle_options import rank_warnings
 from llmq.plan.larger_batch import larger_batch
 from llmq.plan.memory import kept_free, memory_limit, needed_bytes
 from llmq.plan.placement_table import placement_record, placement_table
@@ -36,7 +37,7 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.world import World
 from llmq.state.params import parameter_count
-from llmq.state.placement import place, shards_of, table_of, trained_count
+from llmq.state.placement import place, table_of, trained_count
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 
@@ -77,7 +78,7 @@ def run_plan(
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
     check_machine(config, model, Machine(kind=kind, note=None, **of))
-    warn(rank_warnings(config, where.world_size, machines))
+    warn(RULES.idle(config, ranks=Ranks(where.world_size, machines)))
     data = data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
@@ -281,7 +282,7 @@ class Found:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         (fit, candidates), model = search_bases(fit), fit.planner.model
         config = candidates[0].config
-        shards = shards_of(config, where.world_size, where.network.machines)
+        shards = config.shards(where.world_size, where.network.machines)
         placement = place(config, table_of(config, model, shards), shards)
         return cls(
             candidates=candidates,

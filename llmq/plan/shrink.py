@@ -7,134 +7,34 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import reduce
 from itertools import combinations
-from typing import Any
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
 from llmq.options.options import TrainConfig
+from llmq.options.rule import Changes
+from llmq.options.rules import RULES
+from llmq.options.savers import MIN_CHUNK_ROWS, PLACES
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
 from llmq.runtime.cudnn import backward_scratch_bytes
 from llmq.runtime.head_groups import divisions
 
-MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
 MIN_ATTENTION = 256 * MIB  # of attention's backward, below which advice divides no heads
 MARGIN = MIB  # by which estimates may be wrong
 TROUBLE = 1e-3  # part of a step's time that any change must be worth
 NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
 TRIES = 3  # choices of what is in host memory that are followed up
 
-Changes = dict[str, Any]  # options by field name
-Saver = Callable[[TrainConfig], Changes]
+Saver = Callable[[TrainConfig], Changes]  # what to change, nothing where that does nothing
 
 
-# ------------------------------------------------------------------------------------------------
-# Savers: what to change in a configuration, nothing where they cannot do anything
+def savers(use: str) -> tuple[Saver, ...]:
+    """The changes that the rules of options have for this use, in their order."""
+    return tuple(rule.changes for rule in RULES.savers(use))
 
 
-def _on(*names: str) -> Saver:
-    return lambda config: dict.fromkeys(names, True)
-
-
-def _not(*names: str) -> Saver:
-    return lambda config: dict.fromkeys(names, False)
-
-
-def _more_chunks(head: int, attention: int) -> Saver:
-    """So many times as many of both, while the head's products still fill a GPU."""
-
-    def changes(config: TrainConfig) -> Changes:
-        chunks = config.lmhead_chunks * head
-        rows, rest = divmod(config.batch_size * config.seq_len, chunks)
-        parts, batch = config.attn_bwd_chunks * attention, config.batch_size
-        too_few = head > 1 and rows < MIN_CHUNK_ROWS
-        if rest or too_few or (batch % parts and parts % batch):
-            return {}
-        return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
-
-    return changes
-
-
-def smaller_batch(config: TrainConfig) -> Changes:
-    """Half as many sequences at a time, twice as often; a third, where they cannot be halved, …"""
-    batch = config.batch_size
-    if batch == 1:
-        return {}
-    factor = next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
-    fewer = batch // factor
-    return {
-        "batch_size": fewer,
-        "grad_accumulation": factor * config.grad_accumulation,
-        "lmhead_chunks": math.gcd(config.lmhead_chunks, fewer * config.seq_len),
-        "attn_bwd_chunks": _parts_of(fewer, config),
-    }
-
-
-def _parts_of(batch: int, config: TrainConfig) -> int:
-    """As many of this batch as leave parts of attention no larger than the configuration's."""
-    per_sequence, rest = divmod(config.attn_bwd_chunks, config.batch_size)
-    return math.gcd(config.attn_bwd_chunks, batch) if rest else batch * per_sequence
-
-
-# These change when and where numbers are computed and kept, but not their formats. Some do nothing
-# alone and are therefore here in pairs.
-REARRANGING: tuple[Saver, ...] = (
-    _on("recompute_swiglu"),
-    _on("recompute_norm"),
-    _on("recompute_ffn"),
-    _on("recompute_qkv"),
-    _on("recompute_att"),
-    _on("recompute_block"),
-    lambda config: {"recompute_layers": "all"},
-    _more_chunks(2, 1),
-    _more_chunks(8, 1),
-    _more_chunks(8, 4),
-    _on("offload_residual"),
-    _on("offload_opt_m"),
-    _on("offload_opt_v"),
-    _on("offload_master"),
-    _not("keep_transposed"),
-    _on("shard_weights"),
-    _on("shard_weights", "offload_master"),
-    _on("shard_weights", "persistent_quants"),
-    _on("shard_weights", "persistent_quants", "offload_quants"),
-    _not("persistent_quants", "offload_quants"),
-    _on("shard_gradients"),
-    _on("shard_gradients", "offload_gradients"),
-    lambda config: {"shard_over": "world"},
-)
-# What can be in host memory.
-PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
-# These need less of it, and more of the device's.
-STAYING: tuple[Saver, ...] = (
-    _not("ckpt_background"),  # which needs nothing of the device
-    *(_not(name) for name in (*PLACES, "offload_quants")),
-)
-# What else leaves least on the device, whatever it costs.
-LIGHTEST: Changes = {
-    "recompute_block": True,
-    "recompute_layers": "all",
-    "keep_transposed": False,
-    "shard_over": "world",
-    "shard_weights": True,
-    "shard_gradients": True,
-    "offload_quants": False,
-    "persistent_quants": False,
-}
-# These round more, the least harmful first.
-ROUNDING: tuple[Saver, ...] = (
-    lambda config: {"opt_m_dtype": "bf16", "opt_v_dtype": "bf16"},
-    lambda config: {"grad_accum_dtype": config.model_dtype},
-    lambda config: {"master_dtype": config.model_dtype},
-    lambda config: {"mlp_dtype": "e4m3"} if config.fp8_recipe == "delayed" else {},
-    lambda config: {"opt_m_dtype": "e4m3", "opt_v_dtype": "e4m3"},
-    lambda config: {"base_dtype": "nf4"} if config.lora_rank else {},
-    lambda config: dict.fromkeys(("model_dtype", "grad_accum_dtype", "master_dtype"), "bf16"),
-)
-
-
-# Of products, and what has to follow from it.
-FP8: Changes = {"matmul_dtype": "e4m3", "gradient_dtype": "e4m3"}
+REARRANGING, STAYING, ROUNDING = savers("arrange"), savers("stay"), savers("round")
+(FP8,) = (rule.sets for rule in RULES.savers("products"))
 
 
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
@@ -237,7 +137,7 @@ class Shrinker:
         it is allowed."""
         rest = config.seq_len % MIN_CHUNK_ROWS
         chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
-        changes = [{name: value} for name, value in LIGHTEST.items()]
+        changes = [saver(config) for saver in savers("lightest")]
         changes += [{name: name in hosted} for name in PLACES]
         changes.append({"attn_bwd_chunks": self._smallest_parts(config)})
         changes.append({"lmhead_chunks": config.batch_size * chunks})

@@ -11,7 +11,8 @@ from llmq.base.errors import ConfigError, warn
 from llmq.options.cards import Card, card_of, card_with, find_card, spec_of
 from llmq.options.options import TrainConfig
 from llmq.options.rig_cards import card_from, rig_card
-from llmq.plan.checks import installed_attention, instead_of_fp8
+from llmq.options.rules import RULES
+from llmq.plan.checks import installed_attention
 from llmq.plan.cost import ONE_MACHINE, Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, kept_free
@@ -79,9 +80,8 @@ def target(
         rest = {"world_size": world_size, "network": joined}
         return Target(spec=HOST_SPEC, backend="native", limits=limits, **rest)
     card = _card(card_words, card_file, world_size // machines)
-    if card is not None and card.fp8 == 0 and config.matmul_dtype == "e4m3":
-        instead = instead_of_fp8(config)
-        raise ConfigError(f"--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: {instead}")
+    if card is not None:
+        RULES.check(config, card=card)
     spec = PLAN_SPEC if card is None else spec_of(card)
     if card is not None and card.measured is not None:
         spec = card.measured.spec()

@@ -22,7 +22,7 @@ from llmq.ops import (
     quantize_int8,
     random,
 )
-from llmq.plan.checks import FP8_CAPABILITY
+from llmq.options.rules import FP8_CAPABILITY
 from llmq.rig.child import Job
 from llmq.rig.launches import table_of
 from llmq.runtime.device import Device, DeviceSpec

@@ -1,8 +1,8 @@
 """Where everything of a slab lies and in which format: decided here, once, and read by all others.
 
 Weights, gradients, moments, checkpoints, plans and the warnings about options read a `Placement`,
-which `place` makes from the options of a run and the weight table. The functions `why_…` are its
-rules: each gives the reason for which an option does nothing, and None where it does something.
+which `place` makes from the options of a run and the weight table. Whether an option about places
+does something, the rules of options say (`options/rules.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.options.adapters import adapters_of
+from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Slab, weight_table
@@ -133,77 +134,10 @@ def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
 
 def _source(config: TrainConfig) -> Store | None:
     """What blocks are gathered from where they are streamed, as SlabPlacement.source."""
-    if config.lora_rank:  # of blocks that are not trained there is nothing else
-        return _shard(config, config.base_dtype, offloaded=config.offload_master)
-    if config.matmul_dtype == "e4m3":
-        codes = _shard(config, "e4m3", offloaded=config.offload_quants)
-        return codes if config.persistent_quants else None
-    is_master = config.master_dtype == config.model_dtype
-    return _shard(config, config.model_dtype, offloaded=config.offload_master and is_master)
-
-
-def why_weights_stay(config: TrainConfig, shards: int) -> str | None:
-    """Why --shard-weights does nothing. shards: how many there are.
-
-    With a single one slots are needed only for blocks whose work weights are not on the device
-    anyway.
-    """
-    source = _source(config)
-    if shards > 1 or source is None or source.on_host:
+    if config.gathered is None:
         return None
-    if config.lora_rank:
-        return "without --offload-master"
-    if config.matmul_dtype == "e4m3":
-        return "with --persistent-quants and without --offload-quants"
-    if config.master_dtype != config.model_dtype:
-        return f"with --master-dtype {config.master_dtype}"
-    return "without --offload-master"
-
-
-def why_gradients_stay(config: TrainConfig, shards: int) -> str | None:
-    """Why --shard-gradients does nothing: one shard is nothing to gain on the device alone."""
-    if config.lora_rank:
-        return "with --lora-rank: blocks have no gradients but those of their adapters"
-    return None if shards > 1 or config.offload_gradients else "without --offload-gradients"
-
-
-def why_no_mirrors(config: TrainConfig) -> str | None:
-    """Why --mirror-weights does nothing, also with several shards."""
-    if not config.memcpy_all_gather:
-        return "without --memcpy-all-gather"
-    if not config.shard_weights:
-        return "without --shard-weights"
-    if config.p2p == "on":
-        return "with --p2p on"
-    source = _source(config)
-    if source is None:
-        return "without --persistent-quants"
-    if source.on_host:
-        quants = source.dtype == E4M3 and not config.lora_rank
-        return "with --offload-" + ("quants" if quants else "master")
-    return None
-
-
-def streams_weights(config: TrainConfig, shards: int) -> bool:
-    """Whether blocks take turns in slots of work weights."""
-    return config.shard_weights and why_weights_stay(config, shards) is None
-
-
-def has_masters(config: TrainConfig, shards: int) -> bool:
-    """Whether the optimizer updates other tensors of the blocks than those that products read."""
-    return (
-        (config.matmul_dtype == "e4m3" and not config.lora_rank)
-        or config.master_dtype != config.model_dtype
-        or streams_weights(config, shards)
-    )
-
-
-def shards_of(config: TrainConfig, world_size: int, machines: int = 1) -> int:
-    """In how many parts the ranks keep the state: as many as there are, or as a machine has.
-
-    machines: among which the ranks are divided equally.
-    """
-    return world_size if config.shard_over == "world" else world_size // machines
+    dtype, on_host = config.gathered
+    return _shard(config, dtype, offloaded=on_host)
 
 
 def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
@@ -252,10 +186,10 @@ def place(
 def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool) -> SlabPlacement:
     if slab.is_block and config.is_quantized:
         return _place_base(config, slab, shards)
-    dtype, differs = parse_dtype(config.model_dtype), config.master_dtype != config.model_dtype
-    coded = slab.is_block and config.matmul_dtype == "e4m3"
-    streams = slab.is_block and streams_weights(config, shards)
-    updates_another = has_masters(config, shards) if slab.is_block else differs
+    dtype, differs = parse_dtype(config.model_dtype), config.own_master
+    coded = slab.is_block and config.is_fp8
+    streams = slab.is_block and config.streams_weights(shards)
+    updates_another = config.has_masters(shards) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
     source = _source(config) if streams else None
     master_dtype = config.master_dtype if trainable else config.model_dtype
@@ -281,9 +215,9 @@ def _mirror(config: TrainConfig, source: Store | None, shards: int) -> Store | N
 
 def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
     """Of a frozen block that is kept as codes."""
-    streams, source = streams_weights(config, shards), _source(config)
+    streams, source = config.streams_weights(shards), _source(config)
     base = source if streams else Store(dtype=source.dtype)
-    codes = config.matmul_dtype == "e4m3" or config.matmul_dtype == config.base_dtype
+    codes = config.is_fp8 or config.matmul_dtype == config.base_dtype
     dtype = parse_dtype(config.matmul_dtype if codes else config.model_dtype)
     work = Store(dtype=dtype, streamed=streams or dtype != base.dtype)
     shared = work.streamed or not config.keep_transposed

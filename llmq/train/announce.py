@@ -11,6 +11,7 @@ from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
 from llmq.data.tokenized import gaps
+from llmq.options.conditions import why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import option_rows
 from llmq.plan.allocator_table import allocator_rows, allocator_table
@@ -21,7 +22,6 @@ from llmq.runtime.host_memory import host_memory
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.processes import processes
 from llmq.runtime.world import World
-from llmq.state.placement import why_no_mirrors
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import (
     SpeedOfLight,

@@ -20,9 +20,10 @@ from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import check_shared
 from llmq.model.step import Result
+from llmq.options.conditions import Length, Ranks
 from llmq.options.options import TrainConfig
+from llmq.options.rules import RULES
 from llmq.plan.disk import checkpoint_bytes
-from llmq.plan.idle_options import run_warnings
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
 from llmq.report.views import PlainView
@@ -111,10 +112,10 @@ def _run_locked(
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
         kept = (config.keep_best, config.checkpoint_dir)
         best = them.each(lambda: Best(*kept, material.metrics))
-        length = (trainer.total_steps, trainer.steps_per_epoch)
-        on_cpu = trainer.dev.kind == "host"
-        where = {"machines": trainer.machine.world.num_machines, "on_cpu": on_cpu}
-        warn(run_warnings(config, trainer.world_size, *length, **where))
+        on_cpu, machines = trainer.dev.kind == "host", trainer.machine.world.num_machines
+        warn(RULES.idle(config, ranks=Ranks(trainer.world_size, machines, on_cpu)))
+        length = Length(trainer.world_size, trainer.total_steps, trainer.steps_per_epoch)
+        warn(RULES.idle(config, length=length))
         moved = them.on_first(lambda: clear_places(config, checkpoint, strangers))
         path = config.log_file if them.first else Path(os.devnull)
         log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))

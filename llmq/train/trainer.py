@@ -26,7 +26,8 @@ from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.model.step import Result, Step
 from llmq.options.options import TrainConfig
-from llmq.options.options_io import check_scripted, make_config
+from llmq.options.options_io import make_config
+from llmq.options.rules import RULES
 from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
@@ -73,7 +74,7 @@ class Trainer:
     def __init__(self, **options: Any):
         refuse_several("llmq.Trainer", "start `llmq train`, which does without a script")
         config = make_config(options)
-        check_scripted(config)
+        RULES.check(config, script=True)
         model, model_dir = model_of_run(config)
         config = with_adapter(config, model).validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))

@@ -20,7 +20,7 @@ from llmq.comm.links import Link, LinkTable, Measured, choose
 from llmq.comm.options import CommOptions
 from llmq.comm.probe import ALREADY_ENABLED, probe
 from llmq.options.options_io import make_config
-from llmq.plan.checks import check_processes
+from llmq.plan.checks import check_options
 from llmq.runtime import cuda_api
 from llmq.runtime import machine as machines
 from llmq.runtime.cuda_device import CudaDevice
@@ -442,13 +442,13 @@ def test_copies_do_not_reach_other_processes():
     )
     config = make_config({"memcpy_all_gather": True, "shard_over": "world"})
     with pytest.raises(ConfigError, match="--memcpy-all-gather: copies reach the GPUs of one proc"):
-        check_processes(config, gpus)
-    check_processes(config, replace(gpus, world=World.of(2)))
+        check_options(config, gpus)
+    check_options(config, replace(gpus, world=World.of(2)))
     config = replace(config, shard_over="machine")
-    check_processes(config, gpus)
+    check_options(config, gpus)
     with pytest.raises(ConfigError, match="--memcpy-all-gather: copies reach the GPUs of one proc"):
-        check_processes(config, replace(gpus, world=World((2, 2), ("a", "a"), 0)))
-    check_processes(make_config({"all_to_all_reduce": True}), gpus)
+        check_options(config, replace(gpus, world=World((2, 2), ("a", "a"), 0)))
+    check_options(make_config({"all_to_all_reduce": True}), gpus)
 
 
 @pytest.mark.parametrize("fails", ["malloc", "groupEnd", "deviceSynchronize"])

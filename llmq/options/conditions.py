@@ -1,0 +1,250 @@
+"""What conditions of rules ask: the facts beside the options, and questions that several have.
+
+A rule (`rules.py`) about a fact has it as the third argument of its condition: the model
+(`ModelConfig`), the card of a plan (`Card`), or one of those here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError
+from llmq.options.adapters import adapters_of, all_adapted, has_target, multiplied_sizes
+from llmq.options.rule import Options
+
+CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks there are, on how many machines, and whether they run on the CPU, which
+    --device auto may have chosen."""
+
+    world_size: int
+    machines: int = 1
+    on_cpu: bool = False
+
+    @property
+    def alone(self) -> str:
+        """How messages call ranks that share nothing."""
+        return "with one GPU" + (" on each machine" if self.machines > 1 else "")
+
+    def shards(self, o: Options) -> int:
+        """In how many parts they keep the state."""
+        return o.shards(self.world_size, self.machines)
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long a run is, and with how many ranks."""
+
+    world_size: int
+    steps: int
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """The machines of a run.
+
+    on_gpus: not on the CPU. name, capability: of a GPU, 89 for 8.9. machines: how many ranks each
+    has, by its name. ranks: of this process, and processes: how many there are of all machines.
+    most_summed: GPUs whose parts one kernel can sum.
+    """
+
+    on_gpus: bool
+    name: str
+    capability: int
+    machines: dict[str, int]
+    ranks: int
+    processes: int
+    most_summed: int
+
+    @property
+    def version(self) -> float:
+        """The capability as people write it."""
+        return self.capability / 10
+
+    @property
+    def listed(self) -> str:
+        """The machines and their ranks."""
+        return ", ".join(f"{count} on '{name}'" for name, count in self.machines.items())
+
+    @property
+    def or_less_shared(self) -> str:
+        """What else helps where too many ranks share a state."""
+        return ", or give --shard-over machine" if len(self.machines) > 1 else ""
+
+    def shards(self, o: Options) -> int:
+        """In how many parts the ranks keep the state."""
+        return o.shards(sum(self.machines.values()), len(self.machines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionHere:
+    """Whether it runs on the CPU, and why cuDNN cannot compute it on the GPU, if so."""
+
+    on_cpu: bool
+    unsupported: str | None
+
+
+# ------------------------------------------------------------------------------------------------
+# Questions
+
+
+def why_weights_stay(o: Options, shards: int) -> str | None:
+    """Why --shard-weights does nothing, None if it does something. shards: how many there are.
+
+    With a single one slots are needed only for blocks whose work weights are not on the device
+    anyway.
+    """
+    if shards > 1 or o.gathered is None or o.gathered[1]:
+        return None
+    if o.has_adapters:
+        return "without --offload-master"
+    if o.is_fp8:
+        return "with --persistent-quants and without --offload-quants"
+    return f"with --master-dtype {o.master_dtype}" if o.own_master else "without --offload-master"
+
+
+def why_gradients_stay(o: Options, shards: int) -> str | None:
+    """Why --shard-gradients does nothing: one shard is nothing to gain on the device alone."""
+    if o.has_adapters:
+        return "with --lora-rank: blocks have no gradients but those of their adapters"
+    return None if shards > 1 or o.offload_gradients else "without --offload-gradients"
+
+
+def why_no_mirrors(o: Options) -> str | None:
+    """Why --mirror-weights does nothing, also with several shards."""
+    if not o.memcpy_all_gather:
+        return "without --memcpy-all-gather"
+    if not o.shard_weights:
+        return "without --shard-weights"
+    if o.p2p == "on":
+        return "with --p2p on"
+    if o.gathered is None:
+        return "without --persistent-quants"
+    dtype, on_host = o.gathered
+    if not on_host:
+        return None
+    return "with --offload-" + ("quants" if dtype == "e4m3" and not o.has_adapters else "master")
+
+
+def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
+    """Why cuDNN cannot compute the attention. unsupported: why it cannot for the GPU and model."""
+    if o.document_mask:
+        return "it knows no documents within a sequence, which --document-mask asks for"
+    return unsupported
+
+
+def instead_of_fp8(o: Options) -> str:
+    """What to take on a card without fp8. 8-bit bases imply their products' format."""
+    if o.is_quantized and o.base_dtype == "e4m3":
+        return "use --base-dtype int8, or --matmul-dtype bf16"
+    return "use int8 or bf16"
+
+
+def error(function: Callable[..., Any], *args: Any) -> str | None:
+    """What the function says against its arguments."""
+    try:
+        function(*args)
+    except (ConfigError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def draws(o: Options) -> bool:
+    """Whether --seed decides about more than rounding."""
+    begins = o.has_adapters and not o.splits_model
+    return o.from_scratch or begins or (o.lora_dropout or 0) > 0
+
+
+def rounds(o: Options) -> bool:
+    return {o.model_dtype, o.opt_m_dtype, o.opt_v_dtype} != {"fp32"}
+
+
+def writes(o: Options) -> bool:
+    """Whether there are checkpoints that nobody asks for while the run goes."""
+    return o.ckpt_interval > 0 or o.save_training_state or o.ckpt_every_minutes > 0
+
+
+def offloads_optimizer(o: Options) -> bool:
+    return o.offload_master or o.offload_opt_m or o.offload_opt_v
+
+
+def decodes(o: Options) -> bool:
+    """Whether work weights are made from a base of another format at each use."""
+    return o.is_quantized and o.base_dtype != o.matmul_dtype
+
+
+def undivided_gradients(o: Options, ranks: Ranks) -> str | None:
+    """Why several shards do not divide gradients."""
+    shards = ranks.shards(o)
+    return why_gradients_stay(o, shards) if shards > 1 else None
+
+
+def both(*reasons: str | None) -> str | None:
+    return " and ".join(reasons) if all(reasons) else None
+
+
+def not_multiple(sizes: dict[str, int], multiple: int) -> tuple[str, int, int] | None:
+    """The first size that is no multiple: its name, itself, and of what."""
+    return next(((n, size, multiple) for n, size in sizes.items() if size % multiple), None)
+
+
+def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
+    """The first size that a product of 8-bit codes cannot have."""
+    if o.matmul_dtype not in ("e4m3", "int8"):
+        return None
+    sizes = {"tokens of a micro-step": o.micro_tokens} | multiplied_sizes(model)
+    return not_multiple(sizes, CODES_MULTIPLE)
+
+
+def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
+    """The first matrix that --base-dtype cannot make blocks of, as not_multiple."""
+    multiple = {"e4m3": 16, "nf4": 64}.get(o.base_dtype) if o.has_adapters else None  # elements
+    if multiple is None:
+        return None
+    width, head = model.hidden_size, model.head_dim
+    sizes = {
+        "queries": width * model.num_heads * head,
+        "keys": width * model.num_kv_heads * head,
+        "the MLP": width * model.intermediate_size,
+    }
+    for matrix in (m for layer in range(model.num_layers) for m in model.matrices(layer)):
+        sizes |= {part.module: part.rows * matrix.shape[-1] for part in matrix.parts}
+    return not_multiple(sizes, multiple)
+
+
+def lacking_targets(o: Options, model: ModelConfig) -> str:
+    """Those of --lora-targets, if they are named, that the model has not."""
+    if not o.has_adapters or o.lora_targets == "all":
+        return ""
+    return ", ".join(name for name in adapters_of(o).targets if not has_target(model, name))
+
+
+def divided_modules(o: Options, model: ModelConfig) -> str | None:
+    """What is wrong where a part of a module is named, and another one is not."""
+    if not o.has_adapters:
+        return None
+    return error(lambda: [*all_adapted(model, adapters_of(o).targets)])
+
+
+def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
+    """The first matrix whose adapters would be larger than itself."""
+    if not o.has_adapters:
+        return None
+    for _, matrix in all_adapted(model, adapters_of(o).targets):
+        for module, (start, stop) in zip(matrix.modules, matrix.spans, strict=True):
+            rows, columns = stop - start, matrix.shape[1]
+            least = min(rows, columns)
+            if o.lora_rank > least:
+                way = f"use at most {least}, or leave it out of --lora-targets"
+                if o.adapter is not None:
+                    way = f"`llmq merge` '{o.adapter}', and begin with new adapters"
+                name = module.rpartition(".")[2]
+                return {"module": name, "rows": rows, "columns": columns, "way": way}
+    return None

@@ -1,0 +1,791 @@
+"""The rules of all options: what they imply, what is refused, and what has no effect, and why.
+
+One table, in the order in which errors and warnings are looked for; `savers.py` has the part of it
+that says what may be tried. `rule.py` says what a rule is, and evaluates them. A condition gets the
+option's value `v`, the options `o`, and the fact that the rule is about (`conditions.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llmq.base.layers import layer_set
+from llmq.options.adapters import multiplied_sizes
+from llmq.options.conditions import (
+    CODES_MULTIPLE,
+    both,
+    decodes,
+    divided_modules,
+    draws,
+    error,
+    instead_of_fp8,
+    lacking_targets,
+    not_multiple,
+    offloads_optimizer,
+    rounds,
+    too_small_for_rank,
+    uncoded_base,
+    uncoded_product,
+    undivided_gradients,
+    why_gradients_stay,
+    why_no_cudnn,
+    why_no_mirrors,
+    why_weights_stay,
+    writes,
+)
+from llmq.options.option_types import (
+    ADAPTERS_GROUP,
+    FP8_DTYPES,
+    QUANTIZED,
+    SIZES_GROUP,
+    SPLIT,
+    split_weights,
+)
+from llmq.options.rule import REFUSE, Options, Rule, Rules, default, idle, refused, switches
+from llmq.options.savers import SAME_BITS, SAVERS
+
+SHAKESPEARE = "data/tiny-shakespeare-qwen"
+FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
+FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
+
+_INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
+_INT8_WIDTH = 65536  # of a row that is quantized
+_LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
+_AS_MODEL = "as --model-dtype if not given"
+
+
+def _adapters_default(name: str, value: Callable[[Options], Any], **more: Any) -> Rule:
+    return default(name, value, lambda v, o: o.has_adapters, **more)
+
+
+IMPLIED = (
+    default(
+        "master_dtype",
+        lambda o: "fp32" if o.wants_adapters else o.model_dtype,  # adapters are small
+        help=f"{_AS_MODEL}, with adapters fp32",
+    ),
+    default(
+        "grad_accum_dtype",
+        lambda o: "fp32" if o.wants_adapters else o.model_dtype,
+        help=f"{_AS_MODEL}, with adapters fp32",
+    ),
+    _adapters_default(
+        "lora_alpha", lambda o: float(o.lora_rank), help="as --lora-rank if not given"
+    ),
+    _adapters_default("lora_targets", lambda o: "all", help="all if not given"),
+    _adapters_default("lora_dropout", lambda o: 0.0, help="0 if not given"),
+    _adapters_default("lora_scaling", lambda o: "standard", help="standard, if not given"),
+    _adapters_default("lora_init", lambda o: "zero", help="zero, if not given"),
+    _adapters_default("base_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
+    _adapters_default("train", lambda o: ()),
+    # 8-bit codes of adapters' bases are multiplied as they are.
+    default(
+        "matmul_dtype",
+        lambda o: o.base_dtype,
+        lambda v, o: (
+            o.wants_adapters and o.model_dtype == "bf16" and o.base_dtype in ("e4m3", "int8")
+        ),
+    ),
+    default("matmul_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
+    default("head_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
+    default("mlp_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
+    default("gradient_dtype", lambda o: o.matmul_dtype, help="as --matmul-dtype if not given"),
+    default(
+        "epochs",
+        lambda o: 1,
+        lambda v, o: o.steps < 0,
+        help="1 if neither this nor --steps is given",
+    ),
+    switches(
+        "recompute_block",
+        "recompute_att",
+        "recompute_ffn",
+        "recompute_norm",
+        help="implies all of the above",
+    ),
+    switches("recompute_att", "recompute_qkv", help="implies --recompute-qkv"),
+    switches("recompute_ffn", "recompute_swiglu", help="implies --recompute-swiglu"),
+    switches("zero_level", "shard_gradients", when=lambda v, o: v >= 2),
+    switches("zero_level", "shard_weights", when=lambda v, o: v >= 3),
+    # The default validation files are of the default training data.
+    default(
+        "eval_file",
+        lambda o: f"{SHAKESPEARE}/eval.bin",
+        lambda v, o: o.train_file == (f"{SHAKESPEARE}/train.bin",),
+        help="if not given: eval.bin beside the default --train-file, split with others",
+    ),
+    default("eval_file", lambda o: SPLIT),
+    default(
+        "document_mask",
+        lambda o: o.packing != "concat",
+        help="on if not given with --packing best-fit and none",
+    ),
+)
+
+REFUSED = (
+    *refused("beta_1 beta_2", lambda v, o: v >= 1, "{flag}: must be less than 1, got {value}"),
+    *refused(
+        "eval_fraction",
+        lambda v, o: not 0 < v < 1,
+        "--eval-fraction: must be more than 0 and less than 1, got {value}",
+    ),
+    *refused(
+        "adam_epsilon",
+        lambda v, o: v < _LEAST_EPSILON,
+        "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
+        "weight without gradients is 0 / 0, got {value}",
+    ),
+    *refused("seq_len", lambda v, o: v % 4, "--seq-len: must be a multiple of 4, got {value}"),
+    *refused(
+        "lmhead_chunks",
+        lambda v, o: o.micro_tokens % v,
+        "--lmhead-chunks: {value} does not divide the {micro_tokens} tokens of a micro-step "
+        "(--batch-size times --seq-len)",
+    ),
+    *refused(
+        "lmhead_chunks",
+        lambda v, o: o.chunk_tokens % 4,
+        "--lmhead-chunks: {value} leaves {chunk_tokens} of {micro_tokens} tokens for a chunk, "
+        "which must be a multiple of 4",
+    ),
+    *refused(
+        "attn_bwd_chunks",
+        lambda v, o: o.batch_size % v and v % o.batch_size,
+        "--attn-bwd-chunks: {value} does not divide --batch-size {batch_size}, and is no multiple "
+        "of it",
+    ),
+    *refused(
+        "master_dtype grad_accum_dtype",
+        lambda v, o: o.model_dtype == "fp32" and v == "bf16",
+        "{flag}: bf16 is too coarse for --model-dtype fp32, use fp32",
+    ),
+    *refused("train_file", lambda v, o: error(split_weights, v), "{found}"),
+    # The products run in the model's format, or in 8 bits with output gradients in 8 bits.
+    *refused(
+        "matmul_dtype",
+        lambda v, o: o.has_adapters and v == "e4m3" and o.base_dtype not in FP8_BASES,
+        "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight changes, "
+        "so that one in a wider format would be memory for nothing",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o: o.model_dtype == "bf16" and v not in ("bf16", "e4m3", "int8"),
+        "--matmul-dtype: {value} does not go with --model-dtype bf16, use bf16 or e4m3 or int8",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o: o.model_dtype != "bf16" and v != o.model_dtype,
+        "--matmul-dtype: {value} does not go with --model-dtype {model_dtype}, use {model_dtype}",
+    ),
+    *refused(
+        "gradient_dtype",
+        lambda v, o: v != o.matmul_dtype and "int8" in (v, o.matmul_dtype),
+        "--gradient-dtype: must be int8 with --matmul-dtype int8, and with that only, got {value} "
+        "with {matmul_dtype}",
+    ),
+    *refused(
+        "gradient_dtype",
+        lambda v, o: o.is_fp8 and v not in FP8_DTYPES,
+        "--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got {value}",
+    ),
+    *refused(
+        "gradient_dtype",
+        lambda v, o: not o.is_fp8 and v != o.matmul_dtype,
+        "--gradient-dtype: {value} needs --matmul-dtype e4m3, which is {matmul_dtype}",
+    ),
+    *refused(
+        "head_dtype",
+        lambda v, o: not o.is_fp8 and v != o.model_dtype,
+        "--head-dtype: {value} does not go with --matmul-dtype {matmul_dtype} and --model-dtype "
+        "{model_dtype}",
+    ),
+    *refused(
+        "head_dtype",
+        lambda v, o: v not in (o.model_dtype, "e4m3"),
+        "--head-dtype: {value} does not go with --model-dtype {model_dtype}, use {model_dtype} or "
+        "e4m3",
+    ),
+    *refused(
+        "fp8_recipe",
+        lambda v, o: v == "delayed" and not o.is_fp8,
+        "--fp8-recipe: delayed needs --matmul-dtype e4m3",
+    ),
+    # Products write codes only with a scale that is known before them.
+    *refused(
+        "mlp_dtype",
+        lambda v, o: v not in (o.model_dtype, "e4m3"),
+        "--mlp-dtype: {value} does not go with --model-dtype {model_dtype}, use {model_dtype} or "
+        "e4m3",
+    ),
+    *refused(
+        "mlp_dtype",
+        lambda v, o: v == "e4m3" and o.has_adapters,
+        "--mlp-dtype: e4m3 does not go with adapters, which add to what products write",
+    ),
+    *refused(
+        "mlp_dtype",
+        lambda v, o: v == "e4m3" and not (o.is_fp8 and o.fp8_recipe == "delayed"),
+        "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 products "
+        "write codes, and only with a scale that they know beforehand",
+    ),
+    *refused(
+        "persistent_quants offload_quants",
+        lambda v, o: v and o.has_adapters,
+        "{flag}: beside adapters the model is kept as --base-dtype says; --shard-weights "
+        "--offload-master keeps it in host memory",
+    ),
+    *refused(
+        "persistent_quants",
+        lambda v, o: v and not o.is_fp8,
+        "--persistent-quants: needs --matmul-dtype e4m3",
+    ),
+    *refused(
+        "persistent_quants",
+        lambda v, o: v and not o.shard_weights,
+        "--persistent-quants: needs --shard-weights",
+        help="With sharded weights:",
+    ),
+    *refused(
+        "offload_quants",
+        lambda v, o: v and not o.persistent_quants,
+        "--offload-quants: needs --persistent-quants",
+    ),
+    *refused(
+        "offload_gradients",
+        lambda v, o: v and not o.shard_gradients,
+        "--offload-gradients: needs --shard-gradients or --zero-level 2",
+        help="needs sharded gradients",
+    ),
+    *refused(
+        "epochs",
+        lambda v, o: v is not None and o.steps >= 0,
+        "--epochs: excludes --steps, give one of them",
+    ),
+    *refused(
+        "cooldown",
+        lambda v, o: 0 <= o.steps < v,
+        "--cooldown: {value} steps are more than the {steps} of the whole run: use fewer, or train "
+        "for longer",
+    ),
+    *refused(
+        "init_proj_to_zero",
+        lambda v, o: v and not o.from_scratch,
+        "--init-proj-to-zero: needs --from-scratch",
+    ),
+    Rule(
+        group=SIZES_GROUP,
+        effect=REFUSE,
+        when=lambda v, o: v is not None and not o.from_scratch,
+        text="{flag}: needs --from-scratch: the weights of --model have their own sizes",
+    ),
+    *refused(
+        "guard",
+        lambda v, o: v == "rollback" and o.ckpt_interval <= 0,
+        "--guard: rollback needs --ckpt-interval above 0, to have checkpoints to go back to",
+    ),
+    *refused(
+        "new_data",
+        lambda v, o: v and o.continue_from is None,
+        "--new-data: needs --continue",
+        help="With --continue:",
+    ),
+    *refused(
+        "adapter",
+        lambda v, o: v is not None and o.from_scratch,
+        "--adapter: needs the model that it adapts, not --from-scratch",
+    ),
+    *refused(
+        "lora_init",
+        lambda v, o: v == "pissa" and o.adapter is not None,
+        "--lora-init: pissa does not go with --adapter, whose adapters have begun already",
+    ),
+    *refused(
+        "lora_init",
+        lambda v, o: v == "pissa" and o.from_scratch,
+        "--lora-init: pissa takes the adapters from a model that was trained, not from the random "
+        "one of --from-scratch",
+    ),
+    Rule(
+        group=ADAPTERS_GROUP,
+        effect=REFUSE,
+        when=lambda v, o: not o.wants_adapters,
+        text="{flag}: needs --lora-rank",
+    ),
+    *refused(
+        "lora_dropout",
+        lambda v, o: v is not None and v >= 1,
+        "--lora-dropout: must be less than 1, got {value}",
+    ),
+    *refused(
+        "lora_alpha lora_plus",
+        lambda v, o: v is not None and v <= 0,
+        "{flag}: must be greater than 0, got {value}",
+    ),
+    *refused(
+        "base_dtype",
+        lambda v, o: (
+            o.has_adapters
+            and v not in (allowed := (o.model_dtype, *QUANTIZED))
+            and " or ".join(allowed)
+        ),
+        "--base-dtype: {value} does not go with --model-dtype {model_dtype}, use {found}",
+    ),
+    *refused(
+        "measure_scaling",
+        lambda v, o: v and o.debug_time_breakdown,
+        "--measure-scaling: not with --debug-time-breakdown, with which steps take longer",
+    ),
+    *refused(
+        "attention",
+        lambda v, o: v == "cudnn" and o.device == "cpu",
+        "--attention: cudnn needs a GPU, but --device is cpu",
+    ),
+)
+
+REFUSED_WITH_MODEL = (
+    *refused(
+        "seq_len",
+        lambda v, o, model: v > model.max_positions,
+        "--seq-len: {value} exceeds the model's {model.max_positions} positions",
+    ),
+    *refused(
+        "attn_bwd_chunks",
+        lambda v, o, model: v > o.batch_size * model.num_heads,
+        "--attn-bwd-chunks: {value} is more than --batch-size {batch_size} times the model's "
+        "{model.num_heads} query heads",
+    ),
+    *refused(
+        "recompute_layers",
+        lambda v, o, model: error(layer_set, v, model.num_layers),
+        "--recompute-layers: {found}",
+    ),
+    *refused(
+        "head_dtype",
+        lambda v, o, model: v == "e4m3" and o.chunk_tokens % CODES_MULTIPLE,
+        f"--head-dtype: e4m3 needs multiples of {CODES_MULTIPLE}, but --lmhead-chunks "
+        "{lmhead_chunks} leaves {chunk_tokens} tokens for a chunk",
+    ),
+    *refused(
+        "adapter",
+        lambda v, o, model: v is not None and not o.has_adapters,
+        "--adapter: is not read here: give --lora-rank instead",
+    ),
+    *refused(
+        "lora_targets",
+        lambda v, o, model: divided_modules(o, model),
+        "{found}",
+    ),
+    *refused(
+        "lora_targets",
+        lambda v, o, model: lacking_targets(o, model),
+        "--lora-targets: {model.architecture} has no {found}",
+    ),
+    *refused(
+        "lora_rank",
+        lambda v, o, model: too_small_for_rank(o, model),
+        "--lora-rank: {value} is larger than the matrix of {found[module]}, {found[rows]} x "
+        "{found[columns]}: {found[way]}",
+    ),
+    *refused(
+        "base_dtype",
+        lambda v, o, model: (
+            o.is_quantized and v == "int8" and not_multiple(multiplied_sizes(model), 16)
+        ),
+        "--base-dtype: int8 needs multiples of 16, but the {found[0]} is {found[1]}",
+    ),
+    *refused(
+        "base_dtype",
+        lambda v, o, model: uncoded_base(o, model),
+        "--base-dtype: {value} needs matrices of multiples of {found[2]} elements, that of "
+        "{found[0]} has {found[1]}",
+    ),
+    *refused(
+        "train",
+        lambda v, o, model: o.has_adapters and "head" in v and model.tied_embeddings,
+        "--train: the head is the embedding in this model: name embeddings",
+    ),
+    *refused(
+        "mlp_dtype",
+        lambda v, o, model: v == "e4m3" and not model.gated,
+        "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o, model: uncoded_product(o, model),
+        "--matmul-dtype: {value} needs multiples of {found[2]}, but the {found[0]} is {found[1]}",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o, model: v == "int8" and o.micro_tokens > _INT8_TERMS,
+        f"--matmul-dtype: int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but there "
+        "are {micro_tokens}: use a smaller --batch-size",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o, model: (
+            v == "int8"
+            and (width := model.intermediate_size * (1 + model.gated)) > _INT8_WIDTH
+            and width
+        ),
+        f"--matmul-dtype: int8 takes matrices of at most {_INT8_WIDTH} rows, but the MLP's first "
+        "has {found}",
+    ),
+)
+
+REFUSED_HERE = (
+    *refused(
+        "matmul_dtype",
+        lambda v, o, here: (
+            here.on_gpus and v == "e4m3" and here.capability < FP8_CAPABILITY and instead_of_fp8(o)
+        ),
+        f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, "
+        "{here.name} has {here.version}: {found}",
+    ),
+    *refused(
+        "shard_over",
+        lambda v, o, here: v == "machine" and len({*here.machines.values()}) > 1 and here.listed,
+        "--shard-over machine: every machine must have as many GPUs, there are {found}: give "
+        "--shard-over world, or another --gpus",
+    ),
+    *refused(
+        "all_to_all_reduce",
+        lambda v, o, here: v and (shards := here.shards(o)) > here.most_summed and shards,
+        "--all-to-all-reduce: sums what {here.most_summed} GPUs have, and there are {found}: "
+        "leave it out{here.or_less_shared}",
+    ),
+    *refused(
+        "memcpy_all_gather memcpy_send_recv",
+        lambda v, o, here: (
+            v
+            and here.on_gpus
+            and here.shards(o) != here.ranks
+            and (o.memcpy_all_gather or o.all_to_all_reduce)
+        ),
+        "{flag}: copies reach the GPUs of one process, and there are {here.processes}: leave it "
+        "out, so that NCCL does this",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o, card: v == "e4m3" and card.fp8 == 0 and instead_of_fp8(o),
+        "--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: {found}",
+    ),
+    *refused(
+        "attention",
+        lambda v, o, attention: v == "cudnn" and attention.on_cpu,
+        "--attention cudnn: it needs a GPU",
+    ),
+    *refused(
+        "attention",
+        lambda v, o, attention: v == "cudnn" and why_no_cudnn(o, attention.unsupported),
+        "--attention cudnn: {found}; use --attention native",
+    ),
+    *refused(
+        "cooldown",
+        lambda v, o, total: v > total,
+        "--cooldown: {value} steps are more than the {total} of the whole run: use fewer, or train "
+        "for longer",
+    ),
+    *refused(
+        "continue_from",
+        lambda v, o, script: v is not None,
+        "--continue: has no effect here, call load() of the trainer instead",
+    ),
+    *refused(
+        "ckpt_background",
+        lambda v, o, script: v,
+        "--ckpt-background: has no effect here, where save() writes at once",
+    ),
+    *refused(
+        "continue_from",
+        lambda v, o, verification: v is not None,
+        "--continue: a verification starts with the model's weights: leave it out",
+    ),
+)
+
+_GPUS_ONLY = (
+    "tune use_cuda_graphs attention fp8_fast_accumulation write_combined memcpy_all_gather "
+    "memcpy_send_recv mirror_weights p2p"
+)
+
+IDLE_ALONE = (
+    *idle(
+        _GPUS_ONLY,
+        lambda v, o: o.device == "cpu",
+        "{shown} has no effect with --device cpu",
+        last_word=True,
+    ),
+    *idle(
+        "ckpt_major",
+        lambda v, o: v > 0 and o.ckpt_keep_n <= 0,
+        "--ckpt-major has no effect with --ckpt-keep-n {ckpt_keep_n}: nothing is deleted",
+    ),
+    *idle(
+        "ckpt_keep_n",
+        lambda v, o: v > 0 and not (writes(o) or o.max_hours > 0),
+        "--ckpt-keep-n {value} has no effect without --ckpt-interval and --save-training-state: no "
+        "checkpoints are written",
+    ),
+    *idle(
+        "ckpt_background",
+        lambda v, o: not (writes(o) or o.keep_best is not None),
+        "--ckpt-background has no effect but for checkpoints that are asked for: neither "
+        "--ckpt-interval nor --ckpt-every-minutes writes any",
+    ),
+    *idle(
+        "guard_recovery",
+        lambda v, o: o.guard != "rollback",
+        "{given} has no effect without --guard rollback",
+    ),
+    *idle(
+        "final_lr_fraction",
+        lambda v, o: o.lr_schedule == "wsd",
+        "--final-lr-fraction has no effect with --lr-schedule wsd",
+    ),
+    *idle(
+        "lr_schedule",
+        lambda v, o: v == "linear" and o.final_lr_fraction == 1,
+        "--lr-schedule linear has no effect: with --final-lr-fraction 1 the learning rate does not "
+        "change",
+    ),
+    *idle(
+        "seed",
+        lambda v, o: not draws(o) and not rounds(o),
+        "--seed {value} has no effect: in fp32 it decides about nothing but the weights of "
+        "--from-scratch and of adapters",
+    ),
+    *idle(
+        "steps",
+        lambda v, o: 0 <= v < o.warmup + o.cooldown,
+        "--warmup {warmup} and --cooldown {cooldown} do not fit into --steps {value}",
+    ),
+    *idle(
+        "task_every task_limit",
+        lambda v, o: not o.eval_task,
+        "{given} has no effect without --eval-task",
+    ),
+    *idle(
+        "sample_every sample_tokens",
+        lambda v, o: not o.sample_prompt,
+        "{given} has no effect without --sample-prompt",
+    ),
+    *idle(
+        "document_separator",
+        lambda v, o: not o.document_mask and o.packing == "concat",
+        "--document-separator {value} has no effect without --document-mask or --packing best-fit "
+        "or none",
+    ),
+    *idle(
+        "train_file",
+        lambda v, o: len(v) == 1 and o.train_patterns != [*v],
+        "the weight in {given} has no effect on one file",
+    ),
+    *idle(
+        "attn_bwd_chunks",
+        lambda v, o: v > o.batch_size and (o.attention == "native" or o.device == "cpu"),
+        "{given} is the same as {batch_size}: native attention divides no heads",
+    ),
+    *idle("zero_level", lambda v, o: v == 0, "--zero-level 0 is the same as 1"),
+    *idle(
+        "offload_master",
+        lambda v, o: not o.has_masters(shards=1),
+        "--offload-master has no effect: the optimizer updates the weights that the products read; "
+        "it has one with --shard-weights or --matmul-dtype e4m3",
+    ),
+    *idle(
+        "use_zero_copy",
+        lambda v, o: not (offloads_optimizer(o) or o.offload_gradients),
+        "--use-zero-copy has no effect without --offload-master, -opt-m, -opt-v or -gradients",
+    ),
+    *idle(
+        "write_combined",
+        lambda v, o: not (offloads_optimizer(o) or o.offload_gradients or o.offload_quants),
+        "--write-combined has no effect without an --offload option beside --offload-residual",
+    ),
+    *idle(
+        "memcpy_send_recv",
+        lambda v, o: not o.all_to_all_reduce,
+        "--memcpy-send-recv has no effect without --all-to-all-reduce",
+        help="With --all-to-all-reduce:",
+    ),
+    *idle(
+        "mirror_weights",
+        lambda v, o: why_no_mirrors(o),
+        "--mirror-weights has no effect {found}",
+        help="With --memcpy-all-gather:",
+    ),
+    *idle(
+        "recompute_layers",
+        lambda v, o: not o.recomputes,
+        "--recompute-layers has no effect without a --recompute option",
+    ),
+    *idle(
+        "debug_log_abs_max",
+        lambda v, o: v > 0 and not o.is_fp8,
+        "--debug-log-abs-max has no effect without --matmul-dtype e4m3",
+    ),
+    *idle(
+        "keep_transposed",
+        lambda v, o: (
+            not o.has_transposed
+            and ("int8" if o.is_quantized and o.base_dtype == "int8" else "e4m3")
+        ),
+        "--no-keep-transposed has no effect without --matmul-dtype {found}",
+    ),
+    *idle(
+        "fp8_fast_accumulation",
+        lambda v, o: not o.is_fp8,
+        "--fp8-fast-accumulation has no effect without --matmul-dtype e4m3",
+    ),
+)
+
+IDLE_WITH_MODEL = (
+    *idle(
+        "recompute_norm",
+        lambda v, o, model: not o.recompute_block and not model.arch.pre_norm,
+        "--recompute-norm has no effect: this model keeps no norm's output",
+    ),
+)
+
+IDLE_WITH_RANKS = (
+    *idle(
+        "shard_over",
+        lambda v, o, ranks: ranks.machines == 1,
+        "{given} has no effect with one machine",
+    ),
+    *idle(
+        "memcpy_all_gather memcpy_send_recv mirror_weights all_to_all_reduce",
+        lambda v, o, ranks: ranks.shards(o) == 1,
+        "{shown} has no effect {ranks.alone}",
+    ),
+    *idle(
+        "measure_scaling p2p",
+        lambda v, o, ranks: ranks.world_size == 1,
+        "{shown} has no effect {ranks.alone}",
+    ),
+    # What --zero-level implies counts as one option, which may do something in part.
+    *idle(
+        "shard_weights",
+        lambda v, o, ranks: o.zero_level < 3 and ranks.shards(o) == 1 and why_weights_stay(o, 1),
+        "{shown} has no effect {ranks.alone} {found}",
+    ),
+    *idle(
+        "shard_gradients",
+        lambda v, o, ranks: o.zero_level < 2 and ranks.shards(o) == 1 and why_gradients_stay(o, 1),
+        "{shown} has no effect {ranks.alone} {found}",
+    ),
+    *idle(
+        "zero_level",
+        lambda v, o, ranks: v == 2 and ranks.shards(o) == 1 and why_gradients_stay(o, 1),
+        "{shown} has no effect {ranks.alone} {found}",
+    ),
+    *idle(
+        "zero_level",
+        lambda v, o, ranks: (
+            v == 3
+            and ranks.shards(o) == 1
+            and both(why_weights_stay(o, 1), why_gradients_stay(o, 1))
+        ),
+        "{shown} has no effect {ranks.alone} {found}",
+    ),
+    # Several shards, of which blocks' gradients are none.
+    *idle(
+        "shard_gradients",
+        lambda v, o, ranks: o.zero_level < 2 and undivided_gradients(o, ranks),
+        "{shown} has no effect {found}",
+    ),
+    *idle(
+        "zero_level",
+        lambda v, o, ranks: v == 2 and undivided_gradients(o, ranks),
+        "{shown} has no effect {found}",
+    ),
+    *idle(
+        "offload_gradients",
+        lambda v, o, ranks: undivided_gradients(o, ranks),
+        "{shown} has no effect {found}",
+    ),
+    *idle(
+        "keep_transposed",
+        lambda v, o, ranks: (
+            o.has_transposed
+            and (
+                (o.streams_weights(ranks.shards(o)) and "--shard-weights")
+                or (decodes(o) and f"--base-dtype {o.base_dtype}")
+            )
+        ),
+        "--no-keep-transposed has no effect with {found}: it is implied",
+    ),
+    # With --device cpu it is said already.
+    *idle(
+        _GPUS_ONLY,
+        lambda v, o, ranks: o.device == "cpu",
+        "",
+        last_word=True,
+    ),
+    *idle(
+        _GPUS_ONLY,
+        lambda v, o, ranks: ranks.on_cpu and o.device != "cpu",
+        "{shown} has no effect on the CPU",
+        last_word=True,
+    ),
+)
+
+IDLE_IN_RUNS = (
+    *idle(
+        "watchdog",
+        lambda v, o, length: length.world_size == 1,
+        "--watchdog {value} has no effect with one GPU",
+    ),
+    *idle(
+        "eval_fraction",
+        lambda v, o, length: not o.splits,
+        "{given} has no effect with --eval-file={eval_pattern}",
+    ),
+    *idle(
+        "eval_every_n_steps eval_num_steps eval_seed",
+        lambda v, o, length: v > 0 and not (o.validates or o.eval_sets),
+        "{given} has no effect without --eval-file",
+    ),
+    *idle(
+        "eval_num_steps",
+        lambda v, o, length: (
+            (o.validates or o.eval_sets)
+            and not 0 < o.eval_every_n_steps < length.steps
+            and length.steps <= length.steps_per_epoch
+        ),
+        "--eval-num-steps {value} has no effect: the only validation is the final one, of all "
+        "sequences",
+    ),
+    # What a run measures, and a verification does not.
+    *idle(
+        "debug_log_abs_max debug_log_allocations debug_time_breakdown measure_scaling",
+        lambda v, o, measuring: True,
+        "without effect on a verification",
+    ),
+    *idle(
+        "steps",
+        lambda v, o, verification: True,
+        "{given} has no effect on a verification, which takes --verify-steps {verification}",
+    ),
+    *idle(
+        "epochs",
+        lambda v, o, verification: v != 1,
+        "{given} has no effect on a verification, which takes --verify-steps {verification}",
+    ),
+)
+
+RULES = Rules(
+    (
+        *IMPLIED,
+        *REFUSED,
+        *REFUSED_WITH_MODEL,
+        *REFUSED_HERE,
+        *IDLE_ALONE,
+        *IDLE_WITH_MODEL,
+        *IDLE_WITH_RANKS,
+        *IDLE_IN_RUNS,
+        *SAVERS,
+        *SAME_BITS,
+    )
+)
+"""The rules of all options."""

@@ -1,0 +1,146 @@
+"""What may be tried to save memory or time, and what must not change a bit: tables of rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llmq.options.rule import EXACT, SAVE, Changes, Options, Rule, each
+
+MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
+
+PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
+"""What can be in host memory."""
+
+
+def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
+    """So many times as many of both, while the head's products still fill a GPU."""
+
+    def changes(o: Options) -> Changes:
+        chunks = o.lmhead_chunks * head
+        rows, rest = divmod(o.micro_tokens, chunks)
+        parts, batch = o.attn_bwd_chunks * attention, o.batch_size
+        too_few = head > 1 and rows < MIN_CHUNK_ROWS
+        if rest or too_few or (batch % parts and parts % batch):
+            return {}
+        return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
+
+    return changes
+
+
+def _smaller_batch(o: Options) -> Changes:
+    """Half as many sequences at a time, twice as often; a third, where they cannot be halved, …"""
+    batch = o.batch_size
+    if batch == 1:
+        return {}
+    factor = next((n for n in range(2, math.isqrt(batch) + 1) if batch % n == 0), batch)
+    fewer = batch // factor
+    per_sequence, rest = divmod(o.attn_bwd_chunks, batch)
+    return {
+        "batch_size": fewer,
+        "grad_accumulation": factor * o.grad_accumulation,
+        "lmhead_chunks": math.gcd(o.lmhead_chunks, fewer * o.seq_len),
+        # As many as leave parts of attention no larger.
+        "attn_bwd_chunks": math.gcd(o.attn_bwd_chunks, fewer) if rest else fewer * per_sequence,
+    }
+
+
+def _saver(use: str, sets: Changes, when: Any = None) -> Rule:
+    """Values that may be tried. The option it is of is the first one of them."""
+    return Rule(option=next(iter(sets)), effect=SAVE, when=when, sets=sets, use=use)
+
+
+def _made(use: str, name: str, sets: Callable[[Options], Changes]) -> Rule:
+    """Values that may be tried, the option's and others', which are made from the options."""
+    return Rule(option=name, effect=SAVE, sets=sets, use=use)
+
+
+def _set(value: Any, *names: str) -> Changes:
+    return dict.fromkeys(names, value)
+
+
+_FP8 = {"matmul_dtype": "e4m3", "gradient_dtype": "e4m3"}
+
+SAVERS = (
+    # These change when and where numbers are computed and kept, but not their formats. Some do
+    # nothing alone and are therefore here in pairs.
+    *(_saver("arrange", _set(True, f"recompute_{name}")) for name in ("swiglu", "norm", "ffn")),
+    *(_saver("arrange", _set(True, f"recompute_{name}")) for name in ("qkv", "att", "block")),
+    _saver("arrange", {"recompute_layers": "all"}),
+    _made("arrange", "lmhead_chunks", _more_chunks(2, 1)),
+    _made("arrange", "lmhead_chunks", _more_chunks(8, 1)),
+    _made("arrange", "lmhead_chunks", _more_chunks(8, 4)),
+    *(_saver("arrange", _set(True, name)) for name in PLACES[:-1]),
+    _saver("arrange", _set(False, "keep_transposed")),
+    _saver("arrange", _set(True, "shard_weights")),
+    _saver("arrange", _set(True, "shard_weights", "offload_master")),
+    _saver("arrange", _set(True, "shard_weights", "persistent_quants")),
+    _saver("arrange", _set(True, "shard_weights", "persistent_quants", "offload_quants")),
+    _saver("arrange", _set(False, "persistent_quants", "offload_quants")),
+    _saver("arrange", _set(True, "shard_gradients")),
+    _saver("arrange", _set(True, "shard_gradients", "offload_gradients")),
+    _saver("arrange", {"shard_over": "world"}),
+    # These need less host memory, and more of the device's, but for the first one.
+    _saver("stay", _set(False, "ckpt_background")),
+    *(_saver("stay", _set(False, name)) for name in (*PLACES, "offload_quants")),
+    _made("batch", "batch_size", _smaller_batch),
+    # With these the device holds the least, whatever they cost.
+    _saver("lightest", {"recompute_block": True}),
+    _saver("lightest", {"recompute_layers": "all"}),
+    _saver("lightest", {"keep_transposed": False}),
+    _saver("lightest", {"shard_over": "world"}),
+    _saver("lightest", {"shard_weights": True}),
+    _saver("lightest", {"shard_gradients": True}),
+    _saver("lightest", {"offload_quants": False}),
+    _saver("lightest", {"persistent_quants": False}),
+    # These round more, the least harmful first.
+    _saver("round", _set("bf16", "opt_m_dtype", "opt_v_dtype")),
+    _made("round", "grad_accum_dtype", lambda o: {"grad_accum_dtype": o.model_dtype}),
+    _made("round", "master_dtype", lambda o: {"master_dtype": o.model_dtype}),
+    _saver("round", {"mlp_dtype": "e4m3"}, lambda v, o: o.fp8_recipe == "delayed"),
+    _saver("round", _set("e4m3", "opt_m_dtype", "opt_v_dtype")),
+    _saver("round", {"base_dtype": "nf4"}, lambda v, o: o.has_adapters),
+    _saver("round", _set("bf16", "model_dtype", "grad_accum_dtype", "master_dtype")),
+    # These take memory for speed, and are off unless they are asked for.
+    _saver("fast", _set(True, "persistent_quants")),
+    _saver("fast", _set(True, "persistent_quants", "offload_quants")),
+    # Formats of 8 bits that may be faster: of products, beside them of the head, and of others.
+    _saver("products", _FP8),
+    _saver("head", {"head_dtype": "e4m3"}),
+    _saver("others", {"mlp_dtype": "e4m3"}, lambda v, o: o.fp8_recipe != "jit"),
+    _saver("others", _set("e4m3", "opt_m_dtype", "opt_v_dtype")),
+    # Bases of adapters that the card computes fast with, the finest first.
+    _saver("base", {"base_dtype": "e4m3"} | _FP8, lambda v, o, card: card.fp8),
+    _saver(
+        "base",
+        _set("int8", "base_dtype", "matmul_dtype", "gradient_dtype"),
+        lambda v, o, card: not card.fp8,
+    ),
+    _saver("base", {"base_dtype": "nf4"}, lambda v, o, card: True),
+)
+
+# The following is not among them: --lmhead-chunks, which changes the order in which the gradient of
+# the LM head is summed, and, for the same reason, what several ranks share and --all-to-all-reduce;
+# but by what way data get from rank to rank must not matter.
+SAME_BITS = (
+    *each(
+        "recompute_swiglu recompute_norm recompute_ffn recompute_qkv recompute_att recompute_block "
+        "recompute_layers attn_bwd_chunks offload_residual offload_master offload_opt_m "
+        "offload_opt_v offload_gradients offload_quants persistent_quants keep_transposed "
+        "use_zero_copy write_combined memcpy_all_gather memcpy_send_recv mirror_weights",
+        EXACT,
+        lambda v, o, ranks: True,
+    ),
+    *each(
+        "zero_level shard_weights shard_gradients",
+        EXACT,
+        lambda v, o, ranks: ranks.world_size == 1,
+    ),
+    *each(
+        "use_cuda_graphs",
+        EXACT,
+        lambda v, o, ranks: not ranks.on_cpu,
+        sets={"use_cuda_graphs": False},
+    ),
+)
