@@ -141,7 +141,7 @@ class Rules:
         The one at the beginning, where another one follows from it.
         """
         for rule in self.of(options, IMPLY):
-            if rule.option != name and name in rule.changes(options):
+            if rule.option != name and rule.changes(options).get(name) is True:
                 option, value = _table(type(options))[rule.option], getattr(options, rule.option)
                 own = " ".join(option.spelled(value)).replace("=", " ", 1)
                 return self.implied_by(rule.option, options) or own
