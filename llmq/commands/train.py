@@ -97,7 +97,7 @@ def _train(
         raise ConfigError("--reserve: needs --auto; use --memory-limit to bound a run without it")
     weights = not dry_run
     config, model, model_dir, fields = load_run(given, config_file, trains=True, weights=weights)
-    if config.lora_rank and config.from_scratch and not dry_run:
+    if config.has_adapters and config.from_scratch and not dry_run:
         raise ConfigError(
             "--lora-rank: adapters need a trained model, and --from-scratch has random weights: "
             "give the directory or the repository of one as --model"

@@ -32,7 +32,7 @@ def make_operands(
 ) -> Operands:
     """Of a model whose activations have this shape, (rows, C), at the ends of its blocks."""
     dtype = parse_dtype(options.model_dtype)
-    if options.matmul_dtype != "e4m3":
+    if not options.is_fp8:
         return Operands(dev, shape, dtype)
     gradient = parse_dtype(options.gradient_dtype)
     layers = [config.halves(layer) for layer in range(config.num_layers)]
@@ -52,7 +52,7 @@ def make_operands(
         formats[HEAD] = E4M3
         limits[HEAD] = E4M3_MAX
     adapted = None
-    if options.lora_rank:
+    if options.has_adapters:
         adapted = frozenset(
             slot(layer, name)
             for layer in range(config.num_layers)

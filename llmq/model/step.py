@@ -303,7 +303,7 @@ class Step:
     def stored_state(self) -> State:
         """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
         groups = self.state()
-        if self.options.lora_rank:
+        if self.options.has_adapters:
             trained = self.optimizer.m
             groups["weights"] = [p for p in groups["weights"] if p.slab.name in trained]
         return groups

@@ -1,5 +1,5 @@
 """What a run is: its options, presets of models, cards and their speeds.
 
 Imports base, runtime and arch.
-Start with `fields.py` and `options.py`.
+Start with `options.py` and `rules.py`.
 """

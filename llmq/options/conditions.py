@@ -151,8 +151,8 @@ def error(function: Callable[..., Any], *args: Any) -> str | None:
     """What the function says against its arguments."""
     try:
         function(*args)
-    except (ConfigError, ValueError) as error:
-        return str(error)
+    except (ConfigError, ValueError) as problem:
+        return str(problem)
     return None
 
 
@@ -163,6 +163,7 @@ def draws(o: Options) -> bool:
 
 
 def rounds(o: Options) -> bool:
+    """Whether an update rounds at random."""
     return {o.model_dtype, o.opt_m_dtype, o.opt_v_dtype} != {"fp32"}
 
 
@@ -172,6 +173,7 @@ def writes(o: Options) -> bool:
 
 
 def offloads_optimizer(o: Options) -> bool:
+    """Whether an update reads or writes host memory."""
     return o.offload_master or o.offload_opt_m or o.offload_opt_v
 
 
@@ -187,6 +189,7 @@ def undivided_gradients(o: Options, ranks: Ranks) -> str | None:
 
 
 def both(*reasons: str | None) -> str | None:
+    """The reasons, where there is none missing."""
     return " and ".join(reasons) if all(reasons) else None
 
 

@@ -300,7 +300,7 @@ class _Run:
             self.collect()
             self.pending = _Pending(step, ticket, lr, limits)
         every = self.config.debug_log_abs_max
-        look = every > 0 and step % every == 0 and self.config.matmul_dtype == "e4m3"
+        look = every > 0 and step % every == 0 and self.config.is_fp8
         if look or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
             self.collect()
         if look:
