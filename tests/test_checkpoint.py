@@ -23,10 +23,10 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint import checkpoint as checkpoint_module
 from llmq.checkpoint import folder
 from llmq.checkpoint.checkpoint import (
-    GROUPS,
     CheckpointReader,
     CheckpointWriter,
     FileEntry,
+    required_groups,
     slab_ranges,
 )
 from llmq.checkpoint.export import export_checkpoint
@@ -56,6 +56,7 @@ MODEL = dataclasses.replace(
 )  # embedding and head are padded from 70 to 128 rows
 TABLE = weight_table(MODEL)
 PARAMS = [param for slab in TABLE for param in slab.params]
+GROUPS = required_groups()
 DTYPES = {"weights": BF16, "adam.m": BF16, "adam.v": F32}
 MANIFEST_VALUES = Manifest(
     model=MODEL,

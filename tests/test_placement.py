@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import E4M3
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import read_group, write_group
@@ -127,12 +126,12 @@ def stored(placement: Placement, world: int) -> Counter:
     sizes: Counter = Counter()
     for slab in weight_table(QWEN2, world):
         at = placement[slab.name]
-        stores = [at.master, at.part, at.gradient, at.m, at.v]
+        stores = [at.master, at.part, at.gradient, *at.moments.values()]
         for store in [store for store in stores if store is not None]:
             elements = slab.shard_size if store.sharded else slab.size
             sizes[store.memory] += align_up(elements * store.dtype.itemsize)
-        for moment in (at.m, at.v):
-            if moment is not None and moment.dtype == E4M3:
+        for moment in at.moments.values():
+            if moment.is_scaled:
                 sizes["device"] += align_up(slab.shard_size // SCALE_BLOCK * 4)
     return sizes
 
@@ -151,7 +150,7 @@ def test_frozen_slabs_take_less_memory(name, world):
         sizes.append({place: found[place] - expected[place] for place in PLACES})
         assert sizes[-1] == sizes[0]
     frozen_at = [plan.placement[slab] for slab in HALF]
-    assert not any(at.gradient or at.m or at.v for at in frozen_at)
+    assert not any(at.gradient or at.moments for at in frozen_at)
     assert {at.master is None for at in frozen_at if not at.is_coded} == {True}
 
 
@@ -213,7 +212,7 @@ def test_checkpoints_of_frozen_slabs(tmp_path):
         path = writer.commit(manifest, files)
         session.train(1)
         with CheckpointReader(path) as reader:
-            reader.check(step.table, step.optimizer.m)
+            reader.check(step.table, [slab.name for slab in step.optimizer.table])
             for group, pieces in step.state().items():
                 read_group(dev, reader, group, pieces, lambda: None)
             dtypes = {group: reader.dtype(group) for group in reader.groups}

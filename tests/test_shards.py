@@ -9,7 +9,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.checkpoint import SCALES, CheckpointReader, CheckpointWriter
+from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
 from llmq.ops.adamw import SCALE_BLOCK
@@ -18,6 +18,7 @@ from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table
 from llmq.state.pieces import Piece
+from llmq.state.rules.rule import SCALES
 
 MODEL = dataclasses.replace(
     preset("tiny"),
@@ -35,7 +36,7 @@ MANIFEST = Manifest(model=MODEL, loader={}, state={}, options={}, tokenizer=None
 
 
 def block(group):
-    return SCALE_BLOCK if group in SCALES else 1
+    return SCALE_BLOCK if group.endswith(SCALES) else 1
 
 
 def values_of(group, param):

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from llmq.base.errors import LlmqError
 from llmq.base.locks import locked
-from llmq.checkpoint.checkpoint import GROUPS
+from llmq.checkpoint.checkpoint import required_groups
 from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.report import live
@@ -50,7 +50,7 @@ from tests.runs import (
 from tests.without_cuda import WITHOUT_CUDA
 
 STEPS = 12  # more than two epochs
-STATE = [f"{group}.shard_000_of_001.safetensors" for group in GROUPS]
+STATE = [f"{group}.shard_000_of_001.safetensors" for group in required_groups()]
 
 
 @pytest.fixture(autouse=True)

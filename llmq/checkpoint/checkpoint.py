@@ -2,7 +2,7 @@
 
     step_00000100/
         weights.shard_000_of_002.safetensors    master weights, one file per rank
-        adam.m.shard_… adam.v.shard_…           moments
+        adam.m.shard_… adam.v.shard_…           moments of the update rule, here of AdamW
         adam.m.scales.shard_… adam.v.scales…    of 8-bit moments
         checkpoint.json                         the rest, with sizes and SHA-256 of those files
 
@@ -45,10 +45,16 @@ from llmq.checkpoint.safetensors_file import (
 from llmq.checkpoint.verify import problem_of
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.state.params import Param, Slab
+from llmq.state.rules import rule_class
+from llmq.state.rules.rule import SCALES
 
-GROUPS = ("weights", "adam.m", "adam.v")  # which every checkpoint has
 BEGUN = "adapters.begun"  # which there is where adapters began as a part of the model
-SCALES = {"adam.m.scales": "adam.m", "adam.v.scales": "adam.v"}  # which E4M3 moments have too
+
+
+def required_groups() -> tuple[str, ...]:
+    """The groups that every checkpoint has: weights, and the moments of the update rule."""
+    return ("weights", *(moment.group for moment in rule_class().moments))
+
 
 Range = tuple[Param, int, int]
 """Values [start, stop) of a parameter: elements of its padded shape, or their scales."""
@@ -84,7 +90,7 @@ def padded_size(group: str, param: Param) -> int:
 
 def elements_per_value(group: str) -> int:
     """How many neighbours in a slab share one value of a group. Parameters begin at multiples."""
-    return SCALE_BLOCK if group in SCALES else 1
+    return SCALE_BLOCK if group.endswith(SCALES) else 1
 
 
 def _stored_shape(group: str, param: Param) -> tuple[int, ...]:
@@ -127,7 +133,7 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of GROUPS, SCALES or BEGUN.
+        """Write this rank's file of a group, one of required_groups(), of scales, or BEGUN.
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
@@ -179,7 +185,7 @@ class CheckpointWriter:
 
     def _document(self, manifest: Manifest, entries: list[FileEntry]) -> dict[str, Any]:
         """The content of checkpoint.json."""
-        for group in {e.group for e in entries} | set(GROUPS):
+        for group in {e.group for e in entries} | set(required_groups()):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter: not every rank has written {group}")
         run = manifest.run.record() if manifest.run else {}
@@ -266,7 +272,8 @@ class CheckpointReader:
                 f"checkpoint '{self.path}' holds adapters of '{self.manifest.base['name']}' only: "
                 "`llmq export` it, and give what it writes as --adapter"
             )
-        for group in (*GROUPS, *sorted(self.groups.difference(GROUPS))):
+        needed = required_groups()
+        for group in (*needed, *sorted(self.groups.difference(needed))):
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
             params = [p for slab in table if every or slab.name in trained for p in slab.params]
@@ -305,7 +312,7 @@ class CheckpointReader:
         """The pieces that hold values [start, stop) without padding, and which of them each."""
         size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)
-        if group in GROUPS and param.name not in self._pieces.get(group, {}):
+        if group in required_groups() and param.name not in self._pieces.get(group, {}):
             raise LlmqError(
                 f"checkpoint '{self.path}' is of another model: its {group} has no {param.name}, "
                 "which this model has"

@@ -10,7 +10,6 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import ConfigError
 from llmq.base.tensor import Tensor
 from llmq.checkpoint.checkpoint import (
-    SCALES,
     CheckpointReader,
     CheckpointWriter,
     FileEntry,
@@ -18,9 +17,11 @@ from llmq.checkpoint.checkpoint import (
     padded_size,
     slab_ranges,
 )
+from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
 from llmq.state.params import Param
 from llmq.state.pieces import Piece, State
+from llmq.state.rules import rule_class
 
 Part = tuple[int, np.ndarray]
 """Values of a parameter from an index on."""
@@ -80,14 +81,13 @@ def read_group(
 
 def check_formats(reader: CheckpointReader, state: State) -> None:
     """ConfigError where moments would have to be converted to or from 8 bits."""
-    for scales, group in SCALES.items():
-        if (scales in reader.groups) != (scales in state):
-            numpy = reader.dtype(group)
+    for moment in rule_class().moments:
+        if (moment.scales_group in reader.groups) != (moment.scales_group in state):
+            numpy, option = reader.dtype(moment.group), OPTIONS[moment.dtype].flag
             saved = next(name for name, d in OPTION_DTYPES.items() if d.numpy == numpy)
-            option = group.removeprefix("adam.")
             raise ConfigError(
-                f"--opt-{option}-dtype: checkpoint '{reader.path}' has these moments in {saved}, "
-                f"which cannot be converted; use --opt-{option}-dtype {saved}"
+                f"{option}: checkpoint '{reader.path}' has these moments in {saved}, "
+                f"which cannot be converted; use {option} {saved}"
             )
 
 

@@ -36,7 +36,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Clock, Device
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
-from llmq.state.optimizer import AdamW
+from llmq.state.optimizer import Optimizer
 from llmq.state.pieces import Piece, State
 from llmq.state.placement import Placement, table_of
 from llmq.state.snapshot import Snapshot
@@ -133,7 +133,7 @@ class Step:
         self.weights = Weights(dev, self.table, placement)
         all_to_all = options.all_to_all_reduce
         self.grads = Gradients(dev, self.table, placement, self.scalars, all_to_all=all_to_all)
-        self.optimizer = AdamW(dev, self.table, placement, options, of_ranks)
+        self.optimizer = Optimizer(dev, self.table, placement, options, of_ranks)
         self.model = Model(
             dev, config, options, self.weights, backend, self.starts, scalars=self.scalars
         )
@@ -284,13 +284,10 @@ class Step:
 
     def state(self) -> State:
         """Weights and moments of this rank, by group."""
-        optimizer = self.optimizer
-        groups = {"weights": self.weights.master, "adam.m": optimizer.m, "adam.v": optimizer.v}
+        groups = {"weights": self.weights.master} | self.optimizer.moment_groups()
         if self.weights.begun:
             groups["adapters.begun"] = self.weights.begun
-        for name, scales in (("adam.m", optimizer.m_scale), ("adam.v", optimizer.v_scale)):
-            if scales:
-                groups[f"{name}.scales"] = scales
+        groups |= self.optimizer.scale_groups()
         return {
             group: [
                 Piece.of(self.dev, slab, tensors[slab.name])
@@ -304,7 +301,7 @@ class Step:
         """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
         groups = self.state()
         if self.options.has_adapters:
-            trained = self.optimizer.m
+            trained = {slab.name for slab in self.optimizer.table}
             groups["weights"] = [p for p in groups["weights"] if p.slab.name in trained]
         return groups
 
@@ -354,10 +351,9 @@ class Step:
         """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
-        options, t = self.options, step + 1
+        options = self.options
         record["lr"] = lr
-        record["beta1_correction"] = 1.0 / (1.0 - options.beta_1**t)
-        record["beta2_correction"] = 1.0 / (1.0 - options.beta_2**t)
+        self.optimizer.rule.prepare(record, step + 1)
         record["grad_clip"] = grad_clip
         record["norm_limit"], record["loss_limit"] = limits
         record["seed"] = options.seed & 0xFFFFFFFF

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, MIB, parse_dtype
-from llmq.checkpoint.checkpoint import stored_values
+from llmq.checkpoint.checkpoint import BEGUN, stored_values
 from llmq.checkpoint.retention import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, table_of, trained_count
+from llmq.state.rules import rule_class
+from llmq.state.rules.rule import SCALES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +101,13 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
         masters.append((stores.master or stores.part or stores.work).dtype.itemsize)
     total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
     for slab in table:
-        for name in ("m", "v", "begun"):
-            store = getattr(placement[slab.name], name)
+        stores = placement[slab.name]
+        groups = [(m.group, stores.moments.get(m.name)) for m in rule_class().moments]
+        for group, store in [*groups, (BEGUN, stores.begun)]:
             for param in slab.params if store else ():
-                total += store.dtype.itemsize * stored_values(f"adam.{name}", param)
-                if store.dtype.itemsize == 1:
-                    total += F32.itemsize * stored_values(f"adam.{name}.scales", param)
+                total += store.dtype.itemsize * stored_values(group, param)
+                if store.is_scaled:
+                    total += F32.itemsize * stored_values(f"{group}{SCALES}", param)
     return total
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.report.tables import Terminal
 from llmq.state.placement import Placement, SlabPlacement, Store
+from llmq.state.rules import rule_class
 
-KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient", "m", "v", "begun")
+KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient")  # then moments
 NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
 
 
@@ -26,11 +27,17 @@ def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
     return groups
 
 
+def _stores(slab: SlabPlacement) -> dict[str, Store | None]:
+    """By kind of tensor, in the order of the columns."""
+    moments = {m.name: slab.moments.get(m.name) for m in rule_class().moments}
+    return {kind: getattr(slab, kind) for kind in KINDS} | moments | {"begun": slab.begun}
+
+
 def placement_record(placement: Placement) -> dict[str, Any]:
     """For programs. slabs: those that are placed alike in one row; head: see Placement."""
     rows = [
         {"slabs": name, "trainable": slab.trainable, "group": slab.group}
-        | {kind: _record(getattr(slab, kind)) for kind in KINDS}
+        | {kind: _record(store) for kind, store in _stores(slab).items()}
         for name, slab in _groups(placement)
     ]
     return {"slabs": rows, "head": _record(placement.head)}
@@ -42,11 +49,12 @@ def _record(store: Store | None) -> dict[str, Any] | None:
 
 def placement_table(placement: Placement) -> list[str]:
     """The lines of [Placement], without kinds of tensors that no slab has."""
-    groups = _groups(placement)
-    kinds = [kind for kind in KINDS if any(getattr(slab, kind) for _, slab in groups)]
+    groups = [(name, slab, _stores(slab)) for name, slab in _groups(placement)]
+    every = dict.fromkeys(kind for *_, stores in groups for kind in stores)
+    kinds = [kind for kind in every if any(stores[kind] for *_, stores in groups)]
     rows = []
-    for name, slab in groups:
-        cells = [_words(getattr(slab, kind)) for kind in kinds]
+    for name, slab, stores in groups:
+        cells = [_words(stores[kind]) for kind in kinds]
         rows.append([name, slab.group if slab.trainable else "frozen", *cells])
     table = Terminal(indent=2).table(["slabs", "group", *kinds], rows)
     head = [] if placement.head is None else [f"  LM head: {_words(placement.head)} beside these"]

@@ -1,10 +1,10 @@
-"""AdamW on this rank's shards: global norm, clip, update; state in host memory passes through.
+"""The update of this rank's shards: global norm, clip, rule; state in host memory passes through.
 
 What is kept in host memory goes through three sets of buffers on the device, a few megabytes at a
 time: while one piece is updated, the next one arrives on the copy stream and the last one leaves
 on the store stream. fp8 codes need all of a master, because the scales depend on a whole matrix.
 Where blocks of gradients are streamed, their two slots are free now and hold a whole master each,
-which so need not arrive twice.
+which so need not arrive twice. A rule for matrices gets whole ones, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -13,50 +13,54 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from llmq.base.dtypes import E4M3, F32, I64, DType
+from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
-from llmq.ops import adamw, global_norm
+from llmq.ops import global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
-from llmq.state.params import Slab
+from llmq.state.params import Param, Slab
 from llmq.state.placement import Placement
+from llmq.state.rules import rule_of
+from llmq.state.rules.rule import Matrices, Part
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
-MOVABLE = ("master", "work", "grad", "m", "v")  # what of a _State may be in host memory
 
 
 class _State(NamedTuple):
     """All that the update of one slab's shard reads and writes, or of a piece of it.
 
+    movable: what of it may be in host memory, by name: "master", "work", "grad" and the moments.
     Scales stay on the device. codes: of a whole shard, what is made at the end of its master, which
     all comes from host memory.
     """
 
-    master: Tensor
-    work: Tensor | None
-    grad: Tensor
-    m: Tensor
-    v: Tensor
-    m_scale: Tensor | None
-    v_scale: Tensor | None
+    movable: dict[str, Tensor]
+    scales: dict[str, Tensor]
     codes: Tensor | None = None
+
+    @property
+    def master(self) -> Tensor:
+        """The weights that are updated."""
+        return self.movable["master"]
 
     def rows(self, start: int, stop: int) -> _State:
         """Elements [start, stop)."""
-        *tensors, m_scale, v_scale, _ = self
-        tensors = [t and t.rows(start, stop) for t in tensors]
         blocks = start // SCALE_BLOCK, stop // SCALE_BLOCK
-        return _State(*tensors, *(scale and scale.rows(*blocks) for scale in (m_scale, v_scale)))
+        return _State(
+            {name: tensor.rows(start, stop) for name, tensor in self.movable.items()},
+            {name: scale.rows(*blocks) for name, scale in self.scales.items()},
+        )
 
 
-class AdamW:
-    """First and second moments of this rank's shards, zero at start.
+class Optimizer:
+    """The moments of this rank's shards, zero at start, and the update by the run's rule.
 
-    m_scale, v_scale: of 8-bit moments, F32 per 128 elements.
+    table: slabs that are trained. moments, scales: by name of the moment and of the slab; scales:
+    of 8-bit moments, F32 per SCALE_BLOCK elements.
     """
 
     def __init__(
@@ -67,38 +71,51 @@ class AdamW:
         options: TrainConfig,
         gathered: Tensor | None = None,
     ):
-        """options: betas, epsilon and decay are baked into captured launches.
-
-        gathered: F64 (W, 10), where the stats of all ranks come; None with one rank.
+        """options: of the rule. gathered: F64 (W, 10), where the stats of all ranks come; None with
+        one rank.
         """
-        self.dev, self.placement, self.options = dev, placement, options
+        self.dev, self.placement, self.rule = dev, placement, rule_of(options)
         self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
-        self.m: dict[str, Tensor] = {}
-        self.v: dict[str, Tensor] = {}
-        self.m_scale: dict[str, Tensor] = {}
-        self.v_scale: dict[str, Tensor] = {}
+        self.moments: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
+        self.scales: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
         self.segments: dict[str, Tensor] = {}
         for slab in self.table:
-            name, shape, stores = slab.name, (slab.shard_size,), placement[slab.name]
-            m, v = stores.m, stores.v
-            self.m[name] = dev.alloc(f"{name}.m", shape, m.dtype, "Adam M", m.memory)
-            self.v[name] = dev.alloc(f"{name}.v", shape, v.dtype, "Adam V", v.memory)
-            scales = (slab.shard_size // SCALE_BLOCK,)
-            if m.dtype == E4M3:
-                self.m_scale[name] = dev.alloc(f"{name}.m_scale", scales, F32, "Adam M")
-            if v.dtype == E4M3:
-                self.v_scale[name] = dev.alloc(f"{name}.v_scale", scales, F32, "Adam V")
-            segments = slab.segments()
-            self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
-            for moments in (self.m, self.v, self.m_scale, self.v_scale):
-                if name in moments:
-                    dev.zero(moments[name])
-            dev.upload(self.segments[name], segments)
+            self._alloc_slab(slab)
         self._gathered = gathered
         if gathered is not None:
             dev.zero(gathered)  # sums over silent ranks must be numbers, too
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
+
+    def _alloc_slab(self, slab: Slab) -> None:
+        dev, name, shape = self.dev, slab.name, (slab.shard_size,)
+        stores = self.placement[name].moments
+        for m in self.rule.moments:
+            store = stores[m.name]
+            self.moments[m.name][name] = dev.alloc(
+                f"{name}.{m.name}", shape, store.dtype, m.category, store.memory
+            )
+        blocks = (slab.shard_size // SCALE_BLOCK,)
+        for m in self.rule.moments:
+            if stores[m.name].is_scaled:
+                self.scales[m.name][name] = dev.alloc(
+                    f"{name}.{m.name}_scale", blocks, F32, m.category
+                )
+        segments = slab.segments()
+        self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
+        for tensors in (*self.moments.values(), *self.scales.values()):
+            if name in tensors:
+                dev.zero(tensors[name])
+        dev.upload(self.segments[name], segments)
+
+    def moment_groups(self) -> dict[str, dict[str, Tensor]]:
+        """Moments by their group of checkpoints and by slab."""
+        return {m.group: self.moments[m.name] for m in self.rule.moments}
+
+    def scale_groups(self) -> dict[str, dict[str, Tensor]]:
+        """The same of the scales that there are."""
+        found = {m.scales_group: self.scales[m.name] for m in self.rule.moments}
+        return {group: scales for group, scales in found.items() if scales}
 
     def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
         """Norm of all gradients, clip factor, then every slab's update. Only launches.
@@ -127,53 +144,73 @@ class AdamW:
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
         name = slab.name
         whole = self.placement.stays_whole(name) and not self.zero_copy
+        tensors = {
+            "master": weights.master[name],
+            "work": weights.work[name],
+            "grad": grads.shard[name],
+        } | {moment: of[name] for moment, of in self.moments.items()}
         return _State(
-            master=weights.master[name],
-            work=weights.work[name],
-            grad=grads.shard[name],
-            m=self.m[name],
-            v=self.v[name],
-            m_scale=self.m_scale.get(name),
-            v_scale=self.v_scale.get(name),
+            movable={kind: tensor for kind, tensor in tensors.items() if tensor is not None},
+            scales={moment: of[name] for moment, of in self.scales.items() if name in of},
             codes=weights.codes(name) if whole else None,
         )
 
     def _update_slab(
         self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
     ) -> None:
-        step = PIECE if staging.passes_through(state) else slab.shard_size
-        first = self.dev.shard * slab.shard_size
+        shard = self.dev.shard * slab.shard_size
         with staging.whole(state) as whole:
-            for start in range(0, slab.shard_size, step):
-                stop = min(start + step, slab.shard_size)
-                master = whole and whole[0].rows(start, stop)
-                with staging.piece(state.rows(start, stop), master) as piece:
-                    self._launch(slab, piece, scalars, first + start)
-                    weights.observe(slab, first + start, first + stop, piece.master)
+            for start, stop, matrices in self._parts(slab, staging.passes_through(state)):
+                first, last = start - shard, stop - shard
+                master = whole and whole[0].rows(first, last)
+                with staging.piece(state.rows(first, last), master) as piece:
+                    self._launch(slab, piece, scalars, start, matrices)
+                    weights.observe(slab, start, stop, piece.master)
             if whole:
                 weights.quantize(slab.name, *whole)
 
-    def _launch(self, slab: Slab, piece: _State, scalars: Tensor, first: int) -> None:
-        options = self.options
-        adamw.update(
-            self.dev,
-            piece.master,
-            piece.work,
-            piece.grad,
-            piece.m,
-            piece.v,
-            self.segments[slab.name],
-            scalars,
-            beta1=options.beta_1,
-            beta2=options.beta_2,
-            epsilon=options.adam_epsilon,
-            weight_decay=options.weight_decay,
-            salt=slab.params[0].index,
-            lr_scale=options.lora_plus if self.placement[slab.name].group == "lora_b" else 1.0,
+    def _parts(self, slab: Slab, moved: bool) -> list[tuple[int, int, Matrices]]:
+        """What of this rank's shard is updated at a time: elements [start, stop) of the slab, and
+        the matrices among them if the slab is cut between these. moved: it passes through buffers.
+        """
+        shard = self.dev.shard * slab.shard_size
+        end = shard + slab.shard_size
+        if slab.whole_matrices:
+            found = slab.pieces(shard, end)
+            return [(a, b, _matrices(param, a, b)) for param, a, b in found]
+        step = PIECE if moved else slab.shard_size
+        return [(start, min(start + step, end), ()) for start in range(shard, end, step)]
+
+    def longest(self, slab: Slab) -> int:
+        """Elements of the longest part, where parts pass through buffers."""
+        return max(stop - start for start, stop, _ in self._parts(slab, moved=True))
+
+    def _launch(
+        self, slab: Slab, piece: _State, scalars: Tensor, first: int, matrices: Matrices
+    ) -> None:
+        part = Part(
+            slab=slab,
             first=first,
-            m_scale=piece.m_scale,
-            v_scale=piece.v_scale,
+            master=piece.master,
+            work=piece.movable.get("work"),
+            grad=piece.movable["grad"],
+            moments={name: piece.movable[name] for name in self.moments},
+            scales=piece.scales,
+            segments=self.segments[slab.name],
+            group=self.placement[slab.name].group,
+            matrices=matrices,
         )
+        self.rule.update(self.dev, part, scalars)
+
+
+def _matrices(param: Param, start: int, stop: int) -> Matrices:
+    """Those of Hugging Face that elements [start, stop) of the slab have of a parameter."""
+    columns, found = param.size // param.shape[0], []
+    for part in param.hf:
+        first = param.offset + part.start * columns
+        if start <= first < stop:
+            found.append((first - start, part.stop - part.start, columns))
+    return tuple(found)
 
 
 class _Staging:
@@ -184,7 +221,7 @@ class _Staging:
 
     def __init__(
         self,
-        optimizer: AdamW,
+        optimizer: Optimizer,
         temps: ExitStack,
         states: list[_State],
         wholes: list[Tensor],
@@ -196,11 +233,11 @@ class _Staging:
         for lane in (self._pieces, self._wholes):
             lane.forget()
         sizes: dict[str, tuple[int, DType]] = {}
-        for state in states:
+        for slab, state in zip(optimizer.table, states, strict=True):
+            longest = optimizer.longest(slab)
             for name, tensor in self._moved(state).items():
                 if name != "master" or not self._stays(state):
-                    size = max(min(tensor.size, PIECE), sizes.get(name, (0,))[0])
-                    sizes[name] = (size, tensor.dtype)
+                    sizes[name] = (max(longest, sizes.get(name, (0,))[0]), tensor.dtype)
         self._buffers = {
             name: [
                 temps.enter_context(self.dev.scratch(f"{name}.{i}", (size,), dtype))
@@ -215,8 +252,7 @@ class _Staging:
         """What of a slab's state goes through buffers, by name."""
         if self.optimizer.zero_copy:
             return {}
-        pairs = zip(MOVABLE, state[: len(MOVABLE)], strict=True)
-        return {name: tensor for name, tensor in pairs if tensor is not None and tensor.on_host}
+        return {name: tensor for name, tensor in state.movable.items() if tensor.on_host}
 
     def _stays(self, state: _State) -> bool:
         """Whether the master is on the device until codes are made from it."""
@@ -271,7 +307,7 @@ class _Staging:
 
         self._pieces.arrive(slot, arrive)
         self._pieces.use(slot)
-        yield state._replace(**here)
+        yield state._replace(movable=state.movable | here)
         self._pieces.leave(slot, leave)
 
     def finish(self) -> None:

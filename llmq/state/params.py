@@ -101,13 +101,15 @@ class Param:
 class Slab:
     """A group of parameters that lies contiguously.
 
-    size: elements, gaps and tail included. shard_size: those of each shard.
+    size: elements, gaps and tail included. shard_size: those of each shard. whole_matrices: whether
+    shards are cut between matrices only.
     """
 
     name: str
     params: tuple[Param, ...]
     size: int
     shard_size: int
+    whole_matrices: bool = False
 
     @property
     def is_block(self) -> bool:

@@ -8,7 +8,7 @@ does something, the rules of options say (`options/rules.py`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
@@ -16,7 +16,9 @@ from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import trained_slabs
+from llmq.state.cutting import between_matrices
 from llmq.state.params import Slab, weight_table
+from llmq.state.rules import rule_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,11 @@ class Store:
         """Whether it is in host memory."""
         return self.memory != "device"
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a moment in it has scales."""
+        return self.dtype == E4M3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabPlacement:
@@ -49,8 +56,9 @@ class SlabPlacement:
     it is not a part of these themselves. part: of streamed work weights a shard in their format,
     where that is not the master; without both, codes are made from the master at every gather.
     transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
-    copy, for peers, of the shard that they gather. gradient: sums. m, v: moments. begun: what
-    adapters were taken from the model as, and what an export gives back to it.
+    copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of
+    the update rule. begun: what adapters were taken from the model as, and what an export gives
+    back to it.
     """
 
     trainable: bool
@@ -62,8 +70,7 @@ class SlabPlacement:
     transposed: Store | None = None
     mirror: Store | None = None
     gradient: Store | None = None
-    m: Store | None = None
-    v: Store | None = None
+    moments: Mapping[str, Store] = field(default_factory=dict)
     begun: Store | None = None
 
     @property
@@ -141,8 +148,18 @@ def _source(config: TrainConfig) -> Store | None:
 
 
 def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
-    """The weight table of a run, with its adapters. config: normalized."""
-    return weight_table(model, shards, adapters_of(config))
+    """The weight table of a run, with its adapters. config: normalized.
+
+    The run's rule decides whether shards cut the matrices that blocks and adapters train.
+    """
+    table = weight_table(model, shards, adapters_of(config))
+    if rule_class().unit == "element":
+        return table
+    matrices = {s.name for s in table if s.is_block or s.name in ("lora_a", "lora_b")}
+    return tuple(
+        between_matrices(slab, shards) if slab.name in matrices and trains(config, slab) else slab
+        for slab in table
+    )
 
 
 def trains(config: TrainConfig, slab: Slab) -> bool:
@@ -246,8 +263,10 @@ def _trained(
             streamed=streams,
         ),
         begun=_begun(config, slab),
-        m=_shard(config, config.opt_m_dtype, offloaded=config.offload_opt_m),
-        v=_shard(config, config.opt_v_dtype, offloaded=config.offload_opt_v),
+        moments={
+            m.name: _shard(config, getattr(config, m.dtype), offloaded=getattr(config, m.offload))
+            for m in rule_class().moments
+        },
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights on the device: the work copy that products read, the master copy that AdamW updates.
+"""Weights on the device: the work copy that products read, the master copy that is updated.
 
 Life cycle of a block's weights: gather(block) -> get(block) -> release(block). Each rank updates
 its shard of every slab; the others get it by a gather on the comm stream, one block ahead of its
@@ -59,7 +59,7 @@ class Weights:
     """All slabs of a model, as far as this rank holds them.
 
     master[name]: this rank's shard; without a master of its own, of the work weights themselves.
-    work[name]: what AdamW also writes, rounded: this rank's shard of the work weights, or None.
+    work[name]: what an update also writes, rounded: this rank's shard of the work weights, or None.
     begun[name]: this rank's shard of what adapters were taken from the model as.
     slots: of streamed blocks; what nobody needs in an update.
     """

@@ -53,9 +53,10 @@ class Rank:
         histories = self.step.extra_state().items()
         self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
         self.step.load_extra_state({})  # as if there were none
-        for group, pieces in self.step.state().items():
-            for piece in pieces if group.startswith("adam") else []:
-                self.dev.zero(piece.tensor)
+        optimizer = self.step.optimizer
+        for tensors in (optimizer.moment_groups() | optimizer.scale_groups()).values():
+            for tensor in tensors.values():
+                self.dev.zero(tensor)
 
     def choices(self) -> tuple[dict[str, bool], dict[str, str]]:
         """As its device's fast_products and choices."""

@@ -1,0 +1,54 @@
+"""AdamW: two moments of each element; weight decay of matrices only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.base.tensor import Tensor
+from llmq.ops import adamw
+from llmq.runtime.device import Device
+from llmq.state.rules.rule import Moment, Part, UpdateRule
+
+
+class AdamW(UpdateRule):
+    """The first moment m and the second moment v, see llmq/ops/adamw.py."""
+
+    moments = (
+        Moment(
+            name="m", group="adam.m", category="Adam M", dtype="opt_m_dtype",
+            offload="offload_opt_m",
+        ),
+        Moment(
+            name="v", group="adam.v", category="Adam V", dtype="opt_v_dtype",
+            offload="offload_opt_v",
+        ),
+    )  # fmt: skip
+    unit = "element"
+
+    def prepare(self, scalars: np.void, step: int) -> None:
+        """The factors by which moments that began at zero are too small."""
+        scalars["beta1_correction"] = 1.0 / (1.0 - self.options.beta_1**step)
+        scalars["beta2_correction"] = 1.0 / (1.0 - self.options.beta_2**step)
+
+    def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
+        """One launch. With --lora-plus, adapters' B have a learning rate of their own."""
+        options = self.options
+        adamw.update(
+            dev,
+            part.master,
+            part.work,
+            part.grad,
+            part.moments["m"],
+            part.moments["v"],
+            part.segments,
+            scalars,
+            beta1=options.beta_1,
+            beta2=options.beta_2,
+            epsilon=options.adam_epsilon,
+            weight_decay=options.weight_decay,
+            salt=part.slab.params[0].index,
+            lr_scale=options.lora_plus if part.group == "lora_b" else 1.0,
+            first=part.first,
+            m_scale=part.scales.get("m"),
+            v_scale=part.scales.get("v"),
+        )

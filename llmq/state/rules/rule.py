@@ -1,0 +1,90 @@
+"""What an update rule declares, from which slabs, checkpoints and plans follow."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from llmq.base.tensor import Tensor
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+from llmq.state.params import Slab
+
+SCALES = ".scales"
+"""Ending of the groups of checkpoints that hold scales, after the group of what has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A number for each element that is trained, which the rule keeps from update to update.
+
+    name: of its tensors and its column of [Placement]. group: of its files in checkpoints.
+    category: of its memory. dtype, offload: the options that give its format and put it into host
+    memory. In E4M3 it has scales, F32, one for SCALE_BLOCK elements. It is zero at the start.
+    """
+
+    name: str
+    group: str
+    category: str
+    dtype: str
+    offload: str
+
+    @property
+    def scales_group(self) -> str:
+        """The group of its scales in checkpoints."""
+        return f"{self.group}{SCALES}"
+
+
+Matrices = tuple[tuple[int, int, int], ...]
+"""Of a part: the first element of each matrix in it, its rows and its columns."""
+
+
+class Part(NamedTuple):
+    """What one call of a rule updates: n elements of a slab from element `first` on.
+
+    master inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
+    grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32
+    (n / SCALE_BLOCK,), by name, of the moments that are E4M3. segments: I64 (S, 2), as
+    Slab.segments. group: as SlabPlacement.group. matrices: where the rule works on matrices and the
+    slab is cut between them, those that are in the part, if any: gaps are parts, too.
+    """
+
+    slab: Slab
+    first: int
+    master: Tensor
+    work: Tensor | None
+    grad: Tensor
+    moments: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+    segments: Tensor
+    group: str
+    matrices: Matrices = ()
+
+
+class UpdateRule(ABC):
+    """How gradients change weights.
+
+    moments: in the order of their memory. unit: "element", then shards and parts are cut anywhere;
+    "matrix", then every matrix of Hugging Face that a block or its adapters train is whole on one
+    rank and in one part. Bytes and launches of an update are those of the kernels that it launches.
+    """
+
+    moments: ClassVar[tuple[Moment, ...]]
+    unit: ClassVar[str]
+
+    def __init__(self, options: TrainConfig):
+        """options: normalized; they are baked into captured launches."""
+        self.options = options
+
+    @abstractmethod
+    def prepare(self, scalars: np.void, step: int) -> None:
+        """Fill what only this rule reads of StepScalars; steps count from 1."""
+
+    @abstractmethod
+    def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
+        """Update a part, except where scalars.skip_update is set. scalars: I32 (16,) StepScalars.
+        Only launches."""
