@@ -273,6 +273,11 @@ class CheckpointReader:
                 "`llmq export` it, and give what it writes as --adapter"
             )
         needed = required_groups()
+        lacks = set(needed) - self.groups
+        if lacks:
+            raise LlmqError(
+                f"checkpoint '{self.path}' is of another update rule: it has no {min(lacks)}"
+            )
         for group in (*needed, *sorted(self.groups.difference(needed))):
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None

@@ -301,7 +301,7 @@ class Step:
         """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
         groups = self.state()
         if self.options.has_adapters:
-            trained = {slab.name for slab in self.optimizer.table}
+            trained = self.optimizer.trained
             groups["weights"] = [p for p in groups["weights"] if p.slab.name in trained]
         return groups
 

@@ -59,8 +59,8 @@ class _State(NamedTuple):
 class Optimizer:
     """The moments of this rank's shards, zero at start, and the update by the run's rule.
 
-    table: slabs that are trained. moments, scales: by name of the moment and of the slab; scales:
-    of 8-bit moments, F32 per SCALE_BLOCK elements.
+    table: slabs that are trained; trained: their names. moments, scales: by name of the moment and
+    of the slab; scales: of 8-bit moments, F32 per SCALE_BLOCK elements.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Optimizer:
         self.dev, self.placement, self.rule = dev, placement, rule_of(options)
         self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
+        self.trained = {slab.name for slab in self.table}
         self.moments: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
         self.scales: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
         self.segments: dict[str, Tensor] = {}
@@ -160,7 +161,8 @@ class Optimizer:
     ) -> None:
         shard = self.dev.shard * slab.shard_size
         with staging.whole(state) as whole:
-            for start, stop, matrices in self._parts(slab, staging.passes_through(state)):
+            moved = staging.passes_through(state)
+            for start, stop, matrices in _parts(slab, self.dev.shard, moved=moved):
                 first, last = start - shard, stop - shard
                 master = whole and whole[0].rows(first, last)
                 with staging.piece(state.rows(first, last), master) as piece:
@@ -168,22 +170,6 @@ class Optimizer:
                     weights.observe(slab, start, stop, piece.master)
             if whole:
                 weights.quantize(slab.name, *whole)
-
-    def _parts(self, slab: Slab, moved: bool) -> list[tuple[int, int, Matrices]]:
-        """What of this rank's shard is updated at a time: elements [start, stop) of the slab, and
-        the matrices among them if the slab is cut between these. moved: it passes through buffers.
-        """
-        shard = self.dev.shard * slab.shard_size
-        end = shard + slab.shard_size
-        if slab.whole_matrices:
-            found = slab.pieces(shard, end)
-            return [(a, b, _matrices(param, a, b)) for param, a, b in found]
-        step = PIECE if moved else slab.shard_size
-        return [(start, min(start + step, end), ()) for start in range(shard, end, step)]
-
-    def longest(self, slab: Slab) -> int:
-        """Elements of the longest part, where parts pass through buffers."""
-        return max(stop - start for start, stop, _ in self._parts(slab, moved=True))
 
     def _launch(
         self, slab: Slab, piece: _State, scalars: Tensor, first: int, matrices: Matrices
@@ -201,6 +187,25 @@ class Optimizer:
             matrices=matrices,
         )
         self.rule.update(self.dev, part, scalars)
+
+
+def _parts(slab: Slab, shard: int, *, moved: bool) -> list[tuple[int, int, Matrices]]:
+    """What of a shard is updated at a time: elements [start, stop) of the slab, and the matrices
+    among them if the slab is cut between these. moved: it passes through buffers.
+    """
+    first, end = shard * slab.shard_size, (shard + 1) * slab.shard_size
+    if slab.whole_matrices:
+        found = slab.pieces(first, end)
+        return [(start, stop, _matrices(param, start, stop)) for param, start, stop in found]
+    step = PIECE if moved else slab.shard_size
+    return [(start, min(start + step, end), ()) for start in range(first, end, step)]
+
+
+def _longest(slab: Slab) -> int:
+    """Elements of the longest part that passes through buffers, on any rank: all have the same."""
+    shards = range(slab.size // slab.shard_size if slab.whole_matrices else 1)
+    parts = (part for shard in shards for part in _parts(slab, shard, moved=True))
+    return max(stop - start for start, stop, _ in parts)
 
 
 def _matrices(param: Param, start: int, stop: int) -> Matrices:
@@ -234,7 +239,7 @@ class _Staging:
             lane.forget()
         sizes: dict[str, tuple[int, DType]] = {}
         for slab, state in zip(optimizer.table, states, strict=True):
-            longest = optimizer.longest(slab)
+            longest = _longest(slab)
             for name, tensor in self._moved(state).items():
                 if name != "master" or not self._stays(state):
                     sizes[name] = (max(longest, sizes.get(name, (0,))[0]), tensor.dtype)

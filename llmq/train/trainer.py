@@ -317,7 +317,7 @@ class Trainer:
             if made and self.tokenizer_id and not self.config.allow_other_tokenizer:
                 check_same("the data", self.tokenizer_id, f"the checkpoint '{found}'", made)
             self._origin.check_checkpoint(reader)
-            reader.check(self._step.table, self._step.optimizer.m)
+            reader.check(self._step.table, self._step.optimizer.trained)
             check_model(reader, self.model)
             check_formats(reader, self._step.state())
             if not new_data:  # the last that may refuse: until then nothing has changed
