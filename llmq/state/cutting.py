@@ -19,7 +19,8 @@ from typing import NamedTuple
 from llmq.runtime.arena import align_up
 from llmq.state.params import ELEMENT_ALIGN, Param, Slab
 
-FUSED = 3  # parameters of several matrices, up to which all ways to divide them are tried
+FUSED = 3  # parameters of several matrices in a slab, up to which dividing them is tried
+WAYS = 256  # that are tried at most
 
 
 class Cut(NamedTuple):
@@ -45,7 +46,8 @@ def _cuts(sizes: tuple[tuple[int, ...], ...], shards: int) -> Iterator[Cut]:
     if len(fused) > FUSED:
         fused = []
     ways = product(*(range(len(sizes[i])) for i in fused))  # matrices before a border; 0: no border
-    for way in sorted(ways, key=lambda way: sum(count > 0 for count in way)):
+    ways = sorted(ways, key=lambda way: sum(count > 0 for count in way))
+    for way in ways[:WAYS]:
         divided = {i: sum(sizes[i][:count]) for i, count in zip(fused, way, strict=True) if count}
         few = min(shards, 2 * len(divided) + 1)  # borders with shards between them, or without
         for borders in permutations(range(1, few), len(divided)):
@@ -96,8 +98,7 @@ def between_matrices(slab: Slab, shards: int) -> Slab:
 
 def _sizes(param: Param) -> tuple[int, ...]:
     """Elements between the places where a parameter may be cut, its gap included."""
-    columns = param.size // param.shape[0]
-    stops = [part.stop * columns for part in param.hf]
+    stops = [part.stop * param.columns for part in param.hf]
     inner = [stop for stop in stops if stop < param.size and stop % ELEMENT_ALIGN == 0]
     edges = [0, *sorted(inner), align_up(param.size, ELEMENT_ALIGN)]
     return tuple(stop - start for start, stop in pairwise(edges))

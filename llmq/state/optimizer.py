@@ -210,11 +210,11 @@ def _longest(slab: Slab) -> int:
 
 def _matrices(param: Param, start: int, stop: int) -> Matrices:
     """Those of Hugging Face that elements [start, stop) of the slab have of a parameter."""
-    columns, found = param.size // param.shape[0], []
+    found = []
     for part in param.hf:
-        first = param.offset + part.start * columns
+        first = param.offset + part.start * param.columns
         if start <= first < stop:
-            found.append((first - start, part.stop - part.start, columns))
+            found.append((first - start, part.stop - part.start, param.columns))
     return tuple(found)
 
 

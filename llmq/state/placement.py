@@ -155,7 +155,7 @@ def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[
     table = weight_table(model, shards, adapters_of(config))
     if rule_class().unit == "element":
         return table
-    matrices = {s.name for s in table if s.is_block or s.name in ("lora_a", "lora_b")}
+    matrices = {slab.name for slab in table if all(p.kind == "matrix" for p in slab.params)}
     return tuple(
         between_matrices(slab, shards) if slab.name in matrices and trains(config, slab) else slab
         for slab in table
