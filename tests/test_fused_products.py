@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError
 from llmq.ops import (
     attention_backward,
@@ -17,7 +18,7 @@ from llmq.ops import (
     matmul_swiglu,
     matmul_swiglu_backward,
 )
-from llmq.ops.common import takes_own_product
+from llmq.ops.product import ROUTES, Sizes, taken
 from llmq.runtime.device import FUSED
 from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise
@@ -223,14 +224,20 @@ def test_all_of_them_at_once(fuse, monkeypatch):
 
 
 def test_a_device_of_another_capability_is_not_told_to_fuse(monkeypatch):
+    small, odd = Sizes(16, 16, 16, BF16, BF16), Sizes(16, 12, 16, BF16, BF16)
     monkeypatch.setenv("LLMQ_FUSED", "all")
     for dev in devices_without():
-        assert not takes_own_product(dev, "matmul_exp", (), faster=True)
+        assert taken(dev, "exp", small) is None
     hopper = PlanDevice(GPU_SPEC)
-    assert takes_own_product(hopper, "matmul_exp", (), faster=False)
-    assert not takes_own_product(hopper, "matmul_exp", (8,), faster=True)
+    assert taken(hopper, "exp", small) is ROUTES["exp"]
+    assert taken(hopper, "exp", odd) is None
     monkeypatch.setenv("LLMQ_FUSED", "none")
-    assert not takes_own_product(PlanDevice(GPU_SPEC), "matmul_exp", (), faster=True)
+    large = Sizes(4096, 151936, 896, BF16, BF16)
+    assert taken(PlanDevice(GPU_SPEC), "exp", large) is None
     monkeypatch.setenv("LLMQ_FUSED", "matmul_exp,matmul_rop")
     with pytest.raises(ConfigError, match="LLMQ_FUSED: 'matmul_rop' is no product of our own"):
         PlanDevice(GPU_SPEC)
+
+
+def test_routes_are_of_all_kernels_that_a_device_can_be_told_to_take():
+    assert sorted(route.kernel for route in ROUTES.values()) == sorted(FUSED)

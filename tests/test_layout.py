@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from llmq.ops.product import ROUTES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "llmq"
 CU_LABELS = ("Data", "Launch", "Cost", "Needs", "Same name")
 GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 
 # Packages from the lowest to the highest: a module imports only from its own one and those before.
-# Operations do not import each other, and neither do their references: only `common`.
+# Operations do not import each other, and neither do their references: only `common`. PRODUCT is no
+# operation: it chooses among those that compute a product and what follows it.
 ROOMS = [
     "base", "runtime", "comm", "arch", "options", "report", "ref", "ops", "data", "state",
     "model", "checkpoint", "plan", "train", "bench", "rig", "commands",
@@ -22,6 +25,7 @@ ROOMS = [
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}
 TABLES = {"options/options.py", "options/rules.py"}  # of which each line is read alone
+PRODUCT = "ops.product"
 
 
 def stems(folder: str, pattern: str) -> set[str]:
@@ -67,7 +71,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_every_operation_has_its_five_files():
-    ops = stems("llmq/ops", "*.py")
+    ops = stems("llmq/ops", "*.py") - {PRODUCT.removeprefix("ops.")}
     assert ops == stems("llmq/ref", "*.py")
     assert ops == stems("llmq/cu", "*.cu")
     tests = {name.removeprefix("test_") for name in stems("tests/ops", "test_*.py")}
@@ -87,9 +91,19 @@ def test_imports_point_downward():
             if top != "llmq" or own in TOP or inner == "__version__":
                 continue
             other = room(inner)
-            if other == own and own in SINGLE:
+            if other == own and own in SINGLE and name_of(path) != PRODUCT:
                 assert inner.split(".")[1] == "common", f"{path}: {name} is a sibling"
             assert ROOMS.index(other) <= ROOMS.index(own), f"{path} may not import {name}"
+
+
+def test_products_are_chosen_in_one_place():
+    """Nobody else launches a product of ours, or asks for one by a device's `fused`."""
+    kernels = {f"ops.{route.kernel}" for route in ROUTES.values()}
+    assert kernels <= graph()[PRODUCT]
+    for name, needs in graph().items():
+        assert name == PRODUCT or not kernels & needs, f"{name} imports {kernels & needs}"
+    asking = [p for p in modules() if re.search(r"dev(ice)?\.fused\b", p.read_text())]
+    assert [name_of(path) for path in asking] == [PRODUCT]
 
 
 def test_no_import_circles():

@@ -55,16 +55,14 @@ def attention(config: Any, layer: int) -> HalfSpec:
 def mlp(config: Any, layer: int) -> HalfSpec:
     """An MLP. up: (F, C), or with a gate (2F, C), up before gate."""
     C, F, at = config.hidden_size, config.intermediate_size, f"model.layers.{layer}.mlp"
-    glu = "glu" if config.gated else None
     up = _matrix(
-        config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if glu else {}), C,
-        bias=config.mlp_bias, input="ln2", gradient="d_mlp_up", epilogue=glu,
+        config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if config.gated else {}), C,
+        bias=config.mlp_bias, input="ln2", gradient="d_mlp_up",
         swapped=config.arch.gate_first,
     )  # fmt: skip
     down = _matrix(
         config, layer, "down", f"{at}.down_proj", {"down": C}, F,
         bias=config.mlp_bias, initial="residual", input="mlp_act", gradient="d_mlp",
-        input_epilogue=glu,
     )  # fmt: skip
     return HalfSpec(
         kind="mlp",

@@ -115,16 +115,12 @@ class Matrix(Module):
     """A matrix that multiplies the activations of a half of a block.
 
     input: the name of what it multiplies, gradient: that of the gradient of its output; fp8 has a
-    scale for each of both. epilogue: what follows its product, and may be one operation with it:
-    "glu", a gated activation; input_epilogue: what follows the product for the gradient of its
-    input: "glu", the gradient of that activation. active: how many of the experts a token meets.
+    scale for each of both. active: how many of the experts a token meets.
     """
 
     kind: str = "matrix"
     input: str
     gradient: str
-    epilogue: str | None = None
-    input_epilogue: str | None = None
     active: int = 1
 
     @property

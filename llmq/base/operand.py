@@ -34,7 +34,7 @@ class ProductCodes(NamedTuple):
     where there is an infinity, and NaN where there is a NaN. The kernel that reads the codes first
     does what else is to be known of the tensor: a product cannot.
 
-        codes      out    E4M3, E5M2 (rows, features)  or None, if Activated has no use for them
+        codes      out    E4M3, E5M2 (rows, features)  or None, if no kernel reads them later
         scale      in     F32        (1,)              positive
         factor     in     F32        (1,)              1 / scale
         largest    out    F32        (1,)              the product's largest |x|
@@ -54,37 +54,16 @@ class ProductCodes(NamedTuple):
     found: Tensor | None = None
 
 
+Result = Tensor | ProductCodes
+"""What a product has written."""
+
+
 class Target(NamedTuple):
     """Where a kernel writes a tensor: as it is, its largest absolute value F32 (1,), as fp8."""
 
     out: Tensor | None
     abs_max: Tensor | None = None
     fp8: Fp8Out | None = None
-
-
-class Activated(NamedTuple):
-    """What a product writes that has a gated activation behind it: SwiGLU, or with gelu GeGLU.
-
-    up_gate: BF16 (rows, 2F), what the activation is of, or None; or its codes, whose reader this
-    is. act: the activation (rows, F).
-    """
-
-    up_gate: Tensor | ProductCodes | None
-    act: Target
-    gelu: bool
-
-
-class ActivatedGradient(NamedTuple):
-    """What a product writes that has the gradient of a gated activation behind it.
-
-    up_gate: BF16 (rows, 2F), what the activation is of. d_up_gate: its gradient (rows, 2F), which
-    may be up_gate. act: BF16 (rows, F), where the activation is written once more, or None.
-    """
-
-    up_gate: Tensor
-    d_up_gate: Target
-    act: Tensor | None
-    gelu: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,7 @@
     d_h = d_y @ B                  d_x = d_y @ W + dropout(d_h @ A)
     d_B = d_y^T @ h                d_A = d_h^T @ dropout(x)
 
-Where it is faster, both terms of y, or of d_x without dropout, are one product; and so is what
-the MLP's activation makes of y, or the activation's gradient of d_x.
+Whether both terms are one product, or one with what follows, is for `ops/product.py` to say.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
 as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
@@ -16,13 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType
-from llmq.base.operand import Activated, ActivatedGradient, Fp8, Operand, ProductCodes
+from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
+from llmq.base.operand import Fp8, Operand, Result
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.model.linear import Linear, multiplied
+from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
@@ -64,8 +65,6 @@ class BlockLinear:
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
         self._multiplied_dtype = E4M3 if options.matmul_dtype == "e4m3" else dtype
-        # Of codes, two kernels are faster in backward.
-        self._activates_backward = options.mlp_dtype == options.model_dtype
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
@@ -87,123 +86,79 @@ class BlockLinear:
         # Of one matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), dtype, "Activations")
 
-    def adds(self, layer: int, key: str, out: Tensor) -> bool:
-        """Whether forward takes an addend for an `out` like this one.
-
-        Not beside adapters that are a product of their own, whose result would be rounded as finely
-        as the addend, not as W's.
-        """
-        parts = self._parts.get((layer, key))
-        if parts is None:
-            return self.linear.adds
-        features = parts.matrix.shape[1]
-        return self.linear.joins(out, self._multiplied_dtype, features, parts.hidden)
-
-    def activates(
-        self, layer: int, key: str, x: Operand, w: BlockWeights, *, backward: bool = False
-    ) -> bool:
-        """Whether the gated activation beside a product of x is part of it.
-
-        It is behind a matrix whose `epilogue` is "glu": forward takes Activated as `out`. backward:
-        in front of one whose `input_epilogue` is: input_gradient takes ActivatedGradient, where x
-        is d_out. The product of a tensor alone has the same sums there.
-        """
-        parts, matrix = self._parts.get((layer, key)), self._matrices[layer, key]
-        if (matrix.input_epilogue if backward else matrix.epilogue) != "glu":
-            return False
-        # A bias comes before the activation, and dropout before the sum that it is of.
-        if backward and (not self._activates_backward or (parts and self._probability)):
-            return False
-        if not backward and w.bias(key) is not None:
-            return False
-        F = matrix.shape[1] if backward else matrix.shape[0] // 2
-        rank = 0 if parts is None else parts.hidden.shape[1]
-        return self.linear.activates(x, w[key], F, rank, backward=backward)
+    def takes_addend(self, layer: int, key: str, out: Tensor) -> bool:
+        """Whether forward takes an addend for an `out` like this one."""
+        parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
+        hidden = None if parts is None else parts.hidden
+        return self.linear.takes_addend(out, self._multiplied_dtype, features, hidden)
 
     def forward(
         self,
         layer: int,
         key: str,
-        out: Tensor | ProductCodes | Activated,
+        out: Result | Handed,
         x: Operand,
         w: BlockWeights,
         addend: Tensor | None = None,
+        *,
+        epilogue: Epilogue = STORE,
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        addend: like out, other memory, or None, as it is unless `adds`. Beside adapters no product
-        writes codes.
+        addend: like out, other memory, or None, as it is unless `takes_addend`. Beside adapters no
+        product writes codes.
         """
-        weight, bias = w[key], w.bias(key)
-        parts = self._parts.get((layer, key))
-        # Also of a tensor: what is computed again gets the bits of the first time.
-        fused = self.activates(layer, key, x, w)
-        more = {} if addend is None else {"addend": addend}
-        if parts is None and fused:
-            self.linear.fused(out, x, weight, bias=bias)
-            return
-        if parts is None:
-            self.linear.forward(out, x, weight, bias, **more)
-            return
-        joins = fused or self._joins(out, x, parts.hidden)
-        if not joins:
-            self.linear.forward(out, x, weight, bias, **more)
-        a, b = w.adapters(key)
+        adapters, parts = None, self._parts.get((layer, key))
+        if parts is not None:
+            made = partial(self._tail, parts, x, *w.adapters(key))
+            adapters = Adapters(parts.hidden, made)
+        self.linear.forward(
+            out, x, w[key], w.bias(key), adapters=adapters, addend=addend, epilogue=epilogue
+        )
+
+    @contextmanager
+    def _tail(self, parts: _Parts, x: Operand, a: Tensor, b: Tensor) -> Iterator[Tensor]:
+        """Computes h; the matrix that it is multiplied by."""
         with self._dropped(parts, _tensor(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
-        with self._expanded(parts, b) as b:
-            if joins:
-                self.linear.fused(out, x, weight, parts.hidden, b, bias=bias, **more)
-            else:
-                matmul(self.dev, out, parts.hidden, b, trans_b=True, accumulate=True)
-
-    def _joins(self, out: Tensor, x: Operand, h: Tensor, *, backward: bool = False) -> bool:
-        """Whether one product computes out with the adapters' part."""
-        left = multiplied(x)
-        return self.linear.joins(out, left.dtype, left.shape[1], h, backward=backward)
+        with self._expanded(parts, b) as whole:
+            yield whole
 
     def input_gradient(
         self,
         layer: int,
         key: str,
-        d_x: Tensor | ProductCodes | ActivatedGradient | None,
+        d_x: Result | Handed | None,
         d_out: Operand,
         w: BlockWeights,
         g: BlockGrads,
+        *,
+        epilogue: Epilogue = STORE,
     ) -> None:
         """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B.
 
         d_x: None where nobody wants it.
         """
-        weight, parts = w[key], self._parts.get((layer, key))
+        adapters, parts = None, self._parts.get((layer, key))
+        if parts is not None and d_x is None:
+            self._output_gradients(key, parts, d_out, w, g)
         if d_x is None:
-            if parts is not None:
-                self._output_gradients(key, parts, d_out, w, g)
             return
-        # Also of a tensor: whether the activation is made again changes no bit.
-        fused = self.activates(layer, key, d_out, w, backward=True)
-        if parts is None and fused:
-            self.linear.fused(d_x, d_out, weight, backward=True)
-            return
-        if parts is None:
-            self.linear.input_gradient(d_x, d_out, weight, self._numbers[layer, key])
-            return
-        d_hidden, (a, _) = self._d_hidden_of(parts), w.adapters(key)
-        joins = fused or (
-            not self._probability and self._joins(d_x, d_out, d_hidden, backward=True)
-        )
-        if not joins:
-            self.linear.input_gradient(d_x, d_out, weight, self._numbers[layer, key])
+        if parts is not None:
+            made = partial(self._tail_backward, key, parts, d_out, w, g)
+            added = partial(self._dropout, parts, add=True) if self._probability else None
+            adapters = Adapters(self._d_hidden_of(parts), made, added)
+        number = self._numbers[layer, key]
+        self.linear.input_gradient(d_x, d_out, w[key], number, adapters=adapters, epilogue=epilogue)
+
+    @contextmanager
+    def _tail_backward(
+        self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
+    ) -> Iterator[Tensor]:
+        """Computes d_h and the gradient of B; the matrix that d_h is multiplied by."""
         self._output_gradients(key, parts, d_out, w, g)
-        if joins:
-            self.linear.fused(d_x, d_out, weight, d_hidden, a, backward=True)
-            return
-        if not self._probability:
-            matmul(self.dev, d_x, d_hidden, a, accumulate=True)
-            return
-        with self.dev.scratch("d_dropped", d_x.shape, d_x.dtype) as d_dropped:
-            matmul(self.dev, d_dropped, d_hidden, a)
-            self._dropout(parts, d_x, d_dropped, add=True)
+        a, _ = w.adapters(key)
+        yield a
 
     def needs_input(self, layer: int, key: str, g: BlockGrads) -> bool:
         """Whether weight_gradients needs x."""

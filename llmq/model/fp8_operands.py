@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
-from llmq.base.operand import Fp8, Operand, Target
+from llmq.base.operand import Fp8, Operand, Result, Target
 from llmq.base.tensor import Tensor
 from llmq.model.activations import Activation, needed_inputs, slot
-from llmq.model.operands import HEAD, Operands, Result, Write
+from llmq.model.operands import HEAD, Operands, Write
 from llmq.model.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.options.options import TrainConfig

@@ -4,29 +4,31 @@ In fp8 cross-entropy writes the gradient of the logits as E5M2 codes, whatever f
 gradients have: most probabilities of a large vocabulary are below what E4M3 can tell from 0 beside
 the target's -1. Its elements are bounded, so the scale is a constant.
 
-Where `matmul_exp` serves, on Hopper, the product of logits leaves their exponentials, which are the
-gradient but for a factor of each row; the products that use it have their rows multiplied instead.
+Cross-entropy is the epilogue of the logits' product (`ops/product.py`). On Hopper it may leave
+exponentials in their place, which are the gradient but for a factor of each row; the products that
+use it have their rows multiplied instead.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32
+from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.model.linear import FAST, Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
-from llmq.ops import cross_entropy, exp_rows, matmul_exp, quantize
-from llmq.ops.common import num_sums
+from llmq.ops import quantize
+from llmq.ops.product import route
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -36,26 +38,6 @@ LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
 def gradient_scale(z_loss: float) -> float:
     """Of E5M2 codes of d_logits, which are at most 1 + z_loss * lse: a power of two."""
     return 2.0 ** math.ceil(math.log2((1 + z_loss * LARGEST_LSE) / E5M2_MAX))
-
-
-class _Gradient(NamedTuple):
-    """The gradient of logits (rows, Vp): the rows of `values` times `factors`, F32 (rows,), or 1.
-
-    Where there are factors, the input's rows have been multiplied by them, too, for the gradient of
-    the weight.
-    """
-
-    values: Operand
-    factors: Tensor | None = None
-
-
-class _Chunk(NamedTuple):
-    """Rows start to stop: x (rows, C), the final norm's output, and targets (rows,)."""
-
-    start: int
-    stop: int
-    x: Operand
-    targets: Tensor
 
 
 class Head:
@@ -114,15 +96,8 @@ class Head:
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=False)
-                with self._logits(start, stop, x, lm_head) as logits:
-                    cross_entropy.forward(
-                        self.dev,
-                        self.losses.rows(start, stop),
-                        self.lse.rows(start, stop),
-                        logits,
-                        targets.rows(start, stop),
-                        self.config.vocab_size,
-                    )
+                epilogue = self._cross_entropy(start, stop, targets, gradient=False)
+                temps.enter_context(self._logits(start, stop, x, lm_head, epilogue))
 
     def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> np.ndarray:
         """F32 (len(rows), V) of these rows, which rise, after `loss`; waits for the device.
@@ -159,19 +134,12 @@ class Head:
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=trained)
-                chunk = _Chunk(start, stop, x, targets.rows(start, stop))
-                if self.fp8:
-                    way = self._d_logits_fp8
-                elif matmul_exp.serves(self.dev, x, w.lm_head.shape[0]):
-                    way = self._exponentials
-                else:
-                    way = self._d_logits
-                gradient = temps.enter_context(way(chunk, w.lm_head, trained=trained))
+                epilogue = self._cross_entropy(start, stop, targets, scale_a=trained)
+                make = self._fp8_gradient if self.fp8 else self._gradient
+                gradient, after = make(temps, start, stop, x, w.lm_head, epilogue)
                 d_x = d_norm.rows(start, stop)
-                self.linear.input_gradient(d_x, gradient.values, w.lm_head)
-                if gradient.factors is not None:
-                    exp_rows.scale(self.dev, d_x, gradient.factors)
-                self.linear.weight_gradients(d_weight, None, gradient.values, x)
+                self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
+                self.linear.weight_gradients(d_weight, None, gradient, x)
             if d_weight is not None:
                 d_weight = d_weight._replace(accumulate=True)
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
@@ -182,72 +150,64 @@ class Head:
             weight, d_weight = w.ln1_post, g.ln1_post
             self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
 
-    @contextmanager
-    def _d_logits(self, chunk: _Chunk, lm_head: Operand, *, trained: bool) -> Iterator[_Gradient]:
-        with self._logits(chunk.start, chunk.stop, chunk.x, lm_head) as logits:
-            self._cross_entropy(chunk, logits)
-            yield _Gradient(logits)
+    def _gradient(
+        self,
+        temps: ExitStack,
+        start: int,
+        stop: int,
+        x: Tensor,
+        lm_head: Tensor,
+        epilogue: CrossEntropy,
+    ) -> tuple[Tensor, Epilogue]:
+        """The gradient of the logits, in their place; and what follows the product that it is in.
 
-    @contextmanager
-    def _exponentials(
-        self, chunk: _Chunk, lm_head: Tensor, *, trained: bool
-    ) -> Iterator[_Gradient]:
-        """trained: the matrix, for whose gradient x is multiplied by the factors in place: nobody
-        reads it after the head."""
-        start, stop, x, targets = chunk
-        dev, (rows, vocab) = self.dev, (stop - start, lm_head.shape[0])
-        losses, lse = self.losses.rows(start, stop), self.lse.rows(start, stop)
-        size = self.config.vocab_size
-        with ExitStack() as temps:
-            e = temps.enter_context(dev.scratch("logits", (rows, vocab), self.dtype))
-            factors = temps.enter_context(dev.scratch("logits.factors", (rows,), F32))
-            with ExitStack() as inner:
-                shape = (num_sums(vocab), rows)
-                sums = inner.enter_context(dev.scratch("logits.sums", shape, F32))
-                shift = inner.enter_context(dev.scratch("logits.shift", (rows,), F32))
-                picked = inner.enter_context(dev.scratch("logits.targets", (rows,), F32))
-                exp_rows.shift(dev, shift, x, lm_head, targets)
-                matmul_exp.forward(dev, e, sums, picked, x, lm_head, shift, targets, size)
-                exp_rows.finish(
-                    dev, e, x, losses, lse, factors, sums, shift, picked, lm_head, targets,
-                    size, self.z_loss, scale_x=trained,
-                )  # fmt: skip
-            yield _Gradient(e, factors)
-
-    @contextmanager
-    def _d_logits_fp8(
-        self, chunk: _Chunk, lm_head: Operand, *, trained: bool
-    ) -> Iterator[_Gradient]:
-        """The transposed codes take the place of the logits, which are twice as large.
-
-        trained: the matrix, whose gradient alone needs transposed codes.
+        With factors, x is multiplied by them in place for the gradient of the matrix: nobody reads
+        it after the head.
         """
-        start, stop, x, _ = chunk
-        shape, scale = (stop - start, lm_head.codes.shape[0]), self.gradient_scale
-        with self.dev.scratch("d_logits.q", shape, E5M2) as codes:
-            with self._logits(start, stop, x, lm_head) as logits:
-                self._cross_entropy(chunk, logits, codes)
-            if not trained:
-                yield _Gradient(Fp8(source=None, codes=codes, transposed=None, scale=scale))
-                return
-            with self.dev.scratch("d_logits.q_t", shape[::-1], E5M2) as transposed:
-                quantize.transpose(self.dev, transposed, codes)
-                values = Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
-                yield _Gradient(values)
+        dev, after = self.dev, STORE
+        logits = temps.enter_context(self._scratch(start, stop, lm_head))
+        if route(dev, logits, x, lm_head, trans_b=True, epilogue=epilogue) is not None:
+            scratch = dev.scratch("logits.factors", (stop - start,), F32)
+            after = RowFactors(factors=temps.enter_context(scratch))
+            epilogue = replace(epilogue, factors=after.factors)
+        self.linear.forward(logits, x, lm_head, epilogue=epilogue)
+        return logits, after
 
-    def _cross_entropy(self, chunk: _Chunk, logits: Tensor, codes: Tensor | None = None) -> None:
-        """Losses; and the gradient in place of the logits, or as codes."""
-        start, stop, _, targets = chunk
-        cross_entropy.forward_backward(
-            self.dev,
-            logits,
-            self.losses.rows(start, stop),
-            self.lse.rows(start, stop),
-            targets,
-            self.config.vocab_size,
-            self.z_loss,
-            codes=codes,
-            code_scale=gradient_scale(self.z_loss),
+    def _fp8_gradient(
+        self,
+        temps: ExitStack,
+        start: int,
+        stop: int,
+        x: Fp8,
+        lm_head: Fp8,
+        epilogue: CrossEntropy,
+    ) -> tuple[Fp8, Epilogue]:
+        """The same as codes. Transposed ones, which the gradient of the matrix alone needs, take
+        the place of the logits, which are twice as large."""
+        shape, transposed = (stop - start, lm_head.codes.shape[0]), None
+        codes = temps.enter_context(self.dev.scratch("d_logits.q", shape, E5M2))
+        code_scale = gradient_scale(self.z_loss)
+        coded = replace(epilogue, codes=codes, code_scale=code_scale)
+        with self._logits(start, stop, x, lm_head, coded):
+            pass
+        if epilogue.scale_a:
+            scratch = self.dev.scratch("d_logits.q_t", shape[::-1], E5M2)
+            transposed = temps.enter_context(scratch)
+            quantize.transpose(self.dev, transposed, codes)
+        scale = self.gradient_scale
+        return Fp8(source=None, codes=codes, transposed=transposed, scale=scale), STORE
+
+    def _cross_entropy(
+        self, start: int, stop: int, targets: Tensor, *, gradient: bool = True, scale_a=False
+    ) -> CrossEntropy:
+        return CrossEntropy(
+            losses=self.losses.rows(start, stop),
+            lse=self.lse.rows(start, stop),
+            targets=targets.rows(start, stop),
+            vocab_size=self.config.vocab_size,
+            z_loss=self.z_loss,
+            gradient=gradient,
+            scale_a=scale_a,
         )
 
     def _chunks(self) -> list[tuple[int, int]]:
@@ -259,10 +219,14 @@ class Head:
         x = self.out.rows(start, stop)
         return self.operands.of_tensor(temps, HEAD, x, measured=True, transposed=transposed)
 
-    @contextmanager
-    def _logits(self, start: int, stop: int, x: Operand, lm_head: Operand) -> Iterator[Tensor]:
+    def _scratch(self, start: int, stop: int, lm_head: Operand) -> AbstractContextManager[Tensor]:
         matrix = lm_head.codes if self.fp8 else lm_head
-        shape = (stop - start, matrix.shape[0])
-        with self.dev.scratch("logits", shape, self.dtype) as logits:
-            self.linear.forward(logits, x, lm_head)
+        return self.dev.scratch("logits", (stop - start, matrix.shape[0]), self.dtype)
+
+    @contextmanager
+    def _logits(
+        self, start: int, stop: int, x: Operand, lm_head: Operand, epilogue: Epilogue = STORE
+    ) -> Iterator[Tensor]:
+        with self._scratch(start, stop, lm_head) as logits:
+            self.linear.forward(logits, x, lm_head, epilogue=epilogue)
             yield logits

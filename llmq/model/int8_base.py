@@ -12,6 +12,7 @@ again is the same.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
@@ -20,10 +21,11 @@ from llmq.base.dtypes import F32, I8, I32, DType
 from llmq.base.operand import Int8, Operand
 from llmq.base.tensor import Tensor
 from llmq.model.int8_linear import SALT
-from llmq.model.linear import Linear
+from llmq.model.linear import FORWARD, Linear
 from llmq.ops import outliers, quantize_int8
 from llmq.ops.matmul import matmul
 from llmq.ops.matmul_int8 import matmul_int8
+from llmq.ops.product import Multiply
 from llmq.ops.quantize_int8 import Stochastic
 from llmq.runtime.device import Device
 
@@ -34,8 +36,6 @@ MOST = 64  # outliers of an activation: about ten times as many as the paper fin
 class Int8BaseLinear(Linear):
     """The products of the blocks' matrices on one device."""
 
-    fuses = adds = False
-
     def __init__(self, dev: Device, config: ModelConfig, scalars: Tensor | None, seq_len: int):
         """scalars: StepScalars, for the rounding of gradients' codes. seq_len: of a sequence."""
         super().__init__(dev)
@@ -45,10 +45,17 @@ class Int8BaseLinear(Linear):
         self._ones = dev.alloc("int8_ones", ones.shape, F32, "Activations")
         dev.upload(self._ones, ones)
 
-    def forward(self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None) -> None:
-        if not isinstance(weight, Int8):
-            super().forward(out, x, weight, bias)
-            return
+    def takes_addend(self, out: Tensor, dtype: DType, features: int, hidden: Tensor | None) -> bool:
+        return False
+
+    def multiply(self, a: Operand, b: Operand, operands: str, salt: int) -> Multiply:
+        if operands == FORWARD:
+            return partial(self._forward, x=a, weight=b)
+        return partial(self._input_gradient, d_out=a, weight=b, salt=salt)
+
+    def _forward(
+        self, out: Tensor, *, x: Tensor, weight: Int8, bias: Tensor | None, accumulate: bool
+    ) -> None:
         dev, (rows, columns) = self.dev, x.shape
         with ExitStack() as temps:
 
@@ -68,10 +75,16 @@ class Int8BaseLinear(Linear):
             outliers.weight(dev, part, weight.codes, weight.scale, index)
             matmul(dev, out, large, part, trans_b=True, accumulate=True)
 
-    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
-        if not isinstance(weight, Int8):
-            super().input_gradient(d_x, d_out, weight, salt)
-            return
+    def _input_gradient(
+        self,
+        d_x: Tensor,
+        *,
+        d_out: Tensor,
+        weight: Int8,
+        salt: int,
+        bias: Tensor | None,
+        accumulate: bool,
+    ) -> None:
         dev, ones = self.dev, self._ones.rows(0, d_x.shape[1])
         rounding = Stochastic(self._scalars, SALT + salt, self._seq_len)
         with (

@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llmq.base.dtypes import F32, I8
+from llmq.base.dtypes import F32, I8, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
-from llmq.model.linear import Linear
+from llmq.model.linear import BACKWARD, FORWARD, Linear
 from llmq.ops import quantize_int8
 from llmq.ops.matmul_int8 import matmul_int8
+from llmq.ops.product import Multiply
 from llmq.ops.quantize_int8 import Stochastic
 from llmq.runtime.device import Device
 
@@ -35,26 +36,28 @@ Codes = tuple[Tensor, Tensor]  # I8 (rows, columns), and their scales F32 (rows,
 class Int8Linear(Linear):
     """The products of linear layers on one device. Operands are tensors."""
 
-    fuses = adds = False
-
     def __init__(self, dev: Device, scalars: Tensor | None, seq_len: int):
         """scalars: StepScalars, which backward needs. seq_len: rows of one sequence."""
         super().__init__(dev)
         self._scalars, self._seq_len = scalars, seq_len
 
-    def forward(self, out: Tensor, x: Operand, weight: Operand, bias: Tensor | None = None) -> None:
-        with self._rows(x) as left, self._rows(weight) as right:
-            self._product(out, left, right, bias=bias)
+    def takes_addend(self, out: Tensor, dtype: DType, features: int, hidden: Tensor | None) -> bool:
+        return False
 
-    def input_gradient(self, d_x: Tensor, d_out: Operand, weight: Operand, salt: int = 0) -> None:
-        with self._rows(d_out, 2 * salt) as left, self._columns(weight) as right:
-            self._product(d_x, left, right)
+    def multiply(self, a: Operand, b: Operand, operands: str, salt: int) -> Multiply:
+        def multiply(out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
+            if operands == FORWARD:
+                codes = self._rows(a), self._rows(b)
+            elif operands == BACKWARD:
+                codes = self._rows(a, 2 * salt), self._columns(b)
+            else:
+                codes = self._columns(a, 2 * salt + 1), self._columns(b)
+            with codes[0] as (left, scale_a), codes[1] as (right, scale_b):
+                matmul_int8(
+                    self.dev, out, left, right, scale_a, scale_b, bias=bias, accumulate=accumulate
+                )
 
-    def _weight_product(
-        self, out: Tensor, d_out: Operand, x: Operand, accumulate: bool, salt: int
-    ) -> None:
-        with self._columns(d_out, 2 * salt + 1) as left, self._columns(x) as right:
-            self._product(out, left, right, accumulate=accumulate)
+        return multiply
 
     @contextmanager
     def _rows(self, x: Tensor, salt: int | None = None) -> Iterator[Codes]:
@@ -80,15 +83,3 @@ class Int8Linear(Linear):
 
     def _rounding(self, salt: int | None) -> Stochastic | None:
         return None if salt is None else Stochastic(self._scalars, SALT + salt, self._seq_len)
-
-    def _product(
-        self,
-        out: Tensor,
-        left: Codes,
-        right: Codes,
-        *,
-        bias: Tensor | None = None,
-        accumulate: bool = False,
-    ) -> None:
-        (a, scale_a), (b, scale_b) = left, right
-        matmul_int8(self.dev, out, a, b, scale_a, scale_b, bias=bias, accumulate=accumulate)

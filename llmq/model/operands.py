@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from llmq.base.dtypes import DType
-from llmq.base.operand import Operand, ProductCodes, Target
+from llmq.base.operand import Operand, Result, Target
 from llmq.base.tensor import Tensor
 from llmq.model.activations import Activation
 from llmq.model.scales import NoScales
@@ -25,8 +25,6 @@ from llmq.runtime.device import Device
 
 HEAD = "norm"  # the LM head's input
 
-Result = Tensor | ProductCodes
-"""What a product has written."""
 Write = Callable[[Target], None]
 """Enqueues the kernel that makes a tensor, given where it goes; it is called once."""
 InputAgain = Callable[..., Operand]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -12,7 +11,7 @@ from itertools import chain
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.runtime.device import HOST_SPEC, Device
+from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 WARP = 32
@@ -32,7 +31,6 @@ MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruct
 PRODUCT_THREADS, PRODUCT_STAGES, STAGE_BYTES, BOXES_BYTES = 512, 4, 40960, 3 * 16384
 PRODUCT_SHARED = PRODUCT_STAGES * STAGE_BYTES + BOXES_BYTES + 8 * (2 * PRODUCT_STAGES + 6) + 1024
 PRODUCT_TILE = (256, 192)
-_library_only = False  # within library_products()
 
 # column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
@@ -296,43 +294,6 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     """Blocks of a kernel that works in OctetTiles: across, down."""
     expect_fp8_multiples(op, rows, columns)
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
-
-
-def takes_own_product(
-    dev: Device,
-    name: str,
-    sizes: Iterable[int],
-    rank: int = 0,
-    *,
-    faster: bool,
-    capability: int = CAPABILITY,
-) -> bool:
-    """Whether a device takes a product of our own, one of FUSED, for this compute capability.
-
-    sizes: what must be multiples, as bytes of rows. rank: of the adapters; 0: none. faster: whether
-    it is, by the sizes; a device that was told what to fuse (LLMQ_FUSED) does not ask, and may be
-    the CPU. Where GPUs exchange data, they take multiprocessors from a product, and its grid counts
-    on all of them.
-    """
-    there = dev.spec.capability == capability
-    if dev.fused is not None:
-        there = name in dev.fused and (there or dev.spec.capability == HOST_SPEC.capability)
-    elif not faster:
-        return False
-    if not there or dev.world_size > 1 or rank > MAX_RANK or _library_only:
-        return False
-    return all(size % MULTIPLE == 0 for size in sizes)
-
-
-@contextmanager
-def library_products() -> Iterator[None]:
-    """Within the block no product is of our own, as none is where GPUs exchange data."""
-    global _library_only
-    before, _library_only = _library_only, True
-    try:
-        yield
-    finally:
-        _library_only = before
 
 
 def own_product_tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:

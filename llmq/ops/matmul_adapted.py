@@ -6,16 +6,14 @@ which takes longer than its arithmetic.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
     expect_adapters,
     own_product_blocks,
     own_product_computed,
-    own_product_idle,
     rank_consts,
-    takes_own_product,
 )
 from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
@@ -30,13 +28,6 @@ SHARED = {
 }
 NARROW, WIDE = SHARED
 STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
-
-MIN_ROWS, MIN_COLUMNS = 2048, 8192
-# With fewer columns the last turn of the clusters counts. One without a tile costs the more the
-# longer K is, and what is saved, one reading and writing of the result, does not depend on K: the
-# part of the clusters' tiles that is none, times the bytes of a row of a
-# (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md).
-MOST_IDLE = 2400
 
 
 def _kernel(b_rows: int, tail_rows: int) -> Kernel:
@@ -68,24 +59,6 @@ def _kernel_of(columns: int, b_outside: bool, tail_outside: bool) -> Kernel:
         tails = (MATMUL_ADAPTED_TAIL_TRANSPOSED, MATMUL_ADAPTED_TAIL_TRANSPOSED_WIDE)
         return tails[columns == WIDE]
     return (MATMUL_ADAPTED, MATMUL_ADAPTED_WIDE)[columns == WIDE]
-
-
-def is_faster(dev: Device, out: Tensor, dtype: DType, K: int, h: Tensor) -> bool:
-    """Whether this is the way to compute out = a @ b + h @ tail on a device. dtype: of a (M, K).
-
-    Fp8 codes may be given to it only where their products may sum with fewer bits.
-    """
-    if out.dtype != BF16 or h.dtype != BF16 or dtype == F32:
-        return False
-    (M, N), R = out.shape, h.shape[1]
-    row = dtype.itemsize * K
-
-    def fills() -> bool:
-        tile = (TILE_ROWS, tile_columns(dev, M, N, row))
-        return own_product_idle(dev, M, N, tile) * row <= MOST_IDLE
-
-    faster = M >= MIN_ROWS and (N >= MIN_COLUMNS or fills())
-    return takes_own_product(dev, "matmul_adapted", (2 * N, row, 2 * R), R, faster=faster)
 
 
 def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:

@@ -16,17 +16,12 @@ from llmq.ops.common import (
     PRODUCT_TILE,
     num_sums,
     own_product_blocks,
-    takes_own_product,
 )
 from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
-from llmq.runtime.machine import PLAN_SPEC
 
 OP = "matmul_exp.forward"
-
-# Fewer rows would leave multiprocessors idle in the last turn, and gain less than launches cost.
-MIN_ROWS, MIN_COLUMNS = 2048, 8192
 
 FORWARD = Kernel(
     "matmul_exp.cu",
@@ -35,19 +30,6 @@ FORWARD = Kernel(
     "const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab",
     capability=CAPABILITY,
 )
-
-
-def serves(dev: Device, a: Tensor, N: int) -> bool:
-    """Whether this is the way to compute the loss of logits (M, N) = a (M, K) @ b^T on a device.
-
-    A plan for any GPU has it, too: it takes more scratch than the other way.
-    """
-    if a.dtype != BF16:
-        return False
-    (M, K), any_gpu = a.shape, dev.spec == PLAN_SPEC
-    capability = PLAN_SPEC.capability if any_gpu else CAPABILITY
-    faster, sizes = M >= MIN_ROWS and N >= MIN_COLUMNS, (2 * N, 2 * K)
-    return takes_own_product(dev, "matmul_exp", sizes, faster=faster, capability=capability)
 
 
 def forward(

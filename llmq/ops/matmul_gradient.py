@@ -15,9 +15,6 @@ from llmq.ops.common import (
     PRODUCT_THREADS,
     PRODUCT_TILE,
     own_product_blocks,
-    own_product_computed,
-    own_product_tiles,
-    takes_own_product,
 )
 from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
@@ -27,11 +24,6 @@ OP = "matmul_gradient.add"
 # Where sums may not be fast: after so many steps of 128 the tensor cores' sum, of 14
 # significant bits, is added to one in F32.
 PART_STEPS = 4
-
-MIN_DEPTH = 4096  # of what the sums are over: a shorter product hides less of the addition
-# Of the turns of all clusters that are work, and of the tiles' elements that are there. The library
-# divides sums among multiprocessors where turns would be wasted, and has tiles of other sizes.
-LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
 
 def _kernel(d: str) -> Kernel:
@@ -46,21 +38,6 @@ def _kernel(d: str) -> Kernel:
 
 # Declared apart, because one reads what it adds to.
 GRADIENT, GRADIENT_ACCUMULATE = _kernel("bf16*"), _kernel("inout bf16*")
-
-
-def serves(dev: Device, target: Tensor, K: int) -> bool:
-    """Whether this is the way to add a product of fp8 codes to a gradient (M, N) on a device.
-
-    K: rows that it is summed over.
-    """
-    M, N = target.shape
-    if target.dtype != BF16:
-        return False
-    tiles = own_product_tiles(M, N, PRODUCT_TILE)
-    used = tiles / own_product_computed(dev, M, N, PRODUCT_TILE)
-    filled = M * N / (tiles * PRODUCT_TILE[0] * PRODUCT_TILE[1])
-    faster = K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
-    return takes_own_product(dev, "matmul_gradient", (2 * N, K), faster=faster)
 
 
 def add(

@@ -23,7 +23,6 @@ from llmq.ops.common import (
     fp8_consts,
     own_product_blocks,
     rank_consts,
-    takes_own_product,
 )
 from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
@@ -31,10 +30,6 @@ from llmq.runtime.kernel import Kernel, expect, formats
 
 OP = "matmul_swiglu.forward"
 TILE = (256, 96)  # of out, of a cluster of two blocks
-
-# Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept, and
-# tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
-MIN_ROWS, MIN_COLUMNS = 2048, 4864
 
 FORWARD = Kernel(
     "matmul_swiglu.cu",
@@ -45,20 +40,6 @@ FORWARD = Kernel(
     "f32*? up_largest, inout i32*? up_found, inout f32*? up_abs_max, inout i32*? up_saturated",
     capability=CAPABILITY,
 )
-
-
-def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
-    """Whether this is the way to compute the activation (M, F) of a (M, K) on a device.
-
-    rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
-    products may sum with fewer bits.
-    """
-    if a.dtype not in (BF16, E4M3):
-        return False
-    M, K = a.shape
-    sizes = (M, F, a.dtype.itemsize * K, 2 * rank)
-    faster = M >= MIN_ROWS and F >= MIN_COLUMNS
-    return takes_own_product(dev, "matmul_swiglu", sizes, rank, faster=faster)
 
 
 def forward(

@@ -26,7 +26,6 @@ from llmq.ops.common import (
     fp8_consts,
     own_product_blocks,
     rank_consts,
-    takes_own_product,
 )
 from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
@@ -36,7 +35,6 @@ OP = "matmul_swiglu_backward"
 COLUMNS = 64  # F is a multiple of them: what the epilogue's warps share
 TURNED_BYTES = 32768  # two boxes of transposed codes of up and of gate; there is a stage less then
 BARRIERS = 64  # of 8 bytes: as many as there are, and some more
-MIN_ROWS, MIN_COLUMNS = 2048, 4864  # smaller products were not measured
 
 
 def _kernel(b_rows: int) -> Kernel:
@@ -52,20 +50,6 @@ def _kernel(b_rows: int) -> Kernel:
 
 
 CODES_B, HALVES_B = _kernel(96), _kernel(32)
-
-
-def serves(dev: Device, a: Tensor, F: int, rank: int = 0) -> bool:
-    """Whether this is the way to compute the gradient (M, 2F) from a (M, K) on a device.
-
-    rank: of the adapters, as h has it; 0: none. Fp8 codes may be given to it only where their
-    products may sum with fewer bits.
-    """
-    if a.dtype not in (BF16, E4M3, E5M2) or F % COLUMNS:
-        return False
-    M, K = a.shape
-    sizes = (M, a.dtype.itemsize * K, 2 * rank)
-    faster = M >= MIN_ROWS and F >= MIN_COLUMNS
-    return takes_own_product(dev, "matmul_swiglu_backward", sizes, rank, faster=faster)
 
 
 def backward(

@@ -8,9 +8,11 @@ whole model, where a few layers beside the whole head would run at another clock
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from llmq.base.batch import Batch
@@ -25,7 +27,6 @@ from llmq.bench.measure import (
     steps_for,
     timed_steps,
 )
-from llmq.ops.common import library_products
 from llmq.options.presets import preset
 from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
@@ -168,6 +169,20 @@ def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_
             found["refused"][str(index)] = " ".join(str(error).split())
         took.append(time.monotonic() - start)
         job.note(found)
+
+
+@contextmanager
+def library_products() -> Iterator[None]:
+    """Devices that are made within the block take no products of ours, as none does beside other
+    GPUs that exchange data (`Device.fused`)."""
+    before = os.environ.get("LLMQ_FUSED")
+    os.environ["LLMQ_FUSED"] = "none"
+    try:
+        yield
+    finally:
+        del os.environ["LLMQ_FUSED"]
+        if before is not None:
+            os.environ["LLMQ_FUSED"] = before
 
 
 def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:

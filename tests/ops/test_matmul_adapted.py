@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
-from llmq.ops.matmul_adapted import is_faster, matmul_adapted, tile_columns
+from llmq.ops.matmul_adapted import matmul_adapted, tile_columns
+from llmq.ops.product import Sizes, taken
 from llmq.ref.matmul_adapted import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared
@@ -123,9 +124,8 @@ def test_where_tiles_are_wide():
 def test_where_it_is_faster():
     dev = PlanDevice(replace(GPU_SPEC, num_sms=132))  # an H100's
 
-    def faster(dev=dev, M=4096, N=18944, K=3584, R=32, dtype=BF16, out=BF16):
-        out, h = (dev.alloc("t", (M, n), d, "Activations") for n, d in ((N, out), (R, BF16)))
-        return is_faster(dev, out, dtype, K, h)
+    def faster(dev=dev, M=4096, N=18944, K=3584, R=32, dtype=BF16, out=BF16, fast=True):
+        return taken(dev, "adapters", Sizes(M, N, K, dtype, out, R), fast=fast)
 
     assert faster() and faster(dtype=E4M3) and faster(R=128)
     assert not faster(M=1024) and not faster(R=136)
@@ -135,6 +135,7 @@ def test_where_it_is_faster():
     assert faster(N=3584, M=3584) and not faster(N=3584, M=3584, K=18944)
     assert not faster(N=512) and faster(N=512, M=16384)  # the first turn is not full
     assert not faster(dtype=F32) and not faster(out=F32)
+    assert not faster(dtype=E4M3, fast=False) and faster(fast=False)
     assert not any(faster(other) for other in devices_without())
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.ops import matmul_exp
+from llmq.ops.product import Sizes, taken
 from llmq.ref.matmul_exp import CASES
+from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
 from tests.own_products import arrays_of_logits, devices_without, wrong_logits
@@ -73,12 +75,13 @@ def test_which_products_it_serves():
     dev = PlanDevice(GPU_SPEC)
 
     def serves(dev=dev, M=4096, N=151936, K=896, dtype=BF16):
-        return matmul_exp.serves(dev, dev.alloc("a", (M, K), dtype, "Activations"), N)
+        return taken(dev, "exp", Sizes(M, N, K, dtype, dtype))
 
     assert serves() and serves(N=50304, K=768)
     assert not serves(dtype=F32) and not serves(M=1024) and not serves(N=4096)
     assert not serves(K=892) and not serves(N=50300)  # rows of no multiple of 16 bytes
     assert not any(serves(other) for other in devices_without())
+    assert serves(PlanDevice(PLAN_SPEC))  # a plan for any GPU has the way that needs more
 
 
 def test_wrong_arguments():

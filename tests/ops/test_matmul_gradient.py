@@ -11,6 +11,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.tensor import Accumulator
 from llmq.ops import matmul_gradient
+from llmq.ops.product import Sizes, taken
 from llmq.ref.matmul_gradient import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared, step_scalars
@@ -76,8 +77,8 @@ def test_all_multiprocessors(hopper, rng):
 def test_which_gradients_it_serves():
     dev = PlanDevice(replace(GPU_SPEC, num_sms=132))  # an H100's
 
-    def serves(dev=dev, M=17920, N=1536, K=32768, target=BF16):
-        return matmul_gradient.serves(dev, dev.alloc("d", (M, N), target, "Gradients"), K)
+    def serves(dev=dev, M=17920, N=1536, K=32768, dtype=E4M3, target=BF16):
+        return taken(dev, "gradient", Sizes(M, N, K, dtype, target))
 
     def served(weights):
         return [name for name, (M, N) in weights.items() if serves(M=M, N=N)]
@@ -90,6 +91,7 @@ def test_which_gradients_it_serves():
     assert served(weights(2048, 2560, 11008)) == ["up", "down"]
     assert served(weights(3584, 4608, 18944)) == ["up", "down"]
     assert not serves(target=F32) and not serves(K=2048)
+    assert serves(dtype=E5M2) and not serves(dtype=BF16)
     assert not serves(K=32776) and not serves(N=1532)  # rows of no multiple of 16 bytes
     assert not any(serves(other) for other in devices_without())
 

@@ -11,6 +11,7 @@ from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.ops import matmul_swiglu, swiglu
 from llmq.ops.matmul import matmul_fp8
 from llmq.ops.matmul_adapted import matmul_adapted
+from llmq.ops.product import Sizes, taken
 from llmq.ref.matmul_swiglu import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.fp8_out import outputs
@@ -202,15 +203,15 @@ def test_codes_on_all_multiprocessors(hopper, layout):
 def test_which_products_it_serves():
     dev = PlanDevice(GPU_SPEC)
 
-    def serves(dev=dev, M=4096, F=18944, K=3584, rank=0, dtype=E4M3):
-        a = dev.alloc("a", (M, K), dtype, "Activations")
-        return matmul_swiglu.serves(dev, a, F, rank)
+    def serves(dev=dev, M=4096, F=18944, K=3584, rank=0, dtype=E4M3, fast=True):
+        return taken(dev, "glu", Sizes(M, F, K, dtype, None, rank), fast=fast)
 
     assert serves() and serves(dtype=BF16) and serves(rank=128) and serves(F=4864, K=896)
     assert not serves(F=4096) and not serves(M=1024) and not serves(rank=136)
     assert not serves(M=4104) and not serves(F=18952)  # codes of both layouts
     assert not serves(rank=12) and not serves(K=3592)  # rows of no multiple of 16 bytes
     assert not serves(dtype=F32) and not serves(dtype=E5M2)
+    assert not serves(fast=False) and serves(dtype=BF16, fast=False)
     assert not any(serves(other) for other in devices_without())
 
 

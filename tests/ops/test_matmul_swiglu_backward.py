@@ -11,8 +11,9 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import Fp8Out
-from llmq.ops import matmul_swiglu_backward, swiglu
+from llmq.ops import swiglu
 from llmq.ops.matmul_swiglu_backward import backward
+from llmq.ops.product import Sizes, taken
 from llmq.ref.matmul_adapted import matmul_adapted
 from llmq.ref.matmul_swiglu_backward import CASES
 from llmq.runtime.plan_device import PlanDevice
@@ -148,15 +149,15 @@ def test_scales_just_in_time(hopper, rng):
 def test_where_it_serves():
     dev = PlanDevice(GPU_SPEC)
 
-    def serves(dev=dev, M=4096, F=18944, K=3584, dtype=E4M3, rank=0):
-        a = dev.alloc("a", (M, K), dtype, "Activations")
-        return matmul_swiglu_backward.serves(dev, a, F, rank)
+    def serves(dev=dev, M=4096, F=18944, K=3584, dtype=E4M3, rank=0, fast=True):
+        return taken(dev, "glu_grad", Sizes(M, F, K, dtype, None, rank), fast=fast)
 
     assert serves() and serves(dtype=E5M2) and serves(dtype=BF16) and serves(rank=128)
     assert serves(M=32768, F=4864, K=896) and serves(M=32768, F=8960, K=1536)
     assert not serves(M=1024) and not serves(F=2816) and not serves(dtype=F32)
     assert not serves(M=4104) and not serves(F=18960)  # what a warp has of a tile
     assert not serves(rank=136) and not serves(rank=12) and not serves(K=3592)
+    assert not serves(fast=False) and serves(dtype=BF16, fast=False)
     assert not any(serves(other) for other in devices_without())
 
 

@@ -2,15 +2,14 @@
 
     x -> up -> swiglu|geglu|gelu -> down -> out
 
-Where `BlockLinear.activates`, a product and the activation behind it are one operation.
-`operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
-With --mlp-dtype e4m3 it also turns the memory of what products write for the activation into fp8
-codes and a scale: mlp_up, and the gradient of the activation's output.
+The activation is the epilogue of the up product, and its gradient that of the down product's input
+gradient (`ops/product.py`). `operands` turns a tensor into what products take: with fp8 codes and a
+scale, without it itself. With --mlp-dtype e4m3 it also turns the memory of what products write for
+the activation into fp8 codes and a scale: mlp_up, and the gradient of the activation's output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -18,25 +17,18 @@ from typing import NamedTuple
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
-from llmq.base.operand import Activated, ActivatedGradient, Operand, ProductCodes, Target
+from llmq.base.epilogue import Activated, ActivatedGradient, Handed
+from llmq.base.operand import Operand, ProductCodes, Result, Target
 from llmq.base.tensor import Tensor
 from llmq.model.activations import Activation, HalfLayer, Recompute
 from llmq.model.halves.half import Shared
 from llmq.model.linear import Linear
-from llmq.model.operands import InputAgain, Result
+from llmq.model.operands import InputAgain
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import gelu, swiglu
+from llmq.ops.product import ACTIVATIONS
 from llmq.runtime.device import Device
 
 NOWHERE = Target(None)
-
-
-def activation(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The calls of the model's activation: forward, backward."""
-    if not config.gated:
-        return gelu.forward, gelu.backward
-    geglu = config.activation == "geglu"
-    return partial(swiglu.forward, gelu=geglu), partial(swiglu.backward, gelu=geglu)
 
 
 class _Kept(NamedTuple):
@@ -60,8 +52,7 @@ class MlpHalf:
     def __init__(self, shared: Shared):
         config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
-        self.activate, self.activate_backward = activation(config)
-        self.gelu = config.activation == "geglu"
+        self.activation = config.activation
         self._coded = options.mlp_dtype == "e4m3"
         gradient = options.gradient_dtype
         self._gradient_dtype = parse_dtype(gradient) if self._coded else self.operands.dtype
@@ -86,22 +77,18 @@ class MlpHalf:
     def forward(self, temps: ExitStack, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
         """here.out from x (rows, C)."""
 
-        def write(to: Target) -> None:
+        mlp_up = here.kept.mlp_up
+        handed = Handed(
+            place=partial(mlp_up.place, self.dev),
+            kept=mlp_up.tensor,
+            result=partial(self.operands.result, mlp_up.slot),
             # Without scales, codes are made twice, and what reads them has to wait.
-            known = self.operands.scales.ready or not self._coded
-            if known and self.linear.activates(here.index, "up", x, w):
+            ready=self.operands.scales.ready or not self._coded,
+        )
 
-                def activate(mlp_up: Result | None) -> None:
-                    out = Activated(mlp_up, to, self.gelu)
-                    self.linear.forward(here.index, "up", out, x, w)
-
-                self.operands.result(here.kept.mlp_up.slot, here.kept.mlp_up.tensor, activate)
-                return
-            with ExitStack() as inner:
-                place = here.kept.mlp_up.place(self.dev, inner)
-                multiply = partial(self.linear.forward, here.index, "up", x=x, w=w)
-                mlp_up = self.operands.result(here.kept.mlp_up.slot, place, multiply)
-                self.activate(self.dev, to.out, mlp_up, abs_max=to.abs_max, fp8=to.fp8)
+        def write(to: Target) -> None:
+            epilogue = Activated(name=self.activation, to=to)
+            self.linear.forward(here.index, "up", handed, x, w, epilogue=epilogue)
 
         mlp_act = self.operands.input(temps, here.kept.mlp_act, write)
         out, addend = here.out
@@ -118,7 +105,8 @@ class MlpHalf:
         if computed or self.linear.needs_input(here.index, "up", g):
             x = x_again(product=computed)
         if computed:
-            self.linear.forward(here.index, "up", mlp_up, x, w)
+            epilogue = Activated(name=self.activation, to=None)  # the bits of the first time
+            self.linear.forward(here.index, "up", mlp_up, x, w, epilogue=epilogue)
         return MlpAgain(x, mlp_up)
 
     def backward(
@@ -183,25 +171,19 @@ class MlpHalf:
         act: Target,
     ) -> None:
         """`to` from d_down; and the activation once more, where `act` wants it."""
-        # With the activation's codes in it as well, one kernel takes longer than two.
-        if act.fp8 is None and self.linear.activates(here.index, "down", d_down, w, backward=True):
-            d_x = ActivatedGradient(mlp_up, to, act.out, self.gelu)
-            self.linear.input_gradient(here.index, "down", d_x, d_down, w, g)
-            return
-        multiply = partial(self.linear.input_gradient, here.index, "down", d_out=d_down, w=w, g=g)
-        with ExitStack() as temps:
-            place = act.out  # may go where its gradient is, which is not needed again
-            if place is None:
-                scratch = self.dev.scratch(
-                    "d_mlp_act", here.kept.mlp_act.shape, self._gradient_dtype
-                )
-                place = temps.enter_context(scratch)
-            d_mlp_act = self.operands.result(here.slot("d_mlp_act"), place, multiply)
-            backward = partial(
-                self.activate_backward, self.dev, to.out, d_mlp_act, mlp_up,
-                abs_max=to.abs_max, fp8=to.fp8, out=act.out, out_fp8=act.fp8,
-            )  # fmt: skip
-            self.operands.written(here.slot("d_mlp_up"), backward)
+        shape, slot = here.kept.mlp_act.shape, here.slot("d_mlp_act")
+
+        def place(temps: ExitStack) -> Tensor:
+            scratch = self.dev.scratch("d_mlp_act", shape, self._gradient_dtype)
+            return temps.enter_context(scratch)
+
+        handed = Handed(
+            place=place,
+            result=partial(self.operands.result, slot),
+            written=partial(self.operands.written, here.slot("d_mlp_up")),
+        )
+        epilogue = ActivatedGradient(name=self.activation, up=mlp_up, to=to, again=act)
+        self.linear.input_gradient(here.index, "down", handed, d_down, w, g, epilogue=epilogue)
 
 
 class MlpDecoder:
@@ -212,7 +194,7 @@ class MlpDecoder:
     ):
         """positions: of no use here, where no token sees another."""
         self.dev, self.linear, self.dtype = dev, linear, dtype
-        self.activate, _ = activation(config)
+        self.activate, _ = ACTIVATIONS[config.activation]
 
     def forward(
         self,

@@ -1,0 +1,521 @@
+"""The product of two matrices with what follows it: the one place that chooses the kernels.
+
+`product` takes a kernel that does both where ROUTES has one for the device, formats and sizes. Else
+the library computes the product, and the epilogue's own kernels follow, with the scratch that they
+need. Everybody else says what is computed, and never asks how.
+
+A route is a rule of device, formats and sizes, and no measurement: plans have the launches of runs.
+LLMQ_FUSED takes the place of the part of a rule that says what is faster (`Device.fused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.epilogue import (
+    STORE,
+    Activated,
+    ActivatedGradient,
+    Adapters,
+    CrossEntropy,
+    Epilogue,
+    Handed,
+    RowFactors,
+)
+from llmq.base.operand import Fp8, Operand, ProductCodes, Result, Target
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops import (
+    cross_entropy,
+    exp_rows,
+    gelu,
+    matmul_adapted,
+    matmul_exp,
+    matmul_gradient,
+    matmul_swiglu,
+    matmul_swiglu_backward,
+    reduce,
+    swiglu,
+)
+from llmq.ops.common import (
+    CAPABILITY,
+    MAX_RANK,
+    MULTIPLE,
+    PRODUCT_TILE,
+    num_sums,
+    own_product_computed,
+    own_product_idle,
+    own_product_tiles,
+)
+from llmq.ops.matmul import matmul, matmul_fp8
+from llmq.runtime.device import HOST_SPEC, Device
+from llmq.runtime.machine import PLAN_SPEC
+
+Multiply = Callable[..., None]
+"""Enqueues a product by itself: (out, bias=None, accumulate=False)."""
+
+ACTIVATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    "swiglu": (swiglu.forward, swiglu.backward),
+    "geglu": (partial(swiglu.forward, gelu=True), partial(swiglu.backward, gelu=True)),
+    "gelu": (gelu.forward, gelu.backward),
+}
+GATED = ("swiglu", "geglu")
+
+
+# -- Routes ----------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """What a route goes by: out (M, N) of sums over K; F columns with a gated activation behind it.
+
+    a, out: formats. rank: columns of the adapters; 0: there are none.
+    """
+
+    M: int
+    N: int
+    K: int
+    a: DType
+    out: DType | None
+    rank: int = 0
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of a."""
+        return self.a.itemsize * self.K
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A kernel of ours for a product and its epilogue, and where it is taken.
+
+    kernel: one of FUSED. a: formats of the operand a. out: the result's, if it matters. aligned:
+    what has to be multiples of 16, mostly bytes of rows. columns: what N is a multiple of. rows,
+    least: M and N from which it is faster than two kernels; faster: what else says so.
+    fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
+    it takes one. any_gpu: whether a plan for any GPU has it, because it takes more scratch.
+    exact: whether the bits are those of the two kernels, with the same product.
+    """
+
+    kernel: str
+    a: tuple[DType, ...]
+    out: DType | None = None
+    aligned: Callable[[Sizes], Iterable[int]]
+    columns: Callable[[], int] = lambda: 1
+    rows: int = 0
+    least: int = 0
+    faster: Callable[[Device, Sizes], bool] = lambda dev, sizes: True
+    fast: bool = False
+    bias: bool = False
+    any_gpu: bool = False
+    exact: bool
+
+
+def _fills_turns(dev: Device, sizes: Sizes) -> bool:
+    """With fewer columns the last turn of the clusters counts. One without a tile costs the more
+    the longer K is, and what is saved, one reading and writing of the result, does not depend on K:
+    the part of the clusters' tiles that is none, times the bytes of a row of a
+    (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md)."""
+    if sizes.N >= MANY_COLUMNS:
+        return True
+    M, N, row = sizes.M, sizes.N, sizes.row
+    tile = (matmul_adapted.TILE_ROWS, matmul_adapted.tile_columns(dev, M, N, row))
+    return own_product_idle(dev, M, N, tile) * row <= MOST_IDLE
+
+
+def _uses_turns(dev: Device, sizes: Sizes) -> bool:
+    """The library divides sums among multiprocessors where turns would be wasted, and has tiles of
+    other sizes. A shorter product hides less of the addition."""
+    M, N = sizes.M, sizes.N
+    tiles = own_product_tiles(M, N, PRODUCT_TILE)
+    used = tiles / own_product_computed(dev, M, N, PRODUCT_TILE)
+    filled = M * N / (tiles * PRODUCT_TILE[0] * PRODUCT_TILE[1])
+    return sizes.K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
+
+
+MANY_COLUMNS, MOST_IDLE = 8192, 2400
+MIN_DEPTH = 4096
+# Of the turns of all clusters that are work, and of the tiles' elements that are there.
+LEAST_USED, LEAST_FILLED = 0.87, 0.93
+
+# By the kind of the epilogue, and "adapters": what is added, without an epilogue.
+ROUTES = {
+    "adapters": Route(
+        kernel="matmul_adapted",
+        a=(BF16, E4M3, E5M2),
+        out=BF16,
+        aligned=lambda s: (2 * s.N, s.row, 2 * s.rank),
+        rows=2048,
+        faster=_fills_turns,
+        fast=True,
+        bias=True,
+        exact=False,  # two products are rounded twice
+    ),
+    # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept,
+    # and tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
+    "glu": Route(
+        kernel="matmul_swiglu",
+        a=(BF16, E4M3),
+        aligned=lambda s: (s.M, s.N, s.row, 2 * s.rank),
+        rows=2048,
+        least=4864,
+        fast=True,
+        exact=True,
+    ),
+    "glu_grad": Route(  # smaller products were not measured
+        kernel="matmul_swiglu_backward",
+        a=(BF16, E4M3, E5M2),
+        aligned=lambda s: (s.M, s.row, 2 * s.rank),
+        columns=lambda: matmul_swiglu_backward.COLUMNS,
+        rows=2048,
+        least=4864,
+        fast=True,
+        exact=True,
+    ),
+    "gradient": Route(
+        kernel="matmul_gradient",
+        a=(E4M3, E5M2),
+        out=BF16,
+        aligned=lambda s: (2 * s.N, s.K),
+        faster=_uses_turns,
+        exact=True,
+    ),
+    # Fewer rows would leave cores idle in the last turn, and gain less than launches cost.
+    "exp": Route(
+        kernel="matmul_exp",
+        a=(BF16,),
+        aligned=lambda s: (2 * s.N, 2 * s.K),
+        rows=2048,
+        least=8192,
+        any_gpu=True,
+        exact=False,  # exponentials are rounded, and not the gradient
+    ),
+}
+
+
+def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route | None:
+    """The route of an epilogue's kind on a device for a product of these sizes; None: two kernels.
+
+    fast: whether sums of fp8 codes may have fewer bits. A device that was told what to fuse does
+    not ask what is faster, and may be the CPU. Where GPUs exchange data, they take multiprocessors
+    from a product, and its grid counts on all of them.
+    """
+    route = ROUTES.get(kind)
+    if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
+        return None
+    if route.fast and sizes.a != BF16 and not fast:
+        return None
+    there = dev.spec.capability == CAPABILITY or (route.any_gpu and dev.spec == PLAN_SPEC)
+    told = dev.fused
+    if told is not None:
+        on_cpu = dev.spec.capability == HOST_SPEC.capability
+        there = route.kernel in told and (there or on_cpu)
+    if not there or dev.world_size > 1 or sizes.rank > MAX_RANK or sizes.N % route.columns():
+        return None
+    large = route.rows <= sizes.M and route.least <= sizes.N
+    if told is None and not (large and route.faster(dev, sizes)):
+        return None
+    return route if all(size % MULTIPLE == 0 for size in route.aligned(sizes)) else None
+
+
+# -- Products --------------------------------------------------------------------------------------
+
+
+class _Terms(NamedTuple):
+    """A product, and what is added before it is rounded; as of `product`."""
+
+    dev: Device
+    a: Operand
+    b: Operand
+    trans_a: bool
+    trans_b: bool
+    adapters: Adapters | None
+    bias: Tensor | None
+    addend: Tensor | None
+    fast: bool
+    multiply: Multiply | None
+
+    @property
+    def left(self) -> Tensor:
+        """What is multiplied of a: fp8 codes lie with K last."""
+        if not isinstance(self.a, Fp8):
+            return self.a
+        return self.a.transposed if self.trans_a else self.a.codes
+
+    @property
+    def right(self) -> Tensor:
+        """What is multiplied of b."""
+        if not isinstance(self.b, Fp8):
+            return self.b
+        return self.b.codes if self.trans_b else self.b.transposed
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Both operands' scales, of fp8 codes."""
+        return (self.a.scale, self.b.scale) if isinstance(self.b, Fp8) else (None, None)
+
+    def route(self, kind: str, out: DType | None = None) -> Route | None:
+        """The route of this product with an epilogue, or of "adapters"; None: two kernels."""
+        if self.multiply is not None:
+            return None
+        adapters, left, right = self.adapters, self.left, self.right
+        if adapters is not None and (adapters.added or adapters.hidden.dtype != BF16):
+            return None
+        last = self.trans_b or isinstance(self.b, Fp8)
+        M, K = left.shape[::-1] if self.trans_a and left is self.a else left.shape
+        N = right.shape[0 if last else 1] // (2 if kind == "glu" else 1)
+        rank = 0 if adapters is None else adapters.hidden.shape[1]
+        route = taken(self.dev, kind, Sizes(M, N, K, left.dtype, out, rank), fast=self.fast)
+        # A bias comes before an activation.
+        return None if route and self.bias is not None and not route.bias else route
+
+    def joined(self, launch: Callable[[Tensor | None, Tensor | None], None]) -> None:
+        """Launch a product of ours with the adapters' operands, or without any."""
+        if self.adapters is None:
+            launch(None, None)
+            return
+        with self.adapters.made() as tail:
+            launch(self.adapters.hidden, tail)
+
+
+def product(
+    dev: Device,
+    out: Result | Accumulator | Handed,
+    a: Operand,
+    b: Operand,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    adapters: Adapters | None = None,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    epilogue: Epilogue = STORE,
+    fast: bool = False,
+    multiply: Multiply | None = None,
+) -> None:
+    """out = op(a) @ op(b) + hidden @ tail^T + bias + addend, and what the epilogue makes of it.
+
+    Sums are F32. Where no kernel of ours is taken, the first product is rounded, with bias and
+    addend in it, before the adapters' is added.
+
+    Args (two dimensions; operands are tensors, or fp8 codes in the layouts that are multiplied):
+        out       (M,N)  in the form that the epilogue says
+        a         (M,K)  (K,M) with trans_a
+        b         (K,N)  (N,K) with trans_b
+        bias      (N,)   like out, of fp8 codes BF16; or None
+        addend    (M,N)  like out, other memory; or None, as it is unless `takes_addend`
+        fast             whether sums of fp8 codes may have fewer bits, see `matmul_fp8`
+        multiply         computes the product by itself, of a format that only its owner knows; it
+                         takes no addend, and no kernel of ours takes its place
+
+    Raises: TypeError for a wrong dtype, ValueError for a wrong shape, as the kernels' launchers do.
+    """
+    terms = _Terms(dev, a, b, trans_a, trans_b, adapters, bias, addend, fast, multiply)
+    _EPILOGUES[epilogue.kind](terms, out, epilogue)
+
+
+def route(
+    dev: Device,
+    out: Tensor,
+    a: Operand,
+    b: Operand,
+    *,
+    trans_b: bool = False,
+    epilogue: Epilogue,
+) -> Route | None:
+    """The route of a product without other terms, for those who give it what only a kernel of ours
+    needs; None: it is two kernels."""
+    terms = _Terms(dev, a, b, False, trans_b, None, None, None, False, None)
+    return terms.route(epilogue.kind, out.dtype)
+
+
+def takes_addend(
+    dev: Device, out: Tensor, dtype: DType, K: int, hidden: Tensor | None, *, fast: bool
+) -> bool:
+    """Whether a product, of an operand (M, K) of this format, may have an addend.
+
+    Not beside adapters (hidden (M, R)) that are a product of their own, whose result would be
+    rounded as finely as the addend, not as the first product's.
+    """
+    if hidden is None:
+        return True
+    sizes = Sizes(*out.shape, K, dtype, out.dtype, hidden.shape[1])
+    return hidden.dtype == BF16 and taken(dev, "adapters", sizes, fast=fast) is not None
+
+
+def _library(terms: _Terms, out: Result, *, accumulate: bool = False) -> None:
+    """out = or += the product with bias and addend, without the adapters'."""
+    dev, a, b, trans_a, trans_b, _, bias, addend, fast, multiply = terms
+    if multiply is not None:
+        if addend is not None:
+            raise TypeError("product: addend must be None where `multiply` is given")
+        multiply(out, bias=bias, accumulate=accumulate)
+    elif isinstance(b, Fp8):
+        matmul_fp8(
+            dev, out, terms.left, terms.right, a.scale, b.scale, bias=bias, addend=addend,
+            accumulate=accumulate, fast_accumulation=fast,
+        )  # fmt: skip
+    else:
+        matmul(
+            dev, out, a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, addend=addend,
+            accumulate=accumulate,
+        )  # fmt: skip
+
+
+def _adapted(terms: _Terms, out: Tensor) -> None:
+    """All terms by one kernel of ours."""
+    terms.joined(
+        lambda hidden, tail: matmul_adapted.matmul_adapted(
+            terms.dev, out, terms.left, terms.right, hidden, tail, *terms.scales,
+            bias=terms.bias, addend=terms.addend, transposed=not terms.trans_b,
+        )
+    )  # fmt: skip
+
+
+def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
+    adapters = terms.adapters
+    if adapters is None:
+        _library(terms, out)
+        return
+    if terms.route("adapters", out.dtype) is not None:
+        _adapted(terms, out)
+        return
+    _library(terms, out)
+    dev, hidden = terms.dev, adapters.hidden
+    with adapters.made() as tail:
+        if adapters.added is None:
+            matmul(dev, out, hidden, tail, trans_b=terms.trans_b, accumulate=True)
+            return
+        with dev.scratch("d_dropped", out.shape, out.dtype) as second:
+            matmul(dev, second, hidden, tail, trans_b=terms.trans_b)
+            adapters.added(out, second)
+
+
+def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
+    dev, target = terms.dev, out.tensor
+    if terms.route("gradient", target.dtype) is not None:
+        matmul_gradient.add(
+            dev, out, terms.left, terms.right, *terms.scales, fast_accumulation=terms.fast
+        )
+    elif target.dtype == F32 or not out.accumulate:
+        _library(terms, target, accumulate=out.accumulate)
+    else:
+        with dev.scratch("d_weight", target.shape, target.dtype) as part:
+            _library(terms, part)
+            reduce.add(dev, out, part)
+
+
+def _alone(terms: _Terms, route: Route | None, out: Result) -> None:
+    """The product without its activation, with the sums that the route has."""
+    if route is None:
+        _store(terms, out)
+    elif isinstance(out, ProductCodes):
+        terms.joined(partial(_swiglu, terms, out, Target(None), "swiglu"))
+    else:
+        _adapted(terms, out)
+
+
+def _swiglu(
+    terms: _Terms,
+    up: Result | None,
+    to: Target,
+    name: str,
+    hidden: Tensor | None,
+    tail: Tensor | None,
+) -> None:
+    matmul_swiglu.forward(
+        terms.dev, up, to.out, terms.left, terms.right, hidden, tail, *terms.scales,
+        gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8,
+    )  # fmt: skip
+
+
+def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
+    name, to = epilogue.name, epilogue.to
+    route = terms.route("glu") if name in GATED else None
+    if to is None:
+        _alone(terms, route, out)
+        return
+    if route is not None and out.ready:
+        out.result(out.kept, lambda up: terms.joined(partial(_swiglu, terms, up, to, name)))
+        return
+    forward, _ = ACTIVATIONS[name]
+    with ExitStack() as temps:
+        up = out.result(out.place(temps), partial(_alone, terms, route))
+        out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
+
+
+def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> None:
+    name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
+    # Of codes, two kernels are faster.
+    route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
+    # With the activation's codes in it as well, one kernel takes longer than two.
+    if route is not None and again.fp8 is None:
+        terms.joined(
+            lambda hidden, tail: matmul_swiglu_backward.backward(
+                terms.dev, to.out, terms.left, terms.right, up, hidden, tail, *terms.scales,
+                gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8, out=again.out,
+            )
+        )  # fmt: skip
+        return
+    _, backward = ACTIVATIONS[name]
+    with ExitStack() as temps:
+        # The activation may go where its gradient is, which is not needed again.
+        place = out.place(temps) if again.out is None else again.out
+        d_act = out.result(place, partial(_alone, terms, route))
+        launch = partial(
+            backward, terms.dev, to.out, d_act, up,
+            abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
+        )  # fmt: skip
+        out.written(launch)
+
+
+def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
+    e, dev = epilogue, terms.dev
+    if e.gradient and terms.route("exp", out.dtype) is not None:
+        _exponentials(terms, out, e)
+        return
+    _store(terms, out)
+    if not e.gradient:
+        cross_entropy.forward(dev, e.losses, e.lse, out, e.targets, e.vocab_size)
+        return
+    cross_entropy.forward_backward(
+        dev, out, e.losses, e.lse, e.targets, e.vocab_size, e.z_loss,
+        codes=e.codes, code_scale=e.code_scale,
+    )  # fmt: skip
+
+
+def _exponentials(terms: _Terms, out: Tensor, e: CrossEntropy) -> None:
+    """out gets the exponentials of logits, which are their gradient but for a factor of each row.
+
+    Their sums by tiles, their shifts and the targets' logits are scratch.
+    """
+    dev, (rows, columns), x, weight = terms.dev, out.shape, terms.a, terms.b
+    with (
+        dev.scratch("logits.sums", (num_sums(columns), rows), F32) as sums,
+        dev.scratch("logits.shift", (rows,), F32) as shift,
+        dev.scratch("logits.targets", (rows,), F32) as picked,
+    ):
+        exp_rows.shift(dev, shift, x, weight, e.targets)
+        matmul_exp.forward(dev, out, sums, picked, x, weight, shift, e.targets, e.vocab_size)
+        exp_rows.finish(
+            dev, out, x, e.losses, e.lse, e.factors, sums, shift, picked, weight, e.targets,
+            e.vocab_size, e.z_loss, scale_x=e.scale_a,
+        )  # fmt: skip
+
+
+def _row_factors(terms: _Terms, out: Tensor, epilogue: RowFactors) -> None:
+    _store(terms, out)
+    exp_rows.scale(terms.dev, out, epilogue.factors)
+
+
+_EPILOGUES: dict[str, Callable[[_Terms, Any, Any], None]] = {
+    "store": _store,
+    "gradient": _gradient,
+    "glu": _activation,
+    "glu_grad": _activation_gradient,
+    "exp": _cross_entropy,
+    "rows": _row_factors,
+}
