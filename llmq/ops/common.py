@@ -342,12 +342,59 @@ def expect_adapters(
     return R
 
 
-def expect_left(op: str, a: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> None:
-    """BF16 a, or E4M3 codes, beside which both operands have a scale."""
-    if a.dtype == E4M3:
+# -- What launchers of products check --------------------------------------------------------------
+
+
+def expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]) -> None:
+    """Raise ValueError unless it has two dimensions, TypeError unless it has one of the dtypes."""
+    if len(tensor.shape) != 2:
+        raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
+    if tensor.dtype not in dtypes:
+        expected = " or ".join(dtype.label for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
+
+
+def expect_operands(
+    op: str,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    dtypes: tuple[DType, ...],
+    codes: tuple[DType, ...] = (E4M3, E5M2),
+) -> None:
+    """Raise TypeError or ValueError unless a and b can be multiplied, but for their sizes.
+
+    dtypes: those that a may have; b has a's, or is of `codes` if a is fp8, whose scales F32 (1,)
+    are given then, and no others.
+    """
+    expect_matrix(op, "a", a, dtypes)
+    is_fp8 = a.dtype in (E4M3, E5M2)
+    expect_matrix(op, "b", b, codes if is_fp8 else (a.dtype,))
+    if a.dtype == b.dtype == E5M2:
+        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
+    if is_fp8:
         expect(op, "scale_a", scale_a, F32, (1,))
         expect(op, "scale_b", scale_b, F32, (1,))
-    elif a.dtype != BF16:
-        raise TypeError(f"{op}: a must be {E4M3.label} or BF16, got {a.dtype.label}")
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
+
+
+def expect_added(
+    op: str,
+    out: Tensor,
+    bias: Tensor | None,
+    addend: Tensor | None = None,
+    *,
+    accumulate: bool = False,
+    bias_dtype: DType = BF16,
+) -> None:
+    """Raise TypeError or ValueError unless bias (N,) and addend can be added to out (M, N)."""
+    for name, tensor in (("bias", bias), ("addend", addend)):
+        if accumulate and tensor is not None:
+            raise ValueError(f"{op}: {name} and accumulate exclude each other")
+    if addend is not None:
+        expect(op, "addend", addend, out.dtype, out.shape)
+    if bias is not None:
+        expect(op, "bias", bias, bias_dtype, out.shape[1:])

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
 from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
+from llmq.ops.common import FP8_MULTIPLE, expect_added, expect_matrix, expect_operands
 from llmq.runtime.arena import ALIGN
 from llmq.runtime.block_scales import BLOCK, SCALARS, scales_bytes
 from llmq.runtime.cost import Cost, product_cost
@@ -35,7 +36,6 @@ _FP8_ARGS = (
 )
 MATMUL_FP8 = Kernel("matmul", "matmul_fp8", args=f"D* out, {_FP8_ARGS}")
 MATMUL_FP8_ACCUMULATE = Kernel("matmul", "matmul_fp8", args=f"inout D* out, {_FP8_ARGS}")
-FP8_MULTIPLE = 16  # of M, N and K: rows of codes that start at multiples of 16 bytes
 
 _MXFP8_ARGS = (
     "const A* a, const B* b, const u8* scales, const f32* scalars, const bf16*? bias, "
@@ -81,17 +81,15 @@ def matmul(
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        _expect_matrix("matmul", name, tensor, (F32, BF16))
+    expect_matrix("matmul", "out", out, (F32, BF16))
+    expect_operands("matmul", a, b, dtypes=(F32, BF16))
     if a.dtype == F32 and out.dtype != F32:
         raise TypeError("matmul: out must be F32 where a is F32, got BF16")
     M, N = out.shape
     K = a.shape[0] if trans_a else a.shape[1]
     expect("matmul", "a", a, None, (K, M) if trans_a else (M, K))
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
-    _check_added("matmul", out, bias, addend, accumulate)
-    if bias is not None:
-        expect("matmul", "bias", bias, out.dtype, (N,))
+    expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
     cost = product_cost(
         (M, N, K),
@@ -150,16 +148,13 @@ def matmul_fp8(
     """
     op = "matmul_fp8"
     out, *of_codes = _expect_result(op, out, a, b)
+    expect_operands(op, a, b, scale_a, scale_b, dtypes=(E4M3, E5M2))
     M, N, K = _fp8_sizes(op, out, a, b)
-    expect(op, "scale_a", scale_a, F32, (1,))
-    expect(op, "scale_b", scale_b, F32, (1,))
     if accumulate and out.dtype != F32:
         raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
     if addend is not None and out.dtype in (E4M3, E5M2):
         raise TypeError(f"{op}: out must be F32 or BF16 with addend, got {out.dtype.label}")
-    _check_added(op, out, bias, addend, accumulate)
-    if bias is not None:
-        expect(op, "bias", bias, BF16, (N,))
+    expect_added(op, out, bias, addend, accumulate=accumulate)
     operands = (out, a, b, scale_a, scale_b, bias, addend)
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
@@ -255,10 +250,6 @@ def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple)
 
 def _fp8_sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     """(M, N, K) of out (M,N), a (M,K) and b (N,K)."""
-    for name, tensor in (("a", a), ("b", b)):
-        _expect_matrix(op, name, tensor, (E4M3, E5M2))
-    if a.dtype == b.dtype == E5M2:
-        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
     (M, N), K = out.shape, a.shape[1]
     if M % FP8_MULTIPLE or N % FP8_MULTIPLE or K % FP8_MULTIPLE:
         raise ValueError(f"{op}: M, N, K must be multiples of {FP8_MULTIPLE}, got {(M, N, K)}")
@@ -272,27 +263,9 @@ def _expect_result(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The tensor, and of codes the factor and where their largest value goes."""
     if not isinstance(out, ProductCodes):
-        _expect_matrix(op, "out", out, (F32, BF16))
+        expect_matrix(op, "out", out, (F32, BF16))
         return out, None, None
-    _expect_matrix(op, "out", out.codes, (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2))
+    expect_matrix(op, "out", out.codes, (E4M3,) if a.dtype == b.dtype else (E4M3, E5M2))
     expect(op, "factor", out.factor, F32, (1,))
     expect(op, "largest", out.largest, F32, (1,))
     return out.codes, out.factor, out.largest
-
-
-def _expect_matrix(op: str, name: str, tensor: Tensor, dtypes: tuple[DType, ...]) -> None:
-    if len(tensor.shape) != 2:
-        raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(dtype.label for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype.label}")
-
-
-def _check_added(
-    op: str, out: Tensor, bias: Tensor | None, addend: Tensor | None, accumulate: bool
-) -> None:
-    for name, tensor in (("bias", bias), ("addend", addend)):
-        if accumulate and tensor is not None:
-            raise ValueError(f"{op}: {name} and accumulate exclude each other")
-    if addend is not None:
-        expect(op, "addend", addend, out.dtype, out.shape)

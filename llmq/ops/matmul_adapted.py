@@ -6,11 +6,14 @@ which takes longer than its arithmetic.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     CAPABILITY,
     expect_adapters,
+    expect_added,
+    expect_matrix,
+    expect_operands,
     own_product_blocks,
     own_product_computed,
     rank_consts,
@@ -110,14 +113,12 @@ def matmul_adapted(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_adapted"
-    M, N, K = _sizes(op, out, a, b)
-    fp8 = a.dtype != BF16
-    if fp8:
-        _expect_codes(op, a, b, scale_a, scale_b)
-    elif scale_a is not None or scale_b is not None:
-        raise TypeError(f"{op}: only fp8 codes have scales")
-    expect(op, "b", b, None if fp8 else BF16, (K, N) if transposed and not fp8 else (N, K))
-    _expect_added(op, bias, addend, M, N)
+    expect_matrix(op, "out", out, (BF16,))
+    expect_operands(op, a, b, scale_a, scale_b, dtypes=(BF16, E4M3, E5M2))
+    (M, N), K, fp8 = out.shape, a.shape[1], a.dtype != BF16
+    expect(op, "a", a, None, (M, K))
+    expect(op, "b", b, None, (K, N) if transposed and not fp8 else (N, K))
+    expect_added(op, out, bias, addend)
     R = expect_adapters(op, h, tail, M, N, transposed=transposed)
     columns = tile_columns(dev, M, N, a.dtype.itemsize * K)
     how = {"trans_b": b.shape == (N, K), "addend": addend is not None}  # a square b counts, too
@@ -136,32 +137,3 @@ def matmul_adapted(
         smem=SHARED[columns],
         cost=product_cost((M, N, K), a.dtype, BF16, fast=True, epilogue="adapted", rank=R, **how),
     )
-
-
-def _sizes(op: str, out: Tensor, a: Tensor, b: Tensor) -> tuple[int, int, int]:
-    """M, N, K, after out and a have been checked."""
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    (M, N), K = out.shape, a.shape[1]
-    expect(op, "out", out, BF16, (M, N))
-    expect(op, "a", a, None, (M, K))
-    return M, N, K
-
-
-def _expect_added(op: str, bias: Tensor | None, addend: Tensor | None, M: int, N: int) -> None:
-    for name, tensor, shape in (("bias", bias, (N,)), ("addend", addend, (M, N))):
-        if tensor is not None:
-            expect(op, name, tensor, BF16, shape)
-
-
-def _expect_codes(
-    op: str, a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
-) -> None:
-    for name, tensor in (("a", a), ("b", b)):
-        if tensor.dtype not in (E4M3, E5M2):
-            raise TypeError(f"{op}: {name} must be fp8 or BF16, got {tensor.dtype.label}")
-    if a.dtype == b.dtype == E5M2:
-        raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")
-    expect(op, "scale_a", scale_a, F32, (1,))
-    expect(op, "scale_b", scale_b, F32, (1,))

@@ -14,6 +14,7 @@ from llmq.ops.common import (
     PRODUCT_SHARED,
     PRODUCT_THREADS,
     PRODUCT_TILE,
+    expect_operands,
     num_sums,
     own_product_blocks,
 )
@@ -57,9 +58,9 @@ def forward(
     Cost:    2*M*N*K FLOPs; one launch. Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
+    expect_operands(OP, a, b, dtypes=(BF16,))
     (M, K), N = a.shape, b.shape[0]
-    expect(OP, "a", a, BF16, (M, K))
-    expect(OP, "b", b, BF16, (N, K))
+    expect(OP, "b", b, None, (N, K))
     if not 0 < vocab_size <= N:
         raise ValueError(f"{OP}: vocab_size must be in [1, {N}], got {vocab_size}")
     expect(OP, "e", e, BF16, (M, N))

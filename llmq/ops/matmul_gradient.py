@@ -6,7 +6,7 @@ A product of the library is written, and read again by the sum that rounds stoch
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, E4M3, E5M2, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
     CAPABILITY,
@@ -14,6 +14,8 @@ from llmq.ops.common import (
     PRODUCT_SHARED,
     PRODUCT_THREADS,
     PRODUCT_TILE,
+    expect_matrix,
+    expect_operands,
     own_product_blocks,
 )
 from llmq.runtime.cost import product_cost
@@ -66,9 +68,7 @@ def add(
              Needs compute capability 9.0.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    M, N, K = _sizes(acc, a, b)
-    expect(OP, "scale_a", scale_a, F32, (1,))
-    expect(OP, "scale_b", scale_b, F32, (1,))
+    M, N, K = _sizes(acc, a, b, scale_a, scale_b)
     part_steps = 0 if fast_accumulation else PART_STEPS
     adding = (acc.scalars, int(acc.accumulate), acc.salt)
     dev.launch(
@@ -89,18 +89,14 @@ def add(
     )
 
 
-def _sizes(acc: Accumulator, a: Tensor, b: Tensor) -> tuple[int, int, int]:
+def _sizes(acc: Accumulator, a: Tensor, b: Tensor, *scales: Tensor) -> tuple[int, int, int]:
     """(M, N, K). TypeError or ValueError if operands do not fit."""
-    if len(acc.tensor.shape) != 2 or len(a.shape) != 2:
-        raise ValueError(f"{OP}: acc.tensor and a must have 2 dimensions")
-    if a.dtype not in (E4M3, E5M2):
-        raise TypeError(f"{OP}: a must be fp8 codes, got {a.dtype.label}")
-    M, N = acc.tensor.shape
-    K = a.shape[1]
-    expect(OP, "acc.tensor", acc.tensor, BF16, (M, N))
+    expect_matrix(OP, "acc.tensor", acc.tensor, (BF16,))
+    expect_operands(OP, a, b, *scales, dtypes=(E4M3, E5M2), codes=(E4M3,))
     expect(OP, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
+    (M, N), K = acc.tensor.shape, a.shape[1]
     expect(OP, "a", a, None, (M, K))
-    expect(OP, "b", b, E4M3, (N, K))
+    expect(OP, "b", b, None, (N, K))
     if 2 * N % MULTIPLE or K % MULTIPLE:
         raise ValueError(f"{OP}: rows must have multiples of {MULTIPLE} bytes, got {(M, N, K)}")
     return M, N, K

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32, I8, I8_MAX
 from llmq.base.tensor import Tensor
+from llmq.ops.common import MULTIPLE, expect_added, expect_matrix, expect_operands
 from llmq.runtime.cost import product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
-MULTIPLE = 16  # of M, N and K: rows of codes that start at multiples of 16 bytes
 MOST_TERMS = (2**31 - 1) // I8_MAX**2  # of a sum that cannot overflow
 WARP_M, STEP = 64, 64  # rows of a warp, bytes of a step in cu/matmul_int8.cu
 
@@ -89,11 +89,8 @@ def matmul_int8(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_int8"
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{op}: {name} must have 2 dimensions, got {tensor.shape}")
-    if out.dtype not in (F32, BF16):
-        raise TypeError(f"{op}: out must be F32 or BF16, got {out.dtype.label}")
+    expect_matrix(op, "out", out, (F32, BF16))
+    expect_operands(op, a, b, dtypes=(I8,))
     (M, N), K = out.shape, a.shape[1]
     if M % MULTIPLE or N % MULTIPLE or K % MULTIPLE:
         raise ValueError(f"{op}: M, N, K must be multiples of {MULTIPLE}, got {(M, N, K)}")
@@ -105,10 +102,7 @@ def matmul_int8(
     expect(op, "scale_b", scale_b, F32, (N,))
     if accumulate and out.dtype != F32:
         raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
-    if accumulate and bias is not None:
-        raise ValueError(f"{op}: bias and accumulate exclude each other")
-    if bias is not None:
-        expect(op, "bias", bias, BF16, (N,))
+    expect_added(op, out, bias, accumulate=accumulate)
     tiles = tiles_of(M, N, dev.spec.num_sms)
     dev.launch(
         MATMUL_INT8_ACCUMULATE if accumulate else MATMUL_INT8,

@@ -18,7 +18,7 @@ from llmq.ops.common import (
     PRODUCT_THREADS,
     abs_max_consts,
     expect_adapters,
-    expect_left,
+    expect_operands,
     fp8_args,
     fp8_consts,
     own_product_blocks,
@@ -143,6 +143,6 @@ def _check(
         expect(OP, "up_gate", up_gate, dtype, (M, N))
     if out is not None:
         expect(OP, "out", out, BF16, (M, N // 2))
-    expect_left(OP, a, scale_a, scale_b)
-    expect(OP, "b", b, a.dtype, (N, K))
+    expect_operands(OP, a, b, scale_a, scale_b, dtypes=(E4M3, BF16), codes=(E4M3,))
+    expect(OP, "b", b, None, (N, K))
     return expect_adapters(OP, h, tail, M, N, transposed=False)

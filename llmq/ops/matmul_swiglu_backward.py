@@ -8,7 +8,7 @@ while the next tile is multiplied. The adapters beside the matrix are in the pro
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32
+from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -22,6 +22,7 @@ from llmq.ops.common import (
     STAGE_BYTES,
     abs_max_consts,
     expect_adapters,
+    expect_operands,
     fp8_args,
     fp8_consts,
     own_product_blocks,
@@ -113,22 +114,10 @@ def _check(
     a: Tensor, b: Tensor, up_gate: Tensor, h: Tensor | None, tail: Tensor | None, *scales
 ) -> tuple[tuple[int, ...], int, int]:
     """The shape of a, F and R, if what is read fits together."""
-    for name, tensor in (("a", a), ("b", b)):
-        if len(tensor.shape) != 2:
-            raise ValueError(f"{OP}: {name} must have 2 dimensions, got {tensor.shape}")
-    K = a.shape[1]
-    if a.dtype == BF16:
-        F = b.shape[1]
-        expect(OP, "b", b, BF16, (K, F))
-        if scales != (None, None):
-            raise TypeError(f"{OP}: only fp8 codes have scales")
-    elif a.dtype in (E4M3, E5M2):
-        F = b.shape[0]
-        expect(OP, "b", b, E4M3, (F, K))
-        for name, scale in zip(("scale_a", "scale_b"), scales, strict=True):
-            expect(OP, name, scale, F32, (1,))
-    else:
-        raise TypeError(f"{OP}: a must be fp8 or BF16, got {a.dtype.label}")
+    expect_operands(OP, a, b, *scales, dtypes=(BF16, E4M3, E5M2), codes=(E4M3,))
+    K, halves = a.shape[1], a.dtype == BF16
+    F = b.shape[1 if halves else 0]
+    expect(OP, "b", b, None, (K, F) if halves else (F, K))
     M = a.shape[0]
     if M % MULTIPLE or F % COLUMNS:
         raise ValueError(

@@ -112,7 +112,7 @@ def test_wrong_arguments():
         ({"scale_b": None}, TypeError, "scale_b must be"),
         ({"b": tensor(E5M2, 48, 64)}, TypeError, "b must be F8_E4M3, got F8_E5M2"),
         ({"b": tensor(E4M3, 48, 32)}, ValueError, r"b must have shape \(48, 64\)"),
-        ({"a": tensor(BF16, 32, 64)}, TypeError, "a must be fp8 codes, got BF16"),
+        ({"a": tensor(BF16, 32, 64)}, TypeError, "a must be F8_E4M3 or F8_E5M2, got BF16"),
         ({"a": tensor(E4M3, 48, 64)}, ValueError, r"a must have shape \(32, 64\)"),
         ({"acc": acc._replace(tensor=tensor(F32, 32, 48))}, TypeError, "acc.tensor must be BF16"),
         ({"acc": acc._replace(tensor=scale)}, ValueError, "must have 2 dimensions"),

@@ -187,7 +187,7 @@ def test_wrong_arguments():
         backward(dev, d_up_gate, one, b, up_gate)
     with pytest.raises(TypeError, match=op + "only fp8 codes have scales"):
         backward(dev, d_up_gate, a, b, up_gate, scale_a=one, scale_b=one)
-    with pytest.raises(TypeError, match=op + "a must be fp8 or BF16, got F32"):
+    with pytest.raises(TypeError, match=op + "a must be BF16 or F8_E4M3 or F8_E5M2, got F32"):
         backward(dev, d_up_gate, tensor(F32, 32, 48), b, up_gate)
     with pytest.raises(ValueError, match=r"h must be .* with R from 1 to 128"):
         backward(dev, d_up_gate, a, b, up_gate, tensor(BF16, 32, 136), tensor(BF16, 136, 64))
