@@ -23,12 +23,13 @@ from llmq.base.dtypes import E4M3, DType
 from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
 from llmq.base.operand import Fp8, Operand, Result
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.model.linear import Linear
+from llmq.model.linear import BACKWARD, FORWARD, Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
+from llmq.ops.product import product
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -112,9 +113,10 @@ class BlockLinear:
         if parts is not None:
             made = partial(self._tail, parts, x, *w.adapters(key))
             adapters = Adapters(parts.hidden, made)
-        self.linear.forward(
-            out, x, w[key], w.bias(key), adapters=adapters, addend=addend, epilogue=epilogue
-        )
+        product(
+            self.dev, out, x, w[key], bias=w.bias(key), adapters=adapters, addend=addend,
+            epilogue=epilogue, **self.linear.how(FORWARD, x, w[key]),
+        )  # fmt: skip
 
     @contextmanager
     def _tail(self, parts: _Parts, x: Operand, a: Tensor, b: Tensor) -> Iterator[Tensor]:
@@ -148,8 +150,8 @@ class BlockLinear:
             made = partial(self._tail_backward, key, parts, d_out, w, g)
             added = partial(self._dropout, parts, add=True) if self._probability else None
             adapters = Adapters(self._d_hidden_of(parts), made, added)
-        number = self._numbers[layer, key]
-        self.linear.input_gradient(d_x, d_out, w[key], number, adapters=adapters, epilogue=epilogue)
+        how = self.linear.how(BACKWARD, d_out, w[key], self._numbers[layer, key])
+        product(self.dev, d_x, d_out, w[key], adapters=adapters, epilogue=epilogue, **how)
 
     @contextmanager
     def _tail_backward(

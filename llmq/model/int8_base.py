@@ -48,14 +48,12 @@ class Int8BaseLinear(Linear):
     def takes_addend(self, out: Tensor, dtype: DType, features: int, hidden: Tensor | None) -> bool:
         return False
 
-    def multiply(self, a: Operand, b: Operand, operands: str, salt: int) -> Multiply:
-        if operands == FORWARD:
+    def multiply(self, which: str, a: Operand, b: Operand, salt: int) -> Multiply:
+        if which == FORWARD:
             return partial(self._forward, x=a, weight=b)
         return partial(self._input_gradient, d_out=a, weight=b, salt=salt)
 
-    def _forward(
-        self, out: Tensor, *, x: Tensor, weight: Int8, bias: Tensor | None, accumulate: bool
-    ) -> None:
+    def _forward(self, out: Tensor, *, x: Tensor, weight: Int8, bias: Tensor | None = None) -> None:
         dev, (rows, columns) = self.dev, x.shape
         with ExitStack() as temps:
 
@@ -75,16 +73,7 @@ class Int8BaseLinear(Linear):
             outliers.weight(dev, part, weight.codes, weight.scale, index)
             matmul(dev, out, large, part, trans_b=True, accumulate=True)
 
-    def _input_gradient(
-        self,
-        d_x: Tensor,
-        *,
-        d_out: Tensor,
-        weight: Int8,
-        salt: int,
-        bias: Tensor | None,
-        accumulate: bool,
-    ) -> None:
+    def _input_gradient(self, d_x: Tensor, *, d_out: Tensor, weight: Int8, salt: int) -> None:
         dev, ones = self.dev, self._ones.rows(0, d_x.shape[1])
         rounding = Stochastic(self._scalars, SALT + salt, self._seq_len)
         with (

@@ -44,11 +44,11 @@ class Int8Linear(Linear):
     def takes_addend(self, out: Tensor, dtype: DType, features: int, hidden: Tensor | None) -> bool:
         return False
 
-    def multiply(self, a: Operand, b: Operand, operands: str, salt: int) -> Multiply:
-        def multiply(out: Tensor, *, bias: Tensor | None, accumulate: bool) -> None:
-            if operands == FORWARD:
+    def multiply(self, which: str, a: Operand, b: Operand, salt: int) -> Multiply:
+        def multiply(out: Tensor, *, bias: Tensor | None = None, accumulate: bool = False) -> None:
+            if which == FORWARD:
                 codes = self._rows(a), self._rows(b)
-            elif operands == BACKWARD:
+            elif which == BACKWARD:
                 codes = self._rows(a, 2 * salt), self._columns(b)
             else:
                 codes = self._columns(a, 2 * salt + 1), self._columns(b)

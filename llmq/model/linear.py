@@ -14,11 +14,11 @@ Fp8 products may be permitted to sum with fewer bits (`ops.matmul.matmul_fp8`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmq.base.dtypes import DType
-from llmq.base.epilogue import STORE, Adapters, Epilogue, GradientSum, Handed
-from llmq.base.operand import Fp8, Operand, Result
+from llmq.base.epilogue import STORE, Epilogue, GradientSum
+from llmq.base.operand import Fp8, Operand
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import bias as bias_op
 from llmq.ops.product import Multiply, product, takes_addend
@@ -38,7 +38,9 @@ class FastProducts(NamedTuple):
     head: Fast
 
 
-FORWARD, BACKWARD, WEIGHT = "forward", "backward", "weight"
+FORWARD, BACKWARD, WEIGHT = Fast._fields
+"""The three products of a layer: of its output, of its input's gradient and of its weight's."""
+_LAID = {FORWARD: {"trans_b": True}, BACKWARD: {}, WEIGHT: {"trans_a": True}}
 EXACT = Fast()
 # By --fp8-fast-accumulation. What is lost grows with the length of the sums: over features in most
 # products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
@@ -64,49 +66,40 @@ class Linear:
         """
         return takes_addend(self.dev, out, dtype, features, hidden, fast=self.fast.forward)
 
-    def multiply(self, a: Operand, b: Operand, operands: str, salt: int) -> Multiply | None:
-        """How products are computed in a format that only this class knows; None: in no such one.
+    def multiply(self, which: str, a: Operand, b: Operand, salt: int) -> Multiply | None:
+        """How a product is computed in a format that only this class knows; None: in no such one.
 
-        operands: FORWARD, BACKWARD or WEIGHT. salt: of input_gradient and weight_gradients.
+        which: FORWARD, BACKWARD or WEIGHT. a, b: as `product` takes them there. salt: as in how.
         """
         return None
 
+    def how(self, which: str, a: Operand, b: Operand, salt: int = 0) -> dict[str, Any]:
+        """The arguments of `product` that make it one of the three; a, b: as in multiply.
+
+        salt: a number of this weight's own, for products that round their operands stochastically.
+        """
+        fast, multiply = getattr(self.fast, which), self.multiply(which, a, b, salt)
+        return {**_LAID[which], "fast": fast, "multiply": multiply}
+
     def forward(
         self,
-        out: Result | Handed,
+        out: Tensor,
         x: Operand,
         weight: Operand,
         bias: Tensor | None = None,
         *,
-        adapters: Adapters | None = None,
-        addend: Tensor | None = None,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the rest."""
-        product(
-            self.dev, out, x, weight, trans_b=True, adapters=adapters, bias=bias, addend=addend,
-            epilogue=epilogue, fast=self.fast.forward,
-            multiply=self.multiply(x, weight, FORWARD, 0),
-        )  # fmt: skip
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the epilogue."""
+        how = self.how(FORWARD, x, weight)
+        product(self.dev, out, x, weight, bias=bias, epilogue=epilogue, **how)
 
     def input_gradient(
-        self,
-        d_x: Result | Handed,
-        d_out: Operand,
-        weight: Operand,
-        salt: int = 0,
-        *,
-        adapters: Adapters | None = None,
-        epilogue: Epilogue = STORE,
+        self, d_x: Tensor, d_out: Operand, weight: Operand, *, epilogue: Epilogue = STORE
     ) -> None:
-        """d_x (rows, in_features) = d_out (rows, out_features) @ weight, and the rest.
-
-        salt: a number of this weight's own, for products that round their operands stochastically.
-        """
-        product(
-            self.dev, d_x, d_out, weight, adapters=adapters, epilogue=epilogue, fast=self.fast.d_x,
-            multiply=self.multiply(d_out, weight, BACKWARD, salt),
-        )  # fmt: skip
+        """d_x (rows, in_features) = d_out (rows, out_features) @ weight, and the epilogue."""
+        how = self.how(BACKWARD, d_out, weight)
+        product(self.dev, d_x, d_out, weight, epilogue=epilogue, **how)
 
     def weight_gradients(
         self,
@@ -118,14 +111,11 @@ class Linear:
     ) -> None:
         """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
 
-        None: not wanted, because the parameter is frozen or there is none. salt: as in
-        input_gradient.
+        None: not wanted, because the parameter is frozen or there is none. salt: as in how.
         """
         if d_weight is not None:
-            product(
-                self.dev, d_weight, d_out, x, trans_a=True, epilogue=GradientSum(),
-                fast=self.fast.d_weight, multiply=self.multiply(d_out, x, WEIGHT, salt),
-            )  # fmt: skip
+            how = self.how(WEIGHT, d_out, x, salt)
+            product(self.dev, d_weight, d_out, x, epilogue=GradientSum(), **how)
         if d_bias is not None:
             source = d_out.source if isinstance(d_out, Fp8) else d_out
             bias_op.backward(self.dev, d_bias, source)

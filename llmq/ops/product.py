@@ -56,7 +56,7 @@ from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.machine import PLAN_SPEC
 
 Multiply = Callable[..., None]
-"""Enqueues a product by itself: (out, bias=None, accumulate=False)."""
+"""Enqueues a product alone, with what is added to it: (out, bias=, accumulate=, addend=)."""
 
 ACTIVATIONS: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
     "swiglu": (swiglu.forward, swiglu.backward),
@@ -239,6 +239,23 @@ class _Terms(NamedTuple):
     multiply: Multiply | None
 
     @property
+    def added(self) -> dict[str, Tensor]:
+        """What the library's product adds."""
+        both = {"bias": self.bias, "addend": self.addend}
+        return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+    @property
+    def library(self) -> Multiply:
+        """The product alone, by no kernel of ours."""
+        if self.multiply is not None:
+            return self.multiply
+        operands = {"a": self.left, "b": self.right}
+        if isinstance(self.b, Fp8):
+            scales = dict(zip(("scale_a", "scale_b"), self.scales, strict=True))
+            return partial(matmul_fp8, self.dev, **operands, **scales, fast_accumulation=self.fast)
+        return partial(matmul, self.dev, **operands, trans_a=self.trans_a, trans_b=self.trans_b)
+
+    @property
     def left(self) -> Tensor:
         """What is multiplied of a: fp8 codes lie with K last."""
         if not isinstance(self.a, Fp8):
@@ -314,7 +331,10 @@ def product(
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape, as the kernels' launchers do.
     """
     terms = _Terms(dev, a, b, trans_a, trans_b, adapters, bias, addend, fast, multiply)
-    _EPILOGUES[epilogue.kind](terms, out, epilogue)
+    if epilogue is STORE and adapters is None:
+        terms.library(out, **terms.added)
+    else:
+        _EPILOGUES[epilogue.kind](terms, out, epilogue)
 
 
 def route(
@@ -346,25 +366,6 @@ def takes_addend(
     return hidden.dtype == BF16 and taken(dev, "adapters", sizes, fast=fast) is not None
 
 
-def _library(terms: _Terms, out: Result, *, accumulate: bool = False) -> None:
-    """out = or += the product with bias and addend, without the adapters'."""
-    dev, a, b, trans_a, trans_b, _, bias, addend, fast, multiply = terms
-    if multiply is not None:
-        if addend is not None:
-            raise TypeError("product: addend must be None where `multiply` is given")
-        multiply(out, bias=bias, accumulate=accumulate)
-    elif isinstance(b, Fp8):
-        matmul_fp8(
-            dev, out, terms.left, terms.right, a.scale, b.scale, bias=bias, addend=addend,
-            accumulate=accumulate, fast_accumulation=fast,
-        )  # fmt: skip
-    else:
-        matmul(
-            dev, out, a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, addend=addend,
-            accumulate=accumulate,
-        )  # fmt: skip
-
-
 def _adapted(terms: _Terms, out: Tensor) -> None:
     """All terms by one kernel of ours."""
     terms.joined(
@@ -377,13 +378,12 @@ def _adapted(terms: _Terms, out: Tensor) -> None:
 
 def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
     adapters = terms.adapters
-    if adapters is None:
-        _library(terms, out)
-        return
-    if terms.route("adapters", out.dtype) is not None:
+    if adapters is not None and terms.route("adapters", out.dtype) is not None:
         _adapted(terms, out)
         return
-    _library(terms, out)
+    terms.library(out, **terms.added)
+    if adapters is None:
+        return
     dev, hidden = terms.dev, adapters.hidden
     with adapters.made() as tail:
         if adapters.added is None:
@@ -401,21 +401,26 @@ def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
             dev, out, terms.left, terms.right, *terms.scales, fast_accumulation=terms.fast
         )
     elif target.dtype == F32 or not out.accumulate:
-        _library(terms, target, accumulate=out.accumulate)
+        terms.library(target, accumulate=out.accumulate)
     else:
         with dev.scratch("d_weight", target.shape, target.dtype) as part:
-            _library(terms, part)
+            terms.library(part)
             reduce.add(dev, out, part)
 
 
-def _alone(terms: _Terms, route: Route | None, out: Result) -> None:
-    """The product without its activation, with the sums that the route has."""
+def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
+    """Writes the product without its activation, with the sums that the route has."""
     if route is None:
-        _store(terms, out)
-    elif isinstance(out, ProductCodes):
-        terms.joined(partial(_swiglu, terms, out, Target(None), "swiglu"))
-    else:
-        _adapted(terms, out)
+        plain = terms.adapters is None
+        return partial(terms.library, **terms.added) if plain else partial(_store, terms)
+
+    def write(out: Result) -> None:
+        if isinstance(out, ProductCodes):
+            terms.joined(partial(_swiglu, terms, out, Target(None), "swiglu"))
+        else:
+            _adapted(terms, out)
+
+    return write
 
 
 def _swiglu(
@@ -436,14 +441,14 @@ def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Non
     name, to = epilogue.name, epilogue.to
     route = terms.route("glu") if name in GATED else None
     if to is None:
-        _alone(terms, route, out)
+        _alone(terms, route)(out)
         return
     if route is not None and out.ready:
         out.result(out.kept, lambda up: terms.joined(partial(_swiglu, terms, up, to, name)))
         return
     forward, _ = ACTIVATIONS[name]
     with ExitStack() as temps:
-        up = out.result(out.place(temps), partial(_alone, terms, route))
+        up = out.result(out.place(temps), _alone(terms, route))
         out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
 
 
@@ -464,7 +469,7 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
     with ExitStack() as temps:
         # The activation may go where its gradient is, which is not needed again.
         place = out.place(temps) if again.out is None else again.out
-        d_act = out.result(place, partial(_alone, terms, route))
+        d_act = out.result(place, _alone(terms, route))
         launch = partial(
             backward, terms.dev, to.out, d_act, up,
             abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,

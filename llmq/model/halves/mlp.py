@@ -146,12 +146,28 @@ class MlpHalf:
         d_out: Tensor,
         to: Target,
     ) -> None:
-        """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up)."""
+        """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up).
+
+        The activation is made once more where the down product's weight needs it.
+        """
         with ExitStack() as temps:
             d_down = self.operands.half_gradient(temps, here.out_slot, d_out)
 
+            def place(inner: ExitStack) -> Tensor:
+                shape = here.kept.mlp_act.shape
+                scratch = self.dev.scratch("d_mlp_act", shape, self._gradient_dtype)
+                return inner.enter_context(scratch)
+
+            handed = Handed(
+                place=place,
+                result=partial(self.operands.result, here.slot("d_mlp_act")),
+                written=partial(self.operands.written, here.slot("d_mlp_up")),
+            )
+
             def write(act: Target) -> None:
-                self._d_mlp_up(here, w, g, mlp_up, d_down, to, act)
+                epilogue = ActivatedGradient(name=self.activation, up=mlp_up, to=to, again=act)
+                down = (here.index, "down", handed, d_down, w, g)
+                self.linear.input_gradient(*down, epilogue=epilogue)
 
             mlp_act = self.operands.kept(here.kept.mlp_act)
             if mlp_act is None and self.linear.needs_input(here.index, "down", g):
@@ -159,31 +175,6 @@ class MlpHalf:
             else:
                 write(NOWHERE)
             self.linear.weight_gradients(here.index, "down", g, g.bias("down"), d_down, mlp_act)
-
-    def _d_mlp_up(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        mlp_up: Result,
-        d_down: Operand,
-        to: Target,
-        act: Target,
-    ) -> None:
-        """`to` from d_down; and the activation once more, where `act` wants it."""
-        shape, slot = here.kept.mlp_act.shape, here.slot("d_mlp_act")
-
-        def place(temps: ExitStack) -> Tensor:
-            scratch = self.dev.scratch("d_mlp_act", shape, self._gradient_dtype)
-            return temps.enter_context(scratch)
-
-        handed = Handed(
-            place=place,
-            result=partial(self.operands.result, slot),
-            written=partial(self.operands.written, here.slot("d_mlp_up")),
-        )
-        epilogue = ActivatedGradient(name=self.activation, up=mlp_up, to=to, again=act)
-        self.linear.input_gradient(here.index, "down", handed, d_down, w, g, epilogue=epilogue)
 
 
 class MlpDecoder:
