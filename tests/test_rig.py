@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from llmq.base.dtypes import BF16
 from llmq.base.errors import DiskFull, LlmqError
-from llmq.ops.common import takes_own_product
+from llmq.ops.product import Sizes, taken
 from llmq.options.card_file import path_of, read_card_file
 from llmq.options.presets import preset
 from llmq.rig import (
@@ -661,11 +662,16 @@ def test_steps_that_there_is_no_time_for_are_one_line(cache, tmp_path):
     assert late == ["load", "ladder", "steps 1.5B, e4m3, beside others", "card file"]
 
 
-def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch):
-    dev = PlanDevice(steps_spec())
+@pytest.mark.parametrize("told", [None, "matmul_exp"])
+def test_products_beside_other_gpus_are_measured_where_there_are_some(monkeypatch, told):
+    """By devices that are made meanwhile; others are told what they were told before."""
+    monkeypatch.delenv("LLMQ_FUSED", raising=False)
+    if told is not None:
+        monkeypatch.setenv("LLMQ_FUSED", told)
+    sizes = Sizes(4096, 151936, 896, BF16, BF16)
 
     def measured(job, options, settle):
-        return {"own": takes_own_product(dev, "matmul_exp", (), faster=True)}
+        return {"own": taken(PlanDevice(steps_spec()), "exp", sizes) is not None}
 
     monkeypatch.setattr(steps, "_measured", measured)
     work, notes = job(10)

@@ -1,0 +1,171 @@
+"""A product with its epilogue: one kernel of ours, or the library's and those that follow it."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, E4M3, F32, I32
+from llmq.base.epilogue import (
+    STORE,
+    Activated,
+    ActivatedGradient,
+    Adapters,
+    CrossEntropy,
+    GradientSum,
+    Handed,
+)
+from llmq.base.operand import Fp8, Target
+from llmq.base.tensor import Accumulator
+from llmq.ops.product import ROUTES, product, route
+from tests.harness import host_device, step_scalars
+
+M, N, K, R = 32, 64, 48, 16
+
+
+class Bench:
+    """Operands on a CPU device that is told which kernels of ours to take."""
+
+    def __init__(self, monkeypatch, fused):
+        monkeypatch.setenv("LLMQ_FUSED", fused)
+        self.dev, self.rng = host_device(), np.random.default_rng(0)
+
+    def empty(self, *shape, dtype=BF16):
+        return self.dev.alloc("t", shape, dtype, "Activations")
+
+    def tensor(self, *shape, dtype=BF16):
+        values = self.rng.normal(size=shape).astype(np.float32)
+        return self.put(values.astype(dtype.numpy), dtype)
+
+    def put(self, values, dtype):
+        tensor = self.empty(*values.shape, dtype=dtype)
+        self.dev.upload(tensor, values)
+        return tensor
+
+    def codes(self, rows, features):
+        scale = self.put(np.ones(1, np.float32), F32)
+        q_t = self.tensor(features, rows, dtype=E4M3)
+        return Fp8(source=None, codes=None, transposed=q_t, scale=scale)
+
+    def adapters(self, *tail):
+        hidden, second = self.tensor(M, R), self.tensor(*tail)
+
+        @contextmanager
+        def made():
+            yield second
+
+        return Adapters(hidden, made)
+
+
+def adapters(bench):
+    out = bench.empty(M, N)
+    a, b, added = bench.tensor(M, K), bench.tensor(N, K), bench.adapters(N, R)
+    product(bench.dev, out, a, b, trans_b=True, adapters=added, epilogue=STORE)
+    return [out]
+
+
+def glu(bench):
+    up, act = bench.empty(M, 2 * N), bench.empty(M, N)
+    a, b = bench.tensor(M, K), bench.tensor(2 * N, K)
+    handed = Handed(place=lambda temps: up, kept=up)
+    epilogue = Activated(name="geglu", to=Target(act))
+    product(bench.dev, handed, a, b, trans_b=True, epilogue=epilogue)
+    return [up, act]
+
+
+def glu_grad(bench):
+    d_up, act, up = bench.empty(M, 2 * N), bench.empty(M, N), bench.tensor(M, 2 * N)
+    a, b, d_act = bench.tensor(M, K), bench.tensor(K, N), bench.empty(M, N)
+    handed = Handed(place=lambda temps: d_act)
+    epilogue = ActivatedGradient(name="swiglu", up=up, to=Target(d_up), again=Target(act))
+    product(bench.dev, handed, a, b, epilogue=epilogue)
+    return [d_up, act]
+
+
+def gradient(bench):
+    stored, scalars = bench.tensor(N, K), bench.put(step_scalars(seed=1), I32)
+    d_out, x = bench.codes(M, N), bench.codes(M, K)
+    out = Accumulator(stored, True, scalars, 1)
+    product(bench.dev, out, d_out, x, trans_a=True, epilogue=GradientSum())
+    return [stored]
+
+
+def exp(bench):
+    out, x, weight = bench.empty(M, N), bench.tensor(M, K), bench.tensor(N, K)
+    targets = bench.put(np.arange(M, dtype=np.int32), I32)
+    losses, lse, factors = (bench.empty(M, dtype=F32) for _ in range(3))
+    epilogue = CrossEntropy(losses=losses, lse=lse, targets=targets, vocab_size=N, factors=factors)
+    product(bench.dev, out, x, weight, trans_b=True, epilogue=epilogue)
+    return [losses, lse, out]
+
+
+PRODUCTS = {call.__name__: call for call in (adapters, glu, glu_grad, gradient, exp)}
+
+
+def test_every_route_is_compared():
+    assert PRODUCTS.keys() == ROUTES.keys()
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_a_route_has_the_bits_of_two_kernels_where_it_says_so(kind, monkeypatch):
+    launched, found = [], []
+    for fused in (ROUTES[kind].kernel, "none"):
+        bench = Bench(monkeypatch, fused)
+        launch = bench.dev.launch
+
+        def counted(kernel, *args, launch=launch, **kwargs):
+            launched.append(kernel.entry)
+            launch(kernel, *args, **kwargs)
+
+        with bench.dev.instead(launch=counted):
+            made = PRODUCTS[kind](bench)
+        found.append([bench.dev.download(tensor) for tensor in made])
+    assert launched.count(ROUTES[kind].kernel) == 1
+    assert ROUTES[kind].exact == all(map(np.array_equal, *found))
+    for ours, others in zip(*found, strict=True):
+        assert np.isfinite(ours).all() and np.isfinite(others).all()
+
+
+def test_a_product_that_others_compute_has_no_route(monkeypatch):
+    """Nor one with a bias in front of an activation, nor with dropout behind the adapters."""
+    bench, calls = Bench(monkeypatch, "all"), []
+    a, b, bias = bench.tensor(M, K), bench.tensor(2 * N, K), bench.tensor(2 * N)
+    up, act = bench.empty(M, 2 * N), bench.empty(M, N)
+    launch = bench.dev.launch
+
+    def counted(kernel, *args, **kwargs):
+        calls.append(kernel.entry)
+        launch(kernel, *args, **kwargs)
+
+    def multiply(out, *, bias=None, accumulate=False):
+        calls.append("multiply")
+        bench.dev.upload(out, np.ones(out.shape, BF16.numpy))
+
+    handed = Handed(place=lambda temps: up)
+    call = partial(product, bench.dev, handed, a, b, trans_b=True)
+    with bench.dev.instead(launch=counted):
+        call(epilogue=Activated(name="swiglu", to=Target(act)), multiply=multiply)
+        assert calls == ["multiply", "swiglu_forward"]
+        calls.clear()
+        call(epilogue=Activated(name="swiglu", to=Target(act)), bias=bias)
+        assert calls == ["matmul", "swiglu_forward"]
+        calls.clear()
+        dropped = replace(bench.adapters(R, N), added=lambda out, part: None)
+        product(bench.dev, bench.empty(M, N), a, bench.tensor(K, N), adapters=dropped)
+        assert calls == ["matmul", "matmul"]
+
+
+def test_what_a_caller_may_ask_for(monkeypatch):
+    """Whether factors of rows are needed, and of no other epilogue's."""
+    out = {}
+    for fused in ("all", "none"):
+        bench = Bench(monkeypatch, fused)
+        logits, x, weight = bench.empty(M, N), bench.tensor(M, K), bench.tensor(N, K)
+        row = bench.empty(M, dtype=F32)
+        epilogue = CrossEntropy(losses=row, lse=row, targets=row, vocab_size=N)
+        found = route(bench.dev, logits, x, weight, trans_b=True, epilogue=epilogue)
+        out[fused] = found
+        assert route(bench.dev, logits, x, weight, trans_b=True, epilogue=STORE) is None
+    assert out == {"all": ROUTES["exp"], "none": None}
