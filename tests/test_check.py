@@ -12,7 +12,7 @@ import pytest
 
 from llmq.checkpoint.verify import _digest, problem_of
 from llmq.commands.cli import _run
-from llmq.data.tokenized import gaps
+from llmq.data.token_shards import gaps
 from llmq.runtime.processes import ALONE, Processes
 from tests.runs import make_workplace, train
 from tests.text_data import run, write_jsonl

@@ -18,7 +18,7 @@ from llmq.commands.cli import _run
 from llmq.data.chat_template import load_chat_template
 from llmq.data.conversations import parse_conversation
 from llmq.data.document_index import DocumentIndex
-from llmq.data.hub_dataset import HubDataset
+from llmq.data.inputs import HubDataset
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile
 from tests.chat_templates import (

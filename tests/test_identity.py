@@ -20,8 +20,7 @@ from llmq.data.identity import (
     tokenizer_of_folder,
     tokenizers_of_files,
 )
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.data.tokenizer_files import END_OF_TEXT
+from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
 from llmq.options.presets import PRESETS
 from llmq.train.trainer import Trainer
 from tests.runs import CONFIG, options

@@ -13,13 +13,12 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.dataset import Layout
 from llmq.data.document_file import documents_path
-from llmq.data.epoch_plan import shares_of
+from llmq.data.document_index import has_trained_tokens, trained_tokens
+from llmq.data.epoch_plan import Split, shares_of
 from llmq.data.loader import DataLoader
 from llmq.data.order import hashed_order
 from llmq.data.packing import best_fit, cut_documents
-from llmq.data.split import Split
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
-from llmq.data.trained import has_trained_tokens, trained_tokens
 from llmq.options.option_types import split_weight, split_weights
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
@@ -286,7 +285,7 @@ def test_parts_without_a_trained_token_are_left_out(tmp_path, packing, masked):
 
 
 def test_counts_of_trained_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmq.data.trained._BLOCK", 7)
+    monkeypatch.setattr("llmq.data.document_index._BLOCK", 7)
     rng = np.random.default_rng(0)
     for share in (0.5, 0.02, 0.0):
         mask = rng.random(70) < share

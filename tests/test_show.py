@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
+import llmq.data.document_index
 import llmq.data.show
-import llmq.data.trained
 from llmq.commands.cli import _run
-from llmq.data.counts import count_documents
+from llmq.data.document_index import count_documents
 from llmq.data.tokens import TokenFile, TokenWriter
 from tests.chat_templates import CHATML, assistant, user
 from tests.text_data import run, write_jsonl
@@ -132,7 +132,7 @@ def test_files_of_others(tmp_path, capsys):
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 22])
 def test_counts(tmp_path, rng, monkeypatch, chunk):
     """Against a loop over documents, however much is read at once."""
-    monkeypatch.setattr(llmq.data.trained, "_BLOCK", chunk)
+    monkeypatch.setattr(llmq.data.document_index, "_BLOCK", chunk)
     lengths = rng.integers(1, 20, 30)
     masks = [rng.random(n) < 0.15 for n in lengths]
     with TokenWriter(tmp_path / "x.bin", 5, with_masks=True, with_documents=True) as writer:

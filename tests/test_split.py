@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
-from llmq.data.split import Split
 from llmq.data.tokens import TokenWriter
 from llmq.options.options_io import make_config
 from tests.runs import make_workplace, records, train

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import zstandard
 
-import llmq.data.text_files
+import llmq.data.documents
 import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.hub_dataset import HubDataset, dataset_of
+from llmq.data.inputs import HubDataset, dataset_of
 from llmq.data.record_text import RecordText, one_field
 from tests.text_data import (
     contents,
@@ -139,7 +139,7 @@ def test_the_text_is_said_once(tmp_path, capsys):
 @pytest.mark.parametrize("pack", [gzip.compress, zst])
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
 def test_packed_texts_are_cut_like_plain_ones(tmp_path, monkeypatch, pack, fraction):
-    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
     text = "\ufeff" + mixed_text(4000)
     plain = tmp_path / "plain.txt"
     plain.write_text(text)
@@ -153,7 +153,7 @@ def test_packed_texts_are_cut_like_plain_ones(tmp_path, monkeypatch, pack, fract
 
 @pytest.mark.parametrize("count", [0, 299, 300, 301, 600])
 def test_the_end_of_a_packed_text(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"a" * count))
     (tmp_path / "y.txt").write_text("b")
     run(tmp_path / "x.txt.gz", tmp_path / "y.txt", out=tmp_path / "out")
@@ -231,7 +231,7 @@ def test_standard_input_may_be_packed(tmp_path, piped, pack):
 
 
 def test_the_same_standard_input_goes_on(tmp_path, piped, monkeypatch):
-    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     update, blocks = llmq.data.tokenize._Report.update, iter(range(100))
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-import llmq.data.text_files
+import llmq.data.documents
 import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
-from llmq.data.documents import EvalSplit, Source
+from llmq.data.documents import EvalSplit
+from llmq.data.inputs import InputSource
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files
 from tests.text_data import (
@@ -90,7 +91,7 @@ def test_two_documents_are_enough_for_both_parts(tmp_path, fraction, count):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_single_text_is_split_by_position(tmp_path, monkeypatch, fraction):
-    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 1000)
     text = "".join(f"line {i} of the text\n" for i in range(500))
     (tmp_path / "a.txt").write_text(text)
     summary = run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=fraction)
@@ -139,11 +140,11 @@ def test_error_in_a_worker(tmp_path):
 
 KILLED = """
 import time
-from llmq.data.documents import Block, Piece, Position
+from llmq.data.documents import Block, DocumentPart, Position
 from llmq.data.encode import Recipe, encode_in_workers
 from llmq.data.record_text import RecordText
 if __name__ == "__main__":
-    block = Block([Piece("text", False, True, "")], Position())
+    block = Block([DocumentPart("text", False, True, "")], Position())
     recipe = Recipe("bytes", RecordText("text", None), ([], []))
     encoded = encode_in_workers(iter([block] * 9), recipe, 2)
     next(encoded)
@@ -184,7 +185,7 @@ def test_a_field_of_plain_text(tmp_path):
 def test_number_of_workers(monkeypatch, bpe):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "process_cpu_count", lambda: 64, raising=False)
-    small, large = (Source("a", "text", size, 0, False) for size in (1000, 10**9))
+    small, large = (InputSource("a", "text", size, 0, False) for size in (1000, 10**9))
     choose = llmq.data.tokenize._default_workers
     assert choose([large], load_tokenizer(bpe)) == 16
     assert choose([small, small], load_tokenizer(bpe)) == 1
@@ -214,7 +215,7 @@ def test_tokenizer_without_an_end(tmp_path):
 
 
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llmq.data.text_files, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
     monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
     monkeypatch.setattr(llmq.data.tokenize, "REPORT_SECONDS", 0.0)
     summary = run(write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True)

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from llmq.base.dtypes import F32
 from llmq.checkpoint.hf_export import export_model
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import AS_IT_IS, difference, take_as_it_is
-from llmq.data.tokenizer_files import END_OF_TEXT
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import PRESETS
 from llmq.train.tokenizers import exported_otherwise

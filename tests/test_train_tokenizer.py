@@ -13,8 +13,7 @@ import tests.text_data
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.chat_template import end_of_turn, load_chat_template
-from llmq.data.tokenizer import HfTokenizer
-from llmq.data.tokenizer_files import END_OF_TEXT
+from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
 from llmq.data.train_tokenizer import train_tokenizer
 from llmq.options.presets import PRESETS
 from tests.runs import flags, records

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from llmq.data.tokenize import tokenize
-from llmq.data.tokenizer_files import END_OF_TEXT
+from llmq.data.tokenizer import END_OF_TEXT
 from llmq.data.tokens import TokenFile
 
 EOS = 256

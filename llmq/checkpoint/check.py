@@ -29,7 +29,7 @@ from llmq.data.document_file import documents_path
 from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
 from llmq.data.patterns import expand_pattern
-from llmq.data.tokenized import Tokenized, token_files
+from llmq.data.token_shards import Tokenized, token_files
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model
 from llmq.state.params import weight_table

@@ -57,7 +57,7 @@ def tokenize(
 ) -> None:
     """Turn texts and conversations into token files."""
     from llmq.checkpoint.hub import find_tokenizer
-    from llmq.data.hub_dataset import dataset_of
+    from llmq.data.inputs import dataset_of
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
 

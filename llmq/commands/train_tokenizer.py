@@ -29,7 +29,7 @@ def train_tokenizer(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a tokenizer.")] = False,
 ) -> None:
     """Make a tokenizer, a byte-level BPE, of text."""
-    from llmq.data.hub_dataset import dataset_of
+    from llmq.data.inputs import dataset_of
     from llmq.data.record_text import one_field
     from llmq.data.train_tokenizer import train_tokenizer
 

@@ -24,9 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable
-from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
+from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokenizer, read_json
 from llmq.data.tokenizer_config import OWN_TOKENS
-from llmq.data.tokenizer_files import END_OF_TEXT, read_json
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _PROBE = "probe"  # what an assistant says, to see what the template writes behind it

@@ -10,14 +10,27 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.data.document_index import DocumentIndex
-from llmq.data.epoch_plan import EpochPlan, FilesInTurn, Mixture
+from llmq.data.document_index import (
+    DocumentIndex,
+    has_trained_tokens,
+    trained_targets,
+    trained_tokens,
+)
+from llmq.data.epoch_plan import (
+    EpochPlan,
+    FilesInTurn,
+    FileWindows,
+    Mixture,
+    PackedSource,
+    SequenceSource,
+    Split,
+    WindowSource,
+    contents,
+    fingerprint,
+)
 from llmq.data.packing import Pieces, cut_documents, joined
 from llmq.data.patterns import find_token_files
-from llmq.data.sources import FileWindows, PackedSource, Source, WindowSource
-from llmq.data.split import Split, contents, fingerprint
 from llmq.data.tokens import TokenFile, open_token_files
-from llmq.data.trained import has_trained_tokens, trained_targets, trained_tokens
 from llmq.options.options import TrainConfig
 
 _BLOCK = 1 << 20  # documents that are cut at once
@@ -196,7 +209,7 @@ class DataSet:
         self.untrained_parts += int(useless.sum())
         return pieces.only(~useless) if useless.any() else pieces
 
-    def _mix(self, sources: list[Source]) -> None:
+    def _mix(self, sources: list[SequenceSource]) -> None:
         """One part, in which sources take turns."""
         weights = self.layout.weights or (1.0,)
         for source, weight in zip(sources, weights, strict=True):

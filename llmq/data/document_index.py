@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,3 +107,135 @@ def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentInd
     offsets = np.append(found, file.num_tokens) if is_cut else found
     offsets.flags.writeable = False
     return DocumentIndex(offsets, is_cut, was_scanned=True)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+_BLOCK = 1 << 23  # mask bits that are looked at together
+
+
+def has_trained_tokens(file: TokenFile) -> bool:
+    """Whether a file has a token whose prediction counts. The first of a file is predicted by none.
+
+    Reads masks up to the first one that is set.
+    """
+    if not file.has_masks:
+        return file.num_tokens > 1
+    for start in range(1, file.num_tokens, _BLOCK):
+        if file.read_mask(start, min(_BLOCK, file.num_tokens - start)).any():
+            return True
+    return False
+
+
+def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
+    """By document (n,), how many of its tokens are predicted and count; its first one never is.
+
+    offsets: (n + 1,) of the documents. Reads all masks of a file that has some.
+    """
+    if not file.has_masks:
+        return np.diff(offsets) - 1
+    before = np.zeros(len(offsets), np.int64)  # set bits before each offset
+    done = 0
+    for start in range(0, file.num_tokens, _BLOCK):
+        count = min(_BLOCK, file.num_tokens - start)
+        bits = file.read_mask(start, count)
+        first, last = np.searchsorted(offsets, (start, start + count), side="left")
+        firsts = offsets[first : min(last, len(offsets) - 1)] - start
+        bits[firsts] = False
+        upto = np.cumsum(bits, dtype=np.int64)
+        inside = np.searchsorted(offsets, (start, start + count), side="right")
+        before[slice(*inside)] = done + upto[offsets[slice(*inside)] - start - 1]
+        done += int(upto[-1])
+    return np.diff(before)
+
+
+def trained_targets(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Of parts of documents (n,), how many of the tokens that theirs predict count.
+
+    counts: (n,), how many they predict; the first one is behind a part's first token. Reads only
+    the masks of these.
+    """
+    pairs = zip((starts + 1).tolist(), counts.tolist(), strict=True)
+    return np.array([file.read_mask(*pair).sum() for pair in pairs], np.int64)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of all documents of some token files.
+
+    trained: tokens whose prediction counts; nothing predicts the first of a document. longest:
+    tokens of the longest document. cut: documents longer than seq_len, None if none was given.
+    untrained: those without a trained token, with seq_len among the first ones.
+    """
+
+    documents: int
+    tokens: int
+    trained: int
+    longest: int
+    untrained: int
+    seq_len: int | None = None
+    cut: int | None = None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        share = 100 * self.trained / max(self.tokens, 1)
+        lines = [
+            f"{self.tokens} tokens, {self.trained} of them trained "
+            f"({share:.1f} %), the longest document has {self.longest}"
+        ]
+        if self.cut is not None:
+            lines.append(f"longer than --seq-len {self.seq_len}: {self.cut}")
+        return lines
+
+    def warnings(self) -> list[str]:
+        """What makes a training worse than it could be."""
+        found = []
+        if self.cut:
+            found.append(
+                f"{self.cut} of {self.documents} documents are longer than --seq-len "
+                f"{self.seq_len}: a sequence has only a part of them"
+            )
+        if self.untrained:
+            where = f" among the first {self.seq_len}" if self.cut else ""
+            found.append(f"{self.untrained} documents have no trained token{where}")
+        return found
+
+
+def count_documents(
+    files: Sequence[TokenFile], seq_len: int | None = None, separator: int | None = None
+) -> Counts:
+    """Counts over all files; a document that is cut between two files is two.
+
+    separator: see DocumentIndex.read, which raises DataError.
+    """
+    documents = tokens = all_trained = longest = untrained = cut = 0
+    for file in files:
+        index = DocumentIndex.read(file, separator)
+        trained, within = _trained(file, index.offsets, seq_len)
+        documents += len(index)
+        tokens += file.num_tokens
+        all_trained += int(trained.sum())
+        untrained += int((within == 0).sum())
+        longest = max(longest, int(index.lengths.max(initial=0)))
+        cut += 0 if seq_len is None else int((index.lengths > seq_len).sum())
+        file.close()
+    cuts = None if seq_len is None else cut
+    return Counts(documents, tokens, all_trained, longest, untrained, seq_len, cuts)
+
+
+def _trained(
+    file: TokenFile, offsets: np.ndarray, seq_len: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Trained tokens of each document, and those among its first `seq_len` ones, (n,) int64."""
+    whole = trained_tokens(file, offsets)
+    starts = offsets[:-1]
+    is_cut = np.diff(offsets) > (seq_len or np.inf)
+    if not is_cut.any():
+        return whole, whole
+    # The same of documents that are cut in two, of which only the first parts matter.
+    parts = np.union1d(offsets, starts[is_cut] + seq_len)
+    return whole, trained_tokens(file, parts)[np.searchsorted(parts, starts)]

@@ -1,65 +1,26 @@
-"""The documents of files and data sets, as a stream that can be resumed anywhere.
+"""The documents of inputs, as a stream that can be resumed anywhere.
 
-A text file is one document (`text_files.py`); each record of JSON and each row of Parquet is one
-(`records.py`), and so is each record of a data set (`hub_dataset.py`). Memory is constant: a long
-text comes in pieces of up to 256 KiB, Parquet is read one row group at a time.
+A text file is one document; each record of JSON, each row of Parquet and each record of a data set
+is one (`base/records.py`, `inputs.py`). Memory is constant: a long text comes in pieces of up to
+256 KiB, each cut where that does not change the tokens; Parquet is read one row group at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import BinaryIO, NamedTuple
 
-from llmq.base.errors import ConfigError, DataError
-from llmq.base.records import Item, Wanted, column_names, json_layout, read_json, read_parquet
+from llmq.base.errors import DataError
+from llmq.base.records import Item, Wanted, read_json, read_parquet
 from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
-from llmq.data import text_files
-from llmq.data.hub_dataset import HubDataset
-from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
-from llmq.data.patterns import expand_pattern
-from llmq.data.record_text import RecordText
-from llmq.data.standard_input import is_standard_input
-from llmq.data.text_files import NotTextError, find_cut, read_text
-from llmq.data.tokenizer import HfTokenizer
+from llmq.data.inputs import InputSource
 
 BLOCK_PIECES = 1024  # small documents that travel together
-
-_JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One input file. in_folder: found by walking a folder, so it may be left out.
-
-    dataset: None for a file. Its size may not be known (0), and its time is that of no clock.
-    """
-
-    path: str
-    kind: str  # text, jsonl, json, parquet or dataset
-    size: int  # bytes
-    mtime_ns: int
-    in_folder: bool
-    dataset: HubDataset | None = None
-
-    @classmethod
-    def of_dataset(cls, dataset: HubDataset) -> Source:
-        """Opens it, which may need the network. DataError if it cannot be opened."""
-        size, number = dataset.facts()
-        return cls(str(dataset), "dataset", size, number, False, dataset)
-
-    @property
-    def identity(self) -> list[str | int]:
-        """By which an interrupted run knows its inputs again."""
-        path = os.path.abspath(self.path) if self.dataset is None else self.path
-        return [path, self.size, self.mtime_ns]
+PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +35,7 @@ class Position:
     bytes_read: int = 0  # of all sources, as they lie on the disk; for the progress bar
 
 
-class Piece(NamedTuple):
+class DocumentPart(NamedTuple):
     """A document or a part of one. text: str, or bytes that hold a JSON record."""
 
     text: str | bytes
@@ -87,147 +48,8 @@ class Piece(NamedTuple):
 class Block(NamedTuple):
     """Pieces to be encoded together, and where reading goes on after them."""
 
-    pieces: list[Piece]
+    pieces: list[DocumentPart]
     end: Position
-
-
-# ------------------------------------------------------------------------------------------------
-# Which files
-
-
-def find_sources(inputs: Sequence[str], dataset: HubDataset | None, exclude: Path) -> list[Source]:
-    """What is to be read, either a data set or files as `find_files` finds them."""
-    if bool(inputs) == (dataset is not None):
-        raise ConfigError("give either files or --dataset")
-    return [Source.of_dataset(dataset)] if dataset is not None else find_files(inputs, exclude)
-
-
-def find_files(inputs: Sequence[str], exclude: Path) -> list[Source]:
-    """The files that files, folders and glob patterns name, once each; links are followed.
-
-    Hidden files, the folder `exclude` (the output) and, in folders, what `llmq tokenize` wrote are
-    left out. DataError for an input that names nothing.
-    """
-    sources: dict[str, Source] = {}
-    for name in inputs:
-        if not name:
-            raise ConfigError("an input has an empty name: give text files, folders or patterns")
-        paths = expand_pattern(name)
-        if not paths:
-            raise DataError(f"input '{name}' is not there: give text files, folders or patterns")
-        for path in paths:
-            in_folder = path.is_dir()
-            files = _walk(path, exclude) if in_folder else [path] * path.is_file()
-            if not files:  # of a pipe neither the size nor a place to resume at is known
-                raise DataError(f"'{path}' is not a file and holds no files, hidden ones left out")
-            for file in files:
-                place = os.path.abspath(file)
-                if place not in sources or not in_folder:
-                    sources[place] = _source(file, in_folder)
-    return list(sources.values())
-
-
-def _walk(folder: Path, exclude: Path) -> list[Path]:
-    found: list[Path] = []
-    exclude = exclude.resolve()
-    seen: set[tuple[int, int]] = set()  # links may lead to a folder twice, or in a circle
-    for parent, folders, files in os.walk(folder, onerror=_unreadable, followlinks=True):
-        here = Path(parent)
-        stat = here.stat()
-        if (stat.st_dev, stat.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((stat.st_dev, stat.st_ino))
-        # Sorted, so that it is always the same path under which a folder is seen first.
-        folders[:] = sorted(
-            f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
-        )
-        own = _own_names(here)
-        found += [
-            here / f
-            for f in files
-            if not f.startswith(".") and f not in own and (here / f).is_file()
-        ]
-    return sorted(found, key=os.fsencode)
-
-
-def _own_names(folder: Path) -> Collection[str]:
-    """Names of the files in a folder that an earlier `llmq tokenize` has written there."""
-    if read_manifest(folder):
-        return {MANIFEST, *(name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name))}
-    copied = folder.name == "tokenizer" and read_manifest(folder.parent)
-    return HfTokenizer.FILES if copied else ()
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise DataError(
-        f"cannot read the folder '{error.filename}': {error.strerror}; make it readable or leave "
-        "it out"
-    ) from error
-
-
-def _source(path: Path, in_folder: bool) -> Source:
-    name = path.name.lower()
-    kind = "text"
-    if is_standard_input(path):
-        kind = _json_kind(path, in_folder=True)
-    elif json_name := _JSON_NAME.fullmatch(name):
-        kind = _json_kind(path, in_folder) if json_name[1] == "json" else "jsonl"
-    elif name.endswith((".parquet", ".pq")):
-        kind = "parquet"
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from error
-    return Source(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
-
-
-def _json_kind(path: Path, in_folder: bool) -> str:
-    """Of a .json file, which may hold anything; what has no records is a text in a folder."""
-    try:
-        kind = json_layout(str(path))
-    except (OSError, EOFError, zlib.error):  # reading it will tell
-        return "jsonl"
-    if kind is None and not in_folder:
-        raise DataError(
-            f"'{path}' holds neither an object on each line nor an array of objects: write it as "
-            ".jsonl, or rename it to .txt to take it as a text"
-        )
-    return kind or "text"
-
-
-def having_fields(sources: Sequence[Source], text: RecordText) -> tuple[list[Source], list[str]]:
-    """Leave out the JSON and Parquet files of folders that lack a field; what to warn of.
-
-    Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
-    """
-    fields = {source: field_names(source) if source.in_folder else None for source in sources}
-    lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
-    kept = [source for source in sources if source not in lacking]
-    only_texts = all(source.kind == "text" for source in kept)
-    if not lacking:
-        idle = only_texts and not text.is_default
-        return kept, [f"{text.flag} has no effect: all inputs are plain text"] if idle else []
-    first, names = next(iter(lacking.items()))
-    if only_texts:
-        raise text.lacks(f"'{first.path}'", names, "or leave the file out")
-    said = f"{len(lacking)} files in folders have no field '{text.missing(names)}': left out"
-    return kept, [f"{said}, the first is '{first.path}'"]
-
-
-def field_names(source: Source) -> list[str] | None:
-    """Of Parquet, a data set, or a JSON file's first record; None for a text, and if unreadable."""
-    if source.kind == "text":
-        return None
-    if source.dataset is not None:
-        return source.dataset.field_names()
-    try:
-        if source.kind == "parquet":
-            return column_names(source.path)
-        record = json.loads(next(read_json(source.path, source.kind, 0, 0)).text)
-    except (OSError, EOFError, zlib.error, ValueError, StopIteration):  # reading it will tell
-        return None
-    return list(record) if isinstance(record, dict) else None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -241,7 +63,7 @@ class EvalSplit:
     1/fraction the second one, so that two documents are enough for both parts.
     """
 
-    def __init__(self, fraction: float, seed: int, sources: Sequence[Source]) -> None:
+    def __init__(self, fraction: float, seed: int, sources: Sequence[InputSource]) -> None:
         """fraction: 0 <= fraction < 1. May read a little of a single text, to cut it at a line."""
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
@@ -250,10 +72,10 @@ class EvalSplit:
         if self._fraction and len(sources) == 1 and sources[0].kind == "text":
             self.offset = self._cut(sources[0])
 
-    def _cut(self, source: Source) -> int:
+    def _cut(self, source: InputSource) -> int:
         size = unpacked_size(source.path) if is_packed(source.path) else source.size
         offset = int(size * (1 - self._fraction))
-        start = max(0, offset - text_files.PIECE_BYTES)
+        start = max(0, offset - PIECE_BYTES)
         with open(source.path, "rb") as raw, unpack(source.path, raw) as file:
             skip(file, start)
             return start + find_cut(file.read(offset - start))
@@ -277,13 +99,13 @@ class EvalSplit:
 
 
 def read_blocks(
-    sources: Sequence[Source], wanted: Wanted, split: EvalSplit, start: Position
+    sources: Sequence[InputSource], wanted: Wanted, split: EvalSplit, start: Position
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
     wanted: of rows of tables. DataError for what cannot be read.
     """
-    pieces: list[Piece] = []
+    pieces: list[DocumentPart] = []
     size = 0
     at = start
     done = sum(source.size for source in sources[: start.source])
@@ -303,9 +125,9 @@ def read_blocks(
                     skipped=at.skipped,
                     bytes_read=done + item.bytes_read,
                 )
-                pieces.append(Piece(item.text, is_eval, item.is_end, item.where, is_start))
+                pieces.append(DocumentPart(item.text, is_eval, item.is_end, item.where, is_start))
                 size += len(item.text)
-                if size >= text_files.PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
+                if size >= PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
                     yield Block(pieces, at)
                     pieces, size = [], 0
         except NotTextError:
@@ -317,11 +139,107 @@ def read_blocks(
     yield Block(pieces, at)
 
 
-def _read(source: Source, wanted: Wanted, at: Position, cut: int | None) -> Iterator[Item]:
+def _read(source: InputSource, wanted: Wanted, at: Position, cut: int | None) -> Iterator[Item]:
     if source.kind == "text":
-        return read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
+        return _read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
     if source.kind == "parquet":
         return read_parquet(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
         return source.dataset.read(wanted, source.size, at.offset)
     return read_json(source.path, source.kind, at.offset, at.line)
+
+
+# ------------------------------------------------------------------------------------------------
+# Plain texts
+
+
+class NotTextError(Exception):
+    """A file in a folder is not text."""
+
+
+def _read_text(path: str, size: int, offset: int, cut: int | None, lenient: bool) -> Iterator[Item]:
+    """Pieces of a text. It is also cut at `cut`, if that is given.
+
+    size: of the file in bytes; offset, cut: bytes of its content. lenient: raise NotTextError for
+    what is no text, else DataError.
+    """
+    with open(path, "rb") as raw, unpack(path, raw) as file:
+        skip(file, offset)
+        end = None if is_packed(path) else size  # a file that grows ends where it did
+        data = b""
+        while True:
+            # A piece depends on its own offset only, so a resumed run makes the same ones.
+            stop = cut if cut is not None and offset < cut else None
+            wanted = PIECE_BYTES if stop is None else min(PIECE_BYTES, stop - offset)
+            left = wanted + 1 if end is None else end - offset
+            data += _read_bytes(
+                path, file, min(wanted + 1, left) - len(data), complete=end is not None
+            )
+            if not data:
+                return
+            block, is_end = data[:wanted], len(data) <= wanted
+            if not is_end and offset + wanted != stop:
+                block = block[: find_cut(block) or None]  # without a boundary: not UTF-8
+            text = _decode(path, offset, block, lenient)
+            data, offset = data[len(block) :], offset + len(block)
+            yield Item(text, is_end, offset, 0, raw.tell() if end is None else offset, path)
+
+
+def _read_bytes(path: str, file: BinaryIO, count: int, *, complete: bool) -> bytes:
+    """The next `count` bytes; fewer at the end, DataError with `complete`."""
+    parts = []
+    while count > 0 and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    if complete and count > 0:
+        raise DataError(f"'{path}' became shorter while it was read")
+    return b"".join(parts)
+
+
+def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:
+    if lenient and offset == 0 and b"\0" in data:
+        raise NotTextError
+    try:
+        return data.decode("utf-8-sig" if offset == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        if lenient and offset == 0:
+            raise NotTextError from error
+        raise DataError(
+            f"'{path}' is not UTF-8 text at byte {offset + error.start}: convert it "
+            "(`iconv -t UTF-8`) or leave it out"
+        ) from error
+
+
+def find_cut(block: bytes) -> int:
+    """Where to cut a part of a long UTF-8 text so that its tokens stay the same.
+
+    The best place is after a line end between two visible characters: there the usual byte-level
+    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Then after any line end, then
+    before a space, then anywhere between two characters, but not inside `<|…|>`. The first three
+    are looked for in the second half. 0 only for a block without a boundary between characters.
+    """
+    blank = b" \t\n\r\v\f"
+    half = max(1, len(block) // 2)
+    after_any_line_end = 0
+    for at in _positions(block, b"\n", half):
+        if block[at + 1] not in blank:
+            if block[at - 1] not in blank:
+                return at + 1
+            after_any_line_end = after_any_line_end or at + 1
+    if after_any_line_end:
+        return after_any_line_end
+    for at in _positions(block, b" ", half):
+        if block[at + 1] not in blank and block[at - 1] not in blank:
+            return at
+    end = max(0, len(block) - 1)
+    while end > 0 and block[end] & 0xC0 == 0x80:  # a continuation byte
+        end -= 1
+    bracket = block.rfind(b"<", max(1, end - 64), end)
+    return bracket if bracket > 0 else end
+
+
+def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
+    """Where a byte is, from the last but one place of the block back to `start`."""
+    at = len(block) - 1
+    while (at := block.rfind(byte, start, at)) >= 0:
+        yield at

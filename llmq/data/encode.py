@@ -19,7 +19,7 @@ import numpy as np
 from llmq.base.errors import DataError
 from llmq.data.chat_masks import Chat, token_mask
 from llmq.data.conversations import TEXT, Conversation, RecordConversation, flattened
-from llmq.data.documents import Block, Piece, Position
+from llmq.data.documents import Block, DocumentPart, Position
 from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
 from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
@@ -70,7 +70,7 @@ class Encoder:
         controls = sorted(tokenizer.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
 
-    def encode(self, pieces: list[Piece]) -> tuple[Ids, Ids]:
+    def encode(self, pieces: list[DocumentPart]) -> tuple[Ids, Ids]:
         """For training and for evaluation; an empty document has no ids."""
         if self.recipe.chat is not None:
             return self._encode_conversations(pieces, self.recipe.chat)
@@ -94,7 +94,7 @@ class Encoder:
                 of_split.end()
         return parts[0].joined(), parts[1].joined()
 
-    def _encode_conversations(self, pieces: list[Piece], chat: Chat) -> tuple[Ids, Ids]:
+    def _encode_conversations(self, pieces: list[DocumentPart], chat: Chat) -> tuple[Ids, Ids]:
         """The template decides what is before and behind each of them: nothing is added."""
         rendered = []
         parts = _Parts(), _Parts()
@@ -179,7 +179,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(pieces: list[Piece]) -> tuple[Ids, Ids]:
+def _encode_in_worker(pieces: list[DocumentPart]) -> tuple[Ids, Ids]:
     return _worker.encode(pieces)
 
 

@@ -26,9 +26,8 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError, warn
 from llmq.data.dataset import DataSet, Layout
-from llmq.data.epoch_plan import FilesInTurn
+from llmq.data.epoch_plan import FilesInTurn, Split
 from llmq.data.reader import RowReader, Span
-from llmq.data.split import Split
 from llmq.data.tokens import TokenFile
 
 _STATE = dict.fromkeys(("seed", "epoch", "file_index", "chunk_index", "seq_len"), int)

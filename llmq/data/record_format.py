@@ -1,4 +1,4 @@
-"""Whether records are texts or conversations, and of which shape: by their fields, or by --format.
+"""Records are texts or conversations of one shape, chosen by their fields or by --format.
 
 All records of a run have the same format. It is decided before anything is written, by the first
 record of each JSON file and by the columns of tables.
@@ -6,23 +6,20 @@ record of each JSON file and by the columns of tables.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Sequence
 
 from llmq.base.errors import DataError
-from llmq.data.conversations import (
-    REQUIRED,
-    TEXT,
-    RecordConversation,
-    check_format,
-    formats_of,
-)
-from llmq.data.documents import Source, field_names, having_fields
+from llmq.base.records import column_names, read_json
+from llmq.data.conversations import REQUIRED, TEXT, RecordConversation, check_format, formats_of
+from llmq.data.inputs import InputSource
 from llmq.data.record_text import RecordText
 
-Chosen = tuple[RecordText | RecordConversation, list[Source], list[str]]
+Chosen = tuple[RecordText | RecordConversation, list[InputSource], list[str]]
 
 
-def choose_format(sources: Sequence[Source], form: str, text: RecordText) -> Chosen:
+def choose_format(sources: Sequence[InputSource], form: str, text: RecordText) -> Chosen:
     """What is read of all records, the files to read, and what to warn of.
 
     form: of conversations.FORMATS. text: what is read of texts. DataError where files contradict
@@ -38,8 +35,8 @@ def choose_format(sources: Sequence[Source], form: str, text: RecordText) -> Cho
     return RecordConversation(form), kept, warnings
 
 
-def _recognised(sources: Sequence[Source], text: RecordText) -> str:
-    found: dict[str, Source] = {}
+def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
+    found: dict[str, InputSource] = {}
     for source in sources:
         fields = field_names(source) or []
         forms = [TEXT] * (text.field in fields) + formats_of(fields)
@@ -59,7 +56,7 @@ def _recognised(sources: Sequence[Source], text: RecordText) -> str:
     return next(iter(found), TEXT)
 
 
-def _having(sources: Sequence[Source], form: str) -> tuple[list[Source], list[str]]:
+def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource], list[str]]:
     """The files of this format; those of folders that are of no such format are left out."""
     kept, left_out = [], []
     for source in sources:
@@ -82,3 +79,39 @@ def _having(sources: Sequence[Source], form: str) -> tuple[list[Source], list[st
         f"{len(left_out)} files in folders hold no conversations of the format {form}: left out, "
         f"the first is '{left_out[0].path}'"
     ]
+
+
+def having_fields(
+    sources: Sequence[InputSource], text: RecordText
+) -> tuple[list[InputSource], list[str]]:
+    """Leave out the JSON and Parquet files of folders that lack a field; what to warn of.
+
+    Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
+    """
+    fields = {source: field_names(source) if source.in_folder else None for source in sources}
+    lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
+    kept = [source for source in sources if source not in lacking]
+    only_texts = all(source.kind == "text" for source in kept)
+    if not lacking:
+        idle = only_texts and not text.is_default
+        return kept, [f"{text.flag} has no effect: all inputs are plain text"] if idle else []
+    first, names = next(iter(lacking.items()))
+    if only_texts:
+        raise text.lacks(f"'{first.path}'", names, "or leave the file out")
+    said = f"{len(lacking)} files in folders have no field '{text.missing(names)}': left out"
+    return kept, [f"{said}, the first is '{first.path}'"]
+
+
+def field_names(source: InputSource) -> list[str] | None:
+    """Of Parquet, a data set, or a JSON file's first record; None for a text, and if unreadable."""
+    if source.kind == "text":
+        return None
+    if source.dataset is not None:
+        return source.dataset.field_names()
+    try:
+        if source.kind == "parquet":
+            return column_names(source.path)
+        record = json.loads(next(read_json(source.path, source.kind, 0, 0)).text)
+    except (OSError, EOFError, zlib.error, ValueError, StopIteration):  # reading it will tell
+        return None
+    return list(record) if isinstance(record, dict) else None

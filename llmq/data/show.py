@@ -13,8 +13,7 @@ import numpy as np
 
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, DataError
-from llmq.data.counts import count_documents
-from llmq.data.document_index import DocumentIndex
+from llmq.data.document_index import DocumentIndex, count_documents
 from llmq.data.identity import tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files

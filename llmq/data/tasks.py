@@ -23,7 +23,7 @@ from llmq.data.record_text import whole_characters
 Record = Mapping[str, Any]
 
 
-class Choice(NamedTuple):
+class Answer(NamedTuple):
     """One answer. The continuation is scored behind the context; length: characters of the answer
     itself, by which acc_norm divides."""
 
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 class Question(NamedTuple):
     """gold: index of the right one among the choices. where: for messages."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[Answer, ...]
     gold: int
     where: str
 
@@ -88,9 +88,9 @@ def _field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> An
     return value
 
 
-def _answers(prompt: str, choices: list[str]) -> tuple[Choice, ...]:
+def _answers(prompt: str, choices: list[str]) -> tuple[Answer, ...]:
     """Choices behind one prompt."""
-    return tuple(Choice(prompt, f" {text}", len(text)) for text in choices)
+    return tuple(Answer(prompt, f" {text}", len(text)) for text in choices)
 
 
 def _index(record: Record, name: str, count: int, first: int = 0) -> int:
@@ -114,7 +114,7 @@ def _clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def _hellaswag(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _hellaswag(record: Record) -> tuple[tuple[Answer, ...], int]:
     context = f"{_field(record, 'ctx_a')} {_field(record, 'ctx_b').capitalize()}"
     prompt = _clean(f"{_field(record, 'activity_label')}: {context}")
     endings = [_clean(text) for text in _texts(record, "endings")]
@@ -141,7 +141,7 @@ def _labelled(record: Record) -> tuple[list[str], list[str]]:
     return [_field(c, "text") for c in choices], [_field(c, "label") for c in choices]
 
 
-def _science(record: Record, stem: str, form: str) -> tuple[tuple[Choice, ...], int]:
+def _science(record: Record, stem: str, form: str) -> tuple[tuple[Answer, ...], int]:
     """ARC and OpenBookQA. stem: the question's field at Hugging Face; at AI2 it is "stem"."""
     answer = _field(record, "answerKey").lstrip()
     if isinstance(record.get("question"), dict):
@@ -152,37 +152,37 @@ def _science(record: Record, stem: str, form: str) -> tuple[tuple[Choice, ...], 
     return _answers(form.format(_field(record, stem)), texts), labels.index(answer)
 
 
-def _arc(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _arc(record: Record) -> tuple[tuple[Answer, ...], int]:
     return _science(record, "question", "Question: {}\nAnswer:")
 
 
-def _openbookqa(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _openbookqa(record: Record) -> tuple[tuple[Answer, ...], int]:
     return _science(record, "question_stem", "{}")
 
 
-def _piqa(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _piqa(record: Record) -> tuple[tuple[Answer, ...], int]:
     prompt = f"Question: {_field(record, 'goal')}\nAnswer:"
     solutions = [_field(record, "sol1"), _field(record, "sol2")]
     return _answers(prompt, solutions), _index(record, "label", 2)
 
 
-def _winogrande(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
     """What follows the blank is scored behind each way to fill it."""
     before, blank, after = _field(record, "sentence").partition("_")
     if not blank:
         raise _BadRecordError("field 'sentence' has no blank '_'")
     filled = [before + _field(record, name) for name in ("option1", "option2")]
-    choices = tuple(Choice(context, f" {after.strip()}", len(context)) for context in filled)
+    choices = tuple(Answer(context, f" {after.strip()}", len(context)) for context in filled)
     return choices, _index(record, "answer", 2, first=1)
 
 
-def _boolq(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _boolq(record: Record) -> tuple[tuple[Answer, ...], int]:
     name = "label" if "label" in record else "answer"  # of SuperGLUE, and of BoolQ's own file
     prompt = f"{_field(record, 'passage')}\nQuestion: {_field(record, 'question')}?\nAnswer:"
     return _answers(prompt, ["no", "yes"]), _index(record, name, 2)
 
 
-def _mmlu(record: Record) -> tuple[tuple[Choice, ...], int]:
+def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
     choices = _texts(record, "choices")
     if len(choices) != 4:
         raise _BadRecordError(f"field 'choices' has {len(choices)} texts, not four")
@@ -205,7 +205,7 @@ class Kind(NamedTuple):
     """
 
     fields: frozenset[str]
-    read: Callable[[Record], tuple[tuple[Choice, ...], int]]
+    read: Callable[[Record], tuple[tuple[Answer, ...], int]]
     normalized: bool
 
 

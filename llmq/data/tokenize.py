@@ -21,12 +21,11 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
 from llmq.data.chat_masks import TRAIN_ON, Chat
 from llmq.data.chat_template import end_of_turn, load_chat_template
-from llmq.data.documents import EvalSplit, Position, Source, find_sources, read_blocks
+from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
-from llmq.data.hub_dataset import HubDataset
+from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
 from llmq.data.record_format import choose_format
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
-from llmq.data.standard_input import reading_standard_input
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
@@ -168,7 +167,7 @@ def _check_options(
         raise ConfigError(f"--seq-len is {seq_len}: give at least 1")
 
 
-def _default_workers(sources: Sequence[Source], tokenizer: Tokenizer) -> int:
+def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> int:
     """Bytes are encoded faster than they are sent to another process."""
     small = sum(source.size for source in sources) < _SMALL_INPUT
     if small or isinstance(tokenizer, ByteTokenizer):
@@ -188,7 +187,7 @@ def _run_or_discard(manifest: Manifest, *args: Any) -> None:
 
 def _run(
     manifest: Manifest,
-    sources: Sequence[Source],
+    sources: Sequence[InputSource],
     encoder: Encoder,
     workers: int,
     progress: bool,

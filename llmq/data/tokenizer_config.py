@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.data.tokenizer import EXACT_MODULE, HfTokenizer
-from llmq.data.tokenizer_files import END_OF_TEXT, read_json
+from llmq.data.tokenizer import END_OF_TEXT, EXACT_MODULE, HfTokenizer, read_json
 
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}

@@ -16,19 +16,18 @@ from typing import TYPE_CHECKING
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import staged_directory
 from llmq.data.chat_template import load_chat_template
-from llmq.data.documents import (
-    EvalSplit,
-    Position,
-    Source,
-    find_sources,
-    having_fields,
-    read_blocks,
-)
-from llmq.data.hub_dataset import HubDataset
+from llmq.data.documents import EvalSplit, Position, read_blocks
+from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
+from llmq.data.record_format import having_fields
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
-from llmq.data.standard_input import reading_standard_input
-from llmq.data.tokenizer import TEMPLATE_FILE, ByteTokenizer, HfTokenizer, save_tokenizer
-from llmq.data.tokenizer_files import END_OF_TEXT, new_byte_level_bpe
+from llmq.data.tokenizer import (
+    END_OF_TEXT,
+    TEMPLATE_FILE,
+    ByteTokenizer,
+    HfTokenizer,
+    new_byte_level_bpe,
+    save_tokenizer,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -170,7 +169,9 @@ class _Texts:
     needs no merges.
     """
 
-    def __init__(self, sources: Sequence[Source], text: RecordText, special: Sequence[str]) -> None:
+    def __init__(
+        self, sources: Sequence[InputSource], text: RecordText, special: Sequence[str]
+    ) -> None:
         self._sources, self._text = sources, text
         self._special = re.compile("|".join(map(re.escape, special)))
         self.sample = ""

@@ -11,8 +11,8 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import DataError
 from llmq.data.dataset import DataSet, Layout
+from llmq.data.epoch_plan import Split
 from llmq.data.reader import documents_of
-from llmq.data.split import Split
 from llmq.options.options import TrainConfig
 
 SAMPLE = 256  # sequences whose documents are looked at

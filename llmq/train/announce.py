@@ -10,7 +10,7 @@ from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
-from llmq.data.tokenized import gaps
+from llmq.data.token_shards import gaps
 from llmq.options.conditions import why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import option_rows

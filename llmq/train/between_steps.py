@@ -22,9 +22,8 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.best import Measured
 from llmq.data import scoring
 from llmq.data.detokenize import continuation
-from llmq.data.judge import Score, judge
 from llmq.data.loader import DataLoader
-from llmq.data.scoring import Asked, Encoder, check_ids, make_batches, pack_batches
+from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.step import Result

@@ -18,8 +18,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
-from llmq.data.judge import Score, judge
-from llmq.data.scoring import Asked, Batch, Encoder, check_ids, make_batches
+from llmq.data.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
 from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
 from llmq.model.score import Scorer, scoring_options

@@ -8,8 +8,8 @@ from typing import Any
 
 from llmq.base.batch import Batch
 from llmq.data.dataset import Layout
+from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
-from llmq.data.split import Split
 from llmq.model.step import Result
 from llmq.options.options import TrainConfig
 from llmq.runtime.world import World
