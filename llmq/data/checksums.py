@@ -10,9 +10,9 @@
           48     uint64   XXH3 of the 48 bytes before
           56     n uint64 XXH3 of each piece of the token file
 
-Everything is little-endian. XXH3 is the one of 64 bits, without a seed. Version 1, which is read
-too, has CRC-32 instead, as uint32. A piece is small, because rows are read in a shuffled order and
-the first one that reads of a piece has to read all of it.
+Everything is little-endian. XXH3 has 64 bits and no seed. Version 1, which is read too, has CRC-32
+instead, as uint32. A piece is small, because rows are read in a shuffled order and the first one
+that touches a piece has to read all of it.
 """
 
 from __future__ import annotations
@@ -39,36 +39,35 @@ SUFFIX = ".sums"
 PIECE_BYTES = 1 << 16
 
 
-class _Layout(NamedTuple):
-    """What the versions differ in: the function, and how its values are stored."""
+class _SumsVersion(NamedTuple):
+    """The checksum function of a version, and how its values are stored."""
 
     sum_of: Callable[[bytes | memoryview], int]
     sum_type: np.dtype
-    fields: struct.Struct  # of the header, which ends with their checksum
+    fields: struct.Struct  # the header without its own checksum, which follows
 
 
-_LAYOUTS = {
-    1: _Layout(zlib.crc32, np.dtype("<u4"), struct.Struct("<8s2i2q2I")),
-    2: _Layout(xxhash.xxh3_64_intdigest, np.dtype("<u8"), struct.Struct("<8s2i2q2Q")),
+_VERSIONS = {
+    1: _SumsVersion(zlib.crc32, np.dtype("<u4"), struct.Struct("<8s2i2q2I")),
+    2: _SumsVersion(xxhash.xxh3_64_intdigest, np.dtype("<u8"), struct.Struct("<8s2i2q2Q")),
 }
-_of_thread = threading.local()  # .buffer: what it has read last of a piece
+_of_thread = threading.local()  # .buffer: the piece that this thread has read last
 
 
 def checksums_path(token_file: Path) -> Path:
-    """Of the `.sums` file of a token file: X.sums for X.bin."""
+    """The path of a token file's `.sums` file: X.sums for X.bin."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + SUFFIX)
 
 
 def write_checksums(token_file: Path) -> None:
     """Write the `.sums` file of a token file and its `.docs` file. Raises LlmqError."""
-    sum_of, sum_type, fields = _LAYOUTS[VERSION]
+    sum_of, sum_type, fields = _VERSIONS[VERSION]
     with disk_errors(checksums_path(token_file)):
         with open(token_file, "rb", buffering=0) as file:
             pieces = iter(functools.partial(file.read, PIECE_BYTES), b"")
             sums = np.array([sum_of(piece) for piece in pieces], sum_type).tobytes()
             num_bytes = os.fstat(file.fileno()).st_size
-        documents, docs_bytes = documents_path(token_file), -1
-        docs = b""
+        documents, docs, docs_bytes = documents_path(token_file), b"", -1
         if documents.exists():
             docs = documents.read_bytes()
             docs_bytes = len(docs)
@@ -80,13 +79,13 @@ def write_checksums(token_file: Path) -> None:
 
 
 class Checksums:
-    """What a `.sums` file says, and which pieces were found to agree with it.
+    """The content of a `.sums` file, and which pieces were found to agree with it.
 
     Threads may share one: at worst two of them compare the same piece.
     """
 
     def __init__(self, path: Path, token_file: Path, num_bytes: int) -> None:
-        """num_bytes: of the token file. DataError if it is damaged, or of one of another size."""
+        """num_bytes: the token file's size. DataError if damaged, or for a file of another size."""
         self.path, self.token_file, self.num_bytes = path, token_file, num_bytes
         try:
             check_readable(path)
@@ -96,15 +95,15 @@ class Checksums:
         if not data.startswith(MAGIC) or len(data) < len(MAGIC) + 4:
             raise self._wrong("is no file of checksums")
         (version,) = struct.unpack_from("<i", data, len(MAGIC))
-        if version not in _LAYOUTS:
-            known = " and ".join(map(str, _LAYOUTS))
+        if version not in _VERSIONS:
+            known = " and ".join(map(str, _VERSIONS))
             raise self._wrong(f"has version {version}, only {known} can be read")
-        self._sums = self._parse(data, _LAYOUTS[version])
-        # 1: not compared yet. One more, for whoever reads nothing at the end of the file.
+        self._sums = self._parse(data, _VERSIONS[version])
+        # 1: not compared yet. One more entry serves reads of nothing at the end of the file.
         self._unread = bytearray(b"\1" * len(self._sums) + b"\0")
 
-    def _parse(self, data: bytes, layout: _Layout) -> list[int]:
-        """Set what the header says; returns the checksums of pieces."""
+    def _parse(self, data: bytes, layout: _SumsVersion) -> list[int]:
+        """Take over the header; returns the checksums of pieces."""
         sum_of, sum_type, fields = layout
         at = fields.size + sum_type.itemsize
         head, own, sums = data[: fields.size], data[fields.size : at], data[at:]
@@ -126,9 +125,9 @@ class Checksums:
 
     @classmethod
     def of(cls, token_file: Path) -> Checksums | None:
-        """Of a token file; None if there are none. One for all who read the same file.
+        """The checksums of a token file, shared by all who read it; None if there are none.
 
-        DataError if there are some that cannot be read.
+        DataError if they cannot be read.
         """
         path = checksums_path(token_file)
         try:
@@ -141,13 +140,13 @@ class Checksums:
         return _checksums(path.absolute(), token_file.absolute(), other.st_size, stamps)
 
     def verify(self, descriptor: int, start: int, stop: int) -> None:
-        """Compare the pieces of bytes [start, stop) that were not read yet.
+        """Compare the pieces of bytes [start, stop) that were not compared yet.
 
-        descriptor: of the token file. DataError names what is damaged.
+        descriptor: the open token file. DataError names the damaged piece.
         """
         unread, shift = self._unread, self._shift
         first, last = start >> shift, (stop - 1) >> shift
-        # Rows are short and many: mostly this is all there is to do.
+        # Rows are short and many, so mostly this test is all there is to do.
         if unread[first] or unread[last] or last - first > 1:
             while (first := unread.find(1, first, last + 1)) >= 0:
                 self._compare(descriptor, first)
@@ -155,7 +154,7 @@ class Checksums:
     def _compare(self, descriptor: int, index: int) -> None:
         begin = index * self._piece
         size = min(self._piece, self.num_bytes - begin)
-        # Memory that is given back after each piece would come from the system every time.
+        # A new buffer for each piece would be fetched from the system every time.
         if len(getattr(_of_thread, "buffer", b"")) < size:
             _of_thread.buffer = memoryview(bytearray(self._piece))
         data = _of_thread.buffer[:size]
@@ -174,7 +173,7 @@ class Checksums:
         return self._docs_bytes >= 0
 
     def verify_documents(self, data: bytes, path: Path) -> None:
-        """Compare the content of the `.docs` file. DataError."""
+        """Compare the content of the `.docs` file. DataError if it differs."""
         if (len(data), self._sum_of(data)) != (self._docs_bytes, self._docs):
             raise DataError(
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
@@ -184,5 +183,5 @@ class Checksums:
 
 @functools.cache
 def _checksums(path: Path, token_file: Path, num_bytes: int, stamps: tuple[int, ...]) -> Checksums:
-    """stamps: by which files that were replaced meanwhile are known."""
+    """stamps: they tell files that were replaced meanwhile."""
     return Checksums(path, token_file, num_bytes)

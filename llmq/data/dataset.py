@@ -1,4 +1,4 @@
-"""Token files of one side of a run, how their documents become sequences, and what to say of it."""
+"""Token files of one side of a run, how their documents become sequences, and a report on them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from llmq.data.epoch_plan import (
     SequenceSource,
     Split,
     WindowSource,
-    contents,
-    fingerprint,
 )
 from llmq.data.packing import Pieces, cut_documents, joined
 from llmq.data.patterns import find_token_files
@@ -42,8 +40,8 @@ class Layout:
 
     packing: "concat" takes windows of the files as they are, "best-fit" puts as many documents into
     a sequence as fit, "none" one. document_mask: whether batches say where documents start.
-    separator: the id that ends a document in files without a `.docs` file. weights: the share of
-    each of the patterns that name files; None: every sequence once an epoch.
+    separator: the id that ends a document in files without a `.docs` file. weights: one share for
+    each pattern that names files; None: every sequence once an epoch.
     """
 
     packing: str = "concat"
@@ -53,7 +51,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: TrainConfig, *, held_out: bool = False) -> Layout:
-        """Of a run's training data or, held_out, of its validation data, which has no weights."""
+        """The layout of a run's training data; held_out: its validation data, without weights."""
         return cls(
             packing=config.packing,
             document_mask=config.document_mask,
@@ -63,7 +61,7 @@ class Layout:
 
     @property
     def packs(self) -> bool:
-        """Whether documents are the units, and not windows."""
+        """Whether sequences are made of documents, not of windows."""
         return self.packing != "concat"
 
     @property
@@ -75,13 +73,12 @@ class Layout:
 class DataSet:
     """The checked files and the plan of their epochs; the same for all ranks, and for any thread.
 
-    files: in sorted order. fingerprint, contents: of names and sizes, and of a sample of the
-    tokens. plan: of epochs. total_tokens: in all files or, with a split or packed, in all
-    sequences. order: of what the plan is a function beside names and sizes of files; None
-    for llm.q's order. documents, cut, untrained: how many there are, are longer than a sequence,
-    and have no token to train on (with packing these are left out). untrained_parts: of documents
-    that are cut, left out for the same reason. empty_files: without a sequence. scanned: files
-    whose documents a separator has found.
+    files: in sorted order. fingerprint, contents: hashes of names and sizes, and of samples of the
+    tokens. total_tokens: in all files or, with a split or packed, in all sequences. order: a hash
+    of what else decides the plan; None for llm.q's order. documents, cut, untrained: how many
+    documents there are, are longer than a sequence, and have no token to train on (packing leaves
+    these out). untrained_parts: parts of cut documents that are left out for the same reason.
+    empty_files: those without a sequence. scanned: those whose documents a separator has found.
     """
 
     def __init__(
@@ -94,14 +91,14 @@ class DataSet:
         layout: Layout,
         everything: bool,
     ) -> None:
-        """everything: every token of every document counts once, in training what fills sequences.
+        """everything: every token of every document counts once, not only what fills sequences.
 
         DataError for files that are damaged, contradict each other, or cannot be trained on.
         """
         self.seq_len, self.vocab_size, self.layout = seq_len, vocab_size, layout
         self._patterns = patterns
         self.files = open_token_files(patterns, vocab_size)
-        self.fingerprint, self.contents = fingerprint(self.files, split), contents(self.files)
+        self.fingerprint, self.contents = _fingerprint(self.files, split), _contents(self.files)
         self.documents = self.cut = self.empty_files = self.scanned = 0
         self.untrained = self.untrained_parts = 0
         self._indices: list[DocumentIndex] | None = None
@@ -118,9 +115,8 @@ class DataSet:
         tails = everything and layout.document_mask
         masked = self._indices if layout.document_mask else None
         windows = FileWindows(self.files, seq_len, split, masked, tails=tails)
-        self.total_tokens = sum(file.num_tokens for file in self.files)
-        if split is not None:
-            self.total_tokens = sum(int(windows.lengths(i).sum()) for i in range(len(self.files)))
+        whole = split is None
+        self.total_tokens = sum(f.num_tokens for f in self.files) if whole else windows.tokens()
         self.empty_files = windows.counts.count(0)
         if layout.weights is None:
             self.plan = FilesInTurn(windows)
@@ -128,7 +124,7 @@ class DataSet:
             self._mix([WindowSource(windows, group, i) for i, group in enumerate(groups)])
 
     def _groups(self, patterns: Sequence[str | Path]) -> list[list[int]]:
-        """The files of each source: of each pattern where they have weights, else all."""
+        """Numbers of the files of each source: each pattern is one if it has a weight."""
         if self.layout.weights is None:
             return [list(range(len(self.files)))]
         number = {file.path: i for i, file in enumerate(self.files)}
@@ -149,12 +145,12 @@ class DataSet:
         self.scanned = sum(index.was_scanned for index in self._indices)
         self.documents = sum(map(len, self._indices))
         for file, index in zip(self.files, self._indices, strict=True):
-            if file.has_masks and not self.layout.packs:  # packing has to look at all files
+            if file.has_masks and not self.layout.packs:  # packing counts them itself
                 self.untrained += int((trained_tokens(file, index.offsets) == 0).sum())
             file.close()
 
     def _check_trained(self) -> None:
-        """Whether any token counts, where windows are taken of files as they are."""
+        """Raise DataError if windows hold no token that counts."""
         if not self.layout.packs and self.files and not any(map(has_trained_tokens, self.files)):
             raise self._nothing_to_train("all tokens are masked")
         for file in self.files:
@@ -181,9 +177,9 @@ class DataSet:
         return PackedSource(pieces, self.seq_len, which, alone=self.layout.packing == "none")
 
     def _pieces(self, number: int, begin: int, end: int) -> list[Pieces]:
-        """Of the documents begin to end of a file, without those that have nothing to train on.
+        """Pieces of documents [begin, end) of a file that have something to train on.
 
-        In blocks, so that what is computed on the way takes little memory.
+        They are cut in blocks, which keeps intermediate arrays small.
         """
         file, offsets = self.files[number], self._indices[number].offsets
         counts = trained_tokens(file, offsets) if file.has_masks else None
@@ -199,8 +195,8 @@ class DataSet:
         return parts
 
     def _trained_parts(self, file: TokenFile, pieces: Pieces) -> Pieces:
-        """Without the parts of longer documents that have nothing to train on."""
-        is_part = pieces.goes_on.copy()  # all of a document but the last one
+        """Leave out the parts of longer documents that have nothing to train on."""
+        is_part = pieces.goes_on.copy()  # every part of a document but the last
         is_part[1:] |= pieces.goes_on[:-1]
         predicted = pieces.length - ~pieces.goes_on
         counts = trained_targets(file, pieces.start[is_part], predicted[is_part])
@@ -210,7 +206,7 @@ class DataSet:
         return pieces.only(~useless) if useless.any() else pieces
 
     def _mix(self, sources: list[SequenceSource]) -> None:
-        """One part, in which sources take turns."""
+        """Make the plan one part, in which sources take turns."""
         weights = self.layout.weights or (1.0,)
         for source, weight in zip(sources, weights, strict=True):
             if source.count == 0 and len(sources) > 1:
@@ -220,7 +216,7 @@ class DataSet:
                 )
         digest = hashlib.sha256(f"{self.layout.packing} {self.layout.weights}".encode())
         if self.layout.packs:
-            self._indices = None  # what matters of them is in the pieces
+            self._indices = None  # the pieces hold all that is needed
             self.total_tokens = sum(source.tokens for source in sources)
             self.documents = sum(source.pieces.documents for source in sources) + self.untrained
             self.cut = sum(source.pieces.cut for source in sources)
@@ -229,20 +225,20 @@ class DataSet:
         self.plan = Mixture(sources, weights)
         self.order = digest.hexdigest()
 
-    # -- what to say -----------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------
 
     @property
     def sequences(self) -> int:
-        """Of an epoch, before any are left out at its end."""
+        """Sequences of an epoch, with those that are left out at its end."""
         return sum(self.plan.counts)
 
     @property
     def padding(self) -> float:
-        """The part of an epoch's positions that only fills sequences up."""
+        """The fraction of an epoch's positions that only fills sequences up."""
         return 1 - self.plan.tokens() / max(self.sequences * self.seq_len, 1)
 
     def record(self) -> dict[str, object]:
-        """For the log: nothing where all is as llm.q has it."""
+        """Fields for the log; none for llm.q's order."""
         out: dict[str, object] = {}
         if self.layout.needs_documents:
             out |= {"packing": self.layout.packing, "document_mask": self.layout.document_mask}
@@ -253,7 +249,7 @@ class DataSet:
         return out
 
     def lines(self, name: str) -> list[str]:
-        """About documents and weights, for people. name: of this side of the run."""
+        """Lines about documents and weights for the console. name: this side of the run."""
         lines = []
         if self.layout.needs_documents:
             kind = f"{self.layout.packing}" + ", masked" * self.layout.document_mask
@@ -284,3 +280,16 @@ class DataSet:
                     f"{source.count}"
                 )
         return lines
+
+
+def _contents(files: list[TokenFile]) -> str:
+    """A hash of samples of the files' content."""
+    samples = " ".join(f"{file.sample():08x}" for file in files)
+    return hashlib.sha256(samples.encode()).hexdigest()
+
+
+def _fingerprint(files: list[TokenFile], split: Split | None) -> str:
+    """A hash of names, sizes and side of the files, so that folders may be moved."""
+    lines = [f"{file.path.name} {file.num_bytes}\n" for file in files]
+    lines += [f"{split}\n"] if split is not None else []
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

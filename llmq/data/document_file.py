@@ -37,21 +37,20 @@ _SAMPLES = 32  # tokens that are looked at to tell a token file from another one
 
 
 def documents_path(token_file: Path) -> Path:
-    """Of the `.docs` file of a token file: X.docs for X.bin."""
-    name = token_file.name.removesuffix(".bin")
-    return token_file.with_name(name + SUFFIX)
+    """The path of a token file's `.docs` file: X.docs for X.bin."""
+    return token_file.with_name(token_file.name.removesuffix(".bin") + SUFFIX)
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file lies until it is complete."""
+    """The path under which a file lies until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndarray) -> int:
     """CRC-32 of a few tokens: the last ones of documents, and others at equal distances.
 
-    read_tokens: start and count to ids, int32. Another token file of the same length, or the same
-    documents in another order, give another number; reading them all would take too long.
+    It differs for another token file of the same length and for the same documents in another
+    order, without the time to read all. read_tokens: maps (start, count) to ids, (count,) int32.
     """
     if not len(ends):
         return 0
@@ -64,10 +63,10 @@ def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndar
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """What a `.docs` file says; nothing is compared with its token file.
+    """The content of a `.docs` file; nothing is compared with its token file.
 
     ends: (n,) int64, the position behind each document's last token. is_cut: whether the last one
-    goes on elsewhere. num_tokens, checksum: of the token file.
+    goes on elsewhere. num_tokens, checksum: those of the token file.
     """
 
     ends: np.ndarray
@@ -79,7 +78,7 @@ class DocumentFile:
     def read(
         cls, path: Path, verify: Callable[[bytes, Path], None] = lambda *_: None
     ) -> DocumentFile:
-        """DataError where the file cannot be read or is not one of these. verify: its content."""
+        """Read a file. verify: checks its bytes. DataError if it is damaged or no such file."""
         try:
             check_readable(path)
             data = path.read_bytes()
@@ -109,15 +108,15 @@ class DocumentFile:
 
 
 class DocumentWriter:
-    """Writes a `.docs` file while its token file is written; it lies in `partial_path` until then.
+    """Writes a `.docs` file to `partial_path` while its token file is written.
 
-    Nothing but the last end is kept in memory.
+    Only the last end is kept in memory.
     """
 
     def __init__(self, path: Path, keep_tokens: int = 0) -> None:
-        """keep_tokens: go on with a partial file, of which nothing behind that token is kept."""
+        """keep_tokens: go on with a partial file, and drop what lies behind that token."""
         self.path = path
-        self.count, self.last = 0, 0  # documents that have ended, and the position behind them
+        self.count, self.last = 0, 0  # documents that ended, and the position behind them
         partial = partial_path(path)
         if keep_tokens and not partial.exists():
             raise DataError(f"'{partial}' is missing: start again with --overwrite")
@@ -132,7 +131,7 @@ class DocumentWriter:
         header = self._file.read(HEADER_BYTES).ljust(HEADER_BYTES)
         ends = self._file.read()
         ends = np.frombuffer(ends[: len(ends) // _END.itemsize * _END.itemsize], _END)
-        if _FIELDS.unpack_from(header)[2] == 1:  # it was complete, and the last end was none
+        if _FIELDS.unpack_from(header)[2] == 1:  # it was complete; its last end only closed it
             ends = ends[:-1]
         ends = ends[ends <= tokens]
         self.count, self.last = len(ends), int(ends[-1]) if len(ends) else 0
@@ -147,7 +146,7 @@ class DocumentWriter:
         return _FIELDS.pack(*fields).ljust(HEADER_BYTES - 1, b"*") + b"\n"
 
     def add(self, ends: np.ndarray) -> None:
-        """Documents end before these positions (k,), rising. One without tokens is none."""
+        """Add the ends of documents: positions (k,), rising. Empty documents are dropped."""
         ends = np.asarray(ends, _END)
         ends = ends[np.diff(ends, prepend=self.last) > 0]
         with disk_errors(self.path):
@@ -156,7 +155,7 @@ class DocumentWriter:
         self.last = int(ends[-1]) if len(ends) else self.last
 
     def sync(self) -> None:
-        """Force what was written so far to the disk, so that `keep_tokens` can rely on it."""
+        """Force everything so far to the disk, so that `keep_tokens` can rely on it."""
         with disk_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -166,12 +165,12 @@ class DocumentWriter:
         self._file.close()
 
     def discard(self) -> None:
-        """Give up: remove the partial file."""
+        """Remove the partial file."""
         self._file.close()
         partial_path(self.path).unlink(missing_ok=True)
 
     def close(self, num_tokens: int, read_tokens: Callable[[int, int], np.ndarray]) -> None:
-        """Give the complete file its name. num_tokens, read_tokens: of the token file."""
+        """Complete the file and give it its name. num_tokens, read_tokens: the token file's."""
         is_cut = self.last < num_tokens
         self.add(np.array([num_tokens]))
         with disk_errors(self.path), self._file:

@@ -1,4 +1,7 @@
-"""Where the documents of a token file are: from the `.docs` file beside it, or found by its ids."""
+"""The documents of token files: where they are, and how many of their tokens are trained.
+
+A `.docs` file beside the token file says where they are; else an id that ends them is looked for.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
 class DocumentIndex:
     """The documents of one token file: number i has the tokens from offsets[i] to offsets[i + 1].
 
-    offsets: (n + 1,) int64, rising from 0 to the number of tokens; not to be written to. is_cut:
-    whether the last document goes on in another file, or has no end. was_scanned: whether a
-    separator has found them.
+    offsets: (n + 1,) int64, rising from 0 to the number of tokens, read-only. is_cut: whether the
+    last document goes on in another file, or has no end. was_scanned: whether a separator has
+    found them.
     """
 
     offsets: np.ndarray
@@ -42,10 +45,11 @@ class DocumentIndex:
     def read(
         cls, token_file: str | Path | TokenFile, separator: int | None = None
     ) -> DocumentIndex:
-        """Of a token file. separator: the id that ends a document, where no `.docs` file says it.
+        """Read or find the documents of a token file.
 
-        With it such a file is read once as a whole; the process remembers the result. DataError if
-        nothing says where the documents are, or the `.docs` file is damaged or of another file.
+        separator: the id that ends a document where there is no `.docs` file. The token file is
+        then read once as a whole, and the process remembers the result. DataError if nothing says
+        where the documents are, or the `.docs` file is damaged or belongs to another file.
         """
         file = token_file if isinstance(token_file, TokenFile) else TokenFile(token_file)
         path = documents_path(file.path)
@@ -90,7 +94,7 @@ def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
 
 @functools.lru_cache(maxsize=1024)
 def _scanned(path: str, size: int, mtime_ns: int, separator: int) -> DocumentIndex:
-    """size, mtime_ns: of the file, so that another file under this name is scanned anew."""
+    """size, mtime_ns: by these another file under the same name is known and scanned anew."""
     file = TokenFile(path)
     ends = []
     for start in range(0, file.num_tokens, _SCAN_TOKENS):
@@ -116,9 +120,9 @@ _BLOCK = 1 << 23  # mask bits that are looked at together
 
 
 def has_trained_tokens(file: TokenFile) -> bool:
-    """Whether a file has a token whose prediction counts. The first of a file is predicted by none.
+    """Whether a file has a token whose prediction counts; nothing predicts its first one.
 
-    Reads masks up to the first one that is set.
+    Masks are read up to the first bit that is set.
     """
     if not file.has_masks:
         return file.num_tokens > 1
@@ -129,9 +133,9 @@ def has_trained_tokens(file: TokenFile) -> bool:
 
 
 def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
-    """By document (n,), how many of its tokens are predicted and count; its first one never is.
+    """By document, (n,) int64, how many of its tokens are predicted and count; never its first.
 
-    offsets: (n + 1,) of the documents. Reads all masks of a file that has some.
+    offsets: (n + 1,) int64, of the documents. All masks of the file are read.
     """
     if not file.has_masks:
         return np.diff(offsets) - 1
@@ -151,10 +155,10 @@ def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
 
 
 def trained_targets(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Of parts of documents (n,), how many of the tokens that theirs predict count.
+    """By part of a document, (n,) int64, how many of the tokens that it predicts count.
 
-    counts: (n,), how many they predict; the first one is behind a part's first token. Reads only
-    the masks of these.
+    starts, counts: (n,), its first token, and how many tokens behind that one it predicts. Only
+    their masks are read.
     """
     pairs = zip((starts + 1).tolist(), counts.tolist(), strict=True)
     return np.array([file.read_mask(*pair).sum() for pair in pairs], np.int64)
@@ -165,11 +169,11 @@ def trained_targets(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of all documents of some token files.
+    """Counts over all documents of some token files.
 
     trained: tokens whose prediction counts; nothing predicts the first of a document. longest:
-    tokens of the longest document. cut: documents longer than seq_len, None if none was given.
-    untrained: those without a trained token, with seq_len among the first ones.
+    tokens of the longest document. cut: documents longer than seq_len, None without seq_len.
+    untrained: documents without a trained token, among their first seq_len ones if it is given.
     """
 
     documents: int
@@ -181,7 +185,7 @@ class Counts:
     cut: int | None = None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Lines for the console."""
         share = 100 * self.trained / max(self.tokens, 1)
         lines = [
             f"{self.tokens} tokens, {self.trained} of them trained "
@@ -192,7 +196,7 @@ class Counts:
         return lines
 
     def warnings(self) -> list[str]:
-        """What makes a training worse than it could be."""
+        """Lines about documents that a training cuts, or gains nothing from."""
         found = []
         if self.cut:
             found.append(
@@ -208,7 +212,7 @@ class Counts:
 def count_documents(
     files: Sequence[TokenFile], seq_len: int | None = None, separator: int | None = None
 ) -> Counts:
-    """Counts over all files; a document that is cut between two files is two.
+    """Count over all files; a document that goes on in another file counts twice.
 
     separator: see DocumentIndex.read, which raises DataError.
     """
@@ -230,12 +234,12 @@ def count_documents(
 def _trained(
     file: TokenFile, offsets: np.ndarray, seq_len: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Trained tokens of each document, and those among its first `seq_len` ones, (n,) int64."""
+    """Trained tokens of each document, and those among its first seq_len ones, (n,) int64."""
     whole = trained_tokens(file, offsets)
     starts = offsets[:-1]
     is_cut = np.diff(offsets) > (seq_len or np.inf)
     if not is_cut.any():
         return whole, whole
-    # The same of documents that are cut in two, of which only the first parts matter.
+    # Longer documents are cut in two, and their first parts are looked up.
     parts = np.union1d(offsets, starts[is_cut] + seq_len)
     return whole, trained_tokens(file, parts)[np.searchsorted(parts, starts)]

@@ -8,7 +8,6 @@ files there is one part, in which sources take turns.
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,19 +25,19 @@ from llmq.data.tokens import TokenFile
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One side of files of which a part is never trained on: the last sequences of each file.
+    """One side of files whose last sequences are held out from training.
 
-    fraction: of the sequences of all files together, more than 0 and less than 1; at least one
-    sequence. held_out: whether this is that part, else the rest.
+    fraction: the part of all sequences that is held out, above 0 and below 1; at least one
+    sequence. held_out: whether this side is that part, else the rest.
     """
 
     fraction: float
     held_out: bool
 
     def of(self, chunks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The first sequence of this side in each file, and how many there are, by file.
+        """By file, the first sequence of this side, and how many sequences it has.
 
-        chunks: all sequences of each file.
+        chunks: how many sequences each file has.
         """
         held, total = [], 0
         for count in chunks:
@@ -51,48 +50,37 @@ class Split:
         return (rest, held) if self.held_out else ([0] * len(rest), rest)
 
 
-def contents(files: list[TokenFile]) -> str:
-    """Identifies the files by a sample of what is in them."""
-    samples = " ".join(f"{file.sample():08x}" for file in files)
-    return hashlib.sha256(samples.encode()).hexdigest()
-
-
-def fingerprint(files: list[TokenFile], split: Split | None) -> str:
-    """Identifies the files by names and sizes, and the side of them; folders may be moved."""
-    lines = [f"{file.path.name} {file.num_bytes}\n" for file in files]
-    lines += [f"{split}\n"] if split is not None else []
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
 # ------------------------------------------------------------------------------------------------
+# Sources of sequences
 
 
 T = TypeVar("T")
 _NO_ENDS = np.empty(0, np.int64)
-_PASSES = 3  # that are remembered: one ends while the next one begins, and validations
+_PASSES = 3  # remembered: one ends while the next one begins, and one of a validation
 
 
 class SequenceSource(Protocol):
-    """Sequences that a run passes over, again and again. For any number of threads.
+    """Sequences that a run passes over again and again, for any number of threads.
 
-    count: how many; tokens: those in them, without padding.
+    Their order in a pass follows from (seed, pass) alone, and no data is read for it.
+    count: how many sequences; tokens: their tokens, without padding.
     """
 
     count: int
     tokens: int
 
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
-        """The sequence with this index in the pass of this number."""
+        """The index-th sequence of a pass, which has this number."""
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
-        """Tokens of each sequence of a pass, (count,)."""
+        """Tokens of each sequence of a pass, (count,) int64."""
 
 
 class FileWindows:
-    """Windows of seq_len tokens in each file; the one behind each is its last target.
+    """Windows of seq_len tokens in each file; the token behind a window is its last target.
 
     counts, first: by file, how many windows, and the number of the first of them in the file.
-    tail: by file, tokens of a shorter one behind them, 0 for none.
+    tail: by file, tokens of a shorter last window, 0 for none.
     """
 
     def __init__(
@@ -104,7 +92,7 @@ class FileWindows:
         *,
         tails: bool = False,
     ) -> None:
-        """indices: the documents of each file, if they matter. tails: add a shorter last window."""
+        """indices: documents of each file, if they matter. tails: add a shorter last window."""
         self.seq_len, self._indices = seq_len, indices
         self.counts = [max(file.num_tokens - 1, 0) // seq_len for file in files]
         self.first, self.tail = [0] * len(files), [0] * len(files)
@@ -116,21 +104,22 @@ class FileWindows:
             if left > 0 and (split is None or self.counts[i] > 0):
                 self.counts[i], self.tail[i] = self.counts[i] + 1, left
 
-    def length(self, file: int, index: int) -> int:
-        """Tokens of a window; index: among those of this file."""
-        last = index == self.counts[file] - 1
-        return self.tail[file] if last and self.tail[file] else self.seq_len
-
     def lengths(self, file: int) -> np.ndarray:
-        """Of all windows of a file."""
+        """Tokens of all windows of a file, (windows,) int64."""
         out = np.full(self.counts[file], self.seq_len, np.int64)
         if self.tail[file]:
             out[-1] = self.tail[file]
         return out
 
+    def tokens(self, files: Sequence[int] | None = None) -> int:
+        """Tokens of all windows of some files; None: of all."""
+        numbers = range(len(self.counts)) if files is None else files
+        return sum(int(self.lengths(i).sum()) for i in numbers)
+
     def span(self, file: int, index: int) -> Span:
         """A window; index: among those of this file."""
-        length = self.length(file, index)
+        is_tail = self.tail[file] and index == self.counts[file] - 1
+        length = self.tail[file] if is_tail else self.seq_len
         start = (self.first[file] + index) * self.seq_len
         ends = _NO_ENDS
         if self._indices is not None:
@@ -144,24 +133,22 @@ class WindowSource:
     """The windows of some files as one source."""
 
     def __init__(self, windows: FileWindows, files: Sequence[int], which: int) -> None:
-        """which: number of the source, so that each has an order of its own."""
+        """which: the source's number, which gives it an order of its own."""
         self._windows, self._files, self._which = windows, list(files), which
         self._edges = np.cumsum([0, *(windows.counts[i] for i in files)])
         self.count = int(self._edges[-1])
-        self.tokens = sum(int(windows.lengths(i).sum()) for i in files)
+        self.tokens = windows.tokens(files)
         self._order = remembered(self._make_order)
 
     def _make_order(self, seed: int, number: int) -> np.ndarray:
         return hashed_order(self.count, seed, number, self._which)
 
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
-        """See SequenceSource."""
         chosen = int(self._order(seed, number)[index])
         i = int(np.searchsorted(self._edges, chosen, side="right")) - 1
         return [self._windows.span(self._files[i], chosen - int(self._edges[i]))]
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
-        """See SequenceSource."""
         of_files = [self._windows.lengths(i) for i in self._files]
         return np.concatenate(of_files)[self._order(seed, number)]
 
@@ -178,7 +165,7 @@ class PackedSource:
         self._pass = remembered(self._make_pass)
 
     def _make_pass(self, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of the rows, and of the pieces that fill them: the longest first."""
+        """Orders of the rows, and of the pieces that fill them: the longest first."""
         rows = hashed_order(self.count, seed, number, 2 * self._which)
         if self._rows is None:
             return rows, _NO_ENDS
@@ -188,7 +175,6 @@ class PackedSource:
         return rows.astype(np.uint32), pieces
 
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
-        """See SequenceSource."""
         rows, order = self._pass(seed, number)
         if self._rows is None:
             return self._spans(rows[index : index + 1])
@@ -205,7 +191,6 @@ class PackedSource:
         ]
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
-        """See SequenceSource."""
         rows, order = self._pass(seed, number)
         if self._rows is None:
             return self.pieces.length[rows].astype(np.int64)
@@ -214,7 +199,7 @@ class PackedSource:
 
 
 def remembered(make: Callable[[int, int], T]) -> Callable[[int, int], T]:
-    """A function of (seed, pass) that keeps its last results, and makes each for all threads."""
+    """Have a function of (seed, pass) keep its last results, each made once for all threads."""
     cached, lock = functools.lru_cache(maxsize=_PASSES)(make), threading.Lock()
 
     def of(seed: int, number: int) -> T:
@@ -225,27 +210,25 @@ def remembered(make: Callable[[int, int], T]) -> Callable[[int, int], T]:
 
 
 # ------------------------------------------------------------------------------------------------
+# Plans
 
 
 class EpochPlan(Protocol):
-    """For any number of threads.
-
-    counts: sequences of each part, by its number.
-    """
+    """The order of an epoch, for any number of threads. counts: sequences of each part."""
 
     counts: list[int]
 
     def parts(self, seed: int, epoch: int) -> np.ndarray:
-        """The numbers of the parts, in the order of this epoch."""
+        """Numbers of the parts in the order of this epoch, (parts,) int32."""
 
     def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
         """The index-th sequence of the part that comes at this place of the epoch."""
 
     def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
-        """Tokens of each sequence of that part, without padding, in this order."""
+        """Tokens of each sequence of that part, without padding, in its order, int64."""
 
     def tokens(self) -> int:
-        """Of an epoch, without padding."""
+        """Tokens of an epoch without padding, on the average where it ends inside a pass."""
 
 
 class FilesInTurn:
@@ -255,40 +238,36 @@ class FilesInTurn:
         self._windows, self.counts = windows, windows.counts
 
     def parts(self, seed: int, epoch: int) -> np.ndarray:
-        """See EpochPlan."""
         return epoch_order(len(self.counts), seed, epoch, FILE_ORDER)
 
     def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
-        """See EpochPlan."""
         file = int(self.parts(seed, epoch)[place])
         order = epoch_order(self.counts[file], seed, epoch, place)
         return [self._windows.span(file, int(order[index]))]
 
     def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
-        """See EpochPlan."""
         file = int(self.parts(seed, epoch)[place])
         lengths = self._windows.lengths(file)
-        if not self._windows.tail[file]:  # all are alike, so that their order need not be made
+        if not self._windows.tail[file]:  # all are equally long, so their order does not matter
             return lengths
         return lengths[epoch_order(self.counts[file], seed, epoch, place)]
 
     def tokens(self) -> int:
-        """See EpochPlan."""
-        return sum(int(self._windows.lengths(i).sum()) for i in range(len(self.counts)))
+        return self._windows.tokens()
 
 
 class Mixture:
     """Sources that take turns, each with its share of the epoch, spread evenly over it.
 
     An epoch has as many sequences as all sources together. A source goes through its own
-    sequences in passes: where an epoch ends in the middle of one, the next epoch goes on there. So
-    no sequence is seen again before all of its source have been.
+    sequences in passes, and an epoch goes on where the one before it ended. So no sequence is seen
+    again before all of its source have been.
 
     shares: sequences of each source in an epoch.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], weights: Sequence[float]) -> None:
-        """weights: of each source, more than 0; they need not add up to 1."""
+        """weights: one for each source, more than 0; they need not add up to 1."""
         self.sources = list(sources)
         self.shares = shares_of(sum(source.count for source in sources), weights)
         self.counts = [sum(self.shares)]
@@ -300,11 +279,9 @@ class Mixture:
             self._turns = np.argsort(at, kind="stable").astype(np.uint32)
 
     def parts(self, seed: int, epoch: int) -> np.ndarray:
-        """See EpochPlan."""
         return np.zeros(1, np.int32)
 
     def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
-        """See EpochPlan."""
         turn = index if self._turns is None else int(self._turns[index])
         which = int(np.searchsorted(self._edges, turn, side="right")) - 1
         source = self.sources[which]
@@ -312,7 +289,6 @@ class Mixture:
         return source.spans(seed, *divmod(done, source.count))
 
     def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
-        """See EpochPlan."""
         of_sources = []
         for source, share in zip(self.sources, self.shares, strict=True):
             first, start = divmod(epoch * share, source.count)
@@ -323,7 +299,6 @@ class Mixture:
         return in_order if self._turns is None else in_order[self._turns]
 
     def tokens(self) -> int:
-        """See EpochPlan. Of sources that an epoch does not see as a whole on the average."""
         pairs = zip(self.sources, self.shares, strict=True)
         return sum(round(source.tokens * share / source.count) for source, share in pairs)
 
@@ -331,7 +306,7 @@ class Mixture:
 def shares_of(total: int, weights: Sequence[float]) -> list[int]:
     """Divide a number in these proportions, by largest remainders: no share is off by 1 or more.
 
-    DataError where a share is nothing.
+    DataError for a share of 0.
     """
     exact = [total * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]

@@ -3,12 +3,12 @@
 The order is that of an `EpochPlan`: parts of an epoch, and sequences in each. A group is
 `world_size` consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, which
 may come from two or more parts. A part's last, incomplete group and an epoch's last, incomplete
-batch are not used in that epoch; or filled up, where everything counts, as in a validation. Every
+batch are left out in training and filled up in a validation, where everything counts. Every
 position is therefore plain arithmetic on (epoch, part, sequence): resuming costs one shuffle and
 reads no data.
 
-Without options it is the order that llm.q defines. A part is a file; one of n tokens has
-(n - 1) // T sequences of T input tokens, whose targets are the same tokens shifted by one.
+The default order is llm.q's. A part is a file; one of n tokens has (n - 1) // T sequences of T
+input tokens, whose targets are the same tokens shifted by one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _STATE |= {"file_name": str, "files": str}
 
 
 @dataclass(frozen=True, slots=True)
-class _Position:
-    """Where the next group starts: a part of the epoch and a sequence of it, by their places.
+class _EpochPlace:
+    """The place where the next group starts: a part of the epoch and a sequence of it.
 
     The names are those of llm.q, where a part is a file and a sequence a chunk of it. chunk_index
     is the group's first sequence, that is rank 0's, so that it fits any number of ranks.
@@ -50,9 +50,8 @@ class _Position:
 class DataLoader:
     """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
 
-    data         the files and the plan of their epochs, which loaders of several ranks share
-    batches_per_epoch  how many batches one epoch yields
-
+    data: the files and the plan of their epochs, which loaders of several ranks share.
+    batches_per_epoch: how many batches one epoch yields.
     Attributes may be read at any time; the methods are for one thread.
     """
 
@@ -74,9 +73,9 @@ class DataLoader:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
         everything: fill incomplete groups and batches with masked targets instead of leaving them
-        out. Their inputs are those of another sequence, so that no other values arise in the model.
+        out. They repeat the inputs of another sequence, so that no other values arise in the model.
         split: the side of the files that is read; None: all of them. layout: how documents become
-        sequences; None: windows, as llm.q has it.
+        sequences; None: llm.q's windows.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -110,9 +109,9 @@ class DataLoader:
 
     def _start(self, rank: int) -> None:
         self.rank = rank
-        self._position = _Position()  # of the next batch that next_batch will return
-        self._ahead: _Position | None = self._position  # of the next batch to be read; None: end
-        self._pending: deque[tuple[Future, _Position]] = deque()
+        self._position = _EpochPlace()  # of the next batch that next_batch will return
+        self._ahead: _EpochPlace | None = self._position  # of the next batch to be read; None: end
+        self._pending: deque[tuple[Future, _EpochPlace]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"loader-{rank}")
         data = self.data
         self._reader = RowReader(  # only the reading thread uses it
@@ -129,11 +128,11 @@ class DataLoader:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the whole data, see DataSet."""
+        """Tokens of the whole data, as DataSet counts them."""
         return self.data.total_tokens
 
     def _parts(self, count: int, size: int) -> int:
-        """How many parts of this size that many things make."""
+        """Parts of this size that `count` things make."""
         return -(-count // size) if self._everything else count // size
 
     def _too_short(self) -> DataError:
@@ -151,7 +150,7 @@ class DataLoader:
         )
 
     def sequences(self, batches: int) -> int:
-        """How many the first batches of the current epoch hold, for all ranks together."""
+        """How many sequences the first batches of the current epoch hold on all ranks."""
         return sum(count for _, count in self._taken(batches))
 
     def tokens(self, batches: int) -> int:
@@ -163,7 +162,7 @@ class DataLoader:
         )
 
     def _taken(self, batches: int) -> Iterator[tuple[int, int]]:
-        """Parts of the epoch, by their place, and how many of their sequences batches take."""
+        """Each part's place in the epoch, and how many of its sequences the batches take."""
         left = batches * self.micro_batch
         for place, part in enumerate(self._order(self.epoch)):
             yield place, min(self._counts[part], min(left, self._groups[part]) * self.world_size)
@@ -176,12 +175,12 @@ class DataLoader:
 
     @property
     def batches_left(self) -> int:
-        """Of the current epoch."""
+        """Batches that the current epoch still has."""
         return self._parts(self._groups_left(), self.micro_batch)
 
     @property
     def unused_files(self) -> int:
-        """Files of which no epoch takes anything: without a sequence for every rank."""
+        """Files that no epoch reads, because they lack a sequence for every rank."""
         in_turn = isinstance(self.data.plan, FilesInTurn)
         return self._groups.count(0) if in_turn else self.data.empty_files
 
@@ -190,9 +189,9 @@ class DataLoader:
         return self.batches_left >= batches
 
     def next_batch(self) -> Batch:
-        """The next batch; masked targets are -100.
+        """The next batch, arrays of (micro_batch, seq_len) int32; masked targets are -100.
 
-        DataError, again at every call, where the data cannot be read or holds an id outside the
+        DataError, at every further call too, if the data cannot be read or holds an id outside the
         vocabulary. RuntimeError at the end of the epoch.
         """
         self._read_ahead()
@@ -209,14 +208,14 @@ class DataLoader:
 
     def advance_epoch(self) -> None:
         """Go to the start of the next epoch, whatever is left of this one."""
-        self._move(_Position(epoch=self.epoch + 1))
+        self._move(_EpochPlace(epoch=self.epoch + 1))
 
     def reset(self) -> None:
         """Go to the start of epoch 0, for a fresh pass over an evaluation set."""
-        self._move(_Position())
+        self._move(_EpochPlace())
 
     def state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on after the last batch that was handed out; JSON types."""
+        """JSON types with which `set_state` goes on after the last batch that was handed out."""
         at = self._position
         names = [file.path.name for file in self.files]
         in_turn = isinstance(self.data.plan, FilesInTurn)
@@ -260,7 +259,7 @@ class DataLoader:
                 f"'{state['file_name']}' with sequences of {state['seq_len']} tokens: restore the "
                 "old one, or pass --new-data to start the data from its beginning"
             )
-        # Under the same names, with the same sizes: perhaps damage that was mended.
+        # Names and sizes are the same, so damage may have been mended.
         if self.rank == 0 and state.get("contents", self.data.contents) != self.data.contents:
             warn(
                 [
@@ -280,7 +279,7 @@ class DataLoader:
                 "beginning"
             )
         self.seed = state["seed"]
-        self._move(_Position(state["epoch"], state["file_index"], state["chunk_index"]))
+        self._move(_EpochPlace(state["epoch"], state["file_index"], state["chunk_index"]))
 
     def close(self) -> None:
         """Stop the reading thread and close the files."""
@@ -306,7 +305,7 @@ class DataLoader:
         left = sum(self._parts(n, self.world_size) for n in counts)
         return left + sum(self._groups[i] for i in rest)
 
-    def _move(self, position: _Position) -> None:
+    def _move(self, position: _EpochPlace) -> None:
         """Drop what was read ahead and go on from `position`."""
         for future, _ in self._pending:
             future.cancel()
@@ -322,10 +321,10 @@ class DataLoader:
                 future = self._thread.submit(self._read_batch, self.seed, at.epoch, rows)
                 self._pending.append((future, self._ahead))
 
-    def _plan_batch(self, at: _Position) -> tuple[list[tuple[int, int]], _Position | None]:
-        """(file_index, chunk_index) of the next groups, B or less, and the position after them.
+    def _plan_batch(self, at: _EpochPlace) -> tuple[list[tuple[int, int]], _EpochPlace | None]:
+        """(file_index, chunk_index) of the next groups, B or less, and the place after them.
 
-        The position is None where the epoch has no batch left.
+        The place is None if the epoch has no batch left.
         """
         order = self._order(at.epoch)
         file_index, chunk_index = at.file_index, at.chunk_index
@@ -340,7 +339,7 @@ class DataLoader:
                 break
             else:
                 return rows, None
-        return rows, _Position(at.epoch, file_index, chunk_index)
+        return rows, _EpochPlace(at.epoch, file_index, chunk_index)
 
     def _read_batch(self, seed: int, epoch: int, groups: list[tuple[int, int]]) -> Batch:
         """Read this rank's sequence of each group. Runs on the reading thread, in order."""

@@ -1,7 +1,7 @@
 """Random orders that follow from seeds alone: llm.q's, and a faster one of our own.
 
-llm.q: Philox seeds a C++ engine, which drives libstdc++'s shuffle. It takes a microsecond per
-element, so what has no order at llm.q (packed documents, weighted files) is ordered by a hash.
+At llm.q Philox seeds a C++ engine, which drives libstdc++'s shuffle. It takes a microsecond per
+element, so packed documents and weighted files, which llm.q does not have, are ordered by a hash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def philox_4x32(key: tuple[int, int], counter: tuple[int, int, int, int]) -> tup
 
 
 # ------------------------------------------------------------------------------------------------
-# llm.q's
+# The order of llm.q
 
 
 # The engine is std::default_random_engine of libstdc++: state = state * 16807 mod (2^31 - 1).
@@ -111,7 +111,7 @@ def epoch_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------
-# Ours
+# An order by hashes
 
 
 def hashed_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
@@ -122,8 +122,8 @@ def hashed_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
 def hashes(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
     """A random number for each of 0..n-1, no two alike, uint32 (n,). n: at most 2^32.
 
-    Every step is a bijection of 32-bit numbers. So sorting by them leaves nothing to the sort, and
-    the order is the same on every machine and with every version of NumPy.
+    Every step is a bijection of 32-bit numbers. Without ties, sorting by them gives the same order
+    on every machine and with every version of NumPy.
     """
     words = philox_4x32((seed & 0xFFFFFFFF, seed >> 32), (epoch, which, _HASHED, 0))
     x = np.arange(n, dtype=np.uint32)

@@ -2,8 +2,8 @@
 
 Best-fit decreasing: from the longest piece to the shortest, each goes into the row in which it
 leaves the least room, or into a new one. Pieces of one length are alike, so rows are filled for all
-of a length at once: the time depends on how many lengths and kinds of rows there are, and not on
-how many documents. Which document of that length comes where is drawn anew in each epoch.
+of a length at once: the time depends on the number of lengths and kinds of rows, not of documents.
+Each epoch draws anew which document of a length comes where.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 class Pieces:
     """Parts of documents, each of at most seq_len tokens; arrays of (n,).
 
-    file: int32, which file; start: int64, of its tokens; length: int32. goes_on: bool, whether the
-    document has a token behind the piece, which its last token then predicts. documents: how many
-    there are; cut: how many of them have several pieces or lost their last token as an input.
+    file: int32, its number; start: int64, the position in it; length: int32, in tokens. goes_on:
+    bool, whether the document has a token behind the piece, which its last token then predicts.
+    documents: how many; cut: those that have several pieces or lost their last token as an input.
     """
 
     file: np.ndarray
@@ -35,27 +35,27 @@ class Pieces:
         return len(self.length)
 
     def only(self, chosen: np.ndarray) -> Pieces:
-        """Some of them, (n,) bool; of the same documents."""
+        """The pieces where `chosen` (n,) bool is True."""
         names = ("file", "start", "length", "goes_on")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @property
     def tokens(self) -> int:
-        """Of all pieces."""
+        """Tokens of all pieces."""
         return int(self.length.sum(dtype=np.int64))
 
     @property
     def fingerprint(self) -> str:
-        """Other pieces have another one."""
+        """Checksums of all arrays."""
         arrays = (self.file, self.start, self.length, self.goes_on)
         return " ".join(str(zlib.crc32(array)) for array in arrays)
 
 
 def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> Pieces:
-    """The pieces of documents of one file: of seq_len tokens, the last one of what is left.
+    """Cut documents of one file into pieces of seq_len tokens and a last one of the rest.
 
     starts, lengths: (n,) int64. Every token but a document's first is predicted by one token of one
-    piece. So a document's last token that would be alone is no piece: it has nothing to predict.
+    piece. A document's last token that would be alone is no piece: it has nothing to predict.
     """
     counts = -(-np.maximum(lengths - 1, 0) // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
@@ -85,10 +85,10 @@ def joined(parts: Sequence[Pieces]) -> Pieces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which pieces make a row, if pieces are numbered from the longest to the shortest.
+    """The pieces of each row; pieces are numbered from the longest to the shortest.
 
-    slots: (n,) int32, the pieces of row 0, then those of row 1, …; edges: (rows + 1,) int64, where
-    each row's begin in it.
+    slots: (n,) int32, the pieces of row 0, then those of row 1, …; edges: (rows + 1,) int64, the
+    place in it where each row begins.
     """
 
     slots: np.ndarray
@@ -111,7 +111,7 @@ def best_fit(lengths: np.ndarray, seq_len: int) -> Rows:
 
 
 class _Filler:
-    """Rows that are being filled, by the room that is left in them."""
+    """Rows that are being filled, ordered by the room that is left in them."""
 
     def __init__(self, seq_len: int, row_of: np.ndarray) -> None:
         """row_of: gets the row of each piece, in the order in which pieces are placed."""
@@ -121,7 +121,7 @@ class _Filler:
         self._rooms = 0  # bit r is set where _with_room[r] holds rows
 
     def place(self, length: int, count: int) -> None:
-        """Place so many pieces of this length; no longer one may follow."""
+        """Place `count` pieces of this length; no longer piece may follow."""
         while count:
             fitting = self._rooms >> length
             if fitting:  # the least room that is enough
@@ -132,7 +132,7 @@ class _Filler:
                 new = -(-count // (room // length))
                 rows = np.arange(self.rows, self.rows + new, dtype=np.int32)
                 self.rows += new
-            # A piece leaves a row with the least room, so the next one of this length goes there.
+            # After a piece its row has the least room, so the next one of this length goes there.
             each = room // length
             full = min(len(rows), count // each)
             self._emit(np.repeat(rows[:full], each))

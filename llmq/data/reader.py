@@ -13,14 +13,14 @@ from llmq.base.batch import Batch
 from llmq.base.errors import DataError
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
-_OPEN_FILES = 16  # that one reader keeps open
+_OPEN_FILES = 16  # kept open by one reader
 
 
 class Span(NamedTuple):
     """Tokens of a file that stand beside each other in a row.
 
-    goes_on: whether the token behind them is what their last one predicts. ends: rising from 1 to
-    length, how many of them come before each end of a document, as far as known.
+    goes_on: whether their last token predicts the one behind them. ends: rising from 1 to length,
+    how many of them come before each end of a document, as far as known.
     """
 
     file: int
@@ -31,7 +31,10 @@ class Span(NamedTuple):
 
 
 def documents_of(spans: Sequence[Span], seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents of a row start, in any order, and where some end. Padding is one, too."""
+    """Positions where documents of a row start, in any order, and where some end, int64.
+
+    Padding counts as a document.
+    """
     edges = np.cumsum([0, *(span.length for span in spans)])
     pairs = zip(spans, edges[:-1].tolist(), strict=True)
     ends = np.array([at + end for span, at in pairs for end in span.ends], np.int64)
@@ -45,15 +48,16 @@ class RowReader:
     def __init__(
         self, paths: Sequence[Path], seq_len: int, vocab_size: int, *, document_mask: bool
     ) -> None:
-        """paths: of the files that spans number. document_mask: whether batches have starts."""
+        """paths: the files, as spans number them. document_mask: whether batches have starts."""
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
         self.document_mask = document_mask
         self._open: OrderedDict[int, TokenFile] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
-        """A batch of `size` rows; those that are missing are the first one again, all masked.
+        """Read a batch of `size` rows; missing rows repeat the first one, all masked.
 
-        counted: whether a row is to be learned; else its targets are masked.
+        counted: whether a row is to be learned; else its targets are masked. DataError for files
+        that cannot be read, and for ids outside the vocabulary.
         """
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
@@ -78,16 +82,16 @@ class RowReader:
         targets: np.ndarray,
         starts: np.ndarray | None,
     ) -> int:
-        """Fill a row of each; returns how many tokens it has.
+        """Fill a row of each array, (seq_len,); returns how many tokens it has.
 
-        Spans are read one behind the other, each with the token behind it if that counts. Whatever
-        follows is done for the whole row, because a row may have hundreds of them.
+        Spans are read one behind the other, each with the token behind it if that counts. All else
+        is done for the whole row at once, because a row may have hundreds of spans.
         """
         tokens, counts = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
         filled = int(lengths.sum())
-        # Where each input stands in what was read; its target is the token behind it.
+        # Each input has this place among the tokens read; its target is the token behind it.
         places = np.arange(filled) + np.repeat(np.cumsum(goes_on) - goes_on, lengths)
         inputs[:filled] = tokens[places]
         targets[:filled] = tokens[places + 1]
@@ -100,12 +104,15 @@ class RowReader:
             targets[ends - 1] = MASKED_TARGET
             starts[at] = at
             np.maximum.accumulate(starts, out=starts)
-        if filled < self.seq_len:  # with tokens of this row, so that no other values arise
+        if filled < self.seq_len:  # padding repeats tokens of the row: no other values arise
             inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
         return filled
 
     def _read_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Their tokens, and one more at the end; whether to predict each, None: all of them."""
+        """Tokens of spans, int32, with one more at the end, and whether to predict each of them.
+
+        The latter is None where all are predicted.
+        """
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None

@@ -7,8 +7,8 @@
     tokenizer/         the tokenizer, for training and export
     tokenize.json      what was done with which inputs, and how far
 
-The manifest is written after the token files it speaks of are on the disk. What lies in the files
-beyond its counts is dropped when the run is taken up again.
+The manifest is written after the token files it counts are on the disk. A run that goes on drops
+whatever lies in the files beyond these counts.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.data.tokens import TokenFile, TokenWriter, mask_path
 
 SPLITS = ("train", "eval")
-# Options that manifests of earlier versions do not have.
+# Manifests of earlier versions lack these options.
 EARLIER = {"special_tokens": [[], []], "format": "text", "train_on": None, "chat_template": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeSummary:
-    """What `tokenize` did. tokens: by split; files: the token files, sorted."""
+    """The result of `tokenize`. tokens: by split; files: the token files, sorted."""
 
     documents: int
     tokens: dict[str, int]
     files: list[Path]
     vocab_size: int
-    was_complete: bool  # an earlier run had finished already, nothing was done
+    was_complete: bool  # an earlier run had finished, nothing was done
     was_resumed: bool
     warnings: list[str]
-    special_tokens: str  # those added to each document, in words; "" if none are
-    counts: Counts | None  # None of files that do not say where their documents are
+    special_tokens: str  # in words, those added to each document
+    counts: Counts | None  # None if files do not say where their documents are
 
     def describe(self) -> str:
-        """The result in lines for the console."""
+        """Lines for the console."""
         state = "had been written before" if self.was_complete else "written"
         lines = [f"{self.documents} documents, vocabulary of {self.vocab_size}: {state}"]
         for split, tokens in self.tokens.items():
@@ -79,9 +79,9 @@ class TokenizeSummary:
 class Ids(NamedTuple):
     """A part of a split: token ids (n,) int32.
 
-    ends: (k,) int64, how many of them come before each end of a document. mask: (n,) bool, which
-    are trained; None for a run whose files have no masks. forged: the documents in whose messages a
-    control token is written out, by where they come from.
+    ends: (k,) int64, how many tokens come before each end of a document. mask: (n,) bool, True
+    where a token is trained; None if the files have no masks. forged: where documents come from
+    whose messages write out a control token.
     """
 
     tokens: np.ndarray
@@ -103,37 +103,32 @@ class ShardWriter:
         *,
         with_masks: bool = False,
     ) -> None:
-        """tokens: how many the last saved state counts; whatever was written after is dropped."""
+        """Go on behind `tokens` tokens, which the last saved state counts; drop what follows."""
         self.out, self.split, self.with_masks = out, split, with_masks
         self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
         self.tokens = tokens
-        self.documents = 0  # that ended since then
+        self.documents = 0  # those that ended since then
         number, keep = divmod(tokens, shard_tokens)
-        path = self._path(number)
+        path = _shard(out, split, number)
         kept = [mask_path(path), documents_path(path), path] if keep else []
-        for complete in kept:  # after the state was saved
+        for complete in kept:  # they were completed after the state was saved
             if complete.exists():
                 os.replace(complete, partial_path(complete))
         for stale in _own_files(out, split):
-            is_later = (
-                _shard_number(stale) >= number or SHARD_NAME.fullmatch(stale.name)[3] == "mask"
-            )
+            _, of_stale, suffix, _ = SHARD_NAME.fullmatch(stale.name).groups()
+            is_later = int(of_stale) >= number or suffix == "mask"
             if is_later and stale not in map(partial_path, kept):
                 stale.unlink()
         self._writer = self._open(number, keep) if keep else None
 
     def _open(self, number: int, keep: int = 0) -> TokenWriter:
-        path = self._path(number)
         return TokenWriter(
-            *(path, self.vocab_size),
+            *(_shard(self.out, self.split, number), self.vocab_size),
             with_masks=self.with_masks,
             with_documents=True,
             with_checksums=True,
             keep_tokens=keep,
         )
-
-    def _path(self, number: int) -> Path:
-        return self.out / f"{self.split}-{number:03d}.bin"
 
     def write(self, ids: Ids) -> None:
         tokens, ends, mask, _ = ids
@@ -166,21 +161,19 @@ class ShardWriter:
             self._writer.suspend()
 
 
+def _shard(folder: Path, split: str, number: int) -> Path:
+    return folder / f"{split}-{number:03d}.bin"
+
+
 def _own_files(out: Path, *splits: str) -> list[Path]:
-    """Files in `out` that are named like ours, complete or not, sorted."""
+    """List files in `out` that are named like ours, complete or not, sorted."""
     matches = [(SHARD_NAME.fullmatch(path.name), path) for path in out.iterdir()]
     return sorted(path for match, path in matches if match and match[1] in splits)
 
 
-def _token_files(out: Path, *splits: str) -> list[Path]:
-    """Those of them that hold tokens."""
-    return [
-        path for path in _own_files(out, *splits) if SHARD_NAME.fullmatch(path.name)[3] == "bin"
-    ]
-
-
-def _shard_number(path: Path) -> int:
-    return int(SHARD_NAME.fullmatch(path.name)[2])
+def token_files(folder: Path) -> list[Path]:
+    """List the files of a folder that are named like complete token files, sorted."""
+    return [path for path in _own_files(folder, *SPLITS) if path.suffix == ".bin"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -193,12 +186,12 @@ class Manifest:
     def __init__(self, out: Path, data: dict[str, Any], tokenizer: Tokenizer) -> None:
         self.out, self.data, self._tokenizer = out, data, tokenizer
         self._documents: int = data.get("documents", 0)  # written by earlier parts of the run
-        self.chat_template: str | None = None  # to be saved with the tokenizer, in place of its own
+        self.chat_template: str | None = None  # replaces the tokenizer's own in the saved copy
 
     def save(
         self, position: Position, shards: dict[str, ShardWriter], complete: bool = False
     ) -> None:
-        """Force the token files to the disk, then say so. complete: the tokenizer, too."""
+        """Force the token files to the disk, then record them. complete: the tokenizer, too."""
         for writer in shards.values():
             writer.sync()
         if complete:
@@ -220,7 +213,7 @@ class Manifest:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
 
     def discard_if_empty(self) -> None:
-        """Leave nothing behind of a run that has not come to its first `save`."""
+        """Remove what a run has written before its first `save`."""
         if _is_empty(self.data):
             _remove(self.out)
 
@@ -231,12 +224,12 @@ class Manifest:
         was_resumed: bool,
         seq_len: int | None,
     ) -> TokenizeSummary:
-        """The result; warnings: of the inputs. DataError if files are missing or damaged.
+        """Report the result. DataError if files are missing or damaged.
 
-        seq_len: the counts say how many documents are longer.
+        warnings: about the inputs. seq_len: the counts say how many documents are longer.
         """
         tokens, position = self.data["splits"], self.data["position"]
-        files = _token_files(self.out, *SPLITS)
+        files = token_files(self.out)
         opened = [TokenFile(path) for path in files]
         if sum(file.num_tokens for file in opened) != sum(tokens.values()):
             raise DataError(f"files are missing in '{self.out}': write them again with --overwrite")
@@ -287,9 +280,9 @@ def open_manifest(
     tokenizer: Tokenizer,
     overwrite: bool,
 ) -> Manifest:
-    """The manifest in `out`, which is made, or a new one.
+    """Read the manifest in `out`, or make a new one and the folder.
 
-    DataError if `out` holds anything else of this kind.
+    DataError if `out` holds tokens that were made in another way.
     """
     with disk_errors(out):
         make_directory(out)
@@ -299,7 +292,7 @@ def open_manifest(
     if earlier is not None and not _is_empty(earlier):
         _check_same(path, earlier, TokenizerId.of(tokenizer), options, inputs)
         return Manifest(out, earlier, tokenizer)
-    if overwrite or earlier is not None:  # the latter of a run that was killed early
+    if overwrite or earlier is not None:  # an earlier run was killed before its first save
         _remove(out)
     if files := _own_files(out, *SPLITS):
         raise DataError(f"'{files[0]}' is of another origin: choose another --out or --overwrite")
@@ -326,13 +319,13 @@ def _is_empty(data: dict[str, Any]) -> bool:
 
 
 def _remove(out: Path) -> None:
-    """The manifest first: token files alone are never taken for complete."""
+    """Remove our files, the manifest first: token files alone never count as complete."""
     for path in [out / MANIFEST, *_own_files(out, *SPLITS)]:
         path.unlink(missing_ok=True)
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | None) -> None:
-    """Put the tokenizer's files into `folder`, in place of those of another one."""
+    """Replace the tokenizer files in `folder` by this tokenizer's."""
     is_there = isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve()
     with disk_errors(folder):
         if not is_there:
@@ -346,7 +339,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
-    """What is in a tokenize.json; DataError if it is damaged."""
+    """Read a tokenize.json. DataError if it is damaged."""
     try:
         data = read_json(path)
         _ = dict(data["options"]), list(data["inputs"]), Position(**data["position"])
@@ -370,7 +363,7 @@ def _check_same(
     options: dict[str, Any],
     inputs: list[list],
 ) -> None:
-    """DataError if the tokens that are there were made in another way."""
+    """Raise DataError if the tokens that are there were made in another way."""
     then = EARLIER | data["options"]
     changed = [name for name in options if options[name] != then.get(name)]
     if "tokenizer" in changed:
@@ -387,6 +380,7 @@ def _check_same(
 
 
 # ------------------------------------------------------------------------------------------------
+# Checking a folder
 
 
 _BESIDE = {"docs": documents_path, "sums": checksums_path}
@@ -394,8 +388,10 @@ _BESIDE = {"docs": documents_path, "sums": checksums_path}
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """Of one folder. tokens: by split. beside: suffixes of what lies beside each token file. made:
-    what made the ids, where that is recorded.
+    """The content that a folder must have, by its manifest.
+
+    How many token files there are follows from the counts. tokens: by split. beside: suffixes of
+    the files beside each token file, unknown in old manifests. made: the tokenizer, if recorded.
     """
 
     folder: Path
@@ -408,7 +404,7 @@ class Tokenized:
 
     @classmethod
     def read(cls, folder: Path) -> Tokenized:
-        """DataError if the manifest is damaged, or there is none."""
+        """Read the manifest. DataError if it is damaged, or there is none."""
         path = folder / MANIFEST
         try:
             stat = os.stat(path)
@@ -417,7 +413,7 @@ class Tokenized:
         return _tokenized(folder, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
 
     def check(self) -> None:
-        """DataError unless all token files and the tokenizer are there."""
+        """Raise DataError unless all token files and the tokenizer are there."""
         for split in SPLITS:
             missing = self.missing(split)
             if missing is not None:
@@ -428,15 +424,15 @@ class Tokenized:
             self._check_tokenizer(self.made)
 
     def missing(self, split: str) -> str | None:
-        """In words, the first token file that was written and is not there; None if all are."""
+        """Describe the first token file that was written and is not there; None if all are."""
         full, rest = divmod(self.tokens[split], self.shard_tokens)
-        there = {path.name for path in token_files(self.folder)}
+        there = {*token_files(self.folder)}
         count = full + (rest > 0)
-        # A number may be damaged, and say that there are more files than any loop could look at.
-        first = next((n for n in range(count) if _name(split, n) not in there), None)
-        if first is None:
+        # A damaged count may speak of more files than any loop could visit.
+        missing = (n for n in range(count) if _shard(self.folder, split, n) not in there)
+        if (first := next(missing, None)) is None:
             return None
-        path = self.folder / _name(split, first)
+        path = _shard(self.folder, split, first)
         if first == full and not self.complete:  # it was being written
             path = partial_path(path)
             if path.exists():
@@ -454,7 +450,7 @@ class Tokenized:
             )
 
     def check_file(self, file: TokenFile) -> None:
-        """DataError unless a token file of the folder is as the manifest says."""
+        """Raise DataError unless a token file of the folder is as the manifest says."""
         split, number = SHARD_NAME.fullmatch(file.path.name).group(1, 2)
         for suffix in self.beside:
             path = _BESIDE[suffix](file.path)
@@ -480,7 +476,7 @@ class Tokenized:
 
 
 def gaps(files: Iterable[Path]) -> list[str]:
-    """What to say before these token files are read: of folders that should have others beside."""
+    """Warnings, one line each, if folders of these token files lack others of the same split."""
     matches = [(path.parent, SHARD_NAME.fullmatch(path.name)) for path in files]
     lines: dict[str, None] = {}
     for folder, split in dict.fromkeys((folder, match[1]) for folder, match in matches if match):
@@ -499,19 +495,9 @@ def gaps(files: Iterable[Path]) -> list[str]:
     return list(lines)
 
 
-def token_files(folder: Path) -> list[Path]:
-    """The files named like token files in it, whatever they are, sorted."""
-    names = (SHARD_NAME.fullmatch(name) for name in sorted(os.listdir(folder)))
-    return [folder / m[0] for m in names if m and m[3] == "bin" and not m[4]]
-
-
-def _name(split: str, number: int) -> str:
-    return f"{split}-{number:03d}.bin"
-
-
 @functools.lru_cache(maxsize=64)
 def _tokenized(folder: Path, stamps: tuple[int, ...]) -> Tokenized:
-    """stamps: of the manifest, which may be large: it names all inputs."""
+    """The manifest names all inputs and may be large, so it is read anew only if stamps differ."""
     data = load_manifest(folder / MANIFEST)
     return Tokenized(
         folder,

@@ -11,6 +11,8 @@
     1024 + 4n    bits     only with masks: one bit per token, least significant first, 1 = train
 
 Everything is little-endian. The mask bit of a token says whether *predicting that token* counts.
+While a file is written, its mask bits wait in a file of their own, `X.mask.partial` beside
+`X.bin.partial`, because they belong behind the tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ from llmq.data.patterns import find_token_files
 
 
 def mask_path(token_file: Path) -> Path:
-    """Of the masks that wait for a token file's end; `partial_path` of it is what exists."""
+    """The path of the masks that wait for a token file's end; its `partial_path` exists."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + ".mask")
 
 
 class MaskWriter:
-    """Appends bits; all but those of a last, unfinished byte are in the file."""
+    """Appends mask bits; those of a last, unfinished byte wait in memory."""
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
-        """keep: how many bits of the partial file to go on behind, or those bits themselves."""
+        """keep: how many bits of the partial file to keep, or those bits themselves."""
         self.path = partial_path(path)
         self._rest = np.empty(0, bool)  # fewer than 8 bits
         count = keep if isinstance(keep, int) else 0
@@ -75,13 +77,13 @@ class MaskWriter:
             self._file.seek(-(len(self._rest) > 0), os.SEEK_CUR)
 
     def copy_to(self, file: BinaryIO) -> None:
-        """Write all bits to another file, at its place."""
+        """Append all bits to another file."""
         self.sync()
         with disk_errors(self.path), open(self.path, "rb") as masks:
             shutil.copyfileobj(masks, file)
 
     def suspend(self) -> None:
-        """Leave the file as it is."""
+        """Leave the file as it is, to be continued with `keep`."""
         self._file.close()
 
     def discard(self) -> None:
@@ -145,11 +147,11 @@ def open_token_files(
 
 
 class TokenFile:
-    """One checked token file. Not shared between threads: to close it ends the reads of others.
+    """One checked token file, for one thread: to close it ends the reads of others.
 
     path; version; num_tokens; vocab_size (0 = unknown); has_masks; num_bytes (of the whole file).
-    checksums: of its pieces, None where no file beside it has them. Pieces are compared with them
-    when something in them is read for the first time in this process.
+    checksums: those of its pieces, None without a `.sums` file. A piece is compared with its own
+    when something in it is read for the first time in this process.
     """
 
     __slots__ = (
@@ -164,7 +166,7 @@ class TokenFile:
     )
 
     def __init__(self, path: str | Path) -> None:
-        """Check the header against the format and the file's length; DataError where it is off."""
+        """Check the header against the format and the file's length. DataError if it is wrong."""
         self.path = Path(path)
         self._file: BinaryIO | None = None
         try:
@@ -218,17 +220,17 @@ class TokenFile:
             )
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Token ids [start, start + count), int32. The caller stays inside num_tokens."""
+        """Token ids [start, start + count), (count,) int32; all must be below num_tokens."""
         out = np.empty(count, _TOKEN)
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
         return out.astype(np.int32, copy=False)
 
     def read_tokens_into(self, start: int, out: np.ndarray) -> None:
-        """The same, as many as `out` has room for, into it: contiguous, of dtype "<i4"."""
+        """Read as many ids from `start` on as `out` has room for: contiguous, of dtype "<i4"."""
         self._read_into(HEADER_BYTES + TOKEN_BYTES * start, out)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
-        """Mask bits [start, start + count), bool: True where predicting that token counts."""
+        """Mask bits [start, start + count), (count,) bool: True where predicting it counts."""
         if not self.has_masks:
             return np.ones(count, bool)
         first = start // 8
@@ -238,7 +240,7 @@ class TokenFile:
         return bits[start - 8 * first :][:count].astype(bool)
 
     def sample(self) -> int:
-        """CRC-32 of a few pieces at equal distances: of another file of this size another one."""
+        """CRC-32 of a few pieces at equal distances, which differs for other content."""
         size = min(_SAMPLE_BYTES, self.num_bytes)
         piece, checksum = np.empty(size, np.uint8), 0
         for number in range(_SAMPLES):
@@ -279,8 +281,8 @@ class TokenFile:
 class TokenWriter:
     """Write one token file piece by piece; it appears under its name only when it is complete.
 
-    Until `close` the data is in `partial_path(path)`. As a context manager it closes at the end,
-    or discards the partial file if the block raises. It keeps nothing in memory.
+    Until `close` the data is in `partial_path(path)`, not in memory. As a context manager it closes
+    at the end, or discards the partial file if the block raises.
     """
 
     def __init__(
@@ -295,8 +297,8 @@ class TokenWriter:
     ) -> None:
         """keep_tokens: go on after that many tokens of a partial file that `suspend` left.
 
-        with_documents, with_checksums: write the `.docs` and the `.sums` file too. Without them
-        those of an earlier file are removed.
+        with_documents, with_checksums: write the `.docs` and the `.sums` file, too; else those of
+        an earlier file are removed.
         """
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
@@ -350,8 +352,8 @@ class TokenWriter:
     ) -> None:
         """Append token ids (n,); mask (n,) bool, with_masks only, True = predicting it counts.
 
-        ends: with_documents only, how many of these tokens come before each end of a document;
-        rising, 0 to n. A document may go on in the next call.
+        ends: (k,) rising from 0 to n, with_documents only: how many of these tokens come before
+        each end of a document. A document may go on in the next call.
         ValueError for ids outside the vocabulary; LlmqError when the disk is full or the file
         would hold more than 2^31 - 1 tokens.
         """
@@ -380,7 +382,7 @@ class TokenWriter:
             self._masks.write(mask)
 
     def sync(self) -> None:
-        """Force what was written so far to the disk, so that `keep_tokens` can rely on it."""
+        """Force everything so far to the disk, so that `keep_tokens` can rely on it."""
         with disk_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -394,7 +396,7 @@ class TokenWriter:
             beside.suspend()
 
     def discard(self) -> None:
-        """Give up: remove the partial file."""
+        """Remove the partial files."""
         self.suspend()
         partial_path(self.path).unlink(missing_ok=True)
         for beside in self._beside():
@@ -426,7 +428,7 @@ class TokenWriter:
             self._masks.discard()
 
     def _beside(self) -> list[DocumentWriter | MaskWriter]:
-        """What is written together with the tokens."""
+        """Writers of the files beside the tokens."""
         return [writer for writer in (self._documents, self._masks) if writer is not None]
 
     def __enter__(self) -> TokenWriter:
