@@ -8,14 +8,23 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from llmq.base.errors import DataError
 from llmq.base.unpack import READ_BYTES, skip, unpack
 
-BATCH_ROWS = 1024  # of Parquet at once
+BATCH_ROWS = 1024  # rows of Parquet that are read at once
+_JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
+
+
+def layout_of_name(name: str) -> str | None:
+    """ "jsonl", "json" or "parquet", by the name of a file; None for any other one."""
+    if name.lower().endswith((".parquet", ".pq")):
+        return "parquet"
+    found = _JSON_NAME.fullmatch(name.lower())
+    return found and ("json" if found[1] == "json" else "jsonl")
 
 
 class Item(NamedTuple):
@@ -131,7 +140,7 @@ def _end_of_object(data: bytes, start: int) -> int:
 
 
 def column_names(path: str) -> list[str]:
-    """Of a Parquet file. Raises what reading it raises."""
+    """Names of the columns of a Parquet file. Raises what reading it raises."""
     return _pyarrow(path, "pyarrow.parquet").read_schema(path).names
 
 
@@ -150,11 +159,30 @@ def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Ite
 
     row: where to begin.
     """
+    for at, rows, record in _rows(path, lambda names: wanted.columns(names, f"'{path}'"), row):
+        where = f"{path}: row {at}"
+        if text := wanted.of(record, where):
+            yield Item(text, True, at, 0, size * at // rows, where)
+
+
+def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of Parquet as JSON's types, each with where it is, for messages."""
+    for at, _, record in _rows(path, list, 0):
+        yield record, f"{path}: row {at}"
+
+
+def _rows(
+    path: str, choose: Callable[[list[str]], Sequence[str]], row: int
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Each row's number from 1, how many there are, and the columns that `choose` takes of it.
+
+    row: how many to leave out; whole row groups of them are not read.
+    """
     arrow_error = _pyarrow(path, "pyarrow").ArrowException
     try:
         file = _pyarrow(path, "pyarrow.parquet").ParquetFile(path)
         rows = file.metadata.num_rows
-        columns = [*wanted.columns(file.schema_arrow.names, f"'{path}'")]
+        columns = [*choose(file.schema_arrow.names)]
         first = 0  # row of the group
         for group in range(file.num_row_groups):
             end = first + file.metadata.row_group(group).num_rows
@@ -166,23 +194,7 @@ def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Ite
                 for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                     at += 1
                     if at > row:
-                        where = f"{path}: row {at}"
-                        record = dict(zip(batch.schema.names, values, strict=True))
-                        if text := wanted.of(record, where):
-                            yield Item(text, True, at, 0, size * at // rows, where)
-    except arrow_error as error:
-        raise DataError(f"cannot read '{path}': {error}") from error
-
-
-def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of Parquet as JSON's types, each with where it is, for messages."""
-    arrow_error = _pyarrow(path, "pyarrow").ArrowException
-    row = 0
-    try:
-        for batch in _pyarrow(path, "pyarrow.parquet").ParquetFile(path).iter_batches(BATCH_ROWS):
-            for record in batch.to_pylist():
-                row += 1
-                yield record, f"{path}: row {row}"
+                        yield at, rows, dict(zip(batch.schema.names, values, strict=True))
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmq.base.errors import ConfigError, DataError
+from llmq.base.errors import DataError
 from llmq.data.chat_template import Message
 from llmq.data.record_text import json_record
 
@@ -35,7 +35,7 @@ OPTIONAL = {
 FORMATS = ("auto", TEXT, *REQUIRED)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-# What other data sets call them.
+# Other data sets name roles in these ways.
 _ROLES_OF_OTHERS = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
     **{"human": "user", "observation": "tool", "function_response": "tool"},
@@ -45,9 +45,10 @@ _ROLES_OF_OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """first_trained: the messages before it are a prompt, of which nothing is trained.
+    """Messages, and what else a chat template reads of a record.
 
-    variables: of the template, which the record sets.
+    variables: values that the record sets for the template. first_trained: the messages before this
+    number are a prompt, and none of them is trained.
     """
 
     messages: list[Message]
@@ -55,11 +56,6 @@ class Conversation:
     documents: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     first_trained: int = 0
-
-
-def formats_of(fields: Collection[str]) -> list[str]:
-    """The formats of conversations that a record with these fields may have."""
-    return [name for name, required in REQUIRED.items() if {*required} <= {*fields}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +76,14 @@ class RecordConversation:
         return [name for name in there if name in fields]
 
     def of(self, record: Mapping[str, Any], where: str) -> bytes:
-        """A row of a table as JSON, without nulls: they are what a row lacks that others have."""
+        """A row of a table as JSON, without nulls, which stand for fields that it lacks."""
         try:
             return json.dumps(_without_nulls(record), ensure_ascii=False).encode()
         except TypeError as error:
             raise DataError(f"{where}: a value that no JSON can hold: {error}") from error
 
     def of_json(self, line: bytes, where: str) -> Conversation:
-        """The conversation of a record in JSON. DataError, which begins with `where`."""
+        """The conversation of a record in JSON. DataError, which begins with `where`, if none."""
         record = json_record(line, where)
         try:
             return parse_conversation(record, self.form)
@@ -102,7 +98,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
-    """The conversation of a record. DataError for what is missing or is not what it should be."""
+    """The conversation of a record. DataError for missing or wrong fields."""
     for name in REQUIRED[form]:
         if record.get(name) is None:
             raise DataError(f"no field '{name}' in a record of the format {form}")
@@ -116,14 +112,6 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
     variables = _parsed(record, "chat_template_kwargs", dict) or {}
     tools, documents = (_parsed(record, name, list) for name in ("tools", "documents"))
     return Conversation(messages, tools or None, documents, variables, first_trained)
-
-
-def _of_messages(record: dict[str, Any]) -> tuple[list[Message], int]:
-    return _messages(record, "messages"), 0
-
-
-def _of_conversations(record: dict[str, Any]) -> tuple[list[Message], int]:
-    return _messages(record, "conversations"), 0
 
 
 def _of_prompt(record: dict[str, Any]) -> tuple[list[Message], int]:
@@ -153,8 +141,8 @@ def _of_instruction(record: dict[str, Any]) -> tuple[list[Message], int]:
 
 
 _PARSERS = {
-    "messages": _of_messages,
-    "conversations": _of_conversations,
+    "messages": lambda record: (_messages(record, "messages"), 0),
+    "conversations": lambda record: (_messages(record, "conversations"), 0),
     "prompt": _of_prompt,
     "instruction": _of_instruction,
 }
@@ -185,7 +173,7 @@ def _parsed(record: dict[str, Any], name: str, kind: type) -> Any:
 
 def _messages(record: dict[str, Any], name: str) -> list[Message]:
     values = _parsed(record, name, list)
-    if values is None:  # the text was
+    if values is None:  # it was the text "null"
         raise DataError(f"field '{name}' holds no list")
     found = []
     for number, value in enumerate(values, 1):
@@ -196,7 +184,7 @@ def _messages(record: dict[str, Any], name: str) -> list[Message]:
 
 
 def _message(value: dict[str, Any], number: int) -> Message:
-    """With role and content, whatever they are called in the file."""
+    """Give a message role and content, whatever names they have in the file."""
     message = {key: v for key, v in value.items() if key not in ("from", "value")}
     for key, other in (("role", "from"), ("content", "value")):
         if key not in message and other in value:
@@ -230,7 +218,7 @@ def _check_parts(parts: list[Any], number: int, role: str) -> None:
 
 
 def _calls(content: Any, number: int) -> list[dict[str, Any]]:
-    """What a message from `function_call` calls: JSON of one call or of several."""
+    """The calls of a `function_call` message, whose content is JSON of one call or of several."""
     try:
         calls = json.loads(content)
         calls = calls if isinstance(calls, list) else [calls]
@@ -248,7 +236,7 @@ def _calls(content: Any, number: int) -> list[dict[str, Any]]:
 
 
 def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
-    """DataError for a role that is neither one of `ROLES` nor among those of a template."""
+    """Raise DataError for a role that is neither in `ROLES` nor known to the template."""
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in ROLES and role not in known:
@@ -259,17 +247,10 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
 
 
 def flattened(messages: Sequence[Message]) -> list[Message]:
-    """With contents that are lists of texts put together, for a template that knows no lists."""
+    """Join contents that are lists of texts, for a template that knows no lists."""
     return [
         message | {"content": "".join(part["text"] for part in message["content"])}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
-
-
-def check_format(form: str) -> str:
-    """The value of --format. ConfigError for an unknown one."""
-    if form not in FORMATS:
-        raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    return form

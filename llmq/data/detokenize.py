@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from llmq.data.tokenizer import Tokenizer
 
-INCOMPLETE = "\ufffd"  # what a character is decoded to while some of its bytes are missing
-CONTEXT = 16  # ids before the new ones with which these are decoded
-WINDOW = 64  # ids that are decoded again with each new one, at most about
+INCOMPLETE = "\ufffd"  # stands for a character while some of its bytes are missing
+CONTEXT = 16  # new ids are decoded together with so many before them
+WINDOW = 64  # about so many ids at most are decoded again with each new one
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
@@ -22,22 +22,22 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 
 class TextStream:
-    """Whole characters as soon as nothing can change them any more.
+    """Gives whole characters as soon as nothing can change them any more.
 
-    Together they are `continuation` of all ids. What is held back: U+FFFD at the end, which may be
-    the beginning of a character, and the text of tokens that are single bytes, of which some
-    decoders make one character or, where they are none, replace them all.
+    Together they are `continuation` of all ids. U+FFFD at the end is held back, because it may be
+    the beginning of a character. So is the text of tokens that are single bytes, because some
+    decoders make one character of several, or replace them all.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
         self._tokenizer, self._prompt = tokenizer, prompt
         self._ids: list[int] = []
         self._said = ""
-        # The ids before the window, and how much had been said before it.
+        # Ids before the window, the number of its first id, and the characters said before it.
         self._context, self._start, self._before = prompt, 0, 0
 
     def add(self, token: int) -> str:
-        """What the text has gained for certain by one more id; often nothing."""
+        """The text that is certain by one more id; often empty."""
         self._ids.append(token)
         if self._tokenizer.is_byte(token):
             return ""
@@ -51,7 +51,7 @@ class TextStream:
         return piece
 
     def end(self) -> str:
-        """The rest: what was held back, as it is decoded with nothing behind it."""
+        """The text that was held back, decoded with nothing behind it."""
         whole = continuation(self._tokenizer, self._prompt, self._ids)
         return whole[len(self._said) :]
 

@@ -25,14 +25,14 @@ PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ct
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where reading goes on. offset: bytes (of the unpacked file), for Parquet rows."""
+    """The place where reading goes on. offset: bytes of the unpacked file, rows of a table."""
 
     source: int = 0
     offset: int = 0
     line: int = 0  # lines of JSONL before it, or elements of an array
     document: int = 0  # documents before it, over all sources
     skipped: int = 0  # files that were not text
-    bytes_read: int = 0  # of all sources, as they lie on the disk; for the progress bar
+    bytes_read: int = 0  # over all sources, as they lie on the disk; for the progress bar
 
 
 class DocumentPart(NamedTuple):
@@ -46,7 +46,7 @@ class DocumentPart(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Pieces to be encoded together, and where reading goes on after them."""
+    """Parts of documents to be encoded together, and where reading goes on after them."""
 
     pieces: list[DocumentPart]
     end: Position
@@ -57,18 +57,18 @@ class Block(NamedTuple):
 
 
 class EvalSplit:
-    """Sends a fraction of the documents to evaluation; of a single text its last part.
+    """Sends a fraction of the documents to evaluation, or the last part of a single text.
 
-    Of every 1/fraction documents one is taken, at a place that depends on the seed; of the first
+    One of every 1/fraction documents is taken, at a place that depends on the seed; of the first
     1/fraction the second one, so that two documents are enough for both parts.
     """
 
     def __init__(self, fraction: float, seed: int, sources: Sequence[InputSource]) -> None:
-        """fraction: 0 <= fraction < 1. May read a little of a single text, to cut it at a line."""
+        """fraction: 0 <= fraction < 1. A single text is read a little, to cut it at a line."""
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
-        self._chosen = (-1, -1)  # of the stratum that was asked for last: its number, its document
-        self.offset: int | None = None  # of a single text: where the evaluation part starts
+        self._chosen = (-1, -1)  # number and chosen document of the stratum that was used last
+        self.offset: int | None = None  # where the evaluation part of a single text starts
         if self._fraction and len(sources) == 1 and sources[0].kind == "text":
             self.offset = self._cut(sources[0])
 
@@ -103,7 +103,7 @@ def read_blocks(
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
-    wanted: of rows of tables. DataError for what cannot be read.
+    wanted: what is read of a table's rows. DataError if a source cannot be read.
     """
     pieces: list[DocumentPart] = []
     size = 0
@@ -158,10 +158,9 @@ class NotTextError(Exception):
 
 
 def _read_text(path: str, size: int, offset: int, cut: int | None, lenient: bool) -> Iterator[Item]:
-    """Pieces of a text. It is also cut at `cut`, if that is given.
+    """Pieces of a text from byte `offset` of its content on, also cut at byte `cut`, if given.
 
-    size: of the file in bytes; offset, cut: bytes of its content. lenient: raise NotTextError for
-    what is no text, else DataError.
+    size: the file's, in bytes. lenient: raise NotTextError if it is no text, else DataError.
     """
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
@@ -186,7 +185,7 @@ def _read_text(path: str, size: int, offset: int, cut: int | None, lenient: bool
 
 
 def _read_bytes(path: str, file: BinaryIO, count: int, *, complete: bool) -> bytes:
-    """The next `count` bytes; fewer at the end, DataError with `complete`."""
+    """The next `count` bytes; at the end fewer or, if they must be complete, DataError."""
     parts = []
     while count > 0 and (part := file.read(count)):
         parts.append(part)
@@ -214,9 +213,9 @@ def find_cut(block: bytes) -> int:
     """Where to cut a part of a long UTF-8 text so that its tokens stay the same.
 
     The best place is after a line end between two visible characters: there the usual byte-level
-    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Then after any line end, then
-    before a space, then anywhere between two characters, but not inside `<|…|>`. The first three
-    are looked for in the second half. 0 only for a block without a boundary between characters.
+    vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Otherwise it is after any line
+    end, else before a space, all in the second half, else anywhere between two characters, but not
+    inside `<|…|>`. 0 means that the block has no boundary between characters.
     """
     blank = b" \t\n\r\v\f"
     half = max(1, len(block) // 2)
@@ -239,7 +238,7 @@ def find_cut(block: bytes) -> int:
 
 
 def _positions(block: bytes, byte: bytes, start: int) -> Iterator[int]:
-    """Where a byte is, from the last but one place of the block back to `start`."""
+    """Places of a byte, from the last but one of the block back to `start`."""
     at = len(block) - 1
     while (at := block.rfind(byte, start, at)) >= 0:
         yield at

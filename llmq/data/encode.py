@@ -24,16 +24,16 @@ from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
 from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
 
-# Where a block ends in the input, and its ids for training and for evaluation.
+# The end of a block in the input, and its ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What becomes of a document; it travels to worker processes.
+    """Says how documents become ids; it travels to worker processes.
 
-    tokenizer: for load_tokenizer. wanted: of a record. added: ids before and behind each text; the
-    end of the text need not be among them. chat: of conversations.
+    tokenizer: for load_tokenizer. wanted: what is read of a record. added: ids before and behind
+    each text, with or without the end of the text. chat: renders conversations; None for texts.
     """
 
     tokenizer: str
@@ -47,7 +47,7 @@ class Recipe:
         return self.chat is not None and self.chat.train_on != "all"
 
     def record(self) -> dict[str, Any]:
-        """What decides the ids, beside the tokenizer, for tokenize.json."""
+        """Everything but the tokenizer that decides the ids, for tokenize.json."""
         is_text = isinstance(self.wanted, RecordText)
         return {
             "field": self.wanted.field if is_text else None,
@@ -71,7 +71,7 @@ class Encoder:
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
 
     def encode(self, pieces: list[DocumentPart]) -> tuple[Ids, Ids]:
-        """For training and for evaluation; an empty document has no ids."""
+        """Ids for training and for evaluation; an empty document has none. DataError."""
         if self.recipe.chat is not None:
             return self._encode_conversations(pieces, self.recipe.chat)
         texts = [
@@ -80,7 +80,7 @@ class Encoder:
             else self.recipe.wanted.of_json(piece.text, piece.where)
             for piece in pieces
         ]
-        # Ids of nothing but added tokens would be a document without text.
+        # An empty text gets no added tokens, which would be a document without text.
         before, after = (np.array(ids, np.int32) for ids in self._added)
         parts = _Parts(), _Parts()
         all_ids = self.tokenizer.encode_batch(texts)
@@ -95,7 +95,7 @@ class Encoder:
         return parts[0].joined(), parts[1].joined()
 
     def _encode_conversations(self, pieces: list[DocumentPart], chat: Chat) -> tuple[Ids, Ids]:
-        """The template decides what is before and behind each of them: nothing is added."""
+        """Encode rendered conversations; the template writes all special tokens."""
         rendered = []
         parts = _Parts(), _Parts()
         for piece in pieces:
@@ -120,7 +120,7 @@ class Encoder:
         return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
 
     def _forged(self, conversation: Conversation) -> str | None:
-        """The first control token that a message writes out: nobody may have meant it as one."""
+        """The first control token that a message writes out, perhaps without meaning it."""
         for text in flattened(conversation.messages):
             found = self._control.search(text.get("content") or "")
             if found is not None:
@@ -134,7 +134,7 @@ class Encoder:
 
 
 class _Parts:
-    """Gathers what becomes `Ids`."""
+    """Gathers the parts of `Ids`."""
 
     def __init__(self) -> None:
         self._parts, self._ends, self._count = [np.empty(0, np.int32)], [], 0

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors
-from llmq.base.records import Item, Wanted, json_layout
+from llmq.base.records import Item, Wanted, json_layout, layout_of_name
 from llmq.base.unpack import READ_BYTES, packing_of
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
 from llmq.data.patterns import expand_pattern
@@ -29,33 +29,26 @@ from llmq.data.tokenizer import HfTokenizer
 
 STANDARD_INPUT = "-"
 _SPOOLED = re.compile(r"standard-input-[0-9a-f]{16}(\.gz|\.zst)?")
-_JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """One input file. in_folder: found by walking a folder, so it may be left out.
+    """One input file, or a data set.
 
-    dataset: None for a file. Its size may not be known (0), and its time is that of no clock.
+    in_folder: found by walking a folder, so it may be left out. dataset: None for a file.
     """
 
     path: str
     kind: str  # text, jsonl, json, parquet or dataset
-    size: int  # bytes
-    mtime_ns: int
+    size: int  # bytes; a data set may say 0, for an unknown size
+    mtime_ns: int  # a data set has a number here that differs for other contents
     in_folder: bool
     dataset: HubDataset | None = None
 
-    @classmethod
-    def of_dataset(cls, dataset: HubDataset) -> InputSource:
-        """Opens it, which may need the network. DataError if it cannot be opened."""
-        size, number = dataset.facts()
-        return cls(str(dataset), "dataset", size, number, False, dataset)
-
     @property
     def identity(self) -> list[str | int]:
-        """By which an interrupted run knows its inputs again."""
+        """Path, size and time, by which an interrupted run knows its inputs again."""
         path = os.path.abspath(self.path) if self.dataset is None else self.path
         return [path, self.size, self.mtime_ns]
 
@@ -63,17 +56,20 @@ class InputSource:
 def find_sources(
     inputs: Sequence[str], dataset: HubDataset | None, exclude: Path
 ) -> list[InputSource]:
-    """What is to be read, either a data set or files as `find_files` finds them."""
+    """List a data set, or the files of `find_files`. DataError if one cannot be opened."""
     if bool(inputs) == (dataset is not None):
         raise ConfigError("give either files or --dataset")
-    return [InputSource.of_dataset(dataset)] if dataset is not None else find_files(inputs, exclude)
+    if dataset is None:
+        return find_files(inputs, exclude)
+    size, number = dataset.facts()
+    return [InputSource(str(dataset), "dataset", size, number, False, dataset)]
 
 
 def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
-    """The files that files, folders and glob patterns name, once each; links are followed.
+    """List the files that files, folders and glob patterns name, once each; links are followed.
 
-    Hidden files, the folder `exclude` (the output) and, in folders, what `llmq tokenize` wrote are
-    left out. DataError for an input that names nothing.
+    Hidden files, the folder `exclude` (the output) and files in folders that `llmq tokenize` wrote
+    are left out. DataError for an input that names nothing.
     """
     sources: dict[str, InputSource] = {}
     for name in inputs:
@@ -85,7 +81,7 @@ def find_files(inputs: Sequence[str], exclude: Path) -> list[InputSource]:
         for path in paths:
             in_folder = path.is_dir()
             files = _walk(path, exclude) if in_folder else [path] * path.is_file()
-            if not files:  # of a pipe neither the size nor a place to resume at is known
+            if not files:  # a pipe has neither a size nor a place to resume at
                 raise DataError(f"'{path}' is not a file and holds no files, hidden ones left out")
             for file in files:
                 place = os.path.abspath(file)
@@ -105,7 +101,7 @@ def _walk(folder: Path, exclude: Path) -> list[Path]:
             folders.clear()
             continue
         seen.add((stat.st_dev, stat.st_ino))
-        # Sorted, so that it is always the same path under which a folder is seen first.
+        # Sorting makes the path under which a folder is seen first always the same.
         folders[:] = sorted(
             f for f in folders if not f.startswith(".") and (here / f).resolve() != exclude
         )
@@ -119,7 +115,7 @@ def _walk(folder: Path, exclude: Path) -> list[Path]:
 
 
 def _own_names(folder: Path) -> Collection[str]:
-    """Names of the files in a folder that an earlier `llmq tokenize` has written there."""
+    """Names of files that an earlier `llmq tokenize` has written into a folder."""
     if read_manifest(folder):
         return {MANIFEST, *(name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name))}
     copied = folder.name == "tokenizer" and read_manifest(folder.parent)
@@ -134,14 +130,10 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _source(path: Path, in_folder: bool) -> InputSource:
-    name = path.name.lower()
-    kind = "text"
-    if _SPOOLED.fullmatch(path.name):
-        kind = _json_kind(path, in_folder=True)
-    elif json_name := _JSON_NAME.fullmatch(name):
-        kind = _json_kind(path, in_folder) if json_name[1] == "json" else "jsonl"
-    elif name.endswith((".parquet", ".pq")):
-        kind = "parquet"
+    kind = layout_of_name(path.name) or "text"
+    is_spooled = _SPOOLED.fullmatch(path.name) is not None
+    if is_spooled or kind == "json":
+        kind = _json_kind(path, in_folder or is_spooled)
     try:
         stat = path.stat()
     except OSError as error:
@@ -150,10 +142,10 @@ def _source(path: Path, in_folder: bool) -> InputSource:
 
 
 def _json_kind(path: Path, in_folder: bool) -> str:
-    """Of a .json file, which may hold anything; what has no records is a text in a folder."""
+    """The kind of a .json file, which may hold anything; in a folder it may be a text."""
     try:
         kind = json_layout(str(path))
-    except (OSError, EOFError, zlib.error):  # reading it will tell
+    except (OSError, EOFError, zlib.error):  # reading it will report this
         return "jsonl"
     if kind is None and not in_folder:
         raise DataError(
@@ -170,8 +162,8 @@ def _json_kind(path: Path, in_folder: bool) -> str:
 def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a function of inputs and of the folder `out`, so that `-` is standard input.
 
-    It becomes a file in `out`, whose name, size and time follow from its content, so that a run
-    that goes on knows it again. The file is gone when the function has returned.
+    It is kept in a file in `out` until the function returns. Name, size and time of the file follow
+    from its content, so that a run that goes on knows it again.
     """
 
     @functools.wraps(function)
@@ -187,7 +179,7 @@ def reading_standard_input(function: Callable[..., Result]) -> Callable[..., Res
             return function(inputs, out=out, **options)
         finally:
             spooled.unlink(missing_ok=True)
-            with suppress(OSError):  # only if there is nothing else in it
+            with suppress(OSError):  # it holds other files
                 made and os.rmdir(out)
 
     return run
@@ -219,7 +211,10 @@ def _spool(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class HubDataset:
-    """name: of the hub, or a folder. config: one of its configurations, None: the only one."""
+    """Records that the library `datasets` streams.
+
+    name: a data set of the hub, or a folder. config: one of its configurations, None: the only one.
+    """
 
     name: str
     config: str | None
@@ -230,17 +225,17 @@ class HubDataset:
         return f"data set {self.name}{config} ({self.split})"
 
     def facts(self) -> tuple[int, int]:
-        """Bytes, as far as they are known, and a number that other contents do not have."""
+        """Bytes, 0 if unknown, and a number that differs for other contents. DataError."""
         builder = self._builder()
         known = (builder.info.splits or {}).get(self.split)
         files = (builder.config.data_files or {}).get(self.split) or []
-        # Names of the hub's files hold the revision; those of others come with time or version.
+        # The hub's file names hold the revision; other files come with a time or a version.
         identity = [builder.hash, *files, getattr(files, "origin_metadata", None)]
         digest = hashlib.blake2b(repr(identity).encode(), digest_size=7).digest()
         return (known and known.num_bytes) or 0, int.from_bytes(digest, "little")
 
     def field_names(self) -> list[str] | None:
-        """Of its records; None where there is none."""
+        """Fields of its first record or of all; None if it is empty."""
         builder = self._builder()
         stream = self._or_error(lambda: builder.as_streaming_dataset(split=self.split))
         if stream.column_names is not None:
@@ -249,9 +244,9 @@ class HubDataset:
         return None if first is None else list(first)
 
     def read(self, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-        """What is made of each record, without the empty ones, from this row on.
+        """Documents that `wanted` makes of the records behind `row` rows, without empty ones.
 
-        size: of `facts`. DataError, also where the network fails; the same command goes on then.
+        size: that of `facts`. DataError, also if the network fails; the same command then goes on.
         """
         builder = self._builder()
         stream = self._or_error(lambda: builder.as_streaming_dataset(split=self.split))
@@ -279,13 +274,13 @@ class HubDataset:
     def _or_error(self, function: Any) -> Any:
         try:
             return function()
-        except Exception as error:  # of the library, of the network, of what it finds in files
+        except Exception as error:  # the library, the network and damaged files raise anything
             said = " ".join(str(error).split()) or type(error).__name__
             raise DataError(f"--dataset: cannot read the {self}: {said[:500]}") from error
 
 
 def dataset_of(spec: str | None, split: str | None) -> HubDataset | None:
-    """What --dataset NAME[:CONFIG] and --split name; a folder may have colons in its name."""
+    """Parse --dataset NAME[:CONFIG] and --split; a folder may have colons in its name."""
     if spec is None:
         if split is not None:
             raise ConfigError("--split: needs --dataset")

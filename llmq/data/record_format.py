@@ -10,22 +10,24 @@ import json
 import zlib
 from collections.abc import Sequence
 
-from llmq.base.errors import DataError
+from llmq.base.errors import ConfigError, DataError
 from llmq.base.records import column_names, read_json
-from llmq.data.conversations import REQUIRED, TEXT, RecordConversation, check_format, formats_of
+from llmq.data.conversations import FORMATS, REQUIRED, TEXT, RecordConversation
 from llmq.data.inputs import InputSource
 from llmq.data.record_text import RecordText
 
-Chosen = tuple[RecordText | RecordConversation, list[InputSource], list[str]]
 
+def choose_format(
+    sources: Sequence[InputSource], form: str, text: RecordText
+) -> tuple[RecordText | RecordConversation, list[InputSource], list[str]]:
+    """Choose what is read of all records; returns it, the files to read, and warnings.
 
-def choose_format(sources: Sequence[InputSource], form: str, text: RecordText) -> Chosen:
-    """What is read of all records, the files to read, and what to warn of.
-
-    form: of conversations.FORMATS. text: what is read of texts. DataError where files contradict
-    each other or the format.
+    form: one of FORMATS, else ConfigError. text: what is read of texts. DataError if files
+    contradict each other or the format.
     """
-    if check_format(form) == "auto":
+    if form not in FORMATS:
+        raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    if form == "auto":
         form = TEXT if not text.is_default else _recognised(sources, text)
     if form == TEXT:
         return text, *having_fields(sources, text)
@@ -39,7 +41,8 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
     found: dict[str, InputSource] = {}
     for source in sources:
         fields = field_names(source) or []
-        forms = [TEXT] * (text.field in fields) + formats_of(fields)
+        forms = [TEXT] * (text.field in fields)
+        forms += [name for name, required in REQUIRED.items() if {*required} <= {*fields}]
         if len(forms) > 1:
             raise DataError(
                 f"'{source.path}' has fields of several formats ({', '.join(forms)}): choose one "
@@ -57,7 +60,10 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
 
 
 def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource], list[str]]:
-    """The files of this format; those of folders that are of no such format are left out."""
+    """Keep the files of this format; returns them and warnings.
+
+    Files in folders may be left out, others raise DataError.
+    """
     kept, left_out = [], []
     for source in sources:
         fields = field_names(source)
@@ -84,9 +90,11 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
 def having_fields(
     sources: Sequence[InputSource], text: RecordText
 ) -> tuple[list[InputSource], list[str]]:
-    """Leave out the JSON and Parquet files of folders that lack a field; what to warn of.
+    """Leave out the JSON and Parquet files of folders that lack a field; returns the rest and
+    warnings.
 
-    Of JSON the first record decides. DataError if no such file is left: the field is wrong then.
+    The first record of a JSON file decides. DataError if no such file is left: then the field is
+    wrong.
     """
     fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {s: names for s, names in fields.items() if names and text.missing(names)}
@@ -103,7 +111,7 @@ def having_fields(
 
 
 def field_names(source: InputSource) -> list[str] | None:
-    """Of Parquet, a data set, or a JSON file's first record; None for a text, and if unreadable."""
+    """Fields of a table, or of a JSON file's first record; None for texts and unreadable files."""
     if source.kind == "text":
         return None
     if source.dataset is not None:
@@ -112,6 +120,12 @@ def field_names(source: InputSource) -> list[str] | None:
         if source.kind == "parquet":
             return column_names(source.path)
         record = json.loads(next(read_json(source.path, source.kind, 0, 0)).text)
-    except (OSError, EOFError, zlib.error, ValueError, StopIteration):  # reading it will tell
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+        ValueError,
+        StopIteration,
+    ):  # reading it will report this
         return None
     return list(record) if isinstance(record, dict) else None

@@ -13,24 +13,27 @@ from typing import Any
 from llmq.base.errors import ConfigError, DataError
 
 DEFAULT_FIELD = "text"
-_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell hands them on as they are
+_ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passes them on
 
 
 @dataclass(frozen=True)
 class RecordText:
-    """field: its value is the text. template: a text with {names} of fields, instead of one field;
-    \\n, \\t, \\r and \\\\ mean what they do in Python, {{ and }} are braces."""
+    """Reads texts out of records.
+
+    field: its value is the text. template: a text with {names} of fields, instead of one field;
+    \\n, \\t, \\r and \\\\ mean what they do in Python, {{ and }} are braces.
+    """
 
     field: str = DEFAULT_FIELD
     template: str | None = None
 
     def __post_init__(self) -> None:
-        """ConfigError for a template that is none."""
+        """Raise ConfigError for a malformed template."""
         _ = self.names
 
     @cached_property
     def _parts(self) -> list[tuple[str, str | None]]:
-        """What stands before each field of the template, and the field; None at its end."""
+        """Pairs of the text before each field of the template, and the field; None at its end."""
         unescaped = re.sub(r"\\[ntr\\]", lambda found: _ESCAPES[found[0]], self.template)
         try:
             parsed = list(Formatter().parse(unescaped))
@@ -54,12 +57,12 @@ class RecordText:
 
     @property
     def is_default(self) -> bool:
-        """Nothing was asked for."""
+        """Whether neither a field nor a template was given."""
         return self == RecordText()
 
     @property
     def flag(self) -> str:
-        """What asks for these fields."""
+        """The option that asks for these fields."""
         return f"--field {self.field}" if self.template is None else "--template"
 
     def missing(self, there: Iterable[str]) -> str | None:
@@ -75,7 +78,7 @@ class RecordText:
         return self.names
 
     def lacks(self, where: str, there: Sequence[str], *more: str) -> DataError:
-        """The error of a record or a file that has other fields. more: what else could be done."""
+        """The error of a record or a file that has other fields. more: other remedies."""
         name, known = self.missing(there), ", ".join(map(str, there)) or "none"
         mend = f"use --field with one of {known}"
         if self.template is not None:
@@ -98,12 +101,12 @@ class RecordText:
         )
 
     def of_json(self, line: bytes, where: str) -> str:
-        """The same for a record in JSON; DataError if it is none."""
+        """The text of a record in JSON; DataError if it is none."""
         return whole_characters(self.of(json_record(line, where), where), line)
 
 
 def json_record(line: bytes, where: str) -> dict[str, Any]:
-    """A record in JSON; DataError, which begins with `where`, if it is none."""
+    """Parse a record. DataError, which begins with `where`, if it is no JSON object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -115,22 +118,17 @@ def json_record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def whole_characters(text: str, line: bytes) -> str:
-    """A text with U+FFFD for half characters, which the JSON that it comes from can write.
-
-    No UTF-8 text can hold them.
-    """
-    if b"\\ud" not in line.lower():
-        return text
-    return mended(text)
+    """Replace half characters if the JSON `line`, from which the text comes, may hold some."""
+    return mended(text) if b"\\ud" in line.lower() else text
 
 
 def mended(text: str) -> str:
-    """With U+FFFD for half characters."""
+    """Replace half characters (lone surrogates), which no UTF-8 can hold, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
-    """A null is an empty text. numbers: they, and true and false, are written as in JSON."""
+    """The value as text; a null is empty. numbers: write these and booleans as JSON does."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -146,7 +144,7 @@ def _text(value: Any, field: str, where: str, *, numbers: bool = False) -> str:
 
 
 def one_field(fields: Sequence[str] | None, template: str | None) -> str:
-    """The field that --field names, each time that it is given. ConfigError for more than one."""
+    """The field of --field, which may be given once. ConfigError for several, or a template."""
     if fields and len(fields) > 1:
         names = "".join(f"{{{name}}}" for name in fields)
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""What a model is asked about tasks: sequences of tokens, and which of them it is to predict.
+"""Tasks become sequences of tokens to predict, and log-likelihoods of these become metrics.
 
 Texts are encoded as lm-eval encodes them for models of Hugging Face: context and continuation
-together, cut where the context alone ends, with what the tokenizer adds; what is too long loses its
-beginning.
+together, cut where the context alone ends, with what the tokenizer adds; a sequence that is too
+long loses its beginning. Accuracy, perplexity and bits per byte are those of lm-eval.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     cut: int
 
     def cut_lines(self, longest: str) -> list[str]:
-        """What to warn of. longest: what they are too long for."""
+        """Warnings. longest: names the length that sequences exceed."""
         if self.cut == 0:
             return []
         of_all = f"{self.cut} of its {len(self.requests)} sequences"
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
 
 class Encoder:
-    """Texts to requests. longest: inputs of the model that a sequence may have."""
+    """Makes requests of texts. longest: how many inputs of the model a sequence may have."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int):
         self.tokenizer, self.longest = tokenizer, longest
@@ -55,7 +55,7 @@ class Encoder:
         self._prefix_text = None if self._prefix is None else tokenizer.decode([self._prefix])
 
     def ask(self, task: Task) -> Asked:
-        """DataError for an item that cannot be scored, such as an answer that is too long."""
+        """Make a task's requests. DataError for an item that cannot be scored."""
         requests: list[Request] = []
         starts, self._cut = [0], 0
         for found in self._texts(task) if task.is_text else self._questions(task):
@@ -64,7 +64,7 @@ class Encoder:
         return Asked(task, requests, starts, self._cut)
 
     def _with_added(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids as transformers makes them, except where a text has its first token written out."""
+        """Ids as transformers makes them, unless a text has its first token written out."""
         before, behind = (np.array(ids, np.int32) for ids in self.tokenizer.added)
         encoded = self.tokenizer.encode_batch(texts)
         return [
@@ -84,9 +84,8 @@ class Encoder:
                 blanks = choice.context[len(context) :]
                 pairs.append((context, blanks + choice.continuation))
         whole = iter(self._with_added([context + more for context, more in pairs]))
-        alone = {context: 0 for context, _ in pairs}
-        lengths = [len(ids) for ids in self._with_added(list(alone))]
-        alone = dict(zip(alone, lengths, strict=True))
+        alone = dict.fromkeys(context for context, _ in pairs)
+        alone = dict(zip(alone, map(len, self._with_added([*alone])), strict=True))
         contexts = (context for context, _ in pairs)
         for question in questions:
             yield [
@@ -108,7 +107,7 @@ class Encoder:
         return Request(tokens[-(self.longest + 1) :], count)
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
-        """Every token is predicted once, in windows as long as may be, the first behind a prefix.
+        """Predict every token once, in windows of `longest`, the first one behind a prefix.
 
         Only the last window overlaps the one before it, so that it is as long.
         """
@@ -132,7 +131,7 @@ class Encoder:
 
 
 class _Sequence(NamedTuple):
-    """inputs: int32 (n,). asked: requests, by their index, whose inputs these are."""
+    """Inputs (n,) int32, and the requests, each with its index, that have them."""
 
     inputs: np.ndarray
     asked: list[tuple[int, Request]]
@@ -141,7 +140,7 @@ class _Sequence(NamedTuple):
 class Batch(NamedTuple):
     """Sequences that are computed at once. shape: (B, T).
 
-    placed: each with its row and the position there that it begins at, in the order of these.
+    placed: each sequence with its row and its first position there, in this order.
     """
 
     placed: list[tuple[_Sequence, int, int]]
@@ -149,18 +148,18 @@ class Batch(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Of the rounds: several where continuations differ in their last token only."""
+        """How many rounds there are: several if continuations differ only in their last token."""
         return max(len(sequence.asked) for sequence, _, _ in self.placed)
 
     def inputs(self) -> np.ndarray:
-        """int32 (B, T)."""
+        """Token ids, int32 (B, T)."""
         inputs = np.zeros(self.shape, np.int32)
         for sequence, b, first in self.placed:
             inputs[b, first : first + len(sequence.inputs)] = sequence.inputs
         return inputs
 
     def starts(self) -> np.ndarray:
-        """int32 (B, T), as llmq.base.batch.Batch has it: each sequence is a document."""
+        """Starts of documents, int32 (B, T), as in Batch: each sequence is a document."""
         starts = np.zeros(self.shape, np.int32)
         for sequence, b, first in self.placed:
             starts[b, first:] = first
@@ -169,19 +168,19 @@ class Batch(NamedTuple):
         return starts
 
     def targets(self, number: int) -> np.ndarray:
-        """int32 (B, T) of one of the rounds, -100 where nothing is asked."""
+        """Targets of a round, int32 (B, T), -100 where nothing is asked."""
         targets = np.full(self.shape, MASKED_TARGET, np.int32)
         for _, request, part in self._asked(number):
             targets[part] = request.tokens[-request.count :]
         return targets
 
     def add_up(self, out: np.ndarray, number: int, losses: np.ndarray) -> None:
-        """Into out (requests,) F64 the log-likelihoods of a round. losses: F32 (B, T)."""
+        """Put log-likelihoods of a round into out (requests,) F64. losses: F32 (B, T)."""
         for index, _, part in self._asked(number):
             out[index] = -losses[part].sum(dtype=np.float64)
 
     def _asked(self, number: int) -> Iterator[tuple[int, Request, tuple[int, slice]]]:
-        """The requests of a round, by index, and where their targets are."""
+        """Requests of a round with their index, and the places of their targets."""
         for sequence, b, first in self.placed:
             if number < len(sequence.asked):
                 index, request = sequence.asked[number]
@@ -190,8 +189,7 @@ class Batch(NamedTuple):
 
 
 def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
-    """The longest first. Requests with the same inputs, such as letters behind a question, share
-    one."""
+    """Sequences, the longest first. Requests with equal inputs, such as letters, share one."""
     found: dict[bytes, _Sequence] = {}
     for index, request in enumerate(requests):
         inputs = request.tokens[:-1]
@@ -202,9 +200,9 @@ def _sequences(requests: Sequence[Request]) -> list[_Sequence]:
 def make_batches(
     requests: Sequence[Request], shape: Callable[[int, int], tuple[int, int]]
 ) -> list[Batch]:
-    """All requests, the longest first, a row for each sequence.
+    """Batch all requests, the longest first, with a row for each sequence.
 
-    shape: (B, T) for the longest length that is left, and the number of sequences that are.
+    shape: maps the longest length and the number of sequences that are left to (B, T).
     """
     left, batches, first = _sequences(requests), [], 0
     while first < len(left):
@@ -216,8 +214,10 @@ def make_batches(
 
 
 def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Batch]:
-    """All requests, the longest first, as many in a row as fit; for attention that sees where each
-    begins. shape: (B, T)."""
+    """Batch all requests, the longest first, as many in a row as fit, for masked documents.
+
+    shape: (B, T).
+    """
     B, T = shape
     batches: list[Batch] = []
     row, at = -1, T  # of all batches, and where its next sequence would begin
@@ -232,7 +232,7 @@ def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Ba
 
 
 def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
-    """ConfigError if the tokenizer makes ids that the model does not have."""
+    """Raise ConfigError if the tokenizer makes ids that the model does not have."""
     most = max((int(r.tokens.max()) for a in asked for r in a.requests), default=0)
     if most >= vocab_size:
         raise ConfigError(
@@ -245,8 +245,10 @@ def check_ids(asked: Sequence[Asked], vocab_size: int) -> None:
 
 
 class Score(NamedTuple):
-    """One number of a task. stderr: of the mean over items, None for what is no mean. count: of
-    items. Both value and stderr are NaN where a log-likelihood is not a finite number."""
+    """One metric of a task. stderr: of the mean over items, None if it is no mean. count: items.
+
+    value and stderr are NaN if a log-likelihood is not finite.
+    """
 
     task: str
     metric: str
@@ -271,7 +273,7 @@ def judge(asked: Asked, likelihoods: np.ndarray) -> list[Score]:
 
 
 def _hits(asked: Asked, likelihoods: np.ndarray) -> dict[str, np.ndarray]:
-    """For each question whether the likeliest answer is right, by metric."""
+    """By metric, (questions,) F64, 1 if the likeliest answer to a question is right."""
     hits: dict[str, list[bool]] = {"acc": [], "acc_norm": []}
     for i, question in enumerate(asked.task.items):
         values = likelihoods[asked.starts[i] : asked.starts[i + 1]]

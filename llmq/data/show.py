@@ -1,4 +1,4 @@
-"""`llmq show`: the documents of token files as text, with what is trained of them made visible."""
+"""`llmq show`: the documents of token files as text, in which trained tokens are marked."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import numpy as np
 
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, DataError
+from llmq.data.detokenize import continuation
 from llmq.data.document_index import DocumentIndex, count_documents
 from llmq.data.identity import tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files
 
-DOCUMENTS = 3  # that are printed if nobody says how many
+DOCUMENTS = 3  # printed if no limit is given
 LONGEST = 4096  # tokens of a document that are printed
 
 
 class Marks(NamedTuple):
-    """What stands before and behind trained and masked tokens."""
+    """The texts before and behind trained and masked tokens."""
 
     trained: tuple[str, str]
     masked: tuple[str, str]
@@ -54,7 +55,7 @@ def run_show(
 ) -> None:
     """Print documents of token files, and the counts of all of them.
 
-    patterns: of token files, or folders of `llmq tokenize`. tokenizer: where none lies beside the
+    patterns: name token files, or folders of `llmq tokenize`. tokenizer: None: the one beside the
     files. document: the first one to print, from 1. limit: how many. ids: a line for each token.
     """
     files = open_token_files([_pattern(pattern) for pattern in patterns])
@@ -141,20 +142,14 @@ def _cut_line(seq_len: int) -> str:
 def _text(
     found: Document, tokenizer: Tokenizer, marks: Marks, seq_len: int | None
 ) -> Iterator[str]:
-    """The text in one piece, up to the place where it is cut, and behind it."""
-    shown = found.ids[:LONGEST]
+    """The text, in two parts if seq_len cuts it, with marks."""
+    shown = found.ids[:LONGEST].tolist()
     changes = np.flatnonzero(np.diff(found.mask[:LONGEST])) + 1
     is_cut = seq_len is not None and seq_len < len(shown)
     edges = sorted({0, *changes.tolist(), len(shown), *([seq_len] if is_cut else [])})
     text = ""
-    before = ""
     for start, end in itertools.pairwise(edges):
-        # Decoded from the beginning on: some decoders strip the blank that a text begins with.
-        upto = tokenizer.decode(shown[:end])
-        part = (
-            upto[len(before) :] if upto.startswith(before) else tokenizer.decode(shown[start:end])
-        )
-        before = upto
+        part = continuation(tokenizer, shown[:start], shown[start:end])
         opening, closing = marks.trained if found.mask[start] else marks.masked
         text += opening + printable(part) + closing
         if end == seq_len and is_cut:

@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import check_readable
-from llmq.base.records import json_layout, read_json, read_rows
-from llmq.data.record_text import whole_characters
+from llmq.base.records import json_layout, layout_of_name, read_json, read_rows
+from llmq.data.record_text import mended
 
 Record = Mapping[str, Any]
 
 
 class Answer(NamedTuple):
-    """One answer. The continuation is scored behind the context; length: characters of the answer
-    itself, by which acc_norm divides."""
+    """One answer. The continuation is scored behind the context.
+
+    length: characters of the answer itself, by which acc_norm divides.
+    """
 
     context: str
     continuation: str
@@ -61,12 +63,12 @@ class Task:
 
     @property
     def is_text(self) -> bool:
-        """Whether it has texts, not questions."""
+        """Whether the items are texts, not questions."""
         return self.kind == TEXT
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The names of what is measured."""
+        """Names of the metrics."""
         if self.is_text:
             return TEXT_METRICS
         return ("acc", "acc_norm") if KINDS[self.kind].normalized else ("acc",)
@@ -77,7 +79,7 @@ class Task:
 
 
 class _BadRecordError(Exception):
-    """What is wrong with a record."""
+    """A record is not as its kind has it."""
 
 
 def _field(record: Record, name: str, kind: type | tuple[type, ...] = str) -> Any:
@@ -109,7 +111,7 @@ def _index(record: Record, name: str, count: int, first: int = 0) -> int:
 
 
 def _clean(text: str) -> str:
-    """Without what WikiHow's pages have left in HellaSwag: titles and tags in brackets."""
+    """Remove titles and tags in brackets, which WikiHow's pages have left in HellaSwag."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -167,7 +169,7 @@ def _piqa(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
-    """What follows the blank is scored behind each way to fill it."""
+    """Score what follows the blank behind each way to fill it."""
     before, blank, after = _field(record, "sentence").partition("_")
     if not blank:
         raise _BadRecordError("field 'sentence' has no blank '_'")
@@ -177,7 +179,7 @@ def _winogrande(record: Record) -> tuple[tuple[Answer, ...], int]:
 
 
 def _boolq(record: Record) -> tuple[tuple[Answer, ...], int]:
-    name = "label" if "label" in record else "answer"  # of SuperGLUE, and of BoolQ's own file
+    name = "label" if "label" in record else "answer"  # SuperGLUE names it label, BoolQ answer
     prompt = f"{_field(record, 'passage')}\nQuestion: {_field(record, 'question')}?\nAnswer:"
     return _answers(prompt, ["no", "yes"]), _index(record, name, 2)
 
@@ -201,7 +203,7 @@ def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
 class Kind(NamedTuple):
     """A published shape of records.
 
-    fields: by which it is recognised. normalized: whether acc_norm makes sense.
+    fields: they identify it. normalized: whether acc_norm makes sense.
     """
 
     fields: frozenset[str]
@@ -259,10 +261,10 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
 
 
 def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:
-    """The tasks of `[KIND=]FILE`; limit: only as many items of each, from the start.
+    """Read the tasks of `[KIND=]FILE`; limit: only the first items of each.
 
-    A task is called by its kind, or where there are several of a kind by its file. DataError for
-    what cannot be read, is empty, or is of no kind.
+    A task has the name of its kind, or of its file if there are several of a kind. DataError for a
+    file that cannot be read, is empty, or has no known kind; ConfigError for an unknown kind.
     """
     tasks = [_read_task(*parse_spec(spec), limit) for spec in specs]
     kinds = [task.kind for task in tasks]
@@ -295,23 +297,21 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
 def _records(path: Path) -> Iterator[tuple[Record, str]]:
     """The records of JSON lines, a JSON array or Parquet; any other file is one text."""
     check_readable(path)
-    name = path.name.lower()
-    if name.endswith((".parquet", ".pq")):
+    by_name = layout_of_name(path.name)
+    if by_name == "parquet":
         yield from read_rows(str(path))
         return
-    is_json = re.search(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$", name)
-    layout = json_layout(str(path)) if is_json else ""
-    if layout is None:
-        raise DataError(f"'{path}' holds neither an object on each line nor an array of objects")
-    if not layout:
+    if by_name is None:
         yield {"text": path.read_text("utf-8-sig")}, str(path)
         return
+    layout = json_layout(str(path))
+    if layout is None:
+        raise DataError(f"'{path}' holds neither an object on each line nor an array of objects")
     for item in read_json(str(path), layout, 0, 0):
         try:
             record = json.loads(item.text)
             if b"\\ud" in item.text.lower():  # half characters, which no tokenizer takes
-                whole = whole_characters(json.dumps(record, ensure_ascii=False), item.text)
-                record = json.loads(whole)
+                record = json.loads(mended(json.dumps(record, ensure_ascii=False)))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{item.where}: no JSON ({error})") from None
         if not isinstance(record, dict):

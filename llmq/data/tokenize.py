@@ -1,9 +1,9 @@
 """Turn texts and conversations into token files, in constant memory, resumable.
 
 One process reads and writes, worker processes encode. Results are written in the order of the
-inputs, so the files do not depend on the number of workers. From time to time the files written so
-far are forced to the disk and the place in the input is saved; after an interruption the same
-command cuts the files back to that place and goes on, with the same result to the byte.
+inputs, so the files do not depend on the number of workers. From time to time the files are forced
+to the disk and the place in the input is saved; after an interruption the same command cuts the
+files back to that place and goes on, with the same result to the byte.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummar
 from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
 
-SAVE_SECONDS = 15.0  # how often the state is saved: what an interruption costs at most
+SAVE_SECONDS = 15.0  # between saved states: an interruption costs no more than this
 REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
@@ -60,14 +60,14 @@ def tokenize(
 
     inputs: files, folders, globs, and `-`, standard input. tokenizer: see load_tokenizer.
     field, template: see RecordText; files of folders that lack a field are left out, if others have
-    it. dataset: instead of inputs. eval_fraction: of the documents, at least one of two or more (of
-    a single text: its last part); 0: none. workers: processes; 1 encodes in this one, None chooses.
-    special_tokens: "auto" adds to each text what transformers' AutoTokenizer adds; where the end of
-    the text is among that, it is not added again. "none": only that end. format: of FORMATS.
-    Conversations are written as their chat template renders them: the tokenizer's, or chat_template
-    (see load_chat_template). train_on: what is trained of them, of TRAIN_ON. seq_len: the summary
-    says how many documents are longer. Continues an interrupted run with the same arguments; does
-    nothing if it was complete. DataError or ConfigError for what the user can mend.
+    it. dataset: instead of inputs. eval_fraction: the part of the documents, at least one of two or
+    more (the last part of a single text); 0: none. workers: processes; 1 encodes in this one, None
+    chooses. special_tokens: "auto" adds to each text what transformers' AutoTokenizer adds, and the
+    end of the text unless it is among that; "none": only that end. format: one of FORMATS. The
+    tokenizer's chat template or chat_template (see load_chat_template) renders conversations.
+    train_on: one of TRAIN_ON, the trained part of them. seq_len: the summary says how many
+    documents are longer. Continues an interrupted run with the same arguments; does nothing if it
+    was complete. DataError or ConfigError for what the user can mend.
     With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
     """
     _check_options(eval_fraction, shard_tokens, workers, special_tokens, train_on, seq_len)
@@ -99,7 +99,7 @@ def tokenize(
 
 
 def _added(tokenizer: Tokenizer, spec: str, special_tokens: str) -> Added:
-    """Before and behind each text. The end of the text comes behind it in any case."""
+    """Ids to add before and behind each text, whose end is added in any case."""
     if tokenizer.eos_id is None:
         raise DataError(
             f"the tokenizer '{spec}' names no end-of-text token: set eos_token in its "
@@ -121,8 +121,7 @@ def _chat(tokenizer: Tokenizer, spec: str, train_on: str, given: str | None) -> 
 def _note_chat(
     manifest: Manifest, recipe: Recipe, tokenizer: Tokenizer, *, was_given: bool
 ) -> None:
-    """What a training has to know of a template: a given one replaces the tokenizer's, and the
-    model stops where a turn of the assistant ends."""
+    """Record what a training needs of the template: a given one, and the end of a turn."""
     if recipe.chat is None:
         return
     template = recipe.chat.template
@@ -168,7 +167,7 @@ def _check_options(
 
 
 def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> int:
-    """Bytes are encoded faster than they are sent to another process."""
+    """Choose by size and tokenizer: bytes are encoded faster than sent to another process."""
     small = sum(source.size for source in sources) < _SMALL_INPUT
     if small or isinstance(tokenizer, ByteTokenizer):
         return 1
@@ -177,7 +176,7 @@ def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> in
 
 
 def _run_or_discard(manifest: Manifest, *args: Any) -> None:
-    """Run; of a run that fails at once leave nothing behind."""
+    """Run, and leave nothing behind of a run that fails at once."""
     try:
         _run(manifest, *args)
     except BaseException:
@@ -246,7 +245,7 @@ class _Report:
         self._first_tokens: int | None = None
 
     def update(self, bytes_read: int, tokens: int) -> None:
-        """bytes_read and tokens: so far, over all runs."""
+        """bytes_read, tokens: totals over all runs."""
         now = time.monotonic()
         if self._first_tokens is None:
             self._first_tokens = tokens
@@ -270,24 +269,14 @@ class _Report:
 
 
 def _progress_bar(total_bytes: int) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import console, progress
 
-    bar = Progress(
-        TextColumn("tokenize"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
+    bar = progress.Progress(
+        progress.TextColumn("tokenize"),
+        *(progress.BarColumn(), progress.TaskProgressColumn(), progress.DownloadColumn()),
+        progress.TextColumn("{task.fields[tokens]}"),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
     )
     bar.add_task("tokenize", total=total_bytes, tokens="")
     return bar
