@@ -1,13 +1,13 @@
-"""Which characters of a conversation's text are trained, and which of its tokens that makes.
+"""The trained characters of a conversation's text, and the tokens that they make.
 
 A template with `{% generation %}` marks says it itself. Otherwise the text of a message is what it
 adds: the conversation is rendered up to it, as a prompt for it, and with it; both have to be
-beginnings of the whole text. Where they are not, nothing is guessed. Qwen3's template, for example,
+beginnings of the whole text. Nothing is guessed if they are not. Qwen3's template, for example,
 leaves out the thinking of all turns but the last one, so that only the last one can be found; each
-of them is the last one of the conversation that ends with it.
+turn is the last one of the conversation that ends with it.
 
-A token is trained if at least one of its characters is: one that lies across a border counts, as
-in transformers' `return_assistant_tokens_mask`.
+A token is trained if at least one of its characters is, as in transformers'
+`return_assistant_tokens_mask`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Renders conversations and finds what is trained of them.
+    """Renders conversations and finds their trained parts.
 
-    train_on: "assistant", all its messages; "last", the last one of them; "each", the same, each in
-    a document of its own that ends with it; "all", every token.
+    train_on: "assistant", all its messages; "last", the last one of them; "each", every one, in a
+    document of its own that ends with it; "all", every token.
     """
 
     template: ChatTemplate
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """Documents: the text, and the (start, end) of its trained parts in characters, in order.
+        """Documents, each a text and the (start, end) of its trained parts in characters, in order.
 
-        DataError where the template refuses it, a part cannot be found, or nothing is trained.
+        DataError if the template refuses it, a part cannot be found, or nothing is trained.
         """
         check_roles(conversation.messages, self.template.texts(conversation.tools))
         turns = self._turns(conversation)
@@ -82,13 +82,13 @@ class Chat:
 
 
 def _may_be_trained(message: Message) -> bool:
-    """weight and train are what OpenAI's and other files say of single messages."""
+    """Whether an assistant's message is not excluded by `weight` (OpenAI) or `train`."""
     excluded = message.get("train") is False or message.get("weight") == 0
     return message["role"] == "assistant" and not excluded
 
 
 class _View:
-    """A conversation under a template, of which more or fewer messages are rendered."""
+    """A conversation under a template, which renders more or fewer of its messages."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
         self.template, self.conversation = template, conversation
@@ -109,7 +109,7 @@ class _View:
 
 
 def takes_parts(template: ChatTemplate, tools: Sequence[object] | None) -> bool:
-    """Whether it writes out a content that is a list of texts, instead of the list itself."""
+    """Whether it joins a content that is a list of texts, instead of printing the list."""
     texts = []
     for content in ("probe", [{"type": "text", "text": "probe"}]):
         try:
@@ -121,12 +121,12 @@ def takes_parts(template: ChatTemplate, tools: Sequence[object] | None) -> bool:
 
 
 def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
-    """What the template marks, without the marks of messages that are not trained."""
+    """The template's marks of trained messages."""
     roles = [message["role"] for message in view.messages]
     if [*turns] == [i for i, role in enumerate(roles) if role == "assistant"]:
         return whole.generated
     spans: Spans = []
-    for turn in turns:  # how many marks there are tells whose they are
+    for turn in turns:  # the number of marks before a message tells which are its own
         before = _marks_upto(view, whole, turn, turn) if turn else 0
         spans += whole.generated[before : _marks_upto(view, whole, turn + 1, turn)]
     return spans
@@ -135,7 +135,7 @@ def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
 def _marks_upto(view: _View, whole: Rendered, count: int, turn: int) -> int:
     """How many marks the first messages have; they must be the first ones of the whole text.
 
-    turn: the message that is looked for.
+    turn: the message in question, for the error.
     """
     upto = view.render(count)
     marks = len(upto.generated)
@@ -153,7 +153,7 @@ def _marks_upto(view: _View, whole: Rendered, count: int, turn: int) -> int:
 
 
 def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
-    """Where a message is in the text, by rendering what comes before it and what ends with it."""
+    """(start, end) of a message in the text, by rendering up to it and with it."""
     name = f"message {turn + 1} ({view.messages[turn]['role']})"
     try:
         before = view.render(turn, prompt=True).text
@@ -173,7 +173,7 @@ _REMEDY = "give --train-on each or last, or --chat-template FILE with {% generat
 
 
 def _end(view: _View, whole: str, upto: str) -> int | None:
-    """Where the text of the first messages ends within the whole one."""
+    """The end of the first messages' text within the whole one; None if it is no beginning."""
     if whole.startswith(upto):
         return len(upto)
     # Some templates, such as Phi-3's, close the whole text with EOS, whatever comes before.
@@ -185,9 +185,9 @@ def _end(view: _View, whole: str, upto: str) -> int | None:
 
 
 def token_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:
-    """Which tokens have a character in one of the spans, (n,) bool.
+    """Whether each token has a character in one of the spans, (n,) bool.
 
-    offsets: (n, 2), the characters that each token stands for.
+    offsets: (n, 2), the [start, end) of each token's characters.
     """
     mask = np.zeros(len(offsets), bool)
     for start, end in spans:

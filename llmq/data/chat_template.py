@@ -28,7 +28,7 @@ from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokeniz
 from llmq.data.tokenizer_config import OWN_TOKENS
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
-_PROBE = "probe"  # what an assistant says, to see what the template writes behind it
+_PROBE = "probe"  # a reply, to see what the template writes behind it
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
 
@@ -36,9 +36,10 @@ Message = dict[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A conversation as text. generated: (start, end) of what the template marks, in characters.
+    """A conversation as text.
 
-    generated is None for a template without marks.
+    generated: (start, end) of each part that the template marks, in characters; None for a template
+    without marks.
     """
 
     text: str
@@ -47,9 +48,10 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """sources: by name, "default" if there is one only. special_tokens: `eos_token` … to text.
+    """A tokenizer's chat template, or several by name.
 
-    origin: where it was found, for messages.
+    sources: by name, "default" if there is only one. special_tokens: `eos_token` … to text. origin:
+    the place where it was found, for messages.
     """
 
     sources: Mapping[str, str]
@@ -58,12 +60,12 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what decides the text of a conversation."""
+        """A hash of everything that decides the text of a conversation."""
         content = json.dumps([dict(self.sources), dict(self.special_tokens)], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def source(self, tools: Sequence[Any] | None = None) -> str:
-        """The one that transformers takes; with tools it may be another one. DataError if none."""
+        """The template that transformers takes, which may depend on tools. DataError if none."""
         if tools is not None and len(self.sources) > 1 and "tool_use" in self.sources:
             return self.sources["tool_use"]
         if "default" not in self.sources:
@@ -74,7 +76,7 @@ class ChatTemplate:
         return self.sources["default"]
 
     def texts(self, tools: Sequence[Any] | None = None) -> frozenset[str]:
-        """The texts that are written out in the template's expressions, such as names of roles."""
+        """Literal texts in the template's expressions, such as names of roles."""
         return _constants(self.source(tools))
 
     def render(
@@ -88,7 +90,7 @@ class ChatTemplate:
     ) -> Rendered:
         """The text of a conversation. variables: others that the template may use.
 
-        DataError with the template's own words where it refuses the messages or fails.
+        DataError with the template's own words if it refuses the messages or fails.
         """
         template = _compiled(self.source(tools))
         environment: _Environment = template.environment
@@ -105,7 +107,7 @@ class ChatTemplate:
             ):
                 pieces.append(piece)
                 environment.written += len(piece)
-        except Exception as error:  # of a program that somebody else has written
+        except Exception as error:  # the template is a program that may raise anything
             reason = str(error) or type(error).__name__
             raise DataError(f"the chat template of {self.origin} says: {reason}") from error
         text = "".join(pieces)
@@ -121,10 +123,7 @@ class ChatTemplate:
 
 
 def _as_template_sees(message: Message) -> Message:
-    """Without fields that are null; a reasoning has every name under which templates look for it.
-
-    Both are what transformers does.
-    """
+    """Drop null fields, and give a reasoning all names that templates use, as transformers does."""
     kept = {name: value for name, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in _REASONING if name in kept), None)
     if reasoning is None:
@@ -137,10 +136,10 @@ def _as_template_sees(message: Message) -> Message:
 
 
 def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
-    """The tokenizer's own template, or another one; None if it has none.
+    """The tokenizer's own template, or a given one; None if it has none.
 
-    given: a file, or the name of one of the tokenizer's templates. DataError for what is damaged
-    or does not exist.
+    given: a file, or the name of one of the tokenizer's templates. DataError if it is damaged or
+    does not exist.
     """
     folder = tokenizer.folder if isinstance(tokenizer, HfTokenizer) else None
     special = _special_tokens(folder) if folder else dict.fromkeys(_SPECIAL[:2], END_OF_TEXT)
@@ -164,7 +163,7 @@ def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTe
 
 
 def _sources_of(folder: Path) -> dict[str, str]:
-    """Files win over what tokenizer_config.json says, as in transformers."""
+    """Templates by name; files win over tokenizer_config.json, as in transformers."""
     files = {path.stem: path for path in sorted((folder / OTHER_TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files = {"default": folder / TEMPLATE_FILE, **files}
@@ -194,7 +193,7 @@ def _read_template(path: Path) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Those that a template may name: as transformers finds them."""
+    """Special tokens that a template may name, found as transformers does."""
     config = read_json(folder / "tokenizer_config.json")
     named = (
         {} if "added_tokens_decoder" in config else read_json(folder / "special_tokens_map.json")
@@ -212,9 +211,9 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Stop(NamedTuple):
-    """What ends a turn of the assistant: one of some ids, the template's first.
+    """The end of an assistant's turn: any of `ids`, the template's first, or `text`.
 
-    text: the template's end where that is no token.
+    text: the template's end if that is no token, else None.
     """
 
     ids: Collection[int]
@@ -222,10 +221,10 @@ class Stop(NamedTuple):
 
 
 def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
-    """What the template writes behind a reply. The tokenizer's end of a text ends it, too."""
+    """The end that the template writes behind a reply, and the tokenizer's end of a text."""
     ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
-    with suppress(DataError):  # a template that refuses this says so of the real messages
+    with suppress(DataError):  # a template that refuses this will say so about real messages
         tail = template.render(messages).text.rpartition(_PROBE)[2].lstrip()
         first = tokenizer.encode(tail)[:1]
         if first and tokenizer.is_special(first[0]):
@@ -240,18 +239,18 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """One for each template. marks: whether it has generation blocks."""
+    """The sandbox of one template. marks: whether the template has generation blocks."""
 
     marks = False
 
     def start(self) -> None:
-        """Forget what was rendered before."""
+        """Begin a new text."""
         self.written = 0  # characters so far
         self.generated: list[tuple[int, str]] = []
 
 
 class _Generation(Extension):
-    """`{% generation %}`: notes the text of the block, and where it begins."""
+    """`{% generation %}`: notes the text of the block and its place."""
 
     tags = frozenset({"generation"})
 
@@ -269,7 +268,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=64)
 def _compiled(source: str) -> jinja2.Template:
-    """Raises jinja2.TemplateError for what is no template."""
+    """Compile a template. Raises jinja2.TemplateError if it is none."""
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,

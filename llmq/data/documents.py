@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------
-# Which documents are for evaluation
+# Documents for evaluation
 
 
 class EvalSplit:
@@ -210,7 +210,7 @@ def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:
 
 
 def find_cut(block: bytes) -> int:
-    """Where to cut a part of a long UTF-8 text so that its tokens stay the same.
+    """The place to cut a part of a long UTF-8 text at so that its tokens stay the same.
 
     The best place is after a line end between two visible characters: there the usual byte-level
     vocabularies (GPT-2, Llama 3, Qwen) never have a token across. Otherwise it is after any line

@@ -127,11 +127,6 @@ class Encoder:
                 return found[0]
         return None
 
-    def encode_blocks(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
-        """Encode in this process."""
-        for block in blocks:
-            yield block.end, self.encode(block.pieces)
-
 
 class _Parts:
     """Gathers the parts of `Ids`."""

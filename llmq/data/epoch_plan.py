@@ -1,8 +1,9 @@
-"""Which sequence comes where in an epoch: plain arithmetic, without reading data.
+"""The order of sequences in an epoch: plain arithmetic, without reading data.
 
 An epoch has parts, which come in a random order; so do the sequences in each part. A place is
-(epoch, part, sequence). In llm.q's order the parts are the files. With packed documents or weighted
-files there is one part, in which sources take turns.
+(epoch, part, sequence). In llm.q's order the parts are the files. Packed documents and weighted
+files make one part, in which sources take turns. Sequences are windows of files, or rows into which
+documents were packed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which tokenizer made some ids: a fingerprint of what decides them, and a name for people.
+"""The tokenizer that made some ids, by a fingerprint of what decides them, and a name for people.
 
-`llmq tokenize` writes it into tokenize.json, a run into its checkpoints and its model (llmq.json).
-Of other folders it follows from the tokenizer's files. That takes a second for a large vocabulary,
-so it is kept in the cache folder, under a hash of the files' bytes.
+`llmq tokenize` writes both into tokenize.json, a run into its checkpoints and its model
+(llmq.json). For other folders the fingerprint follows from the tokenizer's files. That takes a
+second for a large vocabulary, so the cache folder keeps it under a hash of the files' bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from llmq.runtime.compile import cache_dir
 
 MANIFEST = "tokenize.json"
-RUN_FILE = "llmq.json"  # in a model directory: what made it
+RUN_FILE = "llmq.json"  # in a model directory, describes the run that made it
 SHARD_NAME = re.compile(r"(train|eval)-(\d{3,})\.(bin|docs|sums|mask)(\.partial)?")
 _CACHE_VERSION = b"1"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerId:
-    """Two of the same fingerprint make the same ids of every text, whatever their names are."""
+    """Tokenizers of one fingerprint make the same ids of every text, whatever their names are."""
 
     name: str
     fingerprint: str
@@ -49,7 +49,7 @@ class TokenizerId:
 
     @classmethod
     def from_record(cls, record: Any) -> TokenizerId | None:
-        """None for anything that `record` does not return."""
+        """Read what `record` returns; None for anything else."""
         try:
             found = cls(**record)
         except TypeError:
@@ -60,13 +60,13 @@ class TokenizerId:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerId:
-        """Of a loaded tokenizer."""
+        """The identity of a loaded tokenizer."""
         named = _folder_name(tokenizer.folder) if isinstance(tokenizer, HfTokenizer) else "bytes"
         return cls(named, tokenizer.fingerprint, tokenizer.eos_id, tokenizer.bos_id)
 
 
 def _folder_name(folder: Path) -> str:
-    """What people call it: of a snapshot in the Hugging Face cache the repository."""
+    """A folder's name for people; a snapshot in the Hugging Face cache has its repository's."""
     folder = Path(os.path.abspath(folder))
     for part in reversed(folder.parts):
         if part.startswith("models--"):
@@ -75,10 +75,10 @@ def _folder_name(folder: Path) -> str:
 
 
 def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
-    """Of the tokenizer files in a folder; None where there are none, or none that can be read.
+    """The identity of the tokenizer files in a folder; None if there are none that can be read.
 
-    The name is the one that a run of ours has noted, else the folder's. Without tokenizer files it
-    is what the run noted.
+    Its name is the one that a run of ours has noted, else the folder's. The run's note is
+    returned if there are no tokenizer files.
     """
     noted = noted_tokenizer(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
@@ -90,17 +90,17 @@ def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
 
 
 def noted_tokenizer(folder: Path) -> TokenizerId | None:
-    """What a run of ours has noted in a model directory; None if it is of somebody else."""
+    """The tokenizer that a run of ours has noted in a model directory; None for other models."""
     return TokenizerId.from_record(json_object(folder / RUN_FILE).get("tokenizer"))
 
 
 def check_recorded(
     source: str | Path, made: TokenizerId | None, vocab_size: int, model: str
 ) -> None:
-    """DataError unless the tokenizer that is there now is the one that a model was trained with.
+    """Raise DataError unless the tokenizer that is there now is the one of a model's training.
 
-    source: "bytes" or a folder; without a tokenizer in it nothing is checked. made: what is noted
-    of the training's; None: then the ids must at least be in the vocabulary. model: for messages.
+    source: "bytes" or a folder; without a tokenizer in it nothing is checked. made: the training's;
+    if it is None, the ids must at least be in the vocabulary. model: for messages.
     """
     if source == "bytes":
         now, size = TokenizerId.of(ByteTokenizer()), ByteTokenizer.vocab_size
@@ -137,7 +137,7 @@ def _fingerprint_of_files(folder: Path) -> str | None:
             return found
     try:
         fingerprint = HfTokenizer(folder).fingerprint
-    except DataError:  # whoever needs the tokenizer will say what is wrong with it
+    except DataError:  # whoever loads the tokenizer reports this
         return None
     with suppress(OSError):
         write_shared(path, _with_checksum(fingerprint).encode())
@@ -149,7 +149,7 @@ def _with_checksum(text: str) -> str:
 
 
 def tokenizers_of_files(pattern: str | Path) -> Iterator[tuple[Path, TokenizerId | None]]:
-    """Every token file that a glob pattern names, and what made it; None where nothing says so."""
+    """Every token file that a glob pattern names, and its tokenizer, None if unknown."""
     manifests: dict[Path, TokenizerId | None] = {}
     for path in find_token_files(pattern):
         folder = path.parent

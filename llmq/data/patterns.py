@@ -1,4 +1,4 @@
-"""Which files a glob pattern names."""
+"""The files that a glob pattern names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmq.data import checksums, document_file
 
-_BESIDE = (document_file.SUFFIX, checksums.SUFFIX)  # files of a token file
+_BESIDE = (document_file.SUFFIX, checksums.SUFFIX)  # files that lie beside a token file
 
 
 def expand_pattern(pattern: str | Path) -> list[Path]:
@@ -17,7 +17,7 @@ def expand_pattern(pattern: str | Path) -> list[Path]:
 
     A name that exists is taken literally, so that special characters in it do no harm.
     """
-    literal = Path(os.path.expanduser(pattern))  # pathlib's raises where there is no such user
+    literal = Path(os.path.expanduser(pattern))  # pathlib's raises if there is no such user
     if literal.exists():
         return [literal]
     names: set[str] = set()
@@ -53,6 +53,6 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def find_token_files(pattern: str | Path) -> list[Path]:
-    """What a glob pattern names, without folders and the files that lie beside token files."""
+    """Paths that a glob pattern names, without folders and the files beside token files."""
     found = expand_pattern(pattern)
     return [path for path in found if path.suffix not in _BESIDE and not path.is_dir()]

@@ -79,7 +79,10 @@ def run_show(
         for line in body:
             print(line)
     if limit:
-        print(f"trained tokens: {_legend(ids, marks)}")
+        shown = (
+            "green" if marks is COLOURS else f"between {marks.trained[0]} and {marks.trained[1]}"
+        )
+        print(f"trained tokens: {'lines with +' if ids else shown}")
     print(f"{counts.documents} documents")
     for line in counts.lines():
         print(line)
@@ -89,12 +92,6 @@ def run_show(
 def _pattern(given: str) -> str:
     """A folder stands for its token files."""
     return os.path.join(given, "*.bin") if os.path.isdir(given) else given
-
-
-def _legend(ids: bool, marks: Marks) -> str:
-    if ids:
-        return "lines with +"
-    return "green" if marks is COLOURS else f"between {marks.trained[0]} and {marks.trained[1]}"
 
 
 def _tokenizer_beside(files: Sequence[TokenFile]) -> Tokenizer:

@@ -386,7 +386,6 @@ def _check_same(
 _BESIDE = {"docs": documents_path, "sums": checksums_path}
 
 
-@dataclass(frozen=True, slots=True)
 class Tokenized:
     """The content that a folder must have, by its manifest.
 
@@ -394,13 +393,13 @@ class Tokenized:
     the files beside each token file, unknown in old manifests. made: the tokenizer, if recorded.
     """
 
-    folder: Path
-    complete: bool
-    tokens: dict[str, int]
-    shard_tokens: int
-    vocab_size: int
-    beside: tuple[str, ...]
-    made: TokenizerId | None
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.complete = folder, manifest["complete"]
+        self.tokens: dict[str, int] = manifest["splits"]
+        self.vocab_size: int = manifest["vocab_size"]
+        self.shard_tokens: int = manifest["options"]["shard_tokens"]
+        self.beside = [suffix for suffix in _BESIDE if suffix in manifest.get("beside", [])]
+        self.made = TokenizerId.from_record(manifest.get("tokenizer"))
 
     @classmethod
     def read(cls, folder: Path) -> Tokenized:
@@ -498,13 +497,4 @@ def gaps(files: Iterable[Path]) -> list[str]:
 @functools.lru_cache(maxsize=64)
 def _tokenized(folder: Path, stamps: tuple[int, ...]) -> Tokenized:
     """The manifest names all inputs and may be large, so it is read anew only if stamps differ."""
-    data = load_manifest(folder / MANIFEST)
-    return Tokenized(
-        folder,
-        data["complete"],
-        data["splits"],
-        data["options"]["shard_tokens"],
-        data["vocab_size"],
-        tuple(suffix for suffix in _BESIDE if suffix in data.get("beside", [])),
-        TokenizerId.from_record(data.get("tokenizer")),
-    )
+    return Tokenized(folder, load_manifest(folder / MANIFEST))

@@ -204,10 +204,10 @@ def _run(
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
     blocks = read_blocks(sources, recipe.wanted, split, start)
-    in_workers = workers > 1
-    encoded = (
-        encode_in_workers(blocks, recipe, workers) if in_workers else encoder.encode_blocks(blocks)
-    )
+    if workers > 1:
+        encoded = encode_in_workers(blocks, recipe, workers)
+    else:
+        encoded = ((block.end, encoder.encode(block.pieces)) for block in blocks)
     report = _Report(sum(source.size for source in sources), progress)
     saved = time.monotonic()
     try:

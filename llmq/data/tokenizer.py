@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Of tokenizer.json, else of vocab.json and merges.txt. DataError if it cannot be read."""
+    """Read tokenizer.json, else vocab.json and merges.txt. DataError if neither can be read."""
     from tokenizers import Tokenizer
 
     fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
@@ -45,8 +45,8 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     except DataError:
         raise
     except BaseException as error:
-        # The library raises plain Exception for whatever it cannot read, and what its Rust did not
-        # expect is not even that.
+        # The library raises plain Exception for files that it cannot read, and for a panic of its
+        # Rust code not even that.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise DataError(f"cannot read the tokenizer in '{folder}': {error}") from error
@@ -56,8 +56,7 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     )
 
 
-# How the tokenizers that are saved as vocab.json and merges.txt cut a text into words. For GPT-2
-# the library knows the expression.
+# Qwen2's tokenizers cut a text into words by this expression. The library knows that of GPT-2.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -65,7 +64,7 @@ QWEN2_WORDS = (
 
 
 def new_byte_level_bpe(model: tokenizers.models.BPE | None = None) -> tokenizers.Tokenizer:
-    """A BPE over bytes, of texts that are cut as Qwen2's are. model: None: without vocabulary."""
+    """A BPE over bytes that cuts texts as Qwen2's does. model: None: an empty vocabulary."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE() if model is None else model)
@@ -101,7 +100,7 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
-    """Add the tokens of tokenizer_config.json and added_tokens.json under the ids they have there.
+    """Add the tokens of tokenizer_config.json and added_tokens.json under their ids there.
 
     The library numbers them itself, so they are added in the order of their ids and checked.
     """
@@ -128,7 +127,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, config: dict[str,
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} if there is no such file."""
+    """A JSON object, or {} if there is no such file. DataError if it holds no object."""
     if not path.exists():
         return {}
     check_readable(path)
@@ -203,7 +202,7 @@ class ByteTokenizer:
         return np.concatenate(parts)
 
     def is_byte(self, token: int) -> bool:
-        """No decoder replaces what is before a byte: it is like any token of a byte-level BPE."""
+        """False: a byte never changes the text before it, as in any byte-level BPE."""
         return False
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -243,8 +242,8 @@ def save_tokenizer(
 ) -> None:
     """Write a tokenizer's files, which AutoTokenizer takes as they are.
 
-    named: which token is "eos_token" and the like. special: all special tokens; they get ids behind
-    those that are there.
+    named: the texts of "eos_token" and the like. special: all special tokens; they get the ids
+    behind those of the vocabulary.
     """
     from tokenizers import AddedToken
 
@@ -279,18 +278,18 @@ def _byte_level_alphabet() -> list[str]:
 class HfTokenizer:
     """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
 
-    added: what transformers' AutoTokenizer puts before and behind a text.
-    prefix_id: of the token behind which a text is predicted from its first token on: what the files
-    name as BOS or, without one, as EOS; a BOS of the model's config is often another thing.
+    added: ids that transformers' AutoTokenizer puts before and behind a text.
+    prefix_id: the token behind which a text is predicted from its first token on. The files name it
+    as BOS or, without one, as EOS; a BOS of the model's config often means something else.
     """
 
-    # What transformers may look for beside the weights.
+    # Files that transformers may look for beside the weights.
     FILES = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
         EXACT_MODULE,
     )
-    # Those of them that decide the ids of a text.
+    # Files that decide the ids of a text.
     DECIDING = (
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json"),
@@ -316,10 +315,10 @@ class HfTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of what decides the ids of a text; "bytes" for the files of a ByteTokenizer.
+        """A hash of everything that decides the ids of a text; "bytes" for a ByteTokenizer's files.
 
-        It depends neither on how the files are written nor on the library's version: what is off
-        or absent, such as a flag of a newer version, does not count.
+        It depends neither on how the files are written nor on the library's version: flags that are
+        off or absent do not count.
         """
         content = json.loads(self._tokenizer.to_str())
         parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
@@ -336,7 +335,7 @@ class HfTokenizer:
         return words and content["normalizer"] == {"type": "NFC"}
 
     def _added_ids(self) -> Added:
-        """By the post-processor; old files have none, so there tokenizer_config.json says it."""
+        """Find `added` by the post-processor, or in tokenizer_config.json of old files."""
         if not (self.folder / "tokenizer.json").exists():
             config = read_json(self.folder / "tokenizer_config.json")
             bos, eos = (
@@ -364,7 +363,7 @@ class HfTokenizer:
         return None
 
     def _special_id(self, name: str) -> int | None:
-        """Id of the eos or bos token: by its text, else by the model's config, else by custom."""
+        """Id of the eos or bos token: by its text, else by the model's config, else END_OF_TEXT."""
         named = self._named_id(name)
         if named is not None:
             return named
@@ -398,7 +397,7 @@ class HfTokenizer:
 
     @cached_property
     def _with_offsets(self) -> tokenizers.Tokenizer:
-        """Without the post-processor: some of them take blanks out of a token's characters."""
+        """A copy without post-processor, which may take blanks out of a token's characters."""
         from tokenizers import Tokenizer
 
         copy = Tokenizer.from_str(self._tokenizer.to_str())
@@ -434,7 +433,7 @@ Tokenizer = ByteTokenizer | HfTokenizer
 
 
 def tokenizer_names(folder: Path) -> list[str]:
-    """Of the tokenizer files that a folder has."""
+    """Names of the tokenizer files that a folder has."""
     return [name for name in HfTokenizer.FILES if (folder / name).is_file()]
 
 

@@ -1,11 +1,11 @@
 """tokenizer_config.json of a model: transformers' AutoTokenizer must make the ids of the training.
 
 transformers 5 lets some classes, such as Qwen2Tokenizer, build their own normalizer and
-pre-tokenizer in place of those in tokenizer.json; where the file names no class, the model's type
-decides which one it is. PreTrainedTokenizerFast takes tokenizer.json as it is. Of models of the
-type qwen2 transformers 5 ignores the class that the file names, unless an auto_map is there, too:
+pre-tokenizer in place of those in tokenizer.json; if the file names no class, the model's type
+decides which one it is. PreTrainedTokenizerFast takes tokenizer.json as it is. For models of the
+type qwen2 transformers 5 ignores the class that the file names, unless it has an auto_map, too:
 such a model gets one, and the module that it names, which is loaded only with trust_remote_code.
-Where the tokenizer is cut as that of Qwen2 itself, nothing changes.
+Nothing changes if the tokenizer cuts texts as Qwen2's does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ExactTokenizer(PreTrainedTokenizerFast):
     \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
 """
 
-# Prints what AutoTokenizer of a folder makes of standard input; nothing without transformers.
-# PyTorch stays out: most of the time is for its import, and tokenizers do without it.
+# Prints the ids that a folder's AutoTokenizer makes of standard input, nothing without the library.
+# PyTorch stays out: its import takes most of the time, and tokenizers do without it.
 _TRIAL = """
 import json, sys
 sys.modules["torch"] = None
@@ -44,14 +44,14 @@ try:
     )
     text = sys.stdin.buffer.read().decode()
     made = {"ids": theirs(text, add_special_tokens=False, verbose=False)["input_ids"]}
-except Exception as error:  # whatever the files make the library raise
+except Exception as error:  # the files may make the library raise anything
     made = {"error": " ".join(str(error).split())[:200]}
 print(json.dumps(made))
 """
 _TRIAL_SECONDS = 120  # a cold start from a slow disk may take many
 
-# Special tokens that a class has where the file does not say: they are written out, so that they
-# are not lost together with the class.
+# Special tokens that a class has by default. They are written out, so that they are not lost
+# together with the class.
 OWN_TOKENS = {
     "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
     "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
@@ -64,8 +64,8 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
     """Have AutoTokenizer use the tokenizer.json in a model directory as it is.
 
     Nothing happens without one, or if the class does so already. Every other field stays. EOS and
-    BOS are added where no file names them. stubborn: transformers takes the class of this type of
-    model, whichever the file names.
+    BOS are added if no file names them. stubborn: for this type of model transformers ignores the
+    class that the file names.
     """
     if not (folder / "tokenizer.json").is_file():
         return
@@ -95,7 +95,7 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
 
 
 def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:
-    """Add special tokens that no file names, as far as the tokenizer has them."""
+    """Add the special tokens that no file names and the tokenizer has."""
     named = read_json(tokenizer.folder / "special_tokens_map.json")
     for name, text in own.items():
         key = f"{name}_token"
@@ -104,10 +104,10 @@ def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, 
 
 
 def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
-    """What AutoTokenizer of a model directory does otherwise with a text than the training did.
+    """Describe how AutoTokenizer of a model directory differs from the training, on a text.
 
-    None if nothing, or where transformers is not installed. Another process tries it, which does
-    without PyTorch.
+    None if it does not, or if transformers is not installed. Another process tries it, without
+    PyTorch.
     """
     made = _trial(folder, text)
     if made is None:
@@ -127,7 +127,7 @@ def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
 
 
 def _trial(folder: Path, text: str) -> dict[str, Any] | None:
-    """What _TRIAL prints last; None if nothing."""
+    """The object that _TRIAL prints; None if it fails."""
     command = [sys.executable, "-P", "-c", _TRIAL, str(folder)]
     try:
         done = subprocess.run(

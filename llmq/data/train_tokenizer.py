@@ -19,7 +19,7 @@ from llmq.data.chat_template import load_chat_template
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
 from llmq.data.record_format import having_fields
-from llmq.data.record_text import DEFAULT_FIELD, RecordText
+from llmq.data.record_text import DEFAULT_FIELD, RecordText, mended
 from llmq.data.tokenizer import (
     END_OF_TEXT,
     TEMPLATE_FILE,
@@ -41,13 +41,13 @@ _CHATML = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-_LEAST_COUNT = 2  # a pair of tokens that is there once is no pattern
+_LEAST_COUNT = 2  # a pair of tokens that occurs once is no pattern
 _SAMPLE = 1 << 20  # characters of the text, on which the tokenizer is measured
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokenizer:
-    """bytes_per_token: of the first part of its text. warnings: one line each."""
+    """The result. bytes_per_token: over the first part of its text. warnings: one line each."""
 
     folder: Path
     vocab_size: int
@@ -55,7 +55,7 @@ class TrainedTokenizer:
     warnings: list[str]
 
     def describe(self) -> str:
-        """The result in lines for the console."""
+        """Lines for the console."""
         line = (
             f"Tokenizer of {self.vocab_size} tokens written to {self.folder}; a token is "
             f"{self.bytes_per_token:.2f} bytes of its text"
@@ -79,9 +79,9 @@ def train_tokenizer(
     """Write the files of a tokenizer that AutoTokenizer and `llmq tokenize` load to `out`.
 
     inputs, field, template, dataset: as for `tokenize`. vocab_size: of all tokens, special ones
-    included; a text with too few patterns makes fewer. special_tokens: beside the end of a text.
-    chat_template: CHATML, which has special tokens of its own, or a file. DataError or ConfigError
-    for what the user can mend; nothing is written then.
+    included; a text with too few patterns makes fewer. special_tokens: others than the end of a
+    text. chat_template: CHATML, which has special tokens of its own, or a file. DataError or
+    ConfigError for what the user can mend; then nothing is written.
     """
     out = Path(out)
     text = RecordText(field, template)
@@ -120,24 +120,15 @@ def train_tokenizer(
 
 
 def _special_tokens(given: Sequence[str]) -> list[str]:
-    """With the end of a text, in their order. ConfigError for one that is empty, no text, or there
-    twice."""
+    """The end of a text, and these. ConfigError for one that is empty, no text, or there twice."""
     special = [END_OF_TEXT, *given]
     for token in given:
-        if not token.strip() or not _is_text(token):
+        # Python takes bytes of the command line that are no UTF-8 for surrogates.
+        if not token.strip() or mended(token) != token:
             raise ConfigError(f"--special-token: {token!r} is no token")
         if special.count(token) > 1:
             raise ConfigError(f"--special-token: {token} is there already")
     return special
-
-
-def _is_text(token: str) -> bool:
-    """Python takes bytes of the command line that are no UTF-8 for surrogates."""
-    try:
-        token.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
@@ -151,7 +142,7 @@ def _chat_template(spec: str | None) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
-    """size: of the vocabulary without special tokens."""
+    """size: the vocabulary's, without special tokens."""
     from tokenizers import pre_tokenizers, trainers
 
     return trainers.BpeTrainer(
@@ -163,10 +154,9 @@ def _trainer(size: int) -> tokenizers.trainers.BpeTrainer:
 
 
 class _Texts:
-    """The texts to learn from, once. sample: the beginning of them.
+    """Iterates over the texts to learn from, once. sample: their first characters.
 
-    Special tokens that are written out in a text are no part of it: what is never seen of them
-    needs no merges.
+    Special tokens that are written out in a text are left out of it, so that they get no merges.
     """
 
     def __init__(
