@@ -33,6 +33,7 @@ def holds(text):
         ("model-dtype == 'bf16' and model-dtype != \"fp32\"", True),
         ("model-dtype in ['fp32', 'e4m3'] or batch-size not in [1, 2, 3]", True),
         ("model-dtype in []", False),
+        ("batch-size in [1, 4]", True),
         ("not recompute-block or offload-master", False),
         ("not (recompute-block and offload-master)", True),
         ("recompute-block == true and offload-master == False and memory-limit == none", True),
