@@ -79,9 +79,7 @@ def run_show(
         for line in body:
             print(line)
     if limit:
-        shown = (
-            "green" if marks is COLOURS else f"between {marks.trained[0]} and {marks.trained[1]}"
-        )
+        shown = "green" if marks is COLOURS else "between {} and {}".format(*marks.trained)
         print(f"trained tokens: {'lines with +' if ids else shown}")
     print(f"{counts.documents} documents")
     for line in counts.lines():

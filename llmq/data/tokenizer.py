@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmq.base import json_file
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable, disk_errors
 from llmq.options.presets import find_directory
@@ -130,9 +131,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or {} if there is no such file. DataError if it holds no object."""
     if not path.exists():
         return {}
-    check_readable(path)
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json_file.read_json(path)
     except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}") from error
     if not isinstance(content, dict):
