@@ -20,7 +20,7 @@ from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
 from llmq.data.inputs import InputSource
 
 BLOCK_PIECES = 1024  # small documents that travel together
-PIECE_BYTES = 1 << 18  # of a long text that are read at once; small, so that Ctrl-C is prompt
+PIECE_BYTES = 1 << 18  # read of a long text at once; small, so that Ctrl-C is prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class EvalSplit:
         self._fraction = Fraction(fraction).limit_denominator(1_000_000)
         self._seed = seed
         self._chosen = (-1, -1)  # number and chosen document of the stratum that was used last
-        self.offset: int | None = None  # where the evaluation part of a single text starts
+        self.offset: int | None = None  # the start of a single text's evaluation part
         if self._fraction and len(sources) == 1 and sources[0].kind == "text":
             self.offset = self._cut(sources[0])
 
@@ -103,7 +103,7 @@ def read_blocks(
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
-    wanted: what is read of a table's rows. DataError if a source cannot be read.
+    wanted: the reader of a table's rows. DataError if a source cannot be read.
     """
     pieces: list[DocumentPart] = []
     size = 0
@@ -178,7 +178,7 @@ def _read_text(path: str, size: int, offset: int, cut: int | None, lenient: bool
                 return
             block, is_end = data[:wanted], len(data) <= wanted
             if not is_end and offset + wanted != stop:
-                block = block[: find_cut(block) or None]  # without a boundary: not UTF-8
+                block = block[: find_cut(block) or None]  # a text without a boundary is not UTF-8
             text = _decode(path, offset, block, lenient)
             data, offset = data[len(block) :], offset + len(block)
             yield Item(text, is_end, offset, 0, raw.tell() if end is None else offset, path)

@@ -32,7 +32,7 @@ Encoded = tuple[Position, tuple[Ids, Ids]]
 class Recipe:
     """Says how documents become ids; it travels to worker processes.
 
-    tokenizer: for load_tokenizer. wanted: what is read of a record. added: ids before and behind
+    tokenizer: for load_tokenizer. wanted: the reader of records. added: ids before and behind
     each text, with or without the end of the text. chat: renders conversations; None for texts.
     """
 

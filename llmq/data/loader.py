@@ -109,8 +109,8 @@ class DataLoader:
 
     def _start(self, rank: int) -> None:
         self.rank = rank
-        self._position = _EpochPlace()  # of the next batch that next_batch will return
-        self._ahead: _EpochPlace | None = self._position  # of the next batch to be read; None: end
+        self._position = _EpochPlace()  # the batch that next_batch returns next
+        self._ahead: _EpochPlace | None = self._position  # the batch to read next; None: end
         self._pending: deque[tuple[Future, _EpochPlace]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"loader-{rank}")
         data = self.data

@@ -136,4 +136,4 @@ def hashes(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
 
 
 _HASHED = 0x6B636170  # third counter word, 0 in llm.q's orders
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x85EBCA6B, 0xC2B2AE35)  # odd; of well-known hashes
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x85EBCA6B, 0xC2B2AE35)  # odd, from well-known hashes

@@ -20,10 +20,10 @@ from llmq.data.record_text import RecordText
 def choose_format(
     sources: Sequence[InputSource], form: str, text: RecordText
 ) -> tuple[RecordText | RecordConversation, list[InputSource], list[str]]:
-    """Choose what is read of all records; returns it, the files to read, and warnings.
+    """Choose the reader of all records; returns it, the files to read, and warnings.
 
-    form: one of FORMATS, else ConfigError. text: what is read of texts. DataError if files
-    contradict each other or the format.
+    form: one of FORMATS, else ConfigError. text: the reader of texts. DataError if files contradict
+    each other or the format.
     """
     if form not in FORMATS:
         raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
@@ -90,11 +90,9 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
 def having_fields(
     sources: Sequence[InputSource], text: RecordText
 ) -> tuple[list[InputSource], list[str]]:
-    """Leave out the JSON and Parquet files of folders that lack a field; returns the rest and
-    warnings.
+    """Leave out JSON and Parquet files of folders that lack a field; returns the rest and warnings.
 
-    The first record of a JSON file decides. DataError if no such file is left: then the field is
-    wrong.
+    The first record of a JSON file decides. DataError, for a wrong field, if no such file is left.
     """
     fields = {source: field_names(source) if source.in_folder else None for source in sources}
     lacking = {s: names for s, names in fields.items() if names and text.missing(names)}

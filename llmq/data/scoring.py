@@ -220,7 +220,7 @@ def pack_batches(requests: Sequence[Request], shape: tuple[int, int]) -> list[Ba
     """
     B, T = shape
     batches: list[Batch] = []
-    row, at = -1, T  # of all batches, and where its next sequence would begin
+    row, at = -1, T  # the row over all batches, and the place of its next sequence
     for sequence in _sequences(requests):
         if at + len(sequence.inputs) > T:
             row, at = row + 1, 0

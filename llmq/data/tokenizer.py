@@ -184,7 +184,7 @@ class ByteTokenizer:
         return [(self._encode(text), self._offsets(text)) for text in texts]
 
     def _offsets(self, text: str) -> np.ndarray:
-        lengths: list[np.ndarray] = []  # of characters in bytes, 0 inside of an end of text
+        lengths: list[np.ndarray] = []  # bytes of each character, 0 inside an end of text
         for number, part in enumerate(text.split(END_OF_TEXT)):
             if number:
                 lengths.append(np.array([1, *[0] * (len(END_OF_TEXT) - 1)]))
