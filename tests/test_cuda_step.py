@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.model import attention_choice
-from llmq.ops import (
-    matmul,
-    matmul_adapted,
-    matmul_exp,
-    matmul_gradient,
-    matmul_swiglu,
-    matmul_swiglu_backward,
-)
+from llmq.ops import matmul, matmul_adapted
 from llmq.options.options_io import make_config
 from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cuda_api import device_spec
@@ -144,12 +137,6 @@ WITHIN = {
     "adapters, fp8": ADAPTERS | FAST | {"base_dtype": "e4m3"},
     "adapters, delayed": ADAPTERS | FAST | {"base_dtype": "e4m3", "fp8_recipe": "delayed"},
 }
-WITHIN_PRODUCTS = (
-    matmul_adapted,
-    matmul_exp,
-    matmul_swiglu,
-    matmul_swiglu_backward,
-)
 RECOMPUTED = ("swiglu", "ffn", "block")
 
 
@@ -162,11 +149,7 @@ def test_more_within_products(tmp_path, formats, name, monkeypatch):
         pytest.skip("needs compute capability 9.0")
     hf_model(name, intermediate_size=192).save_pretrained(tmp_path)
     beside = run(tmp_path, **formats)
-    for operation in WITHIN_PRODUCTS:
-        monkeypatch.setattr(operation, "MIN_ROWS", 1)
-        monkeypatch.setattr(operation, "MIN_COLUMNS", 1)
-    for name in ("MIN_DEPTH", "LEAST_USED", "LEAST_FILLED"):
-        monkeypatch.setattr(matmul_gradient, name, 0)
+    monkeypatch.setenv("LLMQ_FUSED", "all")
     within = run(tmp_path, **formats)
     for got, want in zip(within[0], beside[0], strict=True):
         np.testing.assert_allclose(got.loss, want.loss, rtol=2e-3)  # BF16 keeps 8 bits
