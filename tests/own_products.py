@@ -8,6 +8,7 @@ import numpy as np
 from llmq.base.dtypes import F32, I32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import num_sums
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC
 
@@ -61,4 +62,4 @@ def devices_without() -> Iterator[PlanDevice]:
     """Devices that none of them serves: of other capabilities, and with another GPU beside it."""
     for capability in (89, 100):
         yield PlanDevice(replace(GPU_SPEC, capability=capability))
-    yield PlanDevice(GPU_SPEC, rank=0, world_size=2)
+    yield PlanDevice(GPU_SPEC, mesh=Mesh.of(2, 0))

@@ -9,6 +9,7 @@ from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import RankPool, Workers
 
 SIZES = MemorySizes(device=1 << 16, stack=1 << 12, pinned=1 << 16)
@@ -34,7 +35,7 @@ def run_devices(
     devices: list[HostDevice | None] = [None] * world_size
 
     def rank_fn(rank: int, workers: Workers) -> Any:
-        dev = HostDevice(SIZES, rank=rank, world_size=world_size, shards=shards, poison=True)
+        dev = HostDevice(SIZES, poison=True, mesh=Mesh.of(world_size, rank, shards))
         devices[rank] = dev
         workers.barrier()
         if rank == 0:

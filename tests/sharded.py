@@ -24,6 +24,7 @@ from llmq.plan.plan import Usage, comm_options, make_plan
 from llmq.ref import quantize
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Workers
 from tests.ranks import run_ranks
 
@@ -118,7 +119,7 @@ class Session(NamedTuple):
     def batches(self, step: int) -> list[Batch]:
         """This rank's part of the sequences of a step."""
         dev, accum = self.dev, self.config.grad_accumulation
-        return batches(step, dev.rank, dev.world_size, accum, self.vocab)
+        return batches(step, dev.mesh.rank, dev.mesh.size(), accum, self.vocab)
 
     def train(self, step: int, lr: float = LR) -> int:
         """Enqueue a step; returns its ticket."""
@@ -170,17 +171,17 @@ def run(
 
     Every rank gets the same results, takes exactly the memory that the plan says (so a program has
     to train), and reads weights that follow from the masters of all ranks.
-    make(sizes, rank=, world_size=, poison=): a rank's device. spec: what it is planned for.
+    make(sizes, mesh=, poison=): a rank's device. spec: what it is planned for.
     connect: as llmq.comm.collectives's. frozen: slabs that are not trained. machines: that the
     ranks are taken to be on; with --shard-over machine all of them must have the same state.
     """
     cfg = config(world, accum, **options)
     plan = make_plan(cfg, of, spec, world_size=world, frozen=frozen, machines=machines)
-    ranks = {"world_size": world} | ({"shards": plan.shards} if machines > 1 else {})
     devices: list[Device | None] = [None] * world
 
     def rank_fn(rank: int, workers: Workers) -> tuple:
-        dev = devices[rank] = make(plan.usage.sizes, rank=rank, poison=True, **ranks)
+        mesh = Mesh.of(world, rank, plan.shards)
+        dev = devices[rank] = make(plan.usage.sizes, mesh=mesh, poison=True)
         workers.barrier()
         if rank == 0:
             connect(devices, comm_options(cfg, plan.placement), workers)

@@ -24,7 +24,7 @@ def late(method):
     """The method, before which rank 1 sleeps."""
 
     def delayed(self, *args, **kwargs):
-        if self.dev.rank == 1:
+        if self.dev.mesh.rank == 1:
             time.sleep(DELAY)
         return method(self, *args, **kwargs)
 

@@ -136,7 +136,7 @@ def test_a_rank_that_fails_ends_the_other(path, options, step, monkeypatch):
     real = Step.update
 
     def update(self):
-        if self.dev.rank == 1 and self.dev.kind == "cuda" and self.updates == step:
+        if self.dev.mesh.rank == 1 and self.dev.kind == "cuda" and self.updates == step:
             raise LlmqError("no more")
         self.updates = self.updates + 1
         return real(self)

@@ -16,7 +16,8 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merged_reader
 from llmq.checkpoint.peft_export import target_modules
 from llmq.checkpoint.principal import Split
-from llmq.comm.collectives import SingleComm
+from llmq.comm.connect import connect
+from llmq.comm.options import CommOptions
 from llmq.model.halves import HALVES, HalfKind
 from llmq.options.adapters import Adapters, adapted_matrices, adapters_of
 from llmq.options.options import TrainConfig
@@ -158,7 +159,7 @@ def weights_of(model, **options):
     config = TrainConfig(batch_size=B, seq_len=T, **options).normalized()
     table = weight_table(model, 1, adapters_of(config))
     dev = HostDevice(MemorySizes(device=1 << 23, stack=1 << 21, pinned=0))
-    dev.comm = SingleComm(dev)
+    connect([dev], CommOptions())
     weights = Weights(dev, table, place(config, table))
     weights.init(model, seed=1)
     weights.start_micro_step(stale=False)

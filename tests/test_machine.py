@@ -16,6 +16,7 @@ from llmq.plan.checks import attention_backend
 from llmq.runtime import compile, cuda_api, cuda_device, host_memory, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, divide_gpus
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.processes import launched
 from llmq.runtime.world import World
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy
@@ -105,8 +106,8 @@ def test_a_gpus_thread_moves_near_to_it(monkeypatch):
     )
     sizes = MemorySizes(device=1, stack=2, pinned=3)
     two = machine.Machine(kind="cuda", spec=GPU, note=None, world=World.of(2))
-    two.open(sizes, rank=1, tune=False)
-    options = {"graphs": True, "tune": False, "rank": 1, "world_size": 2, "shards": None}
+    two.open(sizes, mesh=(mesh := Mesh.of(2, 1)), tune=False)
+    options = {"graphs": True, "tune": False, "mesh": mesh}
     options["num_sms"] = GPU.num_sms
     assert calls == ["bus 1", ((1, sizes), options)]
     calls.clear()
@@ -245,7 +246,7 @@ def test_host_memory_that_is_not_there(monkeypatch):
     monkeypatch.setattr(machine, "available_host_memory", lambda: 5 << 20)
     chosen.open(sizes).close()
     with pytest.raises(LlmqError, match="out of memory: 10 MiB are needed"):
-        choose_machine("cpu", 2).open(sizes, rank=1)
+        choose_machine("cpu", 2).open(sizes)
 
 
 def test_host_memory():

@@ -214,7 +214,7 @@ def test_a_failing_rank_is_one_line(monkeypatch, capsys):
     real = Step.train
 
     def train_step(self, step, *args):
-        if self.dev.rank == 2 and step == 3:
+        if self.dev.mesh.rank == 2 and step == 3:
             raise LlmqError("the GPU has gone")
         return real(self, step, *args)
 
@@ -229,7 +229,7 @@ def test_second_signal_ends_the_ranks_at_once(monkeypatch):
     real = Step.micro_step
 
     def impatient(self, micro_step, *args):
-        if self.dev.rank == 1 and self.dev.last_operation != "none":
+        if self.dev.mesh.rank == 1 and self.dev.last_operation != "none":
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.3)

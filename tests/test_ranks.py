@@ -301,9 +301,9 @@ def test_no_memory_is_freed_while_a_rank_works(monkeypatch, fails):
     said = []
 
     def idle(dev):
-        time.sleep(0.1 * dev.rank)
+        time.sleep(0.1 * dev.mesh.rank)
         said.append("idle")
-        if fails and dev.rank == 0:
+        if fails and dev.mesh.rank == 0:
             raise RuntimeError("the device is lost")
 
     def update(self):
@@ -351,7 +351,7 @@ def failing(real, calls=1):
     counted = []
 
     def method(self, *args, **kwargs):
-        if self.dev.rank == 1:
+        if self.dev.mesh.rank == 1:
             counted.append(1)
             if len(counted) == calls:
                 raise LlmqError("no more")
@@ -429,10 +429,13 @@ def test_gpus_warm_up_before_anything_is_loaded(monkeypatch):
     """Without it, what waits for an idle GPU can wait for ever; see docs/decisions.md."""
     warmed = []
 
-    def open_host(machine, sizes, *, rank, **options):
-        return HostDevice(sizes, rank=rank, world_size=machine.world_size)
+    def open_host(machine, sizes, *, mesh, **options):
+        return HostDevice(sizes, mesh=mesh)
 
-    monkeypatch.setattr(Rank, "warm_up", lambda rank, model, seed: warmed.append(rank.dev.rank))
+    def warm_up(rank, model, seed):
+        warmed.append(rank.dev.mesh.rank)
+
+    monkeypatch.setattr(Rank, "warm_up", warm_up)
     with trainer(2) as t:
         assert warmed == []
         monkeypatch.setattr(Machine, "open", open_host)
@@ -469,7 +472,7 @@ def test_a_trainer_whose_weights_cannot_be_loaded_leaves_nothing(world, monkeypa
     closed, before = [], set(threading.enumerate())
     monkeypatch.setattr(Weights, "init", no_more)
     monkeypatch.setattr(Weights, "load", no_more)
-    monkeypatch.setattr(HostDevice, "close", lambda dev: closed.append(dev.rank))
+    monkeypatch.setattr(HostDevice, "close", lambda dev: closed.append(dev.mesh.rank))
     for given in ({}, {"model": "model-of-one", "from_scratch": False}):
         with pytest.raises(LlmqError, match="no more"):
             trainer(world, **given)
@@ -484,7 +487,7 @@ def test_a_rank_that_hangs_is_found(monkeypatch, capsys):
     real = Step.micro_step
 
     def micro_step(self, number, *args):
-        if self.dev.rank == 1 and number == 2:
+        if self.dev.mesh.rank == 1 and number == 2:
             release.wait(20)
         real(self, number, *args)
 
@@ -536,4 +539,4 @@ def test_one_rank_has_no_threads_of_its_own():
     with trainer(1, watchdog=1) as t:
         t.step(batches())
         assert threading.active_count() == before
-        assert isinstance(t.dev.comm, SingleComm)
+        assert isinstance(t.dev.mesh.group(), SingleComm)

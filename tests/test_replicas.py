@@ -117,20 +117,19 @@ def test_groups(world, shards):
 
     def fn(dev, _):
         own = dev.alloc("own", (4,), F32, "Weights")
-        dev.upload(own, np.full(4, dev.rank, np.float32))
+        dev.upload(own, np.full(4, dev.mesh.rank, np.float32))
         found = []
-        for comm in (dev.comm, dev.comm.world, dev.comm.cross):
-            if comm is not None:
-                whole = dev.alloc("whole", (4 * comm.size,), F32, "Weights")
-                comm.all_gather(whole, own)
-                found.append(dev.download(whole)[::4].tolist())
+        for comm in (dev.mesh.group("shard"), dev.mesh.group(), dev.mesh.group("replica")):
+            whole = dev.alloc("whole", (4 * comm.size,), F32, "Weights")
+            comm.all_gather(whole, own)
+            found.append(dev.download(whole)[::4].tolist())
         return found
 
-    for rank, (inner, every, *cross) in enumerate(run_devices(world, fn, shards=shards)):
+    for rank, (inner, every, cross) in enumerate(run_devices(world, fn, shards=shards)):
         first = rank // shards * shards
         assert inner == list(range(first, first + shards))
         assert every == list(range(world))
-        assert cross == ([list(range(rank % shards, world, shards))] if shards < world else [])
+        assert cross == list(range(rank % shards, world, shards))
 
 
 def test_all_reduce_adds_in_order():
@@ -139,8 +138,8 @@ def test_all_reduce_adds_in_order():
 
     def fn(dev, _):
         sums = dev.alloc("sums", (8,), BF16, "Gradients")
-        dev.upload(sums, np.full(8, values[dev.replica]).astype(BF16.numpy))
-        dev.comm.cross.all_reduce(sums)
+        dev.upload(sums, np.full(8, values[dev.mesh.index("replica")]).astype(BF16.numpy))
+        dev.mesh.group("replica").all_reduce(sums)
         return dev.download(sums).astype(np.float32).tolist()
 
     assert run_devices(6, fn, shards=2) == [[1.0] * 8] * 6
@@ -149,7 +148,7 @@ def test_all_reduce_adds_in_order():
 def test_what_all_reduce_refuses():
     def fn(dev, _):
         with pytest.raises(TypeError, match="all_reduce: buffer must be F32 or BF16"):
-            dev.comm.cross.all_reduce(dev.alloc("codes", (4,), U8, "Gradients"))
+            dev.mesh.group("replica").all_reduce(dev.alloc("codes", (4,), U8, "Gradients"))
 
     run_devices(2, fn, shards=1)
 
@@ -157,8 +156,8 @@ def test_what_all_reduce_refuses():
 def test_silence_is_that_of_all_groups():
     def fn(dev, _):
         with silenced(dev):
-            kinds = [type(comm) for comm in (dev.comm, dev.comm.cross)]
-            dev.comm.world.all_gather(*(dev.alloc("x", (n,), F32, "Weights") for n in (8, 2)))
-        return kinds, dev.comm.cross.size
+            kinds = [type(comm) for comm in (dev.mesh.group("shard"), dev.mesh.group("replica"))]
+            dev.mesh.group().all_gather(*(dev.alloc("x", (n,), F32, "Weights") for n in (8, 2)))
+        return kinds, dev.mesh.group("replica").size
 
     assert run_devices(4, fn, shards=2) == [([SilentComm, SilentComm], 2)] * 4

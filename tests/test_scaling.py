@@ -8,6 +8,7 @@ from llmq.base.dtypes import F32
 from llmq.comm.collectives import SilentComm
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import Mesh
 from llmq.train.rank import Rank
 from llmq.train.scaling import COMPARED, Scaling, alone, time_alone
 from tests.runs import make_workplace, options
@@ -26,25 +27,25 @@ class NotingDevice(HostDevice):
 
 
 def test_alone_there_are_no_peers_and_other_graphs():
-    dev, keys = NotingDevice(SIZES, rank=1, world_size=3), []
-    dev.keys, comm = keys, dev.comm
+    dev, keys = NotingDevice(SIZES, mesh=Mesh.of(3, 1)), []
+    dev.keys, mesh = keys, dev.mesh
     with alone(dev):
-        assert isinstance(dev.comm, SilentComm)
+        assert isinstance(dev.mesh.group(), SilentComm)
         dev.graph(("update",), lambda: None)
     dev.graph(("update",), lambda: None)
     assert keys == [("alone", "update"), ("update",)]
-    assert dev.comm is comm
+    assert dev.mesh is mesh
 
 
 def test_a_silent_comm_moves_nothing():
-    dev = HostDevice(SIZES, rank=1, world_size=2)
+    dev = HostDevice(SIZES, mesh=Mesh.of(2, 1))
     x, spare = (dev.alloc(name, (n,), F32, "Weights") for name, n in (("x", 8), ("spare", 4)))
     for tensor in (x, spare):
         dev.upload(tensor, np.arange(tensor.size, dtype=np.float32))
     with alone(dev):
-        dev.comm.all_gather(x, x.rows(4, 8))
-        dev.comm.reduce_scatter(x)
-        parts = dev.comm.all_to_all(x, spare)
+        dev.mesh.group("shard").all_gather(x, x.rows(4, 8))
+        dev.mesh.group("shard").reduce_scatter(x)
+        parts = dev.mesh.group("shard").all_to_all(x, spare)
     assert [part.size for part in parts] == [4, 4]
     assert dev.download(x).tolist() == list(range(8))
 

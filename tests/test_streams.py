@@ -233,7 +233,7 @@ def test_graphs_are_captured_once():
 
     def counting(session: Session) -> list:
         results = program(session)
-        if session.dev.rank == 0:
+        if session.dev.mesh.rank == 0:
             keys.append(session.dev.graphs)
         return results
 

@@ -33,6 +33,7 @@ from llmq.data.tokens import TokenWriter
 from llmq.options.presets import preset
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.machine import choose_machine
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.mpi import join
 from llmq.runtime.processes import set_processes
 from llmq.runtime.workers import Workers
@@ -51,7 +52,7 @@ def link(device: str, mib: int) -> None:
     set_processes(them)
     machine = choose_machine(device, 1)
     sizes = MemorySizes(device=mib << 20, stack=0, pinned=0)
-    dev = machine.open(sizes, rank=machine.world.base, shards=1)
+    dev = machine.open(sizes, mesh=Mesh.of(machine.world_size, machine.world.base, shards=1))
     connect([dev], CommOptions(), Workers(1), machine.world)
     sums = dev.alloc("sums", ((mib << 20) // BF16.itemsize,), BF16, "Gradients")
     dev.zero(sums)
@@ -60,7 +61,7 @@ def link(device: str, mib: int) -> None:
         dev.synchronize()
         them.gather(None)
         begin = time.perf_counter()
-        dev.comm.cross.all_reduce(sums)
+        dev.mesh.group("replica").all_reduce(sums)
         dev.synchronize()
         seconds.append(time.perf_counter() - begin)
     dev.close()

@@ -1,8 +1,7 @@
-"""Collectives between ranks: what the training step calls on `dev.comm`.
+"""Collectives between ranks: what the training step calls on the groups of `dev.mesh`.
 
-There are three groups of ranks. Of a device's `comm` are those that together have one replica of
-the state, each its shard of it; of `comm.cross` those with the same shard, one of each replica; of
-`comm.world` all. Where there is one replica, `comm` is that of all, and `cross` is None.
+The ranks along "shard" together have one replica of the state, each its shard of it; those along
+"replica" have the same shard, one of each replica. Along several axes ranks gather, and no more.
 
 Every call is enqueued on the current stream and returns at once; when the stream has done it, its
 targets are complete and its sources may be written again. The calls of one rank must be ordered
@@ -15,13 +14,14 @@ the peer's memory of the same place.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import combinations
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import Device, Event
+from llmq.runtime.mesh import Mesh
 
 
 def storages(dev: Device) -> dict[str, Storage]:
@@ -34,51 +34,22 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.storage is b.storage and a.offset == b.offset
 
 
-class Group(NamedTuple):
-    """Some ranks, in the order of their numbers, and which of them this one is."""
-
-    ranks: tuple[int, ...]
-    place: int
-
-    @classmethod
-    def of_shards(cls, dev: Device) -> Group:
-        """Those that together have one replica of the state."""
-        first = dev.replica * dev.shards
-        return cls(tuple(range(first, first + dev.shards)), dev.shard)
-
-    @classmethod
-    def across(cls, dev: Device) -> Group:
-        """Those that have the same shard."""
-        return cls(tuple(range(dev.shard, dev.world_size, dev.shards)), dev.replica)
-
-
 class Comm(ABC):
     """One rank's end of the collectives of a group.
 
-    rank: its place in the group; size: of the group. cross: of those with the same shard, None
-    where there is one replica. exchange_stream: on which gradients are reduced, "comm" where
-    gathers are, or "exchange".
+    ranks: of the group, in order, `size` of them; rank: this one's place among them. waits_for:
+    whom the rank's thread is waiting for now, for diagnosis; None: for nobody. exchange_stream: on
+    which gradients are reduced, "comm" where gathers are, or "exchange".
     """
 
     exchange_stream = "comm"
-    cross: Comm | None = None
-    _waiting: str | None = None
+    waits_for: str | None = None
 
-    def __init__(self, dev: Device, group: Group | None = None):
-        """group: None: that of shards."""
+    def __init__(self, dev: Device, *axes: str):
+        """The group is that of the ranks along these axes of the device's mesh."""
         self._dev = dev
-        self.group = group or Group.of_shards(dev)
-        self.rank, self.size = self.group.place, len(self.group.ranks)
-
-    @property
-    def world(self) -> Comm:
-        """Of all ranks. It gathers only."""
-        return self if self.cross is None else WorldComm(self._dev, self, self.cross)
-
-    @property
-    def waits_for(self) -> str | None:
-        """Whom the rank's thread is waiting for now, for diagnosis; None: for nobody."""
-        return self._waiting or (self.cross and self.cross.waits_for)
+        self.ranks = dev.mesh.ranks(*axes)
+        self.rank, self.size = dev.mesh.index(*axes), len(self.ranks)
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
         """Part p of dst becomes rank p's src.
@@ -149,10 +120,8 @@ class Comm(ABC):
         """After reduce_scatter or all_to_all: a part (n,) of buffer where no result lies."""
         return part(buffer, self.rank - 1, self.size)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have none
         """Release what a library holds; the device does this when it is closed."""
-        if self.cross is not None:
-            self.cross.close()
 
     def _begin(self, operation: str) -> None:
         self._dev.last_operation = operation
@@ -199,26 +168,44 @@ class SingleComm(SilentComm):
             self._dev.copy(dst, src)
 
 
-class WorldComm(SilentComm):
-    """All ranks: what those of a replica have gathered goes across."""
+class AxesComm(SilentComm):
+    """The ranks along several axes: what those along the inner ones have gathered goes along the
+    next one."""
 
-    def __init__(self, dev: Device, inner: Comm, cross: Comm):
-        super().__init__(dev, Group(tuple(range(dev.world_size)), dev.rank))
-        self._inner, self._across = inner, cross
+    def __init__(self, dev: Device, axes: Sequence[str], ends: Sequence[Comm]):
+        """ends: along one axis each, the outermost one first."""
+        super().__init__(dev, *axes)
+        self._ends = ends
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
-        own = part(dst, self._across.rank, self._across.size)
-        self._inner.all_gather(own, src)
-        self._across.all_gather(dst, own)
+        targets = [dst]
+        for end in self._ends[:-1]:
+            targets.append(part(targets[-1], end.rank, end.size))
+        for end, target in zip(self._ends[::-1], targets[::-1], strict=True):
+            end.all_gather(target, src)
+            src = target
+
+
+def join(dev: Device, make: Callable[[str], Comm]) -> None:
+    """Give a device's mesh the ends of all its groups. make: of the one along an axis, which is
+    called where there is more than one rank."""
+    mesh = dev.mesh
+    ends = {axis: make(axis) if n > 1 else SingleComm(dev, axis) for axis, n in mesh.axes.items()}
+    mesh.groups.clear()
+    for count in range(len(ends)):
+        for axes in combinations(ends, count + 1):
+            # The innermost one puts a source into its place also where there is one rank.
+            *outer, inner = (ends[axis] for axis in axes)
+            several = [*(end for end in outer if end.size > 1), inner]
+            mesh.groups[axes] = AxesComm(dev, axes, several) if len(several) > 1 else inner
 
 
 @contextmanager
 def silenced(dev: Device) -> Iterator[None]:
     """Within the block the device's collectives move nothing and wait for nobody."""
-    comm, dev.comm = dev.comm, SilentComm(dev)
-    if dev.replicas > 1:
-        dev.comm.cross = SilentComm(dev, Group.across(dev))
+    mesh, dev.mesh = dev.mesh, Mesh(dev.mesh.axes, dev.mesh.rank)
+    join(dev, lambda axis: SilentComm(dev, axis))
     try:
         yield
     finally:
-        dev.comm = comm
+        dev.mesh = mesh

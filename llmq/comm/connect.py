@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from llmq.comm.collectives import SingleComm
+from llmq.comm.collectives import SingleComm, join
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
-from llmq.comm.plan import plan_comm
+from llmq.comm.plan import connect_plan
 from llmq.runtime.device import Device
 from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
@@ -20,7 +21,7 @@ def connect(
     workers: Workers | None = None,
     world: World | None = None,
 ) -> LinkTable | None:
-    """Give each device its `comm`; returns the measured links between GPUs, None without any.
+    """Give each device's mesh its groups; returns the measured links between GPUs, or None.
 
     Called once, in one thread, with the devices of all ranks of the process, directly after they
     are made: it allocates. With rank threads:
@@ -38,13 +39,13 @@ def connect(
     any rank. world: where the ranks are, if they are of several processes, which all call this.
     Raises LlmqError where GPUs cannot talk to each other as the options demand.
     """
-    if devices[0].world_size == 1:
-        devices[0].comm = SingleComm(devices[0])
+    if devices[0].mesh.size() == 1:
+        join(devices[0], partial(SingleComm, devices[0]))
         return None
     kind = devices[0].kind
     if kind == "plan":
         for dev in devices:
-            dev.comm = plan_comm(dev, options, world or World.of(dev.world_size))
+            connect_plan(dev, options, world or World.of(dev.mesh.size()))
         return None
     several = world is not None and world.several
     if kind == "host" and several:

@@ -61,7 +61,7 @@ class Copies:
     def __init__(self, dev: Device, queue: Queue, memories: Memories):
         self._dev = dev
         self._queue = queue
-        self._rank, self._world_size = dev.shard, dev.shards
+        self._rank, self._world_size = dev.mesh.index("shard"), dev.mesh.size("shard")
         self._storages = memories.storages
         self._flags = memories.flags
         self._others = others = [self._peer(k) for k in range(1, self._world_size)]

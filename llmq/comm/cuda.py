@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from llmq.base.tensor import Tensor
 from llmq.comm import nccl
-from llmq.comm.collectives import Comm, Group, SingleComm, storages
+from llmq.comm.collectives import Comm, join, storages
 from llmq.comm.copies import Copies, Memories
 from llmq.comm.flags import Flags
 from llmq.comm.links import LinkTable
@@ -36,7 +37,8 @@ def connect_cuda(
 
     Copies reach no memory of another process: between these everything goes by NCCL.
     """
-    first, api = devices[0], devices[0].api
+    mesh, api = devices[0].mesh, devices[0].api
+    shards, replicas = mesh.size("shard"), mesh.size("replica")
     gpus = [dev.index for dev in devices]
     memory = [allocate(dev, options) for dev in devices]
     current = api.getDevice()
@@ -45,33 +47,34 @@ def connect_cuda(
     library = None
     try:
         links = probe(api, gpus, options.p2p)
-        if first.replicas > 1 or (first.shards > 1 and options.nccl):
+        if replicas > 1 or (shards > 1 and options.nccl):
             library = nccl.load()
             # Between two processes both decide, so all of them must do it alike.
             peer_access = all(processes().gather(options.p2p != "off" and not links.damaged))
-            several = len(devices) < first.shards  # the group has more processes
-            nccl.set_environment(peer_access, several=several or first.replicas > 1)
-        if first.shards > 1 and options.nccl:
-            inner = nccl.open_communicators(library, devices, Group.of_shards, several=several)
+            several = len(devices) < shards  # the group has more processes
+            nccl.set_environment(peer_access, several=several or replicas > 1)
+        if shards > 1 and options.nccl:
+            inner = nccl.open_communicators(library, devices, "shard", several=several)
             pairs = not several or options.all_to_all_reduce
             calls = ("all_gather", "reduce_scatter", *(("all_to_all",) if pairs else ()))
             nccl.establish(library, inner, calls)
-        if first.replicas > 1:
-            cross = nccl.open_communicators(library, devices, Group.across, several=True)
+        if replicas > 1:
+            cross = nccl.open_communicators(library, devices, "replica", several=True)
             nccl.establish(library, cross, ("all_gather", "all_reduce"))
-        copied = first.shards > 1 and options.copies
+        copied = shards > 1 and options.copies
         memories = _memories(devices, memory, links) if copied else None
         flags = memories.flags if memories else None
         opened = [end.communicator for end in (*inner, *cross)]
-        watch = Watch(workers, [dev.shard for dev in devices], flags, opened)
+        watch = Watch(workers, [dev.mesh.index("shard") for dev in devices], flags, opened)
         for place, dev in enumerate(devices):
             api.setDevice(dev.index)  # events belong to the current GPU
             copies = Copies(dev, CudaQueue(dev), memories) if memories else None
             own = inner[place] if inner else None
-            alone = dev.shards == 1
-            dev.comm = SingleComm(dev) if alone else CudaComm(dev, options, copies, own, watch)
-            if cross:
-                dev.comm.cross = CrossComm(dev, cross[place], watch)
+            ends = {
+                "shard": partial(CudaComm, dev, options, copies, own, watch),
+                "replica": partial(CrossComm, dev, cross[place] if cross else None, watch),
+            }
+            join(dev, lambda axis, ends=ends: ends[axis]())
     finally:
         api.setDevice(current)
     return links if len(devices) > 1 else None
@@ -100,7 +103,7 @@ class CudaComm(Comm):
         nccl: Nccl | None,
         watch: Watch,
     ):
-        super().__init__(dev)
+        super().__init__(dev, "shard")
         self.exchange_stream = options.exchange_stream
         self._nccl = nccl
         self._watch = watch
@@ -132,15 +135,14 @@ class CudaComm(Comm):
         raise RuntimeError("all_reduce is for the groups across replicas")
 
     def close(self) -> None:
-        super().close()
-        self._watch.close(self._dev.shard)
+        self._watch.close(self._dev.mesh.index("shard"))
 
 
 class CrossComm(Comm):
     """One rank's end among those with the same shard, which are on other machines."""
 
     def __init__(self, dev: CudaDevice, nccl: Nccl, watch: Watch):
-        super().__init__(dev, nccl.group)
+        super().__init__(dev, "replica")
         self._nccl, self._watch = nccl, watch
 
     def _begin(self, operation: str) -> None:
@@ -148,7 +150,7 @@ class CrossComm(Comm):
         self._watch.workers.check()
 
     def close(self) -> None:
-        self._watch.close(self._dev.shard)
+        self._watch.close(self._dev.mesh.index("shard"))
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         self._nccl.all_gather(dst, src)

@@ -7,23 +7,22 @@ which raises Stopped in all of them when one fails.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.comm.collectives import Comm, Group, SingleComm, part, same_memory, storages
+from llmq.comm.collectives import Comm, join, part, same_memory, storages
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.workers import Workers
 
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
-    """Give each device its HostComm, which needs no memory of its own."""
-    memories = {dev.rank: storages(dev) for dev in devices}
+    """Give each device its HostComms, which need no memory of their own."""
+    memories = {dev.mesh.rank: storages(dev) for dev in devices}
     for dev in devices:
-        dev.comm = SingleComm(dev) if dev.shards == 1 else HostComm(dev, memories, workers)
-        if dev.replicas > 1:
-            dev.comm.cross = HostComm(dev, memories, workers, Group.across(dev))
+        join(dev, partial(HostComm, dev, memories, workers))
 
 
 class HostComm(Comm):
@@ -38,16 +37,16 @@ class HostComm(Comm):
         dev: HostDevice,
         memories: Mapping[int, dict[str, Storage]],
         workers: Workers,
-        group: Group | None = None,
+        axis: str,
     ):
         """memories: storages by place, of all ranks of this process."""
-        super().__init__(dev, group)
+        super().__init__(dev, axis)
         self._memories = memories
         self._workers = workers
 
     def _peer(self, place: int, tensor: Tensor) -> np.ndarray:
         """The tensor of a peer, by its place in the group: its bytes, where they are."""
-        rank = self.group.ranks[place % self.size]
+        rank = self.ranks[place % self.size]
         data = self._memories[rank][tensor.storage.place].bytes
         return data[tensor.offset : tensor.offset + tensor.nbytes]
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.comm.collectives import Group, SingleComm, part, same_memory, storages
+from llmq.comm.collectives import join, part, same_memory, storages
 from llmq.comm.host import HostComm
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
@@ -29,12 +30,9 @@ def connect_processes(
     devices: Sequence[HostDevice], workers: Workers, world: World, processes: MpiProcesses
 ) -> None:
     """Give each device of this process its collectives. workers: of its ranks."""
-    memories = {dev.rank: storages(dev) for dev in devices}
+    memories = {dev.mesh.rank: storages(dev) for dev in devices}
     for dev in devices:
-        shared = (memories, workers, world, processes)
-        dev.comm = SingleComm(dev) if dev.shards == 1 else ProcessComm(dev, *shared)
-        if dev.replicas > 1:
-            dev.comm.cross = ProcessComm(dev, *shared, Group.across(dev))
+        join(dev, partial(ProcessComm, dev, memories, workers, world, processes))
 
 
 class ProcessComm(HostComm):
@@ -50,12 +48,12 @@ class ProcessComm(HostComm):
         workers: Workers,
         world: World,
         processes: MpiProcesses,
-        group: Group | None = None,
+        axis: str,
     ):
-        super().__init__(dev, memories, workers, group)
+        super().__init__(dev, memories, workers, axis)
         self._world, self._processes = world, processes
         self._members: dict[int, list[int]] = {}  # of each process, those in the group
-        for place, rank in enumerate(self.group.ranks):
+        for place, rank in enumerate(self.ranks):
             self._members.setdefault(world.processes[rank], []).append(place)
         self._local = self._members[world.index]
         self._remote = [place for place in range(self.size) if place not in self._local]
@@ -63,10 +61,10 @@ class ProcessComm(HostComm):
 
     def _number(self, source: int, target: int) -> int:
         """Which data it is: what one rank sends to another one."""
-        return self.group.ranks[source] * self._world.size + self.group.ranks[target]
+        return self.ranks[source] * self._world.size + self.ranks[target]
 
     def _process(self, place: int) -> int:
-        return self._world.processes[self.group.ranks[place]]
+        return self._world.processes[self.ranks[place]]
 
     def _reader(self, source: int, process: int) -> int:
         """The rank of a process that receives what a rank sends to all."""
@@ -83,15 +81,15 @@ class ProcessComm(HostComm):
 
     def _finish(self, requests: list, peer: int | None = None) -> None:
         """peer: the rank that is waited for, if it is a single one."""
-        self._waiting = "others" if peer is None else self._world.name(self.group.ranks[peer])
+        self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
         self._processes.finish(requests, self._workers.check)
-        self._waiting = None
+        self.waits_for = None
 
     def _barrier(self) -> None:
         """Of the ranks in this process."""
-        self._waiting = "others"
+        self.waits_for = "others"
         self._workers.barrier()
-        self._waiting = None
+        self.waits_for = None
 
     def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
         here, own = self._world.index, part(dst, self.rank, self.size)

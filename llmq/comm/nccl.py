@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.comm.collectives import Group, part
+from llmq.comm.collectives import part
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.processes import processes
 
@@ -53,29 +53,29 @@ def set_environment(peer_access: bool, *, several: bool) -> None:
 def open_communicators(
     nccl: Any,
     devices: Sequence[CudaDevice],
-    group_of: Callable[[CudaDevice], Group],
+    axis: str,
     *,
     several: bool,
 ) -> list[Nccl]:
-    """Each device's end of a communicator of its group.
+    """Each device's end of a communicator of the ranks along an axis.
 
-    several: whether the groups have ranks of other processes, which then all call this.
+    several: whether these groups have ranks of other processes, which then all call this.
     """
-    groups = [group_of(dev) for dev in devices]
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
     if not several:
         made = nccl.NcclCommunicator.initAll([dev.index for dev in devices])
     else:
-        begun = {g.ranks: nccl.get_unique_id() for g in groups if g.place == 0}
+        firsts = [dev.mesh for dev in devices if dev.mesh.index(axis) == 0]
+        begun = {mesh.ranks(axis): nccl.get_unique_id() for mesh in firsts}
         ids = {ranks: id for of_one in processes().gather(begun) for ranks, id in of_one.items()}
         made = []
         nccl.groupStart()  # so that none of the calls waits for the others
-        for dev, group in zip(devices, groups, strict=True):
+        for dev in devices:
             dev.api.setDevice(dev.index)
-            args = (len(group.ranks), ids[group.ranks], group.place)
+            args = (dev.mesh.size(axis), ids[dev.mesh.ranks(axis)], dev.mesh.index(axis))
             made.append(nccl.NcclCommunicator(*args))
         nccl.groupEnd()
-    return [Nccl(dev, nccl, c, g) for dev, c, g in zip(devices, made, groups, strict=True)]
+    return [Nccl(dev, nccl, c, axis) for dev, c in zip(devices, made, strict=True)]
 
 
 def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
@@ -107,9 +107,9 @@ def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
 class Nccl:
     """One rank's end; the calls mean what they mean in Comm."""
 
-    def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any, group: Group):
-        self.dev, self.communicator, self.group = dev, communicator, group
-        self.rank, self.size = group.place, len(group.ranks)
+    def __init__(self, dev: CudaDevice, nccl: Any, communicator: Any, axis: str):
+        self.dev, self.communicator = dev, communicator
+        self.rank, self.size = dev.mesh.index(axis), dev.mesh.size(axis)
         self._nccl = nccl
 
     def warm_up(self, call: str, buffer: int) -> None:

@@ -68,8 +68,9 @@ def allocate(dev: Device, options: CommOptions) -> CommMemory:
     With p2p "auto" the ring is taken whether or not the probe finds that it is needed.
     """
     flags = staging = None
-    if dev.shards > 1 and options.copies:
-        count = KINDS * dev.shards
+    shards = dev.mesh.size("shard")
+    if shards > 1 and options.copies:
+        count = KINDS * shards
         flags = dev.alloc("comm.flags", (count,), I32, "Activations", place="pinned")
         if options.p2p != "on":
             size = STAGING_CHUNKS * STAGING_CHUNK

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llmq.base.tensor import Tensor
-from llmq.comm.collectives import Comm, Group, SingleComm, part, same_memory
+from llmq.comm.collectives import Comm, join, part, same_memory
 from llmq.comm.options import CommOptions, allocate
 from llmq.runtime.device import HOST_SPEC, Event
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.world import World
 
 
-def plan_comm(dev: PlanDevice, options: CommOptions, world: World) -> Comm:
-    """Of one rank of the world; its machines have as many ranks each."""
+def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
+    """For one rank of the world; its machines have as many ranks each."""
     if dev.spec != HOST_SPEC:
         allocate(dev, options)
-    if dev.replicas == 1:
-        return PlanComm(dev, options, world.num_machines)
-    comm = PlanComm(dev, options) if dev.shards > 1 else SingleComm(dev)
-    comm.cross = CrossPlanComm(dev)
-    return comm
+    machines = world.num_machines if dev.mesh.size("replica") == 1 else 1
+    ends = {
+        "shard": partial(PlanComm, dev, options, machines),
+        "replica": partial(CrossPlanComm, dev),
+    }
+    join(dev, lambda axis: ends[axis]())
 
 
 class PlanComm(Comm):
@@ -28,7 +31,7 @@ class PlanComm(Comm):
 
     def __init__(self, dev: PlanDevice, options: CommOptions, machines: int = 1):
         """machines: that the group is spread over."""
-        super().__init__(dev)
+        super().__init__(dev, "shard")
         self._options, self._machines = options, machines
         self.exchange_stream = options.exchange_stream
 
@@ -89,10 +92,10 @@ class CrossPlanComm(Comm):
     _dev: PlanDevice
 
     def __init__(self, dev: PlanDevice):
-        super().__init__(dev, Group.across(dev))
+        super().__init__(dev, "replica")
 
     def _count(self, kind: str, device_bytes: int, received: int) -> None:
-        network = received * self._dev.shards
+        network = received * self._dev.mesh.size("shard")
         sizes = {"loaded": 0, "received": 0, "shared": 0, "sent": 0}
         self._dev.collective(kind, device_bytes, network=network, **sizes)
 

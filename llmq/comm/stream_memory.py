@@ -41,4 +41,6 @@ class CudaQueue:
 
     def _check(self, status: Any) -> None:
         if status:
-            raise RuntimeError(f"stream memory operation: {status.name} (rank {self._dev.rank})")
+            raise RuntimeError(
+                f"stream memory operation: {status.name} (rank {self._dev.mesh.rank})"
+            )

@@ -84,9 +84,9 @@ class Blocks:
         shape, dtype = operands.shape, operands.dtype
         linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
         if options.matmul_dtype == "int8" and options.base_dtype == "int8":
-            linear = Int8BaseLinear(dev, config, scalars, options.seq_len)
+            linear = Int8BaseLinear(dev, config, scalars, options.local_seq_len)
         elif options.matmul_dtype == "int8":
-            linear = Int8Linear(dev, scalars, options.seq_len)
+            linear = Int8Linear(dev, scalars, options.local_seq_len)
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]

@@ -71,7 +71,7 @@ class BlockLinear:
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
         self._adapters = Linear(dev)  # whose products are small
         self._scalars, self._probability = scalars, options.lora_dropout
-        self._rows, self._sequences = options.batch_size * options.seq_len, options.batch_size
+        self._rows, self._sequences = options.batch_size * options.local_seq_len, options.batch_size
         self._parts: dict[tuple[int, str], _Parts] = {}
         self._d_hidden: Tensor | None = None
         adapters = adapters_of(options)

@@ -45,7 +45,7 @@ class Model:
         """
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         dtype = parse_dtype(options.model_dtype)
-        shape = (options.batch_size * options.seq_len, config.hidden_size)
+        shape = (options.batch_size * options.local_seq_len, config.hidden_size)
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         self.operands = make_operands(dev, config, options, shape)

@@ -104,7 +104,7 @@ class DelayedScales(Scales):
     def __init__(self, dev: Device, limits: Mapping[str, float], products: Sequence[str] = ()):
         """products: those of the names whose codes products write."""
         super().__init__(dev, limits)
-        n, world = len(limits), dev.world_size
+        n, world = len(limits), dev.mesh.size()
         self.ready, self.products = False, tuple(products)
         self._history = self._alloc("abs_max_history", HISTORY, n)
         self._limits = self._alloc("fp8_limits", n)
@@ -191,7 +191,7 @@ class DelayedScales(Scales):
         """Add the largest values over all ranks to the history; scales from it."""
         if self._gathered is not None:
             flat = self.abs_maxes.view(self.abs_maxes.size)
-            self.dev.comm.world.all_gather(self._gathered, flat)
+            self.dev.mesh.group().all_gather(self._gathered, flat)
             abs_max.combine(self.dev, flat, self._gathered)
         self._update(self.abs_maxes)
 

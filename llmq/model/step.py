@@ -34,6 +34,7 @@ from llmq.model.model import Model
 from llmq.ops import clock, cross_entropy
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Clock, Device
+from llmq.runtime.mesh import DATA
 from llmq.runtime.ring import Ring
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import Optimizer
@@ -109,9 +110,9 @@ class Step:
     ):
         """options: normalized. placement: of them. backend: see directions."""
         self.dev, self.config, self.options = dev, config, options
-        self.table = table_of(options, config, dev.shards)
+        self.table = table_of(options, config, dev.mesh.size("shard"))
         words = self._open_inbox()
-        W = dev.world_size
+        W = dev.mesh.size()
         size = STEP_REPORT_WORDS if W == 1 else STEP_OF_RANKS + W * len(STATS)
         self.report = dev.alloc("stats", (size,), F64, "Activations")
         of_ranks = None if W == 1 else self.report.rows(STEP_OF_RANKS, size).view(W, len(STATS))
@@ -120,7 +121,7 @@ class Step:
         self.begin, self.end = (self.report.rows(i, i + 1).view_as(I64) for i in at)
         self._exposed: Tensor | None = None  # milliseconds since the last sums of all ranks
         self._goes_on = False  # whether this is directly after another step
-        if dev.world_size > 1:
+        if W > 1:
             self._open_clock()
         # Enough slots for two steps: by the time a third is enqueued, the first one's result has
         # normally been read, and its slots are free without asking the device. Longer steps wait
@@ -145,7 +146,7 @@ class Step:
 
         With documents that are masked, starts (B, T) follow tokens and targets.
         """
-        B, T = self.options.batch_size, self.options.seq_len
+        B, T = self.options.batch_size, self.options.local_seq_len
         arrays = 3 if self.options.document_mask else 2
         words = HEADER + arrays * B * T
         self.inbox = self.dev.alloc("inbox", (words,), I32, "Activations")
@@ -280,7 +281,7 @@ class Step:
         index = ticket % RESULTS
         self.incoming.events[index].synchronize()
         self._last_read = max(self._last_read, ticket)
-        return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.world_size)
+        return Result.from_stats(self.incoming.slots[index].numpy(), self.dev.mesh.size())
 
     def state(self) -> State:
         """Weights and moments of this rank, by group."""
@@ -351,7 +352,7 @@ class Step:
         """StepScalars of one micro-step, int32 (STEP_SCALARS_WORDS,)."""
         words = np.zeros(STEP_SCALARS_WORDS, np.int32)
         record = words.view(STEP_SCALARS)[0]
-        options = self.options
+        options, mesh = self.options, self.dev.mesh
         record["lr"] = lr
         self.optimizer.rule.prepare(record, step + 1)
         record["grad_clip"] = grad_clip
@@ -359,12 +360,10 @@ class Step:
         record["seed"] = options.seed & 0xFFFFFFFF
         record["step"] = step
         # Over all ranks, so that each rounds its gradients with random numbers of its own.
-        record["micro_step"] = self.dev.rank * options.grad_accumulation + micro_step
+        record["micro_step"] = mesh.rank * options.grad_accumulation + micro_step
         # Sequences are numbered as they are dealt, on however many ranks and in whatever batches.
-        record["sequence_stride"] = self.dev.world_size
-        record["first_sequence"] = (
-            micro_step * options.batch_size * self.dev.world_size + self.dev.rank
-        )
+        record["sequence_stride"] = stride = mesh.size(*DATA)
+        record["first_sequence"] = micro_step * options.batch_size * stride + mesh.index(*DATA)
         return words
 
     def _send(self, scalars: np.ndarray, batch: Batch) -> None:

@@ -213,7 +213,7 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     if told is not None:
         on_cpu = dev.spec.capability == HOST_SPEC.capability
         there = route.kernel in told and (there or on_cpu)
-    if not there or dev.world_size > 1 or sizes.rank > MAX_RANK or sizes.N % route.columns():
+    if not there or dev.mesh.size() > 1 or sizes.rank > MAX_RANK or sizes.N % route.columns():
         return None
     large = route.rows <= sizes.M and route.least <= sizes.N
     if told is None and not (large and route.faster(dev, sizes)):

@@ -554,6 +554,15 @@ class TrainConfig:
     # --------------------------------------------------------------------------------------------
     # What is asked of them
 
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens of a sequence that one device computes: what its tensors have as T.
+
+        `seq_len` is what the data have, which positions, losses and tokens of a step are counted
+        by. They are the same as long as no axis of the mesh divides sequences.
+        """
+        return self.seq_len
+
     def normalized(self, now: datetime | None = None) -> TrainConfig:
         """With what is implied written out: spellings, formats, recomputation, %n, files.
 
@@ -641,7 +650,7 @@ class TrainConfig:
     @property
     def micro_tokens(self) -> int:
         """Tokens of a micro-step on one rank."""
-        return self.batch_size * self.seq_len
+        return self.batch_size * self.local_seq_len
 
     @property
     def chunk_tokens(self) -> int:

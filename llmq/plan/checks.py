@@ -90,11 +90,12 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
     RULES.check(config, attention=AttentionHere(on_cpu=on_cpu, unsupported=unsupported))
     if config.attention == "native" or on_cpu or why_no_cudnn(config, unsupported) is not None:
         return "native"
-    sizes = (config.batch_size, config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    sizes = (config.batch_size, config.local_seq_len, *heads)
     try:
         with closing(cudnn.CudnnAttention(0)) as library:
             for window in model.windows:
-                case = (config.attention, model.head_dim, config.seq_len, window)
+                case = (config.attention, model.head_dim, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
                     library.check(*sizes, parts, window, backward="cudnn" in ways)

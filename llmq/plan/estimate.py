@@ -21,6 +21,8 @@ from llmq.plan.cost import PARTS as TIMES
 from llmq.plan.memory import needed_bytes, page_tables
 from llmq.plan.plan import PARTS, Plan, make_plan
 from llmq.runtime.device import DeviceSpec
+from llmq.runtime.mesh import DATA
+from llmq.state.placement import mesh_of
 
 FEW_LAYERS = 2  # at least as many as the buffers that layers take turns in
 RECOMPUTE = tuple(f"recompute_{name}" for name in Recompute._fields)
@@ -145,7 +147,8 @@ class Planner:
 
     def _estimate(self, config: TrainConfig, values: np.ndarray) -> Estimate:
         arena, stack, host, *seconds = values.tolist()
-        tokens = config.batch_size * config.seq_len * config.grad_accumulation * self.world_size
+        mesh = mesh_of(config, self.world_size, self.network.machines)
+        tokens = config.batch_size * config.seq_len * config.grad_accumulation * mesh.size(*DATA)
         parts = dict(zip(TIMES, seconds, strict=True))
         return Estimate(
             device=round(arena + stack) + page_tables(round(host), self.spec),

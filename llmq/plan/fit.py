@@ -91,7 +91,7 @@ class Fit:
     def ladder(self) -> list[TrainConfig]:
         """The configuration with each micro-batch that is tried, the smallest first."""
         sequences = self.base.batch_size * self.base.grad_accumulation
-        enough = max(MOST_TOKENS // self.base.seq_len, self.base.batch_size)
+        enough = max(MOST_TOKENS // self.base.local_seq_len, self.base.batch_size)
         ladder: list[TrainConfig] = []
         for batch in (n for n in range(1, min(sequences, enough) + 1) if sequences % n == 0):
             if ladder and batch < LADDER * ladder[-1].batch_size:

@@ -58,7 +58,7 @@ def _with_batch(config: TrainConfig, shrinker: Shrinker, times: int) -> list[Cha
     changes = []
     for more in CHUNKS:
         chunks = config.lmhead_chunks * more
-        rows, rest = divmod(batch * config.seq_len, chunks)
+        rows, rest = divmod(batch * config.local_seq_len, chunks)
         if rest or rows < MIN_CHUNK_ROWS:
             continue
         change: Changes = {

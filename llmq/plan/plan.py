@@ -18,9 +18,10 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import Source
+from llmq.runtime.mesh import DATA
 from llmq.runtime.plan_device import PlanDevice, Trace
 from llmq.runtime.world import World
-from llmq.state.placement import Placement, place, table_of
+from llmq.state.placement import Placement, mesh_of, place, table_of
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan
 COUNTED = ("flops", "traffic", "launches")
@@ -127,14 +128,14 @@ def make_plan(
     world_size: ranks of all machines, which have as many each. parts: what is run and counted; an
     evaluation needs no more than a step, running it makes sure. frozen: slabs that are not trained.
     """
-    shards = config.shards(world_size, machines)
-    dev = PlanDevice(spec, world_size=world_size, shards=shards)
+    mesh = mesh_of(config, world_size, machines)
+    dev, shards = PlanDevice(spec, mesh), mesh.size("shard")
     placement = place(config, table_of(config, model, shards), shards, frozen)
     exchange = comm_options(config, placement)
     connect([dev], exchange, world=World.like(world_size, machines))
     step = Step(dev, model, config, placement, backend)
     step.weights.refresh()
-    shape, count = (config.batch_size, config.seq_len), config.grad_accumulation
+    shape, count = (config.batch_size, config.local_seq_len), config.grad_accumulation
     batch = (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
     if "micro_steps" in parts and not step.model.operands.scales.ready:
         step.calibrate()  # a part of the first step only
@@ -165,7 +166,7 @@ def make_plan(
         shards=shards,
         nccl=shards > 1 and exchange.nccl,
         peer_access=config.p2p != "off",
-        tokens=config.batch_size * config.seq_len * config.grad_accumulation * world_size,
+        tokens=config.batch_size * config.seq_len * config.grad_accumulation * mesh.size(*DATA),
         **{name: int(sum_) for name, sum_ in zip(COUNTED, cost, strict=True)},
         placement=placement,
         sources=frozenset(dev.sources),

@@ -135,8 +135,8 @@ class Shrinker:
     def lightest(self, config: TrainConfig, hosted: Collection[str]) -> TrainConfig:
         """With these of PLACES in host memory, and what else leaves least on the device; as far as
         it is allowed."""
-        rest = config.seq_len % MIN_CHUNK_ROWS
-        chunks = 1 if rest else config.seq_len // MIN_CHUNK_ROWS  # of a sequence
+        rest = config.local_seq_len % MIN_CHUNK_ROWS
+        chunks = 1 if rest else config.local_seq_len // MIN_CHUNK_ROWS  # of a sequence
         changes = [saver(config) for saver in savers("lightest")]
         changes += [{name: name in hosted} for name in PLACES]
         changes.append({"attn_bwd_chunks": self._smallest_parts(config)})
@@ -193,7 +193,7 @@ class Shrinker:
     def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
         """What the library's backward takes for one of so many parts of a sequence or less."""
         model = self.planner.model
-        sizes = (config.seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
+        sizes = (config.local_seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
         return backward_scratch_bytes(*sizes, parts // config.batch_size)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:

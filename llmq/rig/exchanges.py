@@ -24,6 +24,7 @@ from llmq.rig.child import Job
 from llmq.runtime.device import Device, Event, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import PLAN_SPEC
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import RankPool, Workers
 
@@ -69,7 +70,8 @@ class Load:
 
     def __init__(self, dev: Device, slab: Tensor):
         """slab: what is exchanged."""
-        self.dev, self.nbytes = dev, slab.nbytes * (dev.world_size - 1) // dev.world_size // 2
+        world = dev.mesh.size()
+        self.dev, self.nbytes = dev, slab.nbytes * (world - 1) // world // 2
         self._source = dev.alloc("load.source", (self.nbytes,), U8, "Activations", place="pinned")
         self._target = dev.alloc("load.target", (self.nbytes,), U8, "Activations")
 
@@ -129,17 +131,17 @@ def operations(
     dev: Device, options: CommOptions, whole: Tensor, ready: Event
 ) -> dict[str, Callable[[Tensor], None]]:
     """What is measured: functions of a slab at the beginning of `whole`. ready: as Calls has it."""
-    spare = dev.alloc("spare", (whole.size // dev.world_size,), whole.dtype, "Activations")
+    spare = dev.alloc("spare", (whole.size // dev.mesh.size(),), whole.dtype, "Activations")
 
     def all_gather(slab: Tensor) -> None:
-        dev.comm.all_gather(slab, part(slab, dev.rank, dev.world_size))
+        dev.mesh.group().all_gather(slab, part(slab, dev.mesh.rank, dev.mesh.size()))
 
     def all_to_all(slab: Tensor) -> None:
-        dev.comm.all_to_all(slab, spare.rows(0, slab.size // dev.world_size), ready)
+        dev.mesh.group().all_to_all(slab, spare.rows(0, slab.size // dev.mesh.size()), ready)
 
     found = {"all_gather": all_gather, "all_to_all": all_to_all}
     if options.nccl:
-        found["reduce_scatter"] = dev.comm.reduce_scatter
+        found["reduce_scatter"] = dev.mesh.group().reduce_scatter
     return found
 
 
@@ -203,7 +205,7 @@ def program(
     dev: Device, workers: Workers, options: CommOptions, sizes: tuple[int, ...], together: bool
 ) -> Exchanges:
     """All measurements of one rank. together: those beside kernels, too."""
-    unit = 128 * dev.world_size  # elements, as slabs are
+    unit = 128 * dev.mesh.size()  # elements, as slabs are
     lengths = {mib: mib * MIB // BF16.itemsize // unit * unit for mib in sizes}
     whole = dev.alloc("slab", (max(lengths.values()),), BF16, "Activations")
     dev.zero(whole)  # sums of zeros stay finite
@@ -256,30 +258,31 @@ def _with_load(
 def _intact(dev: Device, workers: Workers, slab: Tensor) -> bool:
     """Whether each rank's part arrives at all others: it holds the number of the rank."""
     dev.zero(slab)
-    own = part(slab, dev.rank, dev.world_size)
-    fill.constant(dev, own, float(dev.rank + 1))
+    own = part(slab, dev.mesh.rank, dev.mesh.size())
+    fill.constant(dev, own, float(dev.mesh.rank + 1))
     dev.synchronize()
     workers.barrier()
-    dev.comm.all_gather(slab, own)
+    dev.mesh.group().all_gather(slab, own)
     dev.synchronize()
-    found = dev.download(slab).astype(np.float32).reshape(dev.world_size, -1)
-    return bool((found == np.arange(1, dev.world_size + 1)[:, None]).all())
+    found = dev.download(slab).astype(np.float32).reshape(dev.mesh.size(), -1)
+    return bool((found == np.arange(1, dev.mesh.size() + 1)[:, None]).all())
 
 
 def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> Device:
     """A rank's device; device: cuda or cpu."""
+    mesh = Mesh.of(world_size, rank)
     if device == "cpu":
-        return HostDevice(sizes, rank=rank, world_size=world_size)
+        return HostDevice(sizes, mesh=mesh)
     from llmq.runtime.cuda_device import CudaDevice
 
-    return CudaDevice(rank, sizes, rank=rank, world_size=world_size)
+    return CudaDevice(rank, sizes, mesh=mesh)
 
 
 def memory(
     options: CommOptions, world_size: int, mib: int, kernels: str | None = None
 ) -> MemorySizes:
     """What a rank needs for slabs of that size. kernels: the kind of device, if they run beside."""
-    plan = PlanDevice(PLAN_SPEC, world_size=world_size)
+    plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
     connect([plan], options)
     slab = plan.alloc("slab", (mib * MIB // 2,), BF16, "Activations")
     operations(plan, options, slab, plan.event())

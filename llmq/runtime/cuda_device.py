@@ -24,6 +24,7 @@ from llmq.runtime.compile import cache_dir
 from llmq.runtime.cuda_kernels import CudaKernels
 from llmq.runtime.device import Device, DeviceSpec, Launch, MemorySizes
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
 
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
@@ -50,12 +51,12 @@ class CudaDevice(Device):
         graphs: bool = True,
         tune: bool = True,
         num_sms: int | None = None,
-        **ranks: int | None,
+        mesh: Mesh | None = None,
     ):
         """graphs: `graph` captures and replays. tune: matrix products use the fastest of several
         algorithms, which are timed once per shape; else the library's first choice. num_sms: what
-        grids are sized by, of the plan that `sizes` are of; None: the GPU's own. ranks: rank,
-        world_size and shards, as for every device.
+        grids are sized by, of the plan that `sizes` are of; None: the GPU's own. mesh: as for
+        every device.
 
         Raises LlmqError where the GPU cannot be used or has too little memory.
         """
@@ -81,7 +82,7 @@ class CudaDevice(Device):
             "stack": Storage("stack", self._memory + stack_offset),
             **{memory.storage.place: memory.storage for memory in self._host_memory},
         }
-        super().__init__(spec, storages, sizes, **ranks)
+        super().__init__(spec, storages, sizes, mesh=mesh)
         self.sync_calls = 0
         self._events: list[int] = []
         self._streams = {
@@ -144,7 +145,7 @@ class CudaDevice(Device):
                 self._runtime.streamSynchronize(self._stream)
         except self._errors as error:
             raise RuntimeError(
-                f"{kernel.entry}: {error} (rank {self.rank}, grid {launch.grid}, block "
+                f"{kernel.entry}: {error} (rank {self.mesh.rank}, grid {launch.grid}, block "
                 f"{launch.block}, {launch.smem} bytes of dynamic shared memory, arguments "
                 f"{launch.args})" + ("" if self._sync_launches else f"; {LATE}")
             ) from error
@@ -304,9 +305,8 @@ class CudaDevice(Device):
     def close(self) -> None:
         self._runtime.setDevice(self.index)
         self._runtime.deviceSynchronize()
-        for held in (*self._libraries.values(), self._graphs, self.comm):
-            if held is not None:
-                held.close()
+        for held in (*self._libraries.values(), self._graphs, self.mesh):
+            held.close()
         for event in self._events:
             self._runtime.eventDestroy(event)
         for stream in self._streams.values():

@@ -21,6 +21,7 @@ from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.arena import Arena, Stack
 from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.kernel import Kernel
+from llmq.runtime.mesh import Mesh
 
 PLACES = ("device", "pinned", "write_combined")
 # Products of our own, which do what follows a product of the library's, too.
@@ -126,9 +127,7 @@ class Clock(NamedTuple):
 class Device(ABC):
     """Memory, launches, copies and order on one rank's machine.
 
-    rank, world_size: among all ranks. shard: which of so many `shards` of weights and optimizer it
-    keeps; replica: which of so many `replicas`, groups of ranks that have all shards. comm: this
-    rank's end of the collectives, which llmq.comm.connect gives it. last_operation: what
+    mesh: where its rank is among all ranks, and its ends of their collectives. last_operation: what
     was enqueued of them last, for diagnosis; of a graph that is replayed its name. clock: measures
     how long the main stream waits for other ranks; None with one rank. stream_name: the current
     stream. fused: the products of our own that it takes wherever they can be computed, and no
@@ -136,7 +135,6 @@ class Device(ABC):
     """
 
     kind: str  # "cuda", "host" or "plan"
-    comm: Any = None
     last_operation = "none"
     clock: Clock | None = None
     stream_name = "main"
@@ -147,19 +145,13 @@ class Device(ABC):
         storages: dict[str, Storage],
         sizes: MemorySizes | None,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        shards: int | None = None,
+        mesh: Mesh | None = None,
     ):
         """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan).
 
-        shards: a divisor of world_size; None: each rank has one of its own.
+        mesh: the device's own; None: that of one rank.
         """
-        self.spec = spec
-        self.rank, self.world_size = rank, world_size
-        self.shards = shards or world_size
-        self.replicas = world_size // self.shards
-        self.replica, self.shard = divmod(rank, self.shards)
+        self.spec, self.mesh = spec, mesh or Mesh.of()
         capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
         self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
         self.stack = Stack(storages["stack"], capacity("stack"))

@@ -14,6 +14,7 @@ import numpy as np
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, PLACES, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
+from llmq.runtime.mesh import Mesh
 
 
 @cache
@@ -37,13 +38,12 @@ class HostDevice(Device):
     """Runs on NumPy arrays, in the calling thread.
 
     poison: fill each tensor with 0xFF (NaN in every float format) when it is handed out, to
-    expose reads of memory that nothing wrote. ranks: rank, world_size and shards, as for every
-    device.
+    expose reads of memory that nothing wrote. mesh: as for every device.
     """
 
     kind = "host"
 
-    def __init__(self, sizes: MemorySizes, *, poison: bool = False, **ranks: int | None):
+    def __init__(self, sizes: MemorySizes, *, poison: bool = False, mesh: Mesh | None = None):
         storages = {}
         for place in ("stack", *PLACES):
             # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
@@ -51,7 +51,7 @@ class HostDevice(Device):
             skip = -raw.ctypes.data % 256
             data = raw[skip : skip + getattr(sizes, place)]
             storages[place] = Storage(place, raw.ctypes.data + skip, data)
-        super().__init__(HOST_SPEC, storages, sizes, **ranks)
+        super().__init__(HOST_SPEC, storages, sizes, mesh=mesh)
         self.poison = poison
 
     def alloc(self, *args: Any, **place: str) -> Tensor:

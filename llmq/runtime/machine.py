@@ -10,8 +10,10 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime.affinity import stay_near
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import bus_id, gpu_count
+from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_memory import available_host_memory
 from llmq.runtime.kernel import Source
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.processes import Processes, processes
 from llmq.runtime.world import World
 
@@ -61,8 +63,7 @@ class Machine:
         self,
         sizes: MemorySizes,
         *,
-        rank: int = 0,
-        shards: int | None = None,
+        mesh: Mesh | None = None,
         graphs: bool = True,
         tune: bool = True,
     ) -> Device:
@@ -70,21 +71,21 @@ class Machine:
         little memory.
 
         Must be called in the thread that will use it. With several ranks the thread moves to the
-        CPUs near its GPU. shards: as the plan's; None: as many as ranks. graphs, tune:
-        --use-cuda-graphs and --tune, which mean nothing on the CPU.
+        CPUs near its GPU. mesh: of that rank; None: the first one's, and each rank has a shard.
+        graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the CPU.
         """
-        ranks = {"rank": rank, "world_size": self.world_size, "shards": shards}
+        mesh = mesh or Mesh.of(self.world_size)
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
-            return _open_host(sizes, **ranks)
+            return HostDevice(sizes, mesh=mesh)
         from llmq.runtime.cuda_device import CudaDevice
 
-        index = self.index(rank)
+        index = self.index(mesh.rank)
         if self.world_size > 1:
             stay_near(bus_id(index))
         # Where GPUs differ, all size their grids alike: a smaller one may want larger workspaces.
         how = {"graphs": graphs, "tune": tune, "num_sms": self.spec.num_sms}
-        return CudaDevice(index, sizes, **how, **ranks)
+        return CudaDevice(index, sizes, mesh=mesh, **how)
 
 
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
@@ -94,7 +95,7 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
     """
     if machine.kind == "host":
         _check_host_memory(sizes, 1)
-        return _open_host(sizes, rank=0, world_size=1)
+        return HostDevice(sizes)
     from llmq.runtime.cuda_device import CudaDevice
 
     if machine.world_size > 1:
@@ -237,9 +238,3 @@ def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
             f"out of memory: {-(-needed // MIB)} MiB are needed, {available // MIB} MiB of host "
             "memory are available: close other programs, or use a smaller model"
         )
-
-
-def _open_host(sizes: MemorySizes, **ranks: int | None) -> Device:
-    from llmq.runtime.host_device import HostDevice
-
-    return HostDevice(sizes, **ranks)

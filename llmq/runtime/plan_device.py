@@ -13,6 +13,7 @@ from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
 from llmq.runtime.kernel import Source
+from llmq.runtime.mesh import Mesh
 
 
 class Work(NamedTuple):
@@ -64,10 +65,10 @@ class PlanDevice(Device):
 
     kind = "plan"
 
-    def __init__(self, spec: DeviceSpec, **ranks: int | None):
-        """ranks: rank, world_size and shards, as for every device."""
+    def __init__(self, spec: DeviceSpec, mesh: Mesh | None = None):
+        """mesh: as for every device."""
         storages = {place: Storage(place) for place in ("stack", *PLACES)}
-        super().__init__(spec, storages, None, **ranks)
+        super().__init__(spec, storages, None, mesh=mesh)
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()

@@ -37,7 +37,7 @@ class Bases:
         self.slabs = {slab.name: slab for slab in table}
         first = placement[table[0].name]  # all are placed alike
         self._store, self._work, self._transposes = first.base, first.work, first.transposed
-        dtype, ranks = first.base.dtype, dev.shards
+        dtype, ranks = first.base.dtype, dev.mesh.size("shard")
         self.layouts = {slab.name: Layout(slab, dtype, ranks) for slab in table}
         self.decodes = first.decodes
         self._codes = self._work.dtype in (E4M3, I8)  # are what products read
@@ -61,12 +61,12 @@ class Bases:
     def _alloc(self, name: str) -> Tensor:
         size = self.layouts[name].nbytes
         if self._store.sharded:
-            size //= self.dev.shards
+            size //= self.dev.mesh.size("shard")
         return self.dev.alloc(f"{name}.base", (size,), U8, "Quants", self._store.memory)
 
     def first_byte(self, name: str) -> int:
         """Of all that a block's layout has, where `packed` begins."""
-        return self.dev.shard * self.packed[name].nbytes if self._store.sharded else 0
+        return self.dev.mesh.index("shard") * self.packed[name].nbytes if self._store.sharded else 0
 
     def _alloc_transposed(self, slab: Slab, shared: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """By key. shared: of any block, to which what it lacks is added; None: each has its own."""
@@ -93,7 +93,7 @@ class Bases:
         packed, layout = self.packed[name], self.layouts[name]
         if self._store.sharded:
             whole = (self._arriving if self.decodes else slot).rows(0, layout.nbytes)
-            self.dev.comm.all_gather(whole, packed, mirror)
+            self.dev.mesh.group("shard").all_gather(whole, packed, mirror)
             packed = whole
         if self.decodes:
             self._decode(name, packed, slot)

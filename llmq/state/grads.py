@@ -56,24 +56,25 @@ class _Exchange:
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
         """spare: room for a shard, where the sums are made here and not by the library."""
         self.dev, self.scalars, self.spare = dev, scalars, spare
-        self.stream = dev.comm.exchange_stream if dev.world_size > 1 else "comm"
+        several = dev.mesh.size() > 1
+        self.stream = dev.mesh.group("shard").exchange_stream if several else "comm"
         self.lane = Lane(dev, range(SLOTS), leave=self.stream)
         self.lane.add("resident")
 
     def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
         """What this rank's shard is the sum of, in buffer (slab.size,) and in the spare."""
         if self.spare is None:
-            self.dev.comm.reduce_scatter(buffer)
-            return [slab.shard(buffer, self.dev.shard)]
+            self.dev.mesh.group("shard").reduce_scatter(buffer)
+            return [slab.shard(buffer, self.dev.mesh.index("shard"))]
         spare, written = self.spare.rows(0, slab.shard_size), self.lane.used(slot)
-        return self.dev.comm.all_to_all(buffer, spare, written)
+        return self.dev.mesh.group("shard").all_to_all(buffer, spare, written)
 
     def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
         """target = or += the sum of parts, parameter by parameter.
 
         So its random numbers are those of gradients that are not streamed.
         """
-        start = self.dev.shard * slab.shard_size
+        start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             acc = Accumulator(
                 target.rows(first - start, last - start), accumulate, self.scalars, param.index
@@ -83,12 +84,12 @@ class _Exchange:
 
     def across(self, sums: Tensor) -> None:
         """The sums of a shard become those of all replicas."""
-        if self.dev.comm.cross is not None:
-            self.dev.comm.cross.all_reduce(sums)
+        if self.dev.mesh.size("replica") > 1:
+            self.dev.mesh.group("replica").all_reduce(sums)
 
     def zero_gaps(self, slab: Slab, tensor: Tensor) -> None:
         """Reductions leave anything in the parts of a slab that are not the rank's own."""
-        if self.dev.shards > 1:
+        if self.dev.mesh.size("shard") > 1:
             for start, stop in slab.gaps():
                 self.dev.zero(tensor.rows(start, stop))
 
@@ -136,7 +137,7 @@ class _Whole:
 
     def notify(self, slab: Slab, step: MicroStep) -> None:
         """The slab's gradients of this micro-step are enqueued."""
-        if step.last and self._exchange.dev.world_size > 1:
+        if step.last and self._exchange.dev.mesh.size() > 1:
             self._exchange.lane.leave("resident", partial(self._reduce, slab))
 
     def _reduce(self, slab: Slab) -> None:
@@ -168,7 +169,7 @@ class _InPlace:
     def notify(self, slab: Slab, step: MicroStep) -> None:
         slot, exchange = self._lane.slot_of(slab.name), self._exchange
         sums = self._slots[slot].rows(0, slab.size)
-        if not step.last or exchange.dev.replicas == 1:
+        if not step.last or exchange.dev.mesh.size("replica") == 1:
             self._host.leave(slab, slot, sums, last=step.last)
             return
         # The next block takes the slot's neighbour, and this slot only when all of it is gone.
@@ -209,7 +210,7 @@ class _Streamed:
         dev, host, slot = self._exchange.dev, self._host, self._lane.slot_of(slab.name)
         full, target = self._slots[slot].rows(0, slab.size), self._shard[slab.name]
         if host is not None:
-            target = dev.comm.free_part(full)
+            target = dev.mesh.group("shard").free_part(full)
 
         def add() -> None:
             parts = self._exchange.parts(slab, full, slot)
@@ -254,7 +255,7 @@ class Gradients:
         self._on_host = any(self.shard[slab.name].on_host for slab in streamed)
         self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
         spare: Tensor | None = None
-        if all_to_all and dev.shards > 1:
+        if all_to_all and dev.mesh.size("shard") > 1:
             longest = max(self.slabs.values(), key=lambda slab: slab.shard_size)
             spare = self._alloc("grad.spare", longest.shard_size, longest)
         self._squares = self._alloc_squares()
@@ -264,7 +265,7 @@ class Gradients:
         self._resident = _Whole(exchange, self._whole, self.shard)
         self._streams: _InPlace | _Streamed = (
             _InPlace(exchange, self.slots, host)
-            if host is not None and dev.shards == 1
+            if host is not None and dev.mesh.size("shard") == 1
             else _Streamed(exchange, self.slots, self.shard, host)
         )
         self._step: MicroStep | None = None  # that is enqueued now: of capture time
@@ -275,7 +276,7 @@ class Gradients:
             shard = self._alloc(f"{name}.grad", slab.shard_size, slab, store.memory)
         else:
             self._whole[name] = self._alloc(f"{name}.grad", slab.size, slab, store.memory)
-            shard = slab.shard(self._whole[name], self.dev.shard)
+            shard = slab.shard(self._whole[name], self.dev.mesh.index("shard"))
         self.shard[name] = shard
 
     def _alloc(self, name: str, size: int, slab: Slab, place: str = "device") -> Tensor:
@@ -300,7 +301,7 @@ class Gradients:
     @property
     def has_last(self) -> bool:
         """Whether a step's last micro-step does more than the others."""
-        return self.dev.world_size > 1 or self._on_host
+        return self.dev.mesh.size() > 1 or self._on_host
 
     def start_micro_step(self, accumulate: bool, last: bool) -> None:
         """Begin a micro-step; accumulate, last: as MicroStep's."""

@@ -123,7 +123,7 @@ class Optimizer:
 
         stats: F64 (10,), this rank's sums in, those of all ranks out.
         """
-        if self.dev.replica == 0:  # the others have the same sums
+        if self.dev.mesh.index("replica") == 0:  # the others have the same sums
             grads.norm_squared(stats)
         self.combine(stats)
         global_norm.finish(self.dev, stats, scalars)
@@ -139,7 +139,7 @@ class Optimizer:
     def combine(self, stats: Tensor) -> None:
         """Sums of this rank become sums of all ranks."""
         if self._gathered is not None:
-            self.dev.comm.world.all_gather(self._gathered.view(self._gathered.size), stats)
+            self.dev.mesh.group().all_gather(self._gathered.view(self._gathered.size), stats)
             global_norm.combine(self.dev, stats, self._gathered)
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
@@ -159,10 +159,10 @@ class Optimizer:
     def _update_slab(
         self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
     ) -> None:
-        shard = self.dev.shard * slab.shard_size
+        shard = self.dev.mesh.index("shard") * slab.shard_size
         with staging.whole(state) as whole:
             moved = staging.passes_through(state)
-            for start, stop, matrices in _parts(slab, self.dev.shard, moved=moved):
+            for start, stop, matrices in _parts(slab, self.dev.mesh.index("shard"), moved=moved):
                 first, last = start - shard, stop - shard
                 master = whole and whole[0].rows(first, last)
                 with staging.piece(state.rows(first, last), master) as piece:

@@ -25,9 +25,10 @@ class Piece(NamedTuple):
     @classmethod
     def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> Piece:
         """This rank's shard of a slab. The first replica, which plans are made of, writes most."""
-        start, stop = dev.shard * slab.shard_size, (dev.shard + 1) * slab.shard_size
-        most = -(-slab.shard_size // (dev.replicas * ELEMENT_ALIGN)) * ELEMENT_ALIGN
-        first, last = (min(start + i * most, stop) for i in (dev.replica, dev.replica + 1))
+        shard, replica = dev.mesh.index("shard"), dev.mesh.index("replica")
+        start, stop = shard * slab.shard_size, (shard + 1) * slab.shard_size
+        most = -(-slab.shard_size // (dev.mesh.size("replica") * ELEMENT_ALIGN)) * ELEMENT_ALIGN
+        first, last = (min(start + i * most, stop) for i in (replica, replica + 1))
         return cls(slab, start, stop, tensor, (first, last))
 
     @property

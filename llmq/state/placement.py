@@ -15,6 +15,7 @@ from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
+from llmq.runtime.mesh import Mesh
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.cutting import between_matrices
 from llmq.state.params import Slab, weight_table
@@ -145,6 +146,11 @@ def _source(config: TrainConfig) -> Store | None:
         return None
     dtype, on_host = config.gathered
     return _shard(config, dtype, offloaded=on_host)
+
+
+def mesh_of(config: TrainConfig, world_size: int, machines: int = 1, rank: int = 0) -> Mesh:
+    """The axes of a run's ranks, which are divided equally among machines."""
+    return Mesh.of(world_size, rank, config.shards(world_size, machines))
 
 
 def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:

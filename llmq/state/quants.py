@@ -34,8 +34,8 @@ class Quants:
         names = [param.name for param in matrices]
         self._abs_max_of, self._scale_of = slots(self._abs_maxes, names), slots(self._scales, names)
         self._gathered = (
-            dev.alloc("weight_abs_maxes.all", (n * dev.shards,), F32, "Quants")
-            if dev.shards > 1
+            dev.alloc("weight_abs_maxes.all", (n * dev.mesh.size("shard"),), F32, "Quants")
+            if dev.mesh.size("shard") > 1
             else None
         )
         self._codes: dict[str, dict[str, Tensor]] = {}  # of whole slabs, by slab and key
@@ -93,7 +93,7 @@ class Quants:
     def finish_scales(self) -> None:
         """Scales from the largest values of all shards."""
         if self._gathered is not None:
-            self.dev.comm.all_gather(self._gathered, self._abs_maxes)
+            self.dev.mesh.group("shard").all_gather(self._gathered, self._abs_maxes)
             abs_max.combine(self.dev, self._abs_maxes, self._gathered)
         abs_max.scales(self.dev, self._scales, self._abs_maxes, E4M3_MAX)
 
@@ -102,7 +102,7 @@ class Quants:
     ) -> None:
         """codes (n,) of a rank's shard from its master (n,); of these matrices, None: of all."""
         slab = self.slabs[name]
-        start = self.dev.shard * slab.shard_size
+        start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             if keys is not None and param.key not in keys:
                 continue

@@ -119,7 +119,7 @@ class Weights:
         category, own, master = "Quants" if stores.is_coded else "Weights", None, None
         if not stores.work.streamed:
             self._whole[name] = self._alloc(name, slab.size, stores.work, category)
-            own = slab.shard(self._whole[name], self.dev.shard)
+            own = slab.shard(self._whole[name], self.dev.mesh.index("shard"))
         if stores.master is not None:
             master = self._alloc(f"{name}.master", size, stores.master, "Master")
         if stores.part is not None:
@@ -149,7 +149,7 @@ class Weights:
 
         It has to gather what later ones find in place, so it is another graph.
         """
-        stale, self._updated = self._updated and self.dev.shards > 1, False
+        stale, self._updated = self._updated and self.dev.mesh.size("shard") > 1, False
         return stale
 
     def start_micro_step(self, stale: bool) -> None:
@@ -181,7 +181,7 @@ class Weights:
     def _can_turn(self, block: str) -> bool:
         """Whether transposed codes can be made of the master itself, when they are needed: that
         reads and writes less than codes from which they are made."""
-        alone = self.dev.shards == 1 and block not in self._part
+        alone = self.dev.mesh.size("shard") == 1 and block not in self._part
         return self.quants is not None and alone and not self.master[block].on_host
 
     def _gather_whole(self, name: str) -> None:
@@ -190,7 +190,9 @@ class Weights:
 
     def _gather_resident(self, name: str) -> None:
         slab, whole = self.slabs[name], self._whole[name]
-        self.dev.comm.all_gather(whole, slab.shard(whole, self.dev.shard))
+        self.dev.mesh.group("shard").all_gather(
+            whole, slab.shard(whole, self.dev.mesh.index("shard"))
+        )
         if self.placement[name].is_coded:
             self.quants.keep_transposed(name)
         if self._head_quants is not None and name == self._lm_head_slab:
@@ -204,9 +206,9 @@ class Weights:
         whole = slot.rows(0, slab.size)
         part = self._part.get(name)
         if part is None:
-            part = slab.shard(whole, self.dev.shard)
+            part = slab.shard(whole, self.dev.mesh.index("shard"))
             self.quants.quantize(name, self.master[name], part, self._pass.partly.get(name))
-        self.dev.comm.all_gather(whole, part, self._mirrors.get(name))
+        self.dev.mesh.group("shard").all_gather(whole, part, self._mirrors.get(name))
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
         """The work weights of a gathered block, by key. transposed: for products in backward."""
@@ -278,7 +280,7 @@ class Weights:
             return None
         if name in self._part:
             return self._part[name]
-        return self.slabs[name].shard(self._whole[name], self.dev.shard)
+        return self.slabs[name].shard(self._whole[name], self.dev.mesh.index("shard"))
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
         """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
@@ -288,7 +290,7 @@ class Weights:
 
     def finish_update(self) -> None:
         """Make from the updated masters what products and peers read. Only launches."""
-        alone = self.dev.shards == 1
+        alone = self.dev.mesh.size("shard") == 1
         if self.quants is not None:
             self.quants.finish_scales()
             for name in [name for name in self.quants.slabs if name in self._pass.changing]:
@@ -311,10 +313,10 @@ class Weights:
             master, work = self.master[slab.name], self.work[slab.name]
             if work is not None:
                 convert.convert(self.dev, work, master)
-            first = self.dev.shard * slab.shard_size
+            first = self.dev.mesh.index("shard") * slab.shard_size
             self.observe(slab, first, first + slab.shard_size, master)
         self.finish_update()
-        for name in self._whole if self.dev.shards > 1 else ():
+        for name in self._whole if self.dev.mesh.size("shard") > 1 else ():
             if name not in self._trained:
                 self._gather_resident(name)
         self.updated()
@@ -369,7 +371,7 @@ class Weights:
                     fresh.begin(self.dev, param, target, first, *new)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
-                at = param.offset + first - self.dev.shard * slab.shard_size
+                at = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size
                 for tensor in held:
                     part = tensor.rows(at, at + target.size)
                     self.dev.upload(part, flat.astype(tensor.dtype.numpy, copy=False))
@@ -387,7 +389,7 @@ class Weights:
 
     def _owned(self, slab: Slab) -> list[tuple[Param, Tensor, int]]:
         """This rank's part of each parameter, without padding, and its first element there."""
-        start = self.dev.shard * slab.shard_size
+        start = self.dev.mesh.index("shard") * slab.shard_size
         owned = []
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             end = min(last, param.offset + param.rows * param.columns)

@@ -64,7 +64,7 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
         return Origin(f"the weight {bad.name}", in_weights=True)
 
     def forward(rank: Rank, micro_step: int) -> list[_Entry]:
-        rank.step.evaluate_batch(batches[rank.dev.rank - ranks.world.base][micro_step])
+        rank.step.evaluate_batch(batches[rank.dev.mesh.rank - ranks.world.base][micro_step])
         return _activations(rank.step)
 
     for micro_step in range(len(batches[0])):
@@ -74,7 +74,7 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 
     def backward(rank: Rank) -> list[_Entry]:
         rank.step.start()
-        for i, batch in enumerate(rank.counted(batches[rank.dev.rank - ranks.world.base])):
+        for i, batch in enumerate(rank.counted(batches[rank.dev.mesh.rank - ranks.world.base])):
             rank.step.micro_step(i, rank.step.scalars_of(step, i, 0.0, 0.0), batch)
         return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 

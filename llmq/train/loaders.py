@@ -12,7 +12,9 @@ from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
 from llmq.model.step import Result
 from llmq.options.options import TrainConfig
+from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World
+from llmq.state.placement import mesh_of
 from llmq.train.ranks import Ranks
 from llmq.train.rounds import Rounds
 
@@ -33,19 +35,21 @@ def open_loaders(
     """
     splits = config.splits and pattern is None
     own_files = held_out and not splits
+    shape = (config, world.size, world.num_machines)
+    places = [mesh_of(*shape, rank).index(*DATA) for rank in world.local]
     first = DataLoader(
         (pattern or config.eval_pattern) if own_files else config.train_patterns,
         seq_len=config.seq_len,
         micro_batch=config.batch_size,
         seed=config.eval_seed if held_out else config.train_seed,
         vocab_size=vocab_size,
-        rank=world.base,
-        world_size=world.size,
+        rank=places[0],
+        world_size=mesh_of(*shape).size(*DATA),
         everything=held_out,
         split=Split(config.eval_fraction, held_out) if splits else None,
         layout=Layout.of(config, held_out=held_out),
     )
-    return [first, *(first.of_rank(rank) for rank in world.local[1:])]
+    return [first, *(first.of_rank(place) for place in places[1:])]
 
 
 def mean_loss(
@@ -60,11 +64,11 @@ def mean_loss(
     count = count if max_batches is None else min(count, max_batches)
     rounds = Rounds(ranks.world, count, stopped or (lambda: False), seconds)
 
-    def taken(loader: DataLoader) -> Iterator[Batch]:
+    def taken(rank: int, loader: DataLoader) -> Iterator[Batch]:
         loader.reset()
-        return (loader.next_batch() for _ in rounds.of(loader.rank))
+        return (loader.next_batch() for _ in rounds.of(rank))
 
-    result = ranks.evaluate([taken(loader) for loader in loaders])
+    result = ranks.evaluate(list(map(taken, ranks.world.local, loaders)))
     return None if rounds.cut else result
 
 

@@ -24,11 +24,13 @@ from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
+from llmq.runtime.mesh import DATA
 from llmq.runtime.processes import processes
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
 from llmq.state.packing import Elements
 from llmq.state.params import Param
+from llmq.state.placement import mesh_of
 from llmq.state.snapshot import Snapshot
 from llmq.train.rank import Rank
 from llmq.train.rounds import Rounds
@@ -73,9 +75,10 @@ class Ranks:
         exchange, sizes = comm_options(config, plan.placement), plan.usage.sizes
 
         def open_device(rank: int) -> None:
-            of_world = self.world.base + rank
-            how = {"graphs": config.use_cuda_graphs, "tune": config.tune, "shards": plan.shards}
-            dev = machine.open(sizes, rank=of_world, **how)
+            shape = (config, self.world_size, self.world.num_machines)
+            mesh = mesh_of(*shape, self.world.base + rank)
+            how = {"graphs": config.use_cuda_graphs, "tune": config.tune}
+            dev = machine.open(sizes, mesh=mesh, **how)
             self._ranks[rank] = Rank(dev, self.pool.beat)
 
         def allocate(rank: Rank) -> None:
@@ -106,14 +109,14 @@ class Ranks:
 
     def _waits(self, index: int) -> bool:
         rank = self._ranks[index]
-        return rank is not None and getattr(rank.dev.comm, "waits_for", None) is not None
+        return rank is not None and rank.dev.mesh.waits_for is not None
 
     def _describe(self, index: int) -> str:
         rank = self._ranks[index]
         if rank is None:
             return "no device yet"
         last = rank.dev.last_operation
-        waits = getattr(rank.dev.comm, "waits_for", None)
+        waits = rank.dev.mesh.waits_for
         waiting = f", waits for {waits}" if waits else ""
         return f"micro-step {rank.micro_step}, last collective enqueued: {last}{waiting}"
 
@@ -184,15 +187,15 @@ class Ranks:
         that all take part in collectives. Each process calls it for its own ranks. stopped: asked
         before each batch; returns whether it never said yes.
         """
-        world = self.world_size
-        rounds = Rounds(self.world, -(-len(batches) // world), stopped)
+        several = self.first.dev.mesh.size(*DATA)
+        rounds = Rounds(self.world, -(-len(batches) // several), stopped)
 
         def run(rank: Rank) -> None:
             shape = rank.step.tokens.shape
             nothing = Batch(np.zeros(shape, np.int32), np.full(shape, MASKED_TARGET, np.int32))
-            for number, _ in enumerate(rounds.of(rank.dev.rank)):
+            for number, _ in enumerate(rounds.of(rank.dev.mesh.rank)):
                 self.pool.beat()
-                index = number * world + rank.dev.rank
+                index = number * several + rank.dev.mesh.index(*DATA)
                 if index < len(batches):
                     work(rank, index, batches[index]())
                 else:
@@ -218,13 +221,13 @@ class Ranks:
         stacks = {rank: ExitStack() for rank in self.world.local}
 
         def begin(rank: Rank) -> list[tuple[str, float]]:
-            return stacks[rank.dev.rank].enter_context(time_ranges(rank.dev))
+            return stacks[rank.dev.mesh.rank].enter_context(time_ranges(rank.dev))
 
         timings = self.run("timing", begin)
         try:
             yield timings
         finally:
-            self.run("timing", lambda rank: stacks[rank.dev.rank].close())
+            self.run("timing", lambda rank: stacks[rank.dev.mesh.rank].close())
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class Ranks:
 
         def write(rank: Rank) -> list[FileEntry]:
             try:
-                return rank.write(writers[rank.dev.rank])
+                return rank.write(writers[rank.dev.mesh.rank])
             except DiskError as error:
                 failed.append(error)
                 return []
@@ -261,7 +264,7 @@ class Ranks:
     @property
     def snapshots(self) -> dict[int, Snapshot]:
         """Copies of the state of this process's ranks, with --ckpt-background."""
-        return {rank.dev.rank: rank.step.snapshot for rank in self._ranks}
+        return {rank.dev.mesh.rank: rank.step.snapshot for rank in self._ranks}
 
     def extra_state(self) -> dict[str, Any]:
         """What a checkpoint's manifest holds: the same on all ranks."""

@@ -254,4 +254,4 @@ def _sensor_of(dev: Device) -> Sensor | None:
     except nvml.NVMLError as error:
         print(f"warning: no readings of GPU {dev.index} at {place}: {error}", file=sys.stderr)
         return None
-    return Sensor(gpu, f"GPU {dev.rank}", dev.index)
+    return Sensor(gpu, f"GPU {dev.mesh.rank}", dev.index)

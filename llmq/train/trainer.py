@@ -32,6 +32,7 @@ from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.mesh import DATA
 from llmq.runtime.processes import processes, refuse_several
 from llmq.state.params import Param
 from llmq.train.agreement import check_start
@@ -214,11 +215,12 @@ class Trainer:
         lr: another learning rate than the schedule's. limits: beyond which no update is made.
         """
         lr = self.learning_rate(self.steps_done) if lr is None else lr
-        if batches is not None:
-            batches = checked_batches(batches, self.config, self.model, self.world_size)
-        world = self.machine.world
-        size, places = (world.size, world.local) if batches else (world.count, range(world.count))
-        taken = self._next_batches() if batches is None else batches
+        meshes = [dev.mesh for dev in self.ranks.devices]
+        if batches is None:
+            taken, size, places = self._next_batches(), len(meshes), range(len(meshes))
+        else:
+            size, places = meshes[0].size(*DATA), [mesh.index(*DATA) for mesh in meshes]
+            taken = checked_batches(batches, self.config, self.model, size)
         of_ranks = [taken[place::size] for place in places]
         ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks, limits)
         self.steps_done += 1
@@ -231,7 +233,7 @@ class Trainer:
     @property
     def micro_batches(self) -> int:
         """In an optimizer step, of all ranks together."""
-        return self.config.grad_accumulation * self.world_size
+        return self.config.grad_accumulation * self.dev.mesh.size(*DATA)
 
     def _next_batches(self) -> list[Batch]:
         """Of this process; DataError in all if one cannot read its own."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.comm.collectives import part, same_memory, storages
+from llmq.comm.collectives import join, part, same_memory, storages
 from llmq.comm.connect import connect
 from llmq.comm.copies import Copies, Memories
 from llmq.comm.cuda import CudaComm, Watch
@@ -125,24 +125,24 @@ class StreamNccl:
             for rank in written:
                 target = self._part(dst, rank)
                 source = self._part(dst, rank) if in_place else src
-                self._peer(self._dev.rank, target)[:] = self._peer(rank, source)
+                self._peer(self._dev.mesh.rank, target)[:] = self._peer(rank, source)
 
-        in_place = same_memory(self._part(dst, self._dev.rank), src)
+        in_place = same_memory(self._part(dst, self._dev.mesh.rank), src)
         # In place the own part is what NCCL sends, and peers may read it until the call ends: so it
         # keeps its bytes (NVLS writes the same ones once more), and is no race for who reads it
         # meanwhile, as a copy for a checkpoint does.
-        written = [rank for rank in self._all if not (in_place and rank == self._dev.rank)]
+        written = [rank for rank in self._all if not (in_place and rank == self._dev.mesh.rank)]
         parts = [self._part(dst, rank) for rank in written]
         self._enqueue(f"all_gather {dst.name}", [src], parts, self._all, work)
 
     def reduce_scatter(self, buffer: Tensor) -> None:
-        own, numpy = self._part(buffer, self._dev.rank), buffer.dtype.numpy
+        own, numpy = self._part(buffer, self._dev.mesh.rank), buffer.dtype.numpy
 
         def work() -> None:
             parts = [self._peer(r, own).view(numpy) for r in range(len(self._ranks))]
             total = sum(p.astype(np.float32) for p in parts)
             self._barrier.wait(PATIENCE)
-            self._peer(self._dev.rank, buffer).fill(0xFF)  # undefined: NaN
+            self._peer(self._dev.mesh.rank, buffer).fill(0xFF)  # undefined: NaN
             own.numpy()[:] = total.astype(numpy)
 
         self._enqueue(f"reduce_scatter {buffer.name}", [buffer], [buffer], self._all, work)
@@ -152,7 +152,7 @@ class StreamNccl:
         return list(range(len(self._ranks)))
 
     def all_to_all(self, buffer: Tensor, targets: Sequence[Tensor]) -> None:
-        rank = self._dev.rank
+        rank = self._dev.mesh.rank
         for k in range(1, len(self._ranks)):
 
             def work(k: int = k) -> None:
@@ -198,5 +198,6 @@ def connect_streams(
         queue = StreamQueue(dev, devices, deaf, paced)
         copies = Copies(dev, queue, memories) if options.copies else None
         nccl = StreamNccl(dev, ranks, barrier) if options.nccl else None
-        dev.comm = StreamComm(dev, options, copies, nccl, watch)
+        comm = StreamComm(dev, options, copies, nccl, watch)
+        join(dev, lambda axis, comm=comm: comm)
     return flags

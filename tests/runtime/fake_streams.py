@@ -24,6 +24,7 @@ from llmq.comm.collectives import storages
 from llmq.runtime.device import Event, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Kernel
+from llmq.runtime.mesh import Mesh
 from tests.runtime.races import Races, Span
 
 PATIENCE = 20.0  # seconds of waiting after which a test has hung
@@ -87,17 +88,16 @@ class StreamDevice(HostDevice):
         self,
         sizes: MemorySizes,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        mesh: Mesh | None = None,
         poison: bool = True,
         pause: float = 0.0,
         seed: int = 0,
         races: Races | None = None,
         graphs: bool = True,
     ):
-        super().__init__(sizes, rank=rank, world_size=world_size, poison=poison)
+        super().__init__(sizes, mesh=mesh, poison=poison)
         self._pause = pause
-        self._random = random.Random(seed * 100 + rank)
+        self._random = random.Random(seed * 100 + self.mesh.rank)
         self._queues: dict[str, queue.SimpleQueue] = {}
         self._ids: dict[str, int] = {}
         self.races = races or Races()
@@ -340,5 +340,4 @@ class StreamDevice(HostDevice):
         self._closed.set()
         for work in self._queues.values():
             work.put(lambda: None)
-        if self.comm is not None:
-            self.comm.close()
+        self.mesh.close()

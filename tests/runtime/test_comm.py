@@ -18,6 +18,7 @@ from llmq.rig import exchanges
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.workers import Stopped
 from tests.ranks import SIZES, run_devices
@@ -56,8 +57,8 @@ def test_all_gather(rng, world, place, dtype):
         dst = dev.alloc("dst", (world * N,), dtype, "Weights")
         with dev.scratch("src", (N,), dtype) as scratch:
             src = scratch if place == "stack" else make(dev, sources[0], dtype, place)
-            dev.upload(src, sources[dev.rank])
-            dev.comm.all_gather(dst, src)
+            dev.upload(src, sources[dev.mesh.rank])
+            dev.mesh.group("shard").all_gather(dst, src)
         return dev.download(dst)
 
     for result in run_devices(world, fn):
@@ -71,9 +72,9 @@ def test_all_gather_in_place(rng, world):
     def fn(dev, workers):
         dst = dev.alloc("dst", (world * N,), F32, "Weights")
         for step in range(3):
-            src = part(dst, dev.rank, world)
-            dev.upload(src, sources[dev.rank] + np.float32(step))
-            dev.comm.all_gather(dst, src)
+            src = part(dst, dev.mesh.rank, world)
+            dev.upload(src, sources[dev.mesh.rank] + np.float32(step))
+            dev.mesh.group("shard").all_gather(dst, src)
         return dev.download(dst)
 
     for result in run_devices(world, fn):
@@ -87,7 +88,7 @@ def test_a_source_may_be_written_at_once():
         found = []
         for value in range(20):
             src.numpy().fill(value)
-            dev.comm.all_gather(dst, src)
+            dev.mesh.group("shard").all_gather(dst, src)
             found.append(dst.numpy()[[0, -1]].tolist())
         return found
 
@@ -103,8 +104,8 @@ def test_reduce_scatter(rng, world, dtype):
     parts = parts_of(rng, world, dtype)
 
     def fn(dev, workers):
-        buffer = make(dev, parts[dev.rank].reshape(-1), dtype)
-        dev.comm.reduce_scatter(buffer)
+        buffer = make(dev, parts[dev.mesh.rank].reshape(-1), dtype)
+        dev.mesh.group("shard").reduce_scatter(buffer)
         return dev.download(buffer)
 
     for rank, result in enumerate(run_devices(world, fn)):
@@ -128,8 +129,8 @@ def test_all_to_all(rng, world):
         spare = None if world == 1 else dev.alloc("spare", (N,), BF16, "Gradients")
         results = []
         for _ in range(3):
-            dev.upload(buffer, parts[dev.rank].reshape(-1))
-            found = dev.comm.all_to_all(buffer, spare)
+            dev.upload(buffer, parts[dev.mesh.rank].reshape(-1))
+            found = dev.mesh.group("shard").all_to_all(buffer, spare)
             results.append([dev.download(t) for t in found])
         return results, [t.offset for t in found], buffer.offset, spare and spare.offset
 
@@ -150,22 +151,22 @@ def test_arguments_are_checked():
     x, y = (dev.alloc(n, (8,), F32, "Weights") for n in "xy")
     z, i = dev.alloc("z", (8,), BF16, "Weights"), dev.alloc("i", (8,), I32, "Weights")
     with pytest.raises(TypeError, match="all_gather: dst is F32, src is BF16"):
-        dev.comm.all_gather(x, z)
+        dev.mesh.group("shard").all_gather(x, z)
     with pytest.raises(ValueError, match=r"all_gather: dst must have 1 x 4 elements, got x F32"):
-        dev.comm.all_gather(x, y.rows(0, 4))
+        dev.mesh.group("shard").all_gather(x, y.rows(0, 4))
     with pytest.raises(TypeError, match=r"reduce_scatter: buffer must be F32 or BF16, got i I32"):
-        dev.comm.reduce_scatter(i)
-    plan = PlanDevice(HOST_SPEC, world_size=3)
+        dev.mesh.group("shard").reduce_scatter(i)
+    plan = PlanDevice(HOST_SPEC, mesh=Mesh.of(3))
     connect([plan], CommOptions())
     with pytest.raises(ValueError, match=r"all_to_all: buffer must have 3 equal parts, got x F32"):
-        plan.comm.all_to_all(x, y)
+        plan.mesh.group("shard").all_to_all(x, y)
     six = dev.alloc("six", (6,), F32, "Weights")
     with pytest.raises(TypeError, match="all_to_all: spare must be F32, got z BF16"):
-        plan.comm.all_to_all(six, z)
+        plan.mesh.group("shard").all_to_all(six, z)
     with pytest.raises(TypeError, match="all_to_all: spare must be F32, got None"):
-        plan.comm.all_to_all(six, None)
+        plan.mesh.group("shard").all_to_all(six, None)
     with pytest.raises(ValueError, match=r"spare must have 2 elements, got y F32 \[8\]"):
-        plan.comm.all_to_all(six, y)
+        plan.mesh.group("shard").all_to_all(six, y)
 
 
 @pytest.mark.parametrize("waiting", ["all_gather", "reduce_scatter", "all_to_all"])
@@ -176,18 +177,18 @@ def test_a_rank_that_fails_ends_the_others(waiting):
     def fn(dev, workers):
         buffer, spare = (make(dev, np.zeros(n, np.float32), F32) for n in (3 * N, N))
         connected.wait()
-        if dev.rank == 1:
+        if dev.mesh.rank == 1:
             raise ValueError("broken")
         try:
             match waiting:
                 case "all_gather":
-                    dev.comm.all_gather(buffer, spare)
+                    dev.mesh.group("shard").all_gather(buffer, spare)
                 case "reduce_scatter":
-                    dev.comm.reduce_scatter(buffer)
+                    dev.mesh.group("shard").reduce_scatter(buffer)
                 case "all_to_all":
-                    dev.comm.all_to_all(buffer, spare)
+                    dev.mesh.group("shard").all_to_all(buffer, spare)
         except Stopped:
-            ended.append((dev.rank, dev.last_operation))
+            ended.append((dev.mesh.rank, dev.last_operation))
             raise
 
     with pytest.raises(ValueError, match="broken"):
@@ -198,9 +199,9 @@ def test_a_rank_that_fails_ends_the_others(waiting):
 
 def test_stopped_ranks_do_not_go_on():
     def fn(dev, workers):
-        if dev.rank == 1:
+        if dev.mesh.rank == 1:
             workers.stop()
-        dev.comm.reduce_scatter(make(dev, np.zeros(2, np.float32), F32))
+        dev.mesh.group("shard").reduce_scatter(make(dev, np.zeros(2, np.float32), F32))
 
     with pytest.raises(Stopped):
         run_devices(2, fn)
@@ -211,17 +212,17 @@ def test_stopped_ranks_do_not_go_on():
 
 def every_call(dev):
     """All operations once, with parts of 24 elements."""
-    world = dev.world_size
+    world = dev.mesh.size()
     buffer = dev.alloc("buffer", (world * N,), F32, "Gradients")
     spare, src = (dev.alloc(name, (N,), F32, "Gradients") for name in ("spare", "src"))
-    dev.comm.all_gather(buffer, src)
-    dev.comm.all_gather(buffer, part(buffer, dev.rank, world))
-    dev.comm.reduce_scatter(buffer)
-    dev.comm.all_to_all(buffer, spare)
+    dev.mesh.group("shard").all_gather(buffer, src)
+    dev.mesh.group("shard").all_gather(buffer, part(buffer, dev.mesh.rank, world))
+    dev.mesh.group("shard").reduce_scatter(buffer)
+    dev.mesh.group("shard").all_to_all(buffer, spare)
 
 
 def test_a_plan_counts_bytes():
-    plan = PlanDevice(HOST_SPEC, rank=1, world_size=4)
+    plan = PlanDevice(HOST_SPEC, mesh=Mesh.of(4, 1))
     connect([plan], CommOptions())
     plan.graph((), lambda: every_call(plan))
     received, own = 3 * N * 4, N * 4
@@ -251,11 +252,11 @@ def test_a_plan_counts_bytes():
 )
 def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
     monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 1 << 10)
-    gpu = PlanDevice(replace(HOST_SPEC, name="a GPU"), world_size=2)
+    gpu = PlanDevice(replace(HOST_SPEC, name="a GPU"), mesh=Mesh.of(2))
     connect([gpu], options)
     expected = flags * align_up(4 * 2 * KINDS) + staging * STAGING_CHUNKS * 1024
     assert gpu.arenas["pinned"].used == expected
-    plan = PlanDevice(HOST_SPEC, world_size=2)
+    plan = PlanDevice(HOST_SPEC, mesh=Mesh.of(2))
     connect([plan], options)
     assert plan.arenas["pinned"].used == 0, "on the CPU nothing is staged"
 

@@ -15,6 +15,7 @@ from llmq.comm.links import Link
 from llmq.comm.options import CommOptions
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
+from llmq.runtime.mesh import Mesh
 from tests.conftest import gpu_problem
 from tests.ranks import run_ranks
 
@@ -75,7 +76,7 @@ def run(world, options, program):
     devices = [None] * world
 
     def rank_fn(rank, workers):
-        devices[rank] = CudaDevice(rank, SIZES, rank=rank, world_size=world)
+        devices[rank] = CudaDevice(rank, SIZES, mesh=Mesh.of(world, rank))
         workers.barrier()
         if rank == 0:
             links = connect(devices, options, workers)
@@ -124,7 +125,7 @@ def mixing(dev, n, place, in_place, graph=True, mirrored=False):
     A step gathers all sources and keeps that of the next rank, and exchanges all parts and
     rotates them. Whatever a step gets wrong is still wrong after the last one.
     """
-    world, rank = dev.world_size, dev.rank
+    world, rank = dev.mesh.size(), dev.mesh.rank
     gathered, buffer, kept = (
         dev.alloc(name, (world * n,), F32, "Activations") for name in ("gathered", "buffer", "kept")
     )
@@ -141,8 +142,8 @@ def mixing(dev, n, place, in_place, graph=True, mirrored=False):
         dev.record(ready)
         with dev.on("comm"):
             dev.wait(ready)
-            dev.comm.all_gather(gathered, source, mirror)
-            found = dev.comm.all_to_all(buffer, spare)
+            dev.mesh.group("shard").all_gather(gathered, source, mirror)
+            found = dev.mesh.group("shard").all_to_all(buffer, spare)
             dev.record(done)
         dev.wait(done)
         for p in range(world):
@@ -198,16 +199,16 @@ def test_reduce_scatter(world, dtype):
 
     def program(dev, workers):
         start, buffer = (dev.alloc("x", (world * n,), dtype, "Gradients") for _ in range(2))
-        dev.upload(start, values[dev.rank].reshape(-1))
+        dev.upload(start, values[dev.mesh.rank].reshape(-1))
 
         def step():
             dev.copy(buffer, start)
-            dev.comm.reduce_scatter(buffer)
+            dev.mesh.group("shard").reduce_scatter(buffer)
 
         replay = graph_of(dev, ("step",), step)
         for _ in range(4):
             replay()
-        return dev.download(part(buffer, dev.rank, world))
+        return dev.download(part(buffer, dev.mesh.rank, world))
 
     for rank, found in enumerate(run(world, CommOptions(), program)):
         total = values[:, rank].astype(np.float32).sum(0)
@@ -236,8 +237,8 @@ def test_all_gather_of_codes_and_statistics(world, options):
         results = []
         for dtype, n in ((E4M3, 4096), (F64, 8), (BF16, 1), (U8, 3)):
             src, dst = (dev.alloc("x", (k * n,), dtype, "Activations") for k in (1, world))
-            dev.upload(src, np.full(n, dev.rank + 1).astype(dtype.numpy))
-            dev.comm.all_gather(dst, src)
+            dev.upload(src, np.full(n, dev.mesh.rank + 1).astype(dtype.numpy))
+            dev.mesh.group("shard").all_gather(dst, src)
             results.append(dev.download(dst).astype(np.float64))
         return results
 
@@ -255,7 +256,7 @@ def test_a_rank_that_fails_ends_the_others(world, options):
         step()
         dev.synchronize()
         started.wait()
-        if dev.rank == 1:
+        if dev.mesh.rank == 1:
             raise ValueError("broken")
         step()
         dev.synchronize()

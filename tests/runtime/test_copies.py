@@ -13,6 +13,7 @@ from llmq.comm.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TARGE
 from llmq.comm.options import STAGING_CHUNKS, CommOptions
 from llmq.comm.staged import Rings, Staging
 from llmq.runtime.device import MemorySizes
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Stopped, Workers
 from tests.ranks import run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
@@ -40,7 +41,7 @@ def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001, races=No
 
     def rank_fn(rank, workers):
         options = {"pause": pause, "seed": world, "races": races}
-        dev = StreamDevice(SIZES, rank=rank, world_size=world, **options)
+        dev = StreamDevice(SIZES, mesh=Mesh.of(world, rank), **options)
         devices[rank] = dev
         workers.barrier()
         if rank == 0:
@@ -77,28 +78,28 @@ def both(dev, place, in_place, seen):
 
     Appends what main finds after each to seen. Ranks meet only where the protocol makes them.
     """
-    world, counter = dev.world_size, Counter()
+    world, counter = dev.mesh.size(), Counter()
     gathered = dev.alloc("gathered", (world * N,), F32, "Weights")
     buffer = dev.alloc("buffer", (world * N,), F32, "Gradients")
     spare = dev.alloc("spare", (N,), F32, "Gradients")
     source = dev.alloc("source", (N,), F32, "Master", place)
     if in_place:
-        source = part(gathered, dev.rank, world)
+        source = part(gathered, dev.mesh.rank, world)
     ready, done = dev.event(), dev.event()
 
     def write():
         counter.advance()
-        source.numpy()[:] = content(dev.rank, counter.step)
+        source.numpy()[:] = content(dev.mesh.rank, counter.step)
         for p in range(world):
-            part(buffer, p, world).numpy()[:] = content(dev.rank, counter.step, p)
+            part(buffer, p, world).numpy()[:] = content(dev.mesh.rank, counter.step, p)
 
     def step():
         dev.call(write)
         dev.record(ready)
         with dev.on("comm"):
             dev.wait(ready)
-            dev.comm.all_gather(gathered, source)
-            parts = dev.comm.all_to_all(buffer, spare)
+            dev.mesh.group("shard").all_gather(gathered, source)
+            parts = dev.mesh.group("shard").all_to_all(buffer, spare)
             dev.record(done)
         dev.wait(done)
         dev.call(lambda: seen.append([t.numpy().copy() for t in (gathered, *parts)]))
@@ -155,7 +156,7 @@ def test_graphs_of_different_collectives_share_flags_and_rings(kind):
     """Lengths differ, so that the rings' next buffers differ from one graph to the next."""
 
     def program(dev, workers):
-        world, found = dev.world_size, []
+        world, found = dev.mesh.size(), []
         counter = Counter()
         tensors = []
         for n in (20, 90, 4):
@@ -164,8 +165,10 @@ def test_graphs_of_different_collectives_share_flags_and_rings(kind):
 
         def step(index):
             src, dst = tensors[index]
-            dev.call(lambda: (counter.advance(), src.numpy().fill(100 * dev.rank + counter.step)))
-            dev.comm.all_gather(dst, src)
+            dev.call(
+                lambda: (counter.advance(), src.numpy().fill(100 * dev.mesh.rank + counter.step))
+            )
+            dev.mesh.group("shard").all_gather(dst, src)
             dev.call(lambda: found.append(dst.numpy().reshape(world, -1).copy()))
 
         order = [0, 1, 1, 2, 0, 2, 2, 1, 0]
@@ -186,7 +189,7 @@ def test_buffers_are_used_again_at_once(count, kind):
     """Nothing but the order of the stream separates the sending from the next writing."""
 
     def program(dev, workers):
-        world, found = dev.world_size, []
+        world, found = dev.mesh.size(), []
         spares = [dev.alloc("spare", (N,), F32, "Gradients") for _ in range(count)]
         slots = [dev.alloc("slot", (world * N,), F32, "Gradients") for _ in range(count)]
         for step in range(4 * REPEATS):
@@ -195,20 +198,20 @@ def test_buffers_are_used_again_at_once(count, kind):
 
             def write(slot=slot, step=step):
                 for p in range(world):
-                    part(slot, p, world).numpy()[:] = content(dev.rank, step, p)
+                    part(slot, p, world).numpy()[:] = content(dev.mesh.rank, step, p)
 
             dev.call(write)
             dev.record(event)
             with dev.on("comm"):
                 dev.wait(event)
-                parts = dev.comm.all_to_all(slot, spare)
+                parts = dev.mesh.group("shard").all_to_all(slot, spare)
                 dev.call(lambda parts=parts: found.append([t.numpy().copy() for t in parts]))
                 dev.record(event)
             dev.wait(event)
         dev.synchronize()
         for step, parts in enumerate(found):
             for source, array in enumerate(parts):
-                np.testing.assert_array_equal(array, content(source, step, dev.rank))
+                np.testing.assert_array_equal(array, content(source, step, dev.mesh.rank))
 
     run(3, link_kinds(3, kind), program)
 
@@ -219,16 +222,16 @@ def test_what_is_staged_leaves_before_its_turn(monkeypatch):
     arrived, in_time = threading.Event(), []
 
     def program(dev, workers):
-        buffer, spare = (dev.alloc("x", (k * N,), F32, "Gradients") for k in (dev.world_size, 1))
+        buffer, spare = (dev.alloc("x", (k * N,), F32, "Gradients") for k in (dev.mesh.size(), 1))
         written = dev.event()
-        dev.call(lambda: buffer.numpy().fill(dev.rank))
+        dev.call(lambda: buffer.numpy().fill(dev.mesh.rank))
         dev.record(written)
         with dev.on("comm"):
             dev.wait(written)
-            if dev.rank == 0:
+            if dev.mesh.rank == 0:
                 dev.call(lambda: in_time.append(arrived.wait(PATIENCE)))
-            parts = dev.comm.all_to_all(buffer, spare, written)
-            if dev.rank == 1:
+            parts = dev.mesh.group("shard").all_to_all(buffer, spare, written)
+            if dev.mesh.rank == 1:
                 dev.call(arrived.set)
         dev.synchronize()
         return [float(t.numpy().mean()) for t in parts]
@@ -240,11 +243,11 @@ def test_what_is_staged_leaves_before_its_turn(monkeypatch):
 def test_each_source_is_staged_once():
     def program(dev, workers):
         sends = []
-        staging = dev.comm._copies._staging
+        staging = dev.mesh.group("shard")._copies._staging
         send = staging.send
         staging.send = lambda *args: (sends.append(args), send(*args))
-        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
-        dev.comm.all_gather(dst, src)
+        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.mesh.size()))
+        dev.mesh.group("shard").all_gather(dst, src)
         return [(nbytes, readers) for _, nbytes, readers, _ in sends]
 
     kinds = link_kinds(4, "peer")
@@ -256,7 +259,8 @@ def test_each_source_is_staged_once():
 def test_a_pinned_source_is_loaded_once_where_links_are_beside_the_bus(kind, loaded):
     def program(dev, workers):
         sizes = []
-        queue, memories = dev.comm._copies._queue, dev.comm._copies._storages
+        copies = dev.mesh.group("shard")._copies
+        queue, memories = copies._queue, copies._storages
         copy = queue.copy
 
         def noted(dst, src, nbytes):
@@ -267,7 +271,9 @@ def test_a_pinned_source_is_loaded_once_where_links_are_beside_the_bus(kind, loa
 
         queue.copy = noted
         src = dev.alloc("src", (N,), F32, "Weights", "pinned")
-        dev.comm.all_gather(dev.alloc("dst", (dev.world_size * N,), F32, "Weights"), src)
+        dev.mesh.group("shard").all_gather(
+            dev.alloc("dst", (dev.mesh.size() * N,), F32, "Weights"), src
+        )
         return sum(sizes)
 
     assert run(4, link_kinds(4, kind), program) == [loaded * 4 * N] * 4
@@ -279,19 +285,19 @@ def test_mirrors_are_read_by_those_who_cannot_be_reached(kind, how):
     kinds = link_kinds(3, kind)
 
     def program(dev, workers):
-        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
+        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.mesh.size()))
         mirror = dev.alloc("mirror", (N,), F32, "Weights", "pinned")
         seen, counter = [], Counter()
 
         def write():
             counter.advance()
-            src.numpy()[:] = content(dev.rank, counter.step)
+            src.numpy()[:] = content(dev.mesh.rank, counter.step)
             mirror.numpy()[:] = -src.numpy()
 
         def step():
             dev.call(write)
-            dev.comm.all_gather(dst, src, mirror)
-            dev.call(lambda: seen.append(dst.numpy().reshape(dev.world_size, N).copy()))
+            dev.mesh.group("shard").all_gather(dst, src, mirror)
+            dev.call(lambda: seen.append(dst.numpy().reshape(dev.mesh.size(), N).copy()))
 
         for _ in range(REPEATS):
             dev.graph(("step",), step) if how == "graph" else step()
@@ -311,12 +317,12 @@ def test_each_rank_begins_with_another_reader():
 
     def program(dev, workers):
         readers = []
-        copies = dev.comm._copies
+        copies = dev.mesh.group("shard")._copies
         push = copies._push
         copies._push = lambda *args: (readers.append(args[1]), push(*args))
-        buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (dev.world_size, 1))
-        dev.comm.all_gather(buffer, spare)
-        dev.comm.all_to_all(buffer, spare)
+        buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (dev.mesh.size(), 1))
+        dev.mesh.group("shard").all_gather(buffer, spare)
+        dev.mesh.group("shard").all_to_all(buffer, spare)
         return readers
 
     rounds = np.array(run(4, link_kinds(4, "peer"), program))  # rank, copy
@@ -356,11 +362,11 @@ def test_nobody_is_written_before_it_has_come():
 
     def program(dev, workers):
         times = []
-        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.world_size))
-        for slow in range(dev.world_size):
-            dev.call(lambda slow=slow: time.sleep(0.02 * (slow == dev.rank)))
+        src, dst = (dev.alloc("x", (k * N,), F32, "Weights") for k in (1, dev.mesh.size()))
+        for slow in range(dev.mesh.size()):
+            dev.call(lambda slow=slow: time.sleep(0.02 * (slow == dev.mesh.rank)))
             dev.call(lambda: times.append(time.monotonic()))
-            dev.comm.all_gather(dst, src)
+            dev.mesh.group("shard").all_gather(dst, src)
             dev.call(lambda: times.append(time.monotonic()))
         dev.synchronize()
         return times
@@ -373,8 +379,8 @@ def test_copies_from_another_gpu_are_found():
     """The driver would let that GPU do them, in an order in which ranks can wait in a circle."""
 
     def program(dev, workers):
-        copies = dev.comm._copies
-        queue, other = copies._queue, copies._storages[1 - dev.rank]
+        copies = dev.mesh.group("shard")._copies
+        queue, other = copies._queue, copies._storages[1 - dev.mesh.rank]
         own = dev.alloc("x", (N,), F32, "Weights")
         with pytest.raises(AssertionError, match="reads another GPU"):
             queue.copy(own.ptr, other["device"].base, 4)
@@ -388,16 +394,16 @@ def test_stopped_ranks_stop_waiting():
 
     def program(dev, workers):
         buffer, spare = (dev.alloc("x", (k * N,), F32, "Weights") for k in (3, 1))
-        for _ in range(3 * (dev.rank != 1)):
-            dev.comm.all_gather(buffer, spare)
-            dev.comm.all_to_all(buffer, spare)
+        for _ in range(3 * (dev.mesh.rank != 1)):
+            dev.mesh.group("shard").all_gather(buffer, spare)
+            dev.mesh.group("shard").all_to_all(buffer, spare)
         enqueued.wait()
-        if dev.rank == 1:
+        if dev.mesh.rank == 1:
             raise ValueError("broken")
         dev.synchronize()
-        ended.append(dev.rank)
+        ended.append(dev.mesh.rank)
         with pytest.raises(Stopped):
-            dev.comm.all_gather(buffer, spare)
+            dev.mesh.group("shard").all_gather(buffer, spare)
         assert dev.last_operation == "all_gather x"
 
     with pytest.raises(ValueError, match="broken"):
@@ -406,7 +412,7 @@ def test_stopped_ranks_stop_waiting():
 
 
 def test_flags():
-    devices = [StreamDevice(SIZES, rank=r, world_size=3) for r in range(3)]
+    devices = [StreamDevice(SIZES, mesh=Mesh.of(3, r)) for r in range(3)]
     tensors = [d.alloc("flags", (KINDS * 3,), I32, "Activations", "pinned") for d in devices]
     flags = Flags(tensors)
     for tensor in tensors:
@@ -424,13 +430,13 @@ def test_flags():
 
 
 def test_reduce_scatter_needs_nccl():
-    dev = StreamDevice(SIZES, world_size=2)
-    other = StreamDevice(SIZES, world_size=2, rank=1)
+    dev = StreamDevice(SIZES, mesh=Mesh.of(2))
+    other = StreamDevice(SIZES, mesh=Mesh.of(2, 1))
     connect_streams([dev, other], OPTIONS, Workers(2), kinds=link_kinds(2, "peer"))
     with pytest.raises(RuntimeError, match="reduce_scatter needs NCCL"):
-        dev.comm.reduce_scatter(dev.alloc("x", (4,), F32, "Gradients"))
+        dev.mesh.group("shard").reduce_scatter(dev.alloc("x", (4,), F32, "Gradients"))
     with pytest.raises(TypeError):
-        dev.comm.reduce_scatter(dev.alloc("x", (4,), U8, "Gradients"))
+        dev.mesh.group("shard").reduce_scatter(dev.alloc("x", (4,), U8, "Gradients"))
 
 
 SOURCES = {"device": ("device", None), "pinned": ("pinned", None), "mirror": ("device", "pinned")}
@@ -444,14 +450,14 @@ def test_what_was_read_may_be_written_again(source, kind, how):
     place, mirrored = SOURCES[source]
 
     def program(dev, workers):
-        n, whole = (EVEN,), (dev.world_size * EVEN,)
+        n, whole = (EVEN,), (dev.mesh.size() * EVEN,)
         dst, buffer, spare = (dev.alloc("x", shape, F32, "Weights") for shape in (whole, whole, n))
         src = dev.alloc("src", n, F32, "Weights", place)
         mirror = mirrored and dev.alloc("mirror", n, F32, "Weights", mirrored)
         written, free = dev.event(), [t for t in (src, dst, mirror) if t]
 
         def gather():
-            dev.comm.all_gather(dst, src, mirror)
+            dev.mesh.group("shard").all_gather(dst, src, mirror)
             for tensor in free:
                 dev.zero(tensor)
 
@@ -460,7 +466,7 @@ def test_what_was_read_may_be_written_again(source, kind, how):
             dev.record(written)
             with dev.on("comm"):
                 dev.wait(written)
-                dev.comm.all_to_all(buffer, spare, written)
+                dev.mesh.group("shard").all_to_all(buffer, spare, written)
                 dev.zero(buffer)
                 dev.zero(spare)
                 dev.record(written)
@@ -489,7 +495,7 @@ def test_exchanges_that_leave_before_their_turn(world, kind):
 
         def write(slot, step):
             for p in range(world):
-                part(slot, p, world).numpy().fill(100 * step + 10 * dev.rank + p)
+                part(slot, p, world).numpy().fill(100 * step + 10 * dev.mesh.rank + p)
 
         def step():
             for i, n in enumerate((EVEN, 4 * EVEN, 2, EVEN, 4 * EVEN)):
@@ -500,7 +506,7 @@ def test_exchanges_that_leave_before_their_turn(world, kind):
                 dev.record(written)
                 with dev.on("comm"):
                     dev.wait(written)
-                    parts = dev.comm.all_to_all(slot, spare.rows(0, n), written)
+                    parts = dev.mesh.group("shard").all_to_all(slot, spare.rows(0, n), written)
                     dev.call(
                         lambda parts=parts: found.append([set(t.numpy().tolist()) for t in parts]),
                         "read",

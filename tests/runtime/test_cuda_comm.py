@@ -13,7 +13,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.comm import cuda, nccl, stream_memory
-from llmq.comm.collectives import Group, part
+from llmq.comm.collectives import part
 from llmq.comm.connect import connect
 from llmq.comm.flags import EMPTY, FULL
 from llmq.comm.links import Link, LinkTable, Measured, choose
@@ -25,6 +25,7 @@ from llmq.runtime import cuda_api
 from llmq.runtime import machine as machines
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
+from llmq.runtime.mesh import Mesh
 from llmq.runtime.processes import Processes
 from llmq.runtime.workers import Stopped, Workers
 from llmq.runtime.world import World
@@ -253,7 +254,7 @@ def library(monkeypatch):
 
 
 def open_devices(world=2):
-    return [CudaDevice(r, SIZES, rank=r, world_size=world) for r in range(world)]
+    return [CudaDevice(r, SIZES, mesh=Mesh.of(world, r)) for r in range(world)]
 
 
 @pytest.fixture
@@ -275,8 +276,8 @@ def test_copies_need_no_nccl(machine, library):
     a, b = devices
     tensors = [(make(dev, 2 * N), make(dev, N)) for dev in devices]
     for dev, (_, src) in zip(devices, tensors, strict=True):
-        dev.upload(src, np.full(N, dev.rank + 1, np.float32))
-    b.comm.all_gather(*tensors[1])
+        dev.upload(src, np.full(N, dev.mesh.rank + 1, np.float32))
+    b.mesh.group("shard").all_gather(*tensors[1])
     flags = [dev.arenas["pinned"].tensors[0][1].ptr for dev in devices]
     to_b, to_a = flags[1] + 4 * 0, flags[0] + 4 * 1  # in the reader's memory, by source
     assert machine.api.memory_operations == [
@@ -285,12 +286,12 @@ def test_copies_need_no_nccl(machine, library):
         ("write", b.stream, to_a, FULL, 0),
         ("wait", b.stream, to_b, FULL, stream_memory.WAIT_AND),
     ]
-    a.comm.all_gather(*tensors[0])
+    a.mesh.group("shard").all_gather(*tensors[0])
     for dev, (dst, _) in zip(devices, tensors, strict=True):
         assert dev.download(dst).tolist() == [1.0] * N + [2.0] * N
     machine.api.memory_status = FakeStatus("CUDA_ERROR_NOT_SUPPORTED", 801)
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_NOT_SUPPORTED \(rank 1\)"):
-        b.comm.all_gather(*tensors[1])
+        b.mesh.group("shard").all_gather(*tensors[1])
     for dev in devices:
         dev.close()
     assert library.log == []
@@ -303,7 +304,7 @@ def test_each_rank_has_events_of_its_own_gpu(machine):
     connect(devices, replace(COPIES, p2p="off"), Workers(2))
     for dev in devices:
         machine.runtime.setDevice(dev.index)
-        dev.comm.all_gather(make(dev, 2 * N), make(dev, N))
+        dev.mesh.group("shard").all_gather(make(dev, 2 * N), make(dev, N))
     for dev in devices:
         dev.close()
 
@@ -323,12 +324,12 @@ def test_nccl_calls(machine, library):
     buffer, spare, pinned = make(dev, 3 * N, BF16), make(dev, N, BF16), make(dev, N, BF16, "pinned")
     own, size = part(buffer, 1, 3), 2 * N
     dev.upload(pinned, np.ones(N, BF16.numpy))
-    dev.comm.all_gather(buffer, spare)
-    dev.comm.all_gather(buffer, own)
-    dev.comm.all_gather(buffer, pinned)
+    dev.mesh.group("shard").all_gather(buffer, spare)
+    dev.mesh.group("shard").all_gather(buffer, own)
+    dev.mesh.group("shard").all_gather(buffer, pinned)
     assert dev.download(own).astype(np.float32).tolist() == [1.0] * N
-    dev.comm.reduce_scatter(buffer)
-    parts = dev.comm.all_to_all(buffer, spare)
+    dev.mesh.group("shard").reduce_scatter(buffer)
+    parts = dev.mesh.group("shard").all_to_all(buffer, spare)
     stream = dev.stream
     zero, two = part(buffer, 0, 3).ptr, part(buffer, 2, 3).ptr
     assert library.log == [
@@ -364,14 +365,14 @@ def test_nccl_of_several_processes(machine, library, monkeypatch):
 
     monkeypatch.setattr(nccl, "processes", Second)
     monkeypatch.setattr(cuda, "processes", Second)
-    devices = [CudaDevice(i, SIZES, rank=1 + i, world_size=3) for i in range(2)]
+    devices = [CudaDevice(i, SIZES, mesh=Mesh.of(3, 1 + i)) for i in range(2)]
     assert connect(devices, CommOptions(), Workers(2)) is not None
     assert os.environ["NCCL_P2P_DISABLE"] == "1", "one process cannot, so none does"
     assert library.log[:4] == ["start", ("init", 3, (7, 8), 1), ("init", 3, (7, 8), 2), "end"]
     assert {e[1] for e in library.log[4:] if e[0] in (1, 2)} == {"allGather", "reduceScatter"}
     library.log.clear()
     buffer = make(devices[1], 3 * N)
-    devices[1].comm.reduce_scatter(buffer)
+    devices[1].mesh.group("shard").reduce_scatter(buffer)
     own = part(buffer, 2, 3)
     assert library.log == [
         (2, "reduceScatter", buffer.ptr, own.ptr, N, 7, 0, devices[1].stream),
@@ -393,7 +394,7 @@ def test_nccl_across_machines(machine, library, monkeypatch):
 
     monkeypatch.setattr(nccl, "processes", Second)
     monkeypatch.setattr(cuda, "processes", Second)
-    devices = [CudaDevice(i, SIZES, rank=2 + i, world_size=4, shards=2) for i in range(2)]
+    devices = [CudaDevice(i, SIZES, mesh=Mesh.of(4, 2 + i, shards=2)) for i in range(2)]
     connect(devices, CommOptions(memcpy_all_gather=True), Workers(2))
     inner = [entry for entry in library.log if entry[1:2] == ("reduceScatter",)]
     assert [entry[0] for entry in inner] == [0, 1], "of the machine's own communicator"
@@ -402,7 +403,7 @@ def test_nccl_across_machines(machine, library, monkeypatch):
     assert {e[1] for e in library.log[at + 3 :] if e[0] == 1} == {"allGather", "allReduce"}
     library.log.clear()
     sums, dev = make(devices[1], N), devices[1]
-    dev.comm.cross.all_reduce(sums)
+    dev.mesh.group("replica").all_reduce(sums)
     assert dev.last_operation == f"all_reduce {sums.name} across machines"
     assert library.log == [(1, "allReduce", sums.ptr, sums.ptr, N, 7, 0, dev.stream)]
     for dev in devices:
@@ -422,13 +423,13 @@ def test_a_machine_of_one_gpu(library, monkeypatch):
 
     monkeypatch.setattr(nccl, "processes", Second)
     monkeypatch.setattr(cuda, "processes", Second)
-    dev = CudaDevice(0, SIZES, rank=1, world_size=2, shards=1)
+    dev = CudaDevice(0, SIZES, mesh=Mesh.of(2, 1, shards=1))
     connect([dev], CommOptions(all_to_all_reduce=True), Workers(1))
     assert os.environ["NCCL_RUNTIME_CONNECT"] == "0"
     library.log.clear()
     whole, own = make(dev, 2 * N), make(dev, N)
-    dev.comm.world.all_gather(whole, own)
-    dev.comm.cross.all_reduce(own)
+    dev.mesh.group().all_gather(whole, own)
+    dev.mesh.group("replica").all_reduce(own)
     assert [entry[1] for entry in library.log] == ["allGather", "allReduce"]
     assert library.log[0][2:4] == (part(whole, 1, 2).ptr, whole.ptr)
     library.log.clear()
@@ -454,7 +455,7 @@ def test_copies_do_not_reach_other_processes():
 @pytest.mark.parametrize("fails", ["malloc", "groupEnd", "deviceSynchronize"])
 def test_connecting_that_fails_gives_back_its_memory(machine, library, monkeypatch, fails):
     devices = open_devices()
-    ends = nccl.open_communicators(library, devices, Group.of_shards, several=False)
+    ends = nccl.open_communicators(library, devices, "shard", several=False)
     held, owner = set(machine.runtime.buffers), library if fails == "groupEnd" else machine.runtime
     work, calls = getattr(owner, fails), []
 
@@ -488,7 +489,7 @@ def test_stopped_ranks_abort_nccl(library):
     library.log.clear()
     workers.stop()
     with pytest.raises(Stopped):
-        devices[1].comm.reduce_scatter(make(devices[1], 2 * N))
+        devices[1].mesh.group("shard").reduce_scatter(make(devices[1], 2 * N))
     deadline = time.monotonic() + 10
     while len(library.log) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -7,6 +7,7 @@ import pytest
 from llmq.base.dtypes import F32
 from llmq.comm.options import CommOptions
 from llmq.runtime.device import MemorySizes
+from llmq.runtime.mesh import Mesh
 from tests.ranks import run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import StreamDevice
@@ -134,7 +135,7 @@ def test_collectives(copies):
         races, devices = Races(), [None, None]
 
         def rank_fn(rank, workers):
-            dev = devices[rank] = StreamDevice(sizes, rank=rank, world_size=2, races=races)
+            dev = devices[rank] = StreamDevice(sizes, races=races, mesh=Mesh.of(2, rank))
             workers.barrier()
             if rank == 0:
                 connect_streams(devices, options, workers, kinds=link_kinds(2, "peer"))
@@ -152,14 +153,14 @@ def test_collectives(copies):
 
     def ordered(dev, dst, src):
         dev.zero(src)
-        dev.comm.all_gather(dst, src)
+        dev.mesh.group("shard").all_gather(dst, src)
         dev.zero(src)
 
     def two_streams(dev, dst, src):
         with dev.on("comm"):
-            dev.comm.all_gather(dst, src)
+            dev.mesh.group("shard").all_gather(dst, src)
         dev.call(lambda: time.sleep(0.3))  # enough here, but nothing guarantees it
-        dev.comm.all_gather(dst, src)
+        dev.mesh.group("shard").all_gather(dst, src)
 
     assert not lines(ordered)
     assert any("all_gather" in line for line in lines(two_streams))

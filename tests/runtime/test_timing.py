@@ -80,13 +80,13 @@ def test_collectives_on_the_main_stream_count(dev):
     said, x = clocked(dev), dev.alloc("x", (4,), F32, "Weights")
 
     def collectives():
-        dev.comm.reduce_scatter(x)
-        dev.comm.all_gather(x, x)
-        dev.comm.all_to_all(x, None)
+        dev.mesh.group("shard").reduce_scatter(x)
+        dev.mesh.group("shard").all_gather(x, x)
+        dev.mesh.group("shard").all_to_all(x, None)
 
     collectives()
     with silenced(dev):
-        dev.comm.all_gather(x, x)
+        dev.mesh.group("shard").all_gather(x, x)
     assert said == ["start", "stop"] * 4
     with dev.on("comm"):
         collectives()
@@ -126,6 +126,6 @@ def test_on_the_cpu_all_collectives_count():
     connect([dev], CommOptions())
     said, x = clocked(dev), dev.alloc("x", (4,), F32, "Weights")
     with dev.on("comm"):
-        dev.comm.all_gather(x, x)
+        dev.mesh.group("shard").all_gather(x, x)
         dev.wait(recorded(dev, "comm"))
     assert said == ["start", "stop"]

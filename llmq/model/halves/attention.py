@@ -91,7 +91,7 @@ class AttentionHalf:
     def __init__(self, shared: Shared):
         config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
-        self.B, self.T = options.batch_size, options.seq_len
+        self.B, self.T = options.batch_size, options.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps = config.head_dim, config.norm_eps
         self.chunks = options.attn_bwd_chunks
