@@ -257,7 +257,7 @@ def test_host_memory_holds_the_pinned_part_too():
 def test_a_run_is_refused_before_it_allocates(tmp_path, monkeypatch):
     hf_model("qwen2").save_pretrained(tmp_path)
     monkeypatch.setattr(
-        "llmq.runtime.machine._open_host", lambda *_: pytest.fail("something was allocated")
+        "llmq.runtime.machine.HostDevice", lambda *_: pytest.fail("something was allocated")
     )
     with pytest.raises(
         OutOfMemory, match=r"out of memory: \d+ MiB are needed, 0 MiB are available"

@@ -129,7 +129,7 @@ def test_only_several_ranks_launch_the_clock(world, monkeypatch):
     launches, launch = Counter(), HostDevice.launch
 
     def counted(self, kernel, *args, **kwargs):
-        launches[self.rank, kernel.entry] += 1
+        launches[self.mesh.rank, kernel.entry] += 1
         launch(self, kernel, *args, **kwargs)
 
     monkeypatch.setattr(HostDevice, "launch", counted)

@@ -172,9 +172,9 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
         return GPU
 
     class Gpu(GpuLike):
-        index = property(lambda self: self.rank)
+        index = property(lambda self: self.mesh.rank)
 
-    monkeypatch.setattr("llmq.runtime.machine._open_host", Gpu)
+    monkeypatch.setattr("llmq.runtime.machine.HostDevice", Gpu)
     monkeypatch.setattr("llmq.train.ranks.connect", connect)
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     monkeypatch.setattr(announce, "gpu_info", gpu_info)

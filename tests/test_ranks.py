@@ -329,7 +329,7 @@ def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
         raise LlmqError("the disk is full")
 
     def write(fetch, writer, group, pieces, beat):
-        if fetch.__self__.rank == 0:  # the device's
+        if fetch.__self__.mesh.rank == 0:  # the device's
             assert failed.wait(10)
             return write_group(fetch, writer, group, pieces, beat)
         try:
@@ -447,11 +447,11 @@ def test_gpus_warm_up_before_anything_is_loaded(monkeypatch):
 def test_a_device_that_cannot_be_opened(monkeypatch):
     real, closed = Machine.open, []
 
-    def opened(self, sizes, *, rank, **kwargs):
-        if rank == 1:
+    def opened(self, sizes, *, mesh, **kwargs):
+        if mesh.rank == 1:
             raise LlmqError("GPU 1 has too little memory")
-        dev = real(self, sizes, rank=rank, **kwargs)
-        dev.close = lambda: closed.append(rank)
+        dev = real(self, sizes, mesh=mesh, **kwargs)
+        dev.close = lambda: closed.append(mesh.rank)
         return dev
 
     monkeypatch.setattr(Machine, "open", opened)

@@ -362,7 +362,7 @@ def _change_vocabulary(size):
 
 
 def test_wrong_options_raise_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("llmq.runtime.machine._open_host", None)
+    monkeypatch.setattr("llmq.runtime.machine.HostDevice", None)
     for changes, message in (
         ({"stepz": 3}, "unknown option stepz, did you mean steps"),
         ({"seq_len": 128}, "exceeds the model's 64 positions"),

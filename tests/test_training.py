@@ -608,7 +608,7 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     assert train(**options, log_file="cpu.json") == 0
     capsys.readouterr()
     nvml = fake_sensors(monkeypatch, FakeGpu(power=7000, reserved=500 << 20))
-    monkeypatch.setattr("llmq.runtime.machine._open_host", GpuLike)
+    monkeypatch.setattr("llmq.runtime.machine.HostDevice", GpuLike)
     monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     assert train(**options) == 0
@@ -664,7 +664,7 @@ def test_reports_of_the_cpu(monkeypatch, capsys):
 
 def test_an_error_of_the_gpu_is_told_with_the_error_that_it_makes(monkeypatch, capsys):
     nvml = fake_sensors(monkeypatch)
-    monkeypatch.setattr("llmq.runtime.machine._open_host", GpuLike)
+    monkeypatch.setattr("llmq.runtime.machine.HostDevice", GpuLike)
     monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
     monkeypatch.setattr(announce, "measured_peak", lambda dev: None)
 

@@ -138,7 +138,7 @@ class StreamDevice(HostDevice):
     def queue_id(self, stream: str) -> int:
         """A stream among the queues of the races."""
         if stream not in self._queues:
-            self._ids[stream] = self.races.queue(f"rank {self.rank} {stream}")
+            self._ids[stream] = self.races.queue(f"rank {self.mesh.rank} {stream}")
             self._queues[stream] = queue.SimpleQueue()
             threading.Thread(target=self._run, args=(self._queues[stream],), daemon=True).start()
         return self._ids[stream]
@@ -173,7 +173,7 @@ class StreamDevice(HostDevice):
         deadline = time.monotonic() + PATIENCE
         while not ready():
             if self._closed.is_set() or time.monotonic() > deadline:
-                raise TimeoutError(f"rank {self.rank}: {what}")
+                raise TimeoutError(f"rank {self.mesh.rank}: {what}")
 
     # -- Queue of llmq.comm.staged --
 
@@ -334,7 +334,7 @@ class StreamDevice(HostDevice):
         if self.failure is not None:
             raise self.failure
         if not done.is_set():
-            raise TimeoutError(f"rank {self.rank}: stream {stream} hangs")
+            raise TimeoutError(f"rank {self.mesh.rank}: stream {stream} hangs")
 
     def close(self) -> None:
         self._closed.set()
