@@ -258,9 +258,15 @@ def result(*waits):
     return Result(loss=1.0, loss_1k=1.0, tokens=8, norm=1.0, lse_max=0.0, lse_mean=0.0, waits=waits)
 
 
+def device(index, rank=None, kind="cuda"):
+    """What sensors ask of a device; its rank is its index if none is given."""
+    mesh = SimpleNamespace(rank=index if rank is None else rank)
+    return SimpleNamespace(kind=kind, index=index, mesh=mesh)
+
+
 def test_what_a_run_reports(monkeypatch):
     nvml = fake_sensors(monkeypatch, FakeGpu(0), FakeGpu(1))
-    devices = [SimpleNamespace(kind="cuda", index=i, rank=i) for i in range(2)]
+    devices = [device(i) for i in range(2)]
     notes = Notes()
     sensing = Sensing(devices, World.of(2), notes, 2)
     try:
@@ -290,8 +296,8 @@ def test_what_a_run_reports(monkeypatch):
 def test_records_of_several_machines(monkeypatch):
     """Each process reads its own GPUs; the first one writes what all have found."""
     fake_sensors(monkeypatch, FakeGpu(0))
-    notes, device = Notes(), SimpleNamespace(kind="cuda", index=0, rank=1)
-    sensing = Sensing([device], World((1, 1), ("a", "b"), 1), notes, 1)
+    notes = Notes()
+    sensing = Sensing([device(0, rank=1)], World((1, 1), ("a", "b"), 1), notes, 1)
 
     class Both:
         count, index, machines = 2, 1, ("a", "b")
@@ -313,7 +319,7 @@ def test_records_of_several_machines(monkeypatch):
 
 
 def test_processes_of_one_machine_have_one_record_of_its_cpus(monkeypatch):
-    notes, devices = Notes(), [SimpleNamespace(kind="host", rank=0)]
+    notes, devices = Notes(), [device(0, kind="host")]
     read = HostUsage.read
     monkeypatch.setattr(HostUsage, "read", lambda self: read(self) | {"util": 30})
     sensing = Sensing(devices, World((1, 1, 1), ("a", "a", "b")), notes, 1)
@@ -349,7 +355,7 @@ def test_gpus_are_found_by_their_place(monkeypatch, capsys):
     nvml = fake_sensors(monkeypatch, *(FakeGpu(i, power=1000 * i) for i in range(4)))
     visible = [3, 1]
     monkeypatch.setattr("llmq.train.sensors.bus_id", lambda i: nvml.gpus[visible[i]].bus_id)
-    devices = [SimpleNamespace(kind="cuda", index=i, rank=i) for i in range(2)]
+    devices = [device(i) for i in range(2)]
     sensors = open_sensors(devices)
     sensors.close()
     assert [(r["id"], r["power"]) for r in sensors.take()] == [(0, 3000), (1, 1000)]
@@ -402,7 +408,7 @@ def test_without_nvml_there_is_one_warning(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlInit=fail))
     load_nvml.cache_clear()
     try:
-        sensors = open_sensors([SimpleNamespace(kind="cuda", index=i, rank=i) for i in range(2)])
+        sensors = open_sensors([device(i) for i in range(2)])
     finally:
         load_nvml.cache_clear()
     assert sensors.take() == [None, None]
