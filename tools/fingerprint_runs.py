@@ -279,7 +279,6 @@ qwen2 int8
 qwen3 int8 recompute_block accum32
 gpt2 int8
 llama int8 gpus=2 zero2 offload
-qwen2 fp8 gradient_dtype=bf16
 qwen2 fp8 fp8_fast_accumulation=none
 llama delayed fp8-head fp8_fast_accumulation=all
 gpt2 bf16 head_dtype=bf16 matmul_dtype=bf16 gradient_dtype=bf16
