@@ -394,6 +394,25 @@ def test_commands_call_their_implementation(stub, args, target, expected):
     assert expected in (None, (call.args, call.kwargs))
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("train", "--model: is missing: give the directory of a Hugging Face model, a repository"),
+        ("train --model gpt2", "add --from-scratch, or give openai-community/gpt2 with --download"),
+        ("train --eval-every 10", "--eval-every, did you mean --eval-every-n-steps?"),
+        ("train --step=10", "--step, did you mean --steps?"),
+        ("eval x --task hellaswag", "a kind, and no file: `llmq data hellaswag` fetches data/hell"),
+        ("eval x --task arc_easy", "data set allenai/ai2_arc of the hub, and give it as --task"),
+        ("tokenize a.txt --out x", "--tokenizer: is missing: give the directory of the model that"),
+    ],
+)
+def test_what_is_missing_or_meant_is_said(args, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert _run(args.split()) == 2
+    out, err = capsys.readouterr()
+    assert said in err and (out, err.count("\n")) == ("", 1)
+
+
 def test_tokenize_has_the_defaults_of_its_implementation():
     def defaults(function):
         return {name: p.default for name, p in inspect.signature(function).parameters.items()}
@@ -404,6 +423,7 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         "split",
         "field",
         "download",
+        "tokenizer",
     ):  # of what may be given several times, or not at all
         del command[made]
     assert command == {name: real[name] for name in command}

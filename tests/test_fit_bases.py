@@ -88,7 +88,9 @@ def test_the_command_for_the_largest_model(monkeypatch, capsys):
     assert _run(["plan", "--largest", *fixed, "--card=4090", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["model"] == "gpt2-124m" and record["parameters"] == 124439808
-    assert {"--model=gpt2-124m", "--base-dtype=nf4"} < {*record["found"][0]["command"]}
+    command = {*record["found"][0]["command"]}
+    assert {"--model=openai-community/gpt2", "--download", "--base-dtype=nf4"} < command
+    assert "--from-scratch" not in command, "adapters of random weights are refused"
     for flags, message in (
         (["--model=gpt2", "--card=4090"], "--largest: chooses the model, leave out --model"),
         (["--num-layers=2", "--card=4090"], "--largest: chooses the model, leave out --num-layers"),

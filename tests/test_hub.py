@@ -185,7 +185,7 @@ def test_what_cannot_be_fetched(hub, monkeypatch, capsys):
     with pytest.raises(ConfigError, match=rf"^--download: {ID}: .* what is complete stays"):
         model_of_run(of(download=True))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ConfigError, match=r"^--download needs huggingface_hub: pip install 'llmq"):
+    with pytest.raises(ConfigError, match=r"^--download needs huggingface_hub: pip install hugg"):
         model_of_run(of(download=True))
     capsys.readouterr()
     model_of_run(of(model="tiny", from_scratch=True, download=True))

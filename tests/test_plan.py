@@ -176,6 +176,15 @@ def test_command_prints_a_table(capsys):
     assert out.endswith("give --gpu-memory\n")
 
 
+def test_a_preset_is_planned_as_the_trained_model_that_train_takes(capsys):
+    """With its own vocabulary; the printed command has what `train` needs to load it."""
+    assert _run(["plan", "--model=Qwen2.5-7B", "--gpu-memory=70GiB"]) == 2
+    out, err = capsys.readouterr()
+    assert "  Parameters:      7,615,616,512\n" in out
+    assert "\n  llmq train --model=Qwen/Qwen2.5-7B --download " in err
+    assert _run(["plan", "--model=tiny"]) == 0  # which nobody has trained
+
+
 @pytest.mark.parametrize(
     ("args", "fits", "limit"),
     [

@@ -7,7 +7,7 @@ import pytest
 
 from llmq.arch import ARCHITECTURES
 from llmq.base.errors import ConfigError
-from llmq.options.presets import PRESETS, model_warnings, preset, resolve_model
+from llmq.options.presets import PRESETS, model_warnings, preset, released, resolve_model
 from llmq.state.params import parameter_count
 
 QWEN25, QWEN3 = preset("qwen2.5-0.5b").to_hf(), preset("qwen3-0.6b").to_hf()
@@ -56,6 +56,16 @@ def test_presets_have_the_size_of_the_released_models(name, parameters):
         # Released with 152064 ids; the preset has 151936, as llm.q's has.
         parameters -= 2 * (152064 - 151936) * model.hidden_size
     assert parameter_count(model) == parameters
+
+
+def test_released_models_have_their_own_size():
+    """Also where a preset has llm.q's vocabulary; by the preset's name and by the repository's."""
+    for name, parameters in PARAMETERS.items():
+        repository, model = released(name)
+        assert parameter_count(model) == parameters, name
+        assert released(repository) == (repository, model)
+    assert released("Qwen2.5-7B")[0] == "Qwen/Qwen2.5-7B"
+    assert released("tiny") is None and released("someone/else") is None
 
 
 def test_tiny_presets_are_tiny():

@@ -107,7 +107,7 @@ def _library() -> Any:
         import huggingface_hub
     except ImportError as error:
         raise ConfigError(
-            "--download needs huggingface_hub: pip install 'llmq-train[hub]'"
+            "--download needs huggingface_hub: pip install huggingface_hub"
         ) from error
     return huggingface_hub
 

@@ -19,6 +19,7 @@ from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands import (
     bench,
     check,
+    data,
     demo,
     export,
     merge,
@@ -74,6 +75,7 @@ app.command(cls=TrainCommand)(plan.plan)
 app.command(cls=TrainCommand)(verify.verify)
 app.command(cls=Command)(tokenize.tokenize)
 app.command(cls=Command)(train_tokenizer.train_tokenizer)
+app.command(cls=Command)(data.data)
 app.command(cls=Command)(show.show)
 app.command(cls=Command)(check.check)
 app.command(cls=Command)(demo.demo)

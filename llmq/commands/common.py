@@ -177,16 +177,18 @@ def load_run(
     *,
     trains: bool = False,
     weights: bool = True,
+    plans: bool = False,
     defaults: dict[str, Any] | None = None,
 ) -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
     """Options and model of a run, checked, and the fields that the user has set; prints warnings.
 
     trains: on the token files, so that their ids have to be in the vocabulary. weights: of --model,
-    which a plan does not read. defaults: by field, other ones. With --continue, options that were
-    not given are those of the checkpoint. All processes call it.
+    which --dry-run does not read. plans: nor a plan, where a preset's name means the trained model.
+    defaults: by field, other ones. With --continue, options that were not given are those of the
+    checkpoint. All processes call it.
     """
     # They load NumPy, which --help does without.
-    from llmq.train.model_of_run import model_of_run, vocabulary_line
+    from llmq.train.model_of_run import model_of_run, planned_model, vocabulary_line
     from llmq.train.origin import with_adapter
 
     them = processes()
@@ -199,7 +201,10 @@ def load_run(
 
     def load() -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
         config = config_of(layers, inherited)
-        model, model_dir = model_of_run(config, weights=weights)
+        if plans:
+            config, model, model_dir = planned_model(config)
+        else:
+            model, model_dir = model_of_run(config, weights=weights)
         config = with_adapter(config, model).validate_with(model)
         idle = RULES.idle(config) + RULES.idle(config, model=model)
         line = vocabulary_line(config, model, trains=trains)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import typer
 
@@ -13,10 +14,23 @@ from llmq.commands.common import TrainCommand
 UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
+def _meant(error: Any) -> str | None:
+    """Which options one that is not there may stand for: those that begin so, if there are any.
+
+    The parser's own guess goes by letters alone, and takes --eval-every for --eval-seed.
+    """
+    name = getattr(error, "option_name", None)
+    if name is None or not hasattr(error, "possibilities"):
+        return None
+    known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
+    begun = sorted(flag for flag in known if flag.startswith(name))
+    return begun and f"No such option: {name}, did you mean {' or '.join(begun)}?"
+
+
 def one_line(error: BaseException) -> str:
     """What the user needs to know of an error."""
     if isinstance(error, UsageError):
-        text = error.format_message()
+        text = _meant(error) or error.format_message()
         if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
             text += " Put a pattern such as 'data/train*.bin' in quotes."
     elif isinstance(error, MemoryError):

@@ -96,7 +96,7 @@ def plan(
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
     any_model = {"model": next(iter(PRESETS)), "from_scratch": True} if largest else None
-    config, model, _, fields = load_run(given, config_file, weights=False, defaults=any_model)
+    config, model, _, fields = load_run(given, config_file, plans=True, defaults=any_model)
     sizes = {
         "gpu_memory": size_of("--gpu-memory", gpu_memory),
         "host_memory": size_of("--host-memory", host_memory),

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from llmq.base.errors import ConfigError
 from llmq.base.signals import ending_children
 from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
 
 Tokenizer = Annotated[
-    str, typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache.")
+    str | None,
+    typer.Option(help="bytes, a folder with tokenizer.json, or a repository in the cache."),
 ]
 SpecialTokens = Annotated[
     str, typer.Option(help="auto: those that transformers adds to a text (BOS, EOS); none.")
@@ -33,9 +35,9 @@ SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents tha
 
 
 def tokenize(
-    tokenizer: Tokenizer,
     out: Annotated[Path, typer.Option(help="Directory of the token files.")],
     inputs: Inputs = None,
+    tokenizer: Tokenizer = None,
     dataset: Dataset = None,
     split: Split = None,
     field: Field = None,
@@ -61,6 +63,12 @@ def tokenize(
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
 
+    if tokenizer is None:
+        raise ConfigError(
+            "--tokenizer: is missing: give the directory of the model that you will train, its "
+            "repository on the hub with --download, such as Qwen/Qwen2.5-0.5B, or bytes for a "
+            "small model of your own"
+        )
     with ending_children():
         summary = tokenize(
             inputs or [],

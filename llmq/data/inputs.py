@@ -266,9 +266,7 @@ class HubDataset:
         try:
             import datasets
         except ImportError as error:
-            raise DataError(
-                "--dataset needs the library datasets: pip install 'llmq-train[hub]'"
-            ) from error
+            raise DataError("--dataset needs the library datasets: pip install datasets") from error
         return self._or_error(lambda: datasets.load_dataset_builder(self.name, self.config))
 
     def _or_error(self, function: Any) -> Any:

@@ -203,22 +203,52 @@ def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
 class Kind(NamedTuple):
     """A published shape of records.
 
-    fields: they identify it. normalized: whether acc_norm makes sense.
+    fields: they identify it. normalized: whether acc_norm makes sense. source: how to get a file.
     """
 
     fields: frozenset[str]
     read: Callable[[Record], tuple[tuple[Answer, ...], int]]
     normalized: bool
+    source: str
+
+
+def _hub(kind: str, repository: str) -> str:
+    return (
+        f"take the Parquet file with answers from the data set {repository} of the hub, and give "
+        f"it as --task {kind}=FILE"
+    )
 
 
 KINDS = {
-    "hellaswag": Kind(frozenset(["ctx_a", "ctx_b", "endings", "activity_label"]), _hellaswag, True),
-    "openbookqa": Kind(frozenset(["question_stem", "choices", "answerKey"]), _openbookqa, True),
-    "arc": Kind(frozenset(["question", "choices", "answerKey"]), _arc, True),
-    "piqa": Kind(frozenset(["goal", "sol1", "sol2"]), _piqa, True),
-    "winogrande": Kind(frozenset(["sentence", "option1", "option2"]), _winogrande, False),
-    "boolq": Kind(frozenset(["passage", "question"]), _boolq, False),
-    "mmlu": Kind(frozenset(["question", "choices", "answer"]), _mmlu, False),
+    "hellaswag": Kind(
+        frozenset(["ctx_a", "ctx_b", "endings", "activity_label"]),
+        _hellaswag,
+        True,
+        "`llmq data hellaswag` fetches data/hellaswag.jsonl",
+    ),
+    "openbookqa": Kind(
+        frozenset(["question_stem", "choices", "answerKey"]),
+        _openbookqa,
+        True,
+        _hub("openbookqa", "allenai/openbookqa"),
+    ),
+    "arc": Kind(
+        frozenset(["question", "choices", "answerKey"]),
+        _arc,
+        True,
+        _hub("arc", "allenai/ai2_arc"),
+    ),
+    "piqa": Kind(frozenset(["goal", "sol1", "sol2"]), _piqa, True, _hub("piqa", "ybisk/piqa")),
+    "winogrande": Kind(
+        frozenset(["sentence", "option1", "option2"]),
+        _winogrande,
+        False,
+        _hub("winogrande", "allenai/winogrande"),
+    ),
+    "boolq": Kind(frozenset(["passage", "question"]), _boolq, False, _hub("boolq", "google/boolq")),
+    "mmlu": Kind(
+        frozenset(["question", "choices", "answer"]), _mmlu, False, _hub("mmlu", "cais/mmlu")
+    ),
 }
 TEXT = "text"
 TEXT_METRICS = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -278,6 +308,9 @@ def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> 
 
 def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
     if not path.is_file():
+        named = KINDS.get(_SPELLINGS.get(path.name, path.name))
+        if named is not None:
+            raise DataError(f"task '{path}' is a kind, and no file: {named.source}")
         raise DataError(f"task file '{path}' is not there")
     items: list[Question] | list[Text] = []
     try:

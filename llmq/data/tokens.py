@@ -32,6 +32,7 @@ from llmq.base.files import check_readable, disk_errors, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, write_checksums
 from llmq.data.document_file import DocumentWriter, documents_path, partial_path
 from llmq.data.patterns import find_token_files
+from llmq.data.public_sets import maker
 
 
 def mask_path(token_file: Path) -> Path:
@@ -121,9 +122,11 @@ def open_token_files(
     for pattern in patterns:
         found = find_token_files(pattern)
         if not found:
+            made = maker(str(pattern))
+            way = "`llmq tokenize` writes such files" if made is None else f"`{made}` makes this"
             raise DataError(
                 f"no token file matches '{pattern}': give a .bin file or a quoted pattern such as "
-                "'data/train*.bin'; `llmq tokenize` writes such files"
+                f"'data/train*.bin'; {way}"
             )
         paths.update(found)
     files = [TokenFile(path) for path in sorted(paths, key=os.fsencode)]

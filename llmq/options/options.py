@@ -134,7 +134,7 @@ class TrainConfig:
 
     train_file: tuple[str, ...] = option(
         _DATA,
-        (f"{SHAKESPEARE}/train.bin",),
+        (f"{SHAKESPEARE}/train*.bin",),
         "Training token files, a glob pattern; may be given several times, also with weights: "
         "a.bin:0.7 b.bin:0.3",
     )

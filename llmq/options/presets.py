@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,42 @@ PRESETS: dict[str, ModelConfig] = dict(_presets())
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
+_OWNERS = {"Qwen2.5": "Qwen/", "Qwen3": "Qwen/", "gemma-3": "google/"}
+RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
+RELEASED |= {
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-13b": "meta-llama/Llama-2-13b-hf",
+    "llama-3-1b": "meta-llama/Llama-3.2-1B",
+    "llama-3-3b": "meta-llama/Llama-3.2-3B",
+    "llama-3-8b": "meta-llama/Llama-3.1-8B",
+    "gpt2-124m": "openai-community/gpt2",
+    "gpt2-355m": "openai-community/gpt2-medium",
+    "gpt2-774m": "openai-community/gpt2-large",
+    "gpt2-1558m": "openai-community/gpt2-xl",
+    "Phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
+    "OLMo-2-1B": "allenai/OLMo-2-0425-1B",
+    "OLMo-2-7B": "allenai/OLMo-2-1124-7B",
+    "OLMo-2-13B": "allenai/OLMo-2-1124-13B",
+    "OLMo-2-32B": "allenai/OLMo-2-0325-32B",
+}
+RELEASED |= {name: f"{RELEASED[name]}-pt" for name in _GEMMA3_LARGE | {"gemma-3-1b": None}}
+"""The repository of the hub that holds the trained weights of a preset's sizes."""
+
+
+def released(name: str) -> tuple[str, ModelConfig] | None:
+    """Repository and sizes of the trained model that a preset or a repository's name means.
+
+    None for other names, and for presets that nobody has trained. Nothing is read.
+    """
+    known = _BY_LOWER_NAME.get(name.lower())
+    canonical = next((n for n, repository in RELEASED.items() if repository == name), known)
+    if canonical not in RELEASED:
+        return None
+    model = PRESETS[canonical]
+    if canonical in _QWEN25 and not model.tied_embeddings:
+        model = replace(model, vocab_size=152064)
+    return RELEASED[canonical], model
+
 
 def preset(name: str) -> ModelConfig:
     """The preset of this name in any case. Raises ConfigError with the closest names."""
@@ -184,7 +221,9 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
     if from_scratch:
         return preset(name), None
     if is_preset(name):
-        raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch")
+        trained = released(name)
+        way = "" if trained is None else f", or give {trained[0]} with --download"
+        raise ConfigError(f"--model: {name} is a preset without weights, add --from-scratch{way}")
     where = f"--model: {name!r} is not a directory and not a repository in the cache {hub_cache()}"
     if name.count("/") == 1 and name[0] not in "./~":
         raise ConfigError(f"{where}: add --download to fetch it from the hub")
@@ -201,6 +240,11 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
     try:
         content = read_json(path)
     except FileNotFoundError:
+        if directory == Path():  # the default
+            raise ConfigError(
+                "--model: is missing: give the directory of a Hugging Face model, a repository of "
+                "the hub with --download, or a preset with --from-scratch, such as tiny"
+            ) from None
         if (directory / "adapter_config.json").is_file():
             raise ConfigError(
                 f"--model: '{directory}' holds adapters: give the model they are of, and these as "

@@ -111,9 +111,9 @@ IMPLIED = (
     # The default validation files are of the default training data.
     default(
         "eval_file",
-        lambda o: f"{SHAKESPEARE}/eval.bin",
-        lambda v, o: o.train_file == (f"{SHAKESPEARE}/train.bin",),
-        help="if not given: eval.bin beside the default --train-file, split with others",
+        lambda o: f"{SHAKESPEARE}/eval*.bin",
+        lambda v, o: o.train_file == (f"{SHAKESPEARE}/train*.bin",),
+        help="if not given: eval*.bin beside the default --train-file, split with others",
     ),
     default("eval_file", lambda o: SPLIT),
     default(

@@ -11,7 +11,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError
 from llmq.options.options import TrainConfig
-from llmq.options.presets import PRESETS
+from llmq.options.presets import PRESETS, released
 from llmq.options.sizes import SIZES
 from llmq.plan.fit import Fit
 from llmq.plan.fit_bases import fits_of
@@ -83,8 +83,12 @@ def _fits_by_size(
         model = PRESETS[name]
         if name.startswith(_TOYS):
             continue
+        own = replace(config, model=name)
+        if config.has_adapters:  # which need trained weights
+            repository, model = released(name)
+            own = replace(own, model=repository, download=True, from_scratch=False)
         try:
-            own = replace(config, model=name).validate_with(model)
+            own.validate_with(model)
         except ConfigError:
             continue
         where = target(model)

@@ -110,7 +110,7 @@ def _library(flag: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"--{flag}: {error}: pip install 'llmq-train[{flag}]'") from error
+        raise ConfigError(f"--{flag}: {error}: pip install {flag}") from error
 
 
 class TensorBoard:

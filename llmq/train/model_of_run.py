@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
@@ -11,7 +12,7 @@ from llmq.checkpoint import hub
 from llmq.data.tokens import open_token_files
 from llmq.options.option_types import AUTO
 from llmq.options.options import TrainConfig
-from llmq.options.presets import find_directory, is_preset, resolve_model
+from llmq.options.presets import find_directory, is_preset, released, resolve_model
 from llmq.options.sizes import given_sizes, resized
 
 MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
@@ -29,6 +30,21 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
     if given.get("vocab_size") == AUTO:
         given["vocab_size"] = _vocab_size_of_data(config)
     return resized(model, given), model_dir
+
+
+def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
+    """As model_of_run for a plan, where a preset's name means the trained model of its sizes.
+
+    Returns the options of the run that it is a plan of, too: their --model can be trained.
+    """
+    unread = config.from_scratch or config.download or find_directory(config.model) is not None
+    trained = None if unread else released(config.model)
+    if trained is not None:
+        repository, model = trained
+        return replace(config, model=repository, download=True), model, None
+    if not unread and is_preset(config.model):  # nobody has trained it
+        config = replace(config, from_scratch=True)
+    return config, *model_of_run(config, weights=False)
 
 
 def _download(config: TrainConfig, weights: bool) -> None:

@@ -1,0 +1,112 @@
+"""Small public data that `llmq data` fetches: where each lies, and what its bytes are.
+
+A file is that of one commit, and is known by the hash that git has of it: another content, on the
+way or in the place that it comes from, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from llmq.base.errors import ConfigError
+from llmq.base.files import disk_errors, make_directory, replacing
+
+ENDPOINT = "https://raw.githubusercontent.com"  # LLMQ_DATA_ENDPOINT names another one
+FOLDER = Path("data")
+
+
+@dataclass(frozen=True, slots=True)
+class PublicSet:
+    """repository, commit, path: of the file. blob: git's hash of it. task: of `llmq eval`; else it
+    is text or conversations, for token files. about: what it is, and its license."""
+
+    repository: str
+    commit: str
+    path: str
+    blob: str
+    about: str
+    task: bool = False
+
+
+SETS = {
+    "tiny-shakespeare": PublicSet(
+        "karpathy/char-rnn",
+        "6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e",
+        "data/tinyshakespeare/input.txt",
+        "7dcb3a2d4cc3b48b6283dd46870bfeb78f88aac9",
+        "1.1 MB of plays in verse; in the public domain",
+    ),
+    "alpaca": PublicSet(
+        "tatsu-lab/stanford_alpaca",
+        "761dc5bfbdeeffa89b8bff5d038781a4055f796a",
+        "alpaca_data.json",
+        "3779ddbc040543ab1834ef216c983d6fcc06cc9a",
+        "23 MB, 52,002 instructions with answers of GPT-3; CC BY-NC 4.0",
+    ),
+    "hellaswag": PublicSet(
+        "rowanz/hellaswag",
+        "a29ff8e9a04bba4bd6588223785ce105328adc57",
+        "data/hellaswag_val.jsonl",
+        "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
+        "12 MB, 10,042 questions for `llmq eval`; MIT",
+        task=True,
+    ),
+}
+"""By the name that `llmq data` takes."""
+
+
+def public_set(name: str) -> PublicSet:
+    """The set of this name. ConfigError lists them."""
+    if name not in SETS:
+        known = [f"  {each}: {found.about}" for each, found in SETS.items()]
+        raise ConfigError(f"no public data are called '{name}'; there are", known)
+    return SETS[name]
+
+
+def maker(pattern: str) -> str | None:
+    """The command that makes token files of this pattern, where it is of such a set."""
+    within = PurePosixPath(pattern).parent.name
+    return next((f"llmq data {name}" for name in SETS if within == f"{name}-qwen"), None)
+
+
+def file_of(name: str) -> Path:
+    """Where the file of a set is kept."""
+    return FOLDER / f"{name}{PurePosixPath(SETS[name].path).suffix}"
+
+
+def fetch(name: str) -> Path:
+    """See that the file of a set is there, and return where.
+
+    ConfigError where it cannot be had, or has another content than was published.
+    """
+    wanted, file = SETS[name], file_of(name)
+    if file.is_file() and blob_hash(file.read_bytes()) == wanted.blob:
+        return file
+    endpoint = os.environ.get("LLMQ_DATA_ENDPOINT", ENDPOINT).rstrip("/")
+    url = "/".join([endpoint, wanted.repository, wanted.commit, wanted.path])
+    print(f"Downloading {url}", file=sys.stderr, flush=True)
+    try:
+        with urllib.request.urlopen(url, timeout=60) as source:
+            content = source.read()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot fetch {url}: {getattr(error, 'reason', error)}; without a network, put the "
+            f"file to '{file}'"
+        ) from error
+    if blob_hash(content) != wanted.blob:
+        raise ConfigError(f"{url} is not the file that was published: it is not kept")
+    with disk_errors(file):
+        make_directory(file.parent)
+    with replacing(file) as opened:
+        opened.write(content)
+    return file
+
+
+def blob_hash(content: bytes) -> str:
+    """What git calls a file of this content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
