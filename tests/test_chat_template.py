@@ -209,7 +209,7 @@ def test_variables_of_a_record(tokenizers):
 def test_messages_that_are_not_trained(tokenizers):
     parts = TRAINED["chatml"]
     messages = [dict(message) for message in TURNS]
-    messages[1]["weight"], messages[3]["train"] = 0, False
+    messages[1]["weight"], messages[3]["training"] = "0", False
     for name in ("chatml", "chatml marked"):
         expected = parts[2:] if name == "chatml" else [parts[2].strip("\n")]
         assert trained_parts(tokenizers, name, messages) == expected
@@ -254,6 +254,82 @@ def test_lists_of_texts(tokenizers):
         assert got == trained_parts(tokenizers, name, plain, "all")
 
 
+IDEFICS = """\
+{% for m in messages %}{{ m['role'].capitalize() }}
+{%- if m['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in m['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% endif %}
+{%- endfor %}<end_of_utterance>
+{% endfor %}
+{%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+SEVERAL = [{"type": "text", "text": t} for t in ("the ", "cat")]
+
+
+def test_templates_of_parts_get_parts(tmp_path):
+    """Idefics3's writes a text as nothing, and a template of texts the list as Python has it."""
+    folder = write_chat_tokenizer(tmp_path / "t", IDEFICS)
+    template = load_chat_template(HfTokenizer(folder))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    parts = [user(SEVERAL), assistant([{"type": "text", "text": "mat"}])]
+    for messages in (parts, [user("the cat"), assistant("mat")]):
+        ((text, spans),) = Chat(template, "assistant").texts(Conversation(messages))
+        assert text == theirs.apply_chat_template(parts, tokenize=False)
+        assert text == "User: the cat<end_of_utterance>\nAssistant: mat<end_of_utterance>\n"
+        assert [text[a:b] for a, b in spans] == [" mat<end_of_utterance>\n"]
+    # Here the user's contents are texts or parts, which differ, and the assistant's are texts.
+    source = """\
+{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + ';' }}
+{%- elif m.content is string %}{{ m.content + ';' }}
+{%- else %}{% for part in m.content %}{{ '<' + part.text + '>' }}{% endfor %}{% endif %}
+{%- endfor %}"""
+    template = ChatTemplate({"default": source}, {}, "'t'")
+    assert template.render(parts).text == "<the ><cat>mat;"
+
+
+def test_messages_of_which_no_word_is_written_are_refused():
+    source = CHATML.replace("messages %}", "messages if m.role != 'tool' %}", 1)
+    chat = Chat(ChatTemplate({"default": source}, {}, "'t'"), "assistant")
+    with pytest.raises(DataError) as error:
+        chat.texts(Conversation([*SHORT, tool("zero"), assistant("one")]))
+    assert str(error.value) == (
+        "message 3 (tool) is lost: the chat template of 't' writes no word of it"
+    )
+    assert chat.texts(Conversation([*SHORT, tool("\n"), assistant("cat")]))
+
+
+GPT_OSS = """\
+{% for m in messages %}{{ '<|start|>' + m.role }}
+{%- if m.role == 'assistant' %}{{ '<|channel|>final' }}{% endif %}
+{{- '<|message|>' + m.content }}
+{%- if loop.last and m.role == 'assistant' and not add_generation_prompt %}{{ '<|return|>' }}
+{%- else %}{{ '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+METHARME = """\
+{% for m in messages %}
+{{- ('<|model|>' if m.role == 'assistant' else '<|user|>') + m.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|model|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "parts", "said"),
+    [
+        (GPT_OSS, ["<|channel|>final<|message|>a<|end|>", "<|channel|>final<|message|>b<|return|>"],
+         "the last turn with '<|return|>' and those before it with '<|end|>', and so they"),
+        (METHARME, ["a", "b</s>"], "the last turn with '</s>' and those before it with 'nothing'"),
+        (TEMPLATES["phi-3"], ["a<|end|>\n", "b<|end|>\n</s>"], None),
+        (CHATML, ["a<|im_end|>\n", "b<|im_end|>\n"], None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("eos", ["</s>", "<|return|>"])
+def test_ends_of_earlier_turns(source, parts, said, eos):
+    """They are trained, and it is said where they are others than the last one's."""
+    chat = Chat(ChatTemplate({"default": source}, {"eos_token": eos}, "'t'"), "assistant")
+    talk = [user("p"), assistant("a"), user("q"), assistant("b")]
+    ((text, spans),) = chat.texts(Conversation(talk))
+    assert [text[a:b] for a, b in spans] == [part.replace("</s>", eos) for part in parts]
+    assert [said.replace("</s>", eos) in text for text in chat.warnings()] == [True] * bool(said)
+    assert Chat(chat.template, "each").warnings() == []
+
+
 @pytest.mark.parametrize(
     ("name", "messages", "message"),
     [
@@ -274,7 +350,7 @@ def test_bad_conversations(tokenizers, name, messages, message):
 
 
 def test_a_role_that_only_the_template_knows(tmp_path):
-    source = CHATML.replace("m.content", "(m.content if m.role != 'critic' else 'hm')")
+    source = CHATML.replace("m.content", "(m.content if m.role != 'critic' else m.content * 2)")
     tokenizer = HfTokenizer(write_chat_tokenizer(tmp_path / "t", source))
     messages = [user("a"), {"role": "critic", "content": "b"}, assistant("c")]
     ((text, spans),) = Chat(load_chat_template(tokenizer), "assistant").texts(

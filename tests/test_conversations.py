@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import itertools
@@ -16,7 +17,7 @@ import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.chat_template import load_chat_template
-from llmq.data.conversations import parse_conversation
+from llmq.data.conversations import FLAGS, is_trained, parse_conversation
 from llmq.data.document_index import DocumentIndex
 from llmq.data.inputs import HubDataset
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -169,6 +170,37 @@ def test_control_tokens_in_messages_are_warned_of(tmp_path, chat_tokenizer, monk
     assert run(path, **how).warnings == expected  # nothing to do any more
 
 
+def test_every_way_to_say_that_a_message_is_not_trained(tmp_path, chatml):
+    """Also of a call, which has a role of its own."""
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    for name, no, yes in itertools.product(FLAGS, (0, False, "0", "false", 0.0), (1, True, "1")):
+        talk = [{"from": "human", "value": "q"}, call | {name: no}, {"from": "gpt", "value": "a"}]
+        parsed = parse_conversation({"conversations": talk}, "conversations").messages
+        assert [is_trained(m, 1) for m in parsed] == [None, False, None]
+        assert is_trained(assistant("a", **{name: yes}), 1) is True
+    talks = [
+        [user("q"), assistant("a", loss=False), user("p"), assistant("b", train=1)],
+        [user("q", weight=1), assistant("a", emotion="glad", id=3)],
+    ]
+    path = write_records(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
+    summary = run(path, out=tmp_path / "out", chat_template=chatml)
+    assert [parts for _, parts in read(tmp_path / "out")] == [["b<|im_end|>\n"], ["a<|im_end|>\n"]]
+    lost = "in a message, which neither llmq nor the template reads"
+    assert summary.warnings == [
+        f"1 conversations {note}; the first: {path}:2"
+        for note in (
+            f"have the field 'emotion' {lost}",
+            f"have the field 'id' {lost}",
+            "ask to train a message of the role user: only the assistant's are trained",
+        )
+    ]
+    summary = run(path, out=tmp_path / "all", chat_template=chatml, train_on="all")
+    assert (
+        "1 conversations ask not to train a message: --train-on all trains every token; the f"
+        in ("".join(summary.warnings))
+    )
+
+
 def test_tools(tmp_path):
     """As objects, or as JSON; calls of the other format."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | tojson if "
@@ -202,6 +234,9 @@ def test_every_kind_of_file(tmp_path, chatml):
     (folder / "b.json").write_text(json.dumps(records, indent=1))
     table = pyarrow.Table.from_pylist(records)
     parquet.write_table(table, folder / "c.parquet", row_group_size=3)
+    with open(folder / "e.csv", "w", newline="") as file:
+        rows = [["messages"], *([json.dumps(record["messages"])] for record in records)]
+        csv.writer(file).writerows(rows)
     (folder / "README.txt").write_text("not a conversation")
     write_jsonl(folder / "d.jsonl", ["nor this"])
     source = CHATML.replace("m.content", "m.content ~ (m.tool_calls | tojson if m.tool_calls)")
@@ -209,7 +244,7 @@ def test_every_kind_of_file(tmp_path, chatml):
     how = {"format": "messages", "chat_template": str(tmp_path / "t.jinja")}
     summary = run(folder, out=tmp_path / "out", **how)
     found = read(tmp_path / "out")
-    assert len(found) == 21 and found[:7] == found[7:14] == found[14:]
+    assert len(found) == 28 and found[:7] == found[7:14] == found[14:21] == found[21:]
     assert "null" not in found[17][0] and "Zürich" in found[17][0]
     left_out = "2 files in folders hold no conversations of the format messages: left out, the "
     assert summary.warnings == [f"{left_out}first is '{folder / 'README.txt'}'"]
@@ -373,8 +408,12 @@ def test_counts_of_long_documents(tmp_path, chatml):
         ({"messages": QA, "tools": "[{"}, "field 'tools' is a text that is no JSON: "),
         ({"messages": QA, "tools": {}}, "field 'tools' is a dict, not a list"),
         ({"messages": [user("boom"), *QA]}, "t.jinja' says: no such luck"),
+        ({"messages": [user("a"), assistant("b", weight=0.5)]},
+         "message 2: 'weight' is 0.5: a message is trained (1, true) or not "),
+        ({"messages": [user("a"), assistant("b", weight=0, loss=True)]},
+         "message 2: weight and loss contradict each other"),
     ],
-)
+)  # fmt: skip
 def test_bad_records(tmp_path, record, message, capsys):
     """One line, which says where; nothing is left behind."""
     source = (
@@ -413,7 +452,7 @@ def test_files_that_hold_no_conversations(tmp_path, chatml):
     (tmp_path / "a.txt").write_text("x")
     write_jsonl(tmp_path / "b.jsonl", ["x"])
     for name, message in (
-        ("a.txt", "is a text: conversations are read of JSON lines, JSON, Parquet"),
+        ("a.txt", "is a text: conversations are read of JSON lines, JSON and tables"),
         ("b.jsonl", "no field 'prompt', 'completion': with --format prompt"),
         ("", "no file has records of --format prompt"),
     ):

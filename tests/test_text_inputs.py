@@ -3,6 +3,7 @@ of the hub. No network: a data set here is a folder."""
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -89,6 +90,73 @@ def test_templates_of_every_kind_of_record(tmp_path):
         run(tmp_path / "x.json", out=tmp_path / "out", field="a")
     with pytest.raises(DataError, match="made with other template"):
         run(tmp_path / "x.json", out=tmp_path / "out", template="{a}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Tables that are texts, and HTML
+
+CSV = 'title;text\r\nT;"one, ""1""\ntwo; 2"\r\n\r\nU;\r\n漢;three\r\n'
+
+
+def test_csv_and_tsv_are_read_by_columns(tmp_path):
+    """Quotes, line ends in fields, a byte order mark; empty texts are no documents."""
+    expected = ['one, "1"\ntwo; 2', "three"]
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + CSV.encode())
+    (tmp_path / "b.tsv.gz").write_bytes(
+        gzip.compress(CSV.replace(";", "\t").replace("two\t", "two;").encode())
+    )
+    for name in ("a.csv", "b.tsv.gz"):
+        run(tmp_path / name, out=tmp_path / name[0])
+        assert ids(tmp_path / name[0]) == encoded(*expected)
+    how = {"template": "{title}: {text}", "out": tmp_path / "t"}
+    run(tmp_path / "a.csv", **how)
+    assert ids(tmp_path / "t") == encoded("T: " + expected[0], "U: ", "漢: three")
+    with pytest.raises(DataError, match=r"a\.csv': no field 'body': use --field with one of title"):
+        run(tmp_path / "a.csv", out=tmp_path / "out", field="body")
+    for content, said in (
+        ("text\na,b\n", "x.csv: row 1: 2 fields instead of 1, as the first line"),
+        ("text,text\n1,2\n", "x.csv': its first line names a column twice"),
+        ('text\n"a\n', "x.csv' is not readable as a table: "),
+        (b"text\n\xff\n", "x.csv' is not UTF-8 text: convert it"),
+    ):
+        raw = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / "x.csv").write_bytes(raw)
+        with pytest.raises(DataError, match=said):
+            run(tmp_path / "x.csv", out=tmp_path / "out")
+
+
+def test_an_interrupted_table_goes_on(tmp_path, monkeypatch):
+    texts = documents(9)
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["text"], *([text] for text in texts)])
+    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
+    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+    update, left = llmq.data.tokenize._Report.update, 2
+
+    def interrupt(report, *args):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        update(report, *args)
+
+    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a.csv", out=tmp_path / "out")
+    assert run(tmp_path / "a.csv", out=tmp_path / "out").was_resumed
+    assert ids(tmp_path / "out") == encoded(*texts)
+
+
+def test_html_is_no_text(tmp_path):
+    (tmp_path / "in").mkdir()
+    page = tmp_path / "in" / "a.HTML"
+    page.write_text("<p>one</p>")
+    with pytest.raises(DataError, match=r"a\.HTML' is HTML, whose tags would be trained: write"):
+        run(page, out=tmp_path / "out")
+    (tmp_path / "in" / "b.txt").write_text("two")
+    summary = run(tmp_path / "in", out=tmp_path / "out")
+    assert ids(tmp_path / "out") == encoded("two")
+    assert summary.warnings == ["1 files in folders are not text: left out"]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

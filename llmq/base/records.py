@@ -1,11 +1,13 @@
-"""The records of JSON lines, of JSON arrays and of Parquet, one after the other, from any place on.
+"""The records of JSON lines, JSON arrays, Parquet, CSV and TSV, in order, from any place on.
 
 JSON is not parsed here: where a record ends is all that has to be known.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,16 +17,17 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from llmq.base.errors import DataError
 from llmq.base.unpack import READ_BYTES, skip, unpack
 
+TABLES = ("parquet", "csv", "tsv")  # layouts that name their columns once
 BATCH_ROWS = 1024  # rows of Parquet that are read at once
-_JSON_NAME = re.compile(r".*\.(jsonl|ndjson|json)(\.gz|\.zst)?")
+_NAME = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv)(\.gz|\.zst)?")
 
 
 def layout_of_name(name: str) -> str | None:
-    """ "jsonl", "json" or "parquet", by the name of a file; None for any other one."""
+    """ "jsonl", "json", "csv", "tsv" or "parquet", by a file's name; None for any other one."""
     if name.lower().endswith((".parquet", ".pq")):
         return "parquet"
-    found = _JSON_NAME.fullmatch(name.lower())
-    return found and ("json" if found[1] == "json" else "jsonl")
+    found = _NAME.fullmatch(name.lower())
+    return found and {"ndjson": "jsonl"}.get(found[1], found[1])
 
 
 class Item(NamedTuple):
@@ -32,7 +35,7 @@ class Item(NamedTuple):
 
     text: str | bytes
     is_end: bool  # the document ends here
-    offset: int  # where reading goes on: bytes of the unpacked file, rows of Parquet
+    offset: int  # where reading goes on: bytes of the unpacked file, rows of a table
     line: int  # of the file so far, for an array records
     bytes_read: int  # of this file, as it lies on the disk
     where: str  # for messages
@@ -136,11 +139,14 @@ def _end_of_object(data: bytes, start: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# Parquet
+# Tables: CSV, TSV and Parquet
 
 
 def column_names(path: str) -> list[str]:
-    """Names of the columns of a Parquet file. Raises what reading it raises."""
+    """Names of the columns of a table. Raises what reading it raises."""
+    if layout_of_name(path) != "parquet":
+        with open(path, "rb") as raw:
+            return _columns(path, _csv_rows(path, raw))
     return _pyarrow(path, "pyarrow.parquet").read_schema(path).names
 
 
@@ -152,6 +158,50 @@ class Wanted(Protocol):
 
     def of(self, record: Mapping[str, Any], where: str) -> str | bytes:
         """A document, empty for none. DataError, which begins with `where`, for bad values."""
+
+
+def read_csv(path: str, wanted: Wanted, row: int) -> Iterator[Item]:
+    """What is made of each row of CSV or TSV, without the empty ones. row: where to begin."""
+    with open(path, "rb") as raw:
+        rows = _csv_rows(path, raw)
+        names = _columns(path, rows)
+        wanted.columns(names, f"'{path}'")
+        for at, values in enumerate(rows, 1):
+            where = f"{path}: row {at}"
+            if at > row and (text := wanted.of(_csv_record(names, values, where), where)):
+                yield Item(text, True, at, 0, raw.tell(), where)
+
+
+def _csv_rows(path: str, raw: BinaryIO) -> Iterator[list[str]]:
+    """The names of the columns, then the values of each row; blank lines are none.
+
+    Columns are divided by tabs in TSV, in CSV by commas, semicolons or tabs, whatever the first
+    line has most of.
+    """
+    with unpack(path, raw) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        try:
+            first = text.readline()
+            between = "\t" if layout_of_name(path) == "tsv" else max(",;\t", key=first.count)
+            csv.field_size_limit(1 << 30)  # a text may be longer than the library's 128 KiB
+            lines = (line for part in ([first], text) for line in part)
+            yield from filter(None, csv.reader(lines, delimiter=between, strict=True))
+        except csv.Error as error:
+            raise DataError(f"'{path}' is not readable as a table: {error}; mend it") from error
+        except UnicodeDecodeError as error:
+            raise DataError(f"'{path}' is not UTF-8 text: convert it (`iconv -t UTF-8`)") from error
+
+
+def _columns(path: str, rows: Iterator[list[str]]) -> list[str]:
+    names = next(rows, [])
+    if len({*names}) < len(names):
+        raise DataError(f"'{path}': its first line names a column twice")
+    return names
+
+
+def _csv_record(names: Sequence[str], values: Sequence[str], where: str) -> dict[str, str]:
+    if len(values) != len(names):
+        raise DataError(f"{where}: {len(values)} fields instead of {len(names)}, as the first line")
+    return dict(zip(names, values, strict=True))
 
 
 def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
@@ -166,7 +216,14 @@ def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Ite
 
 
 def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of Parquet as JSON's types, each with where it is, for messages."""
+    """The rows of a table as JSON's types, each with where it is, for messages."""
+    if layout_of_name(path) != "parquet":
+        with open(path, "rb") as raw:
+            rows = _csv_rows(path, raw)
+            names = _columns(path, rows)
+            for at, values in enumerate(rows, 1):
+                yield _csv_record(names, values, where := f"{path}: row {at}"), where
+        return
     for at, _, record in _rows(path, list, 0):
         yield record, f"{path}: row {at}"
 

@@ -8,7 +8,7 @@ import typer
 
 Inputs = Annotated[
     list[str] | None,
-    typer.Argument(help="Text, JSON lines, JSON or Parquet; globs; -: standard input."),
+    typer.Argument(help="Text, JSON lines, JSON, CSV, TSV or Parquet; globs; -: standard input."),
 ]
 Dataset = Annotated[
     str | None,

@@ -12,14 +12,15 @@ A token is trained if at least one of its characters is, as in transformers'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.data.chat_template import ChatTemplate, Message, Rendered
-from llmq.data.conversations import Conversation, check_roles, flattened
+from llmq.data.chat_template import REASONING, ChatTemplate, Message, Rendered, text_of
+from llmq.data.conversations import Conversation, check_roles, is_trained, unread
 
 TRAIN_ON = ("assistant", "last", "each", "all")
 Spans = list[tuple[int, int]]
@@ -51,6 +52,7 @@ class Chat:
     def _text(self, conversation: Conversation, turns: list[int]) -> tuple[str, Spans]:
         view = _View(self.template, conversation)
         whole = view.render()
+        view.check_written(whole.text)
         if self.train_on == "all":
             spans = [(0, len(whole.text))]
         elif whole.generated is not None:
@@ -69,9 +71,12 @@ class Chat:
         """Numbers of the messages that are trained, from 0."""
         if self.train_on == "all":
             return []
-        first = conversation.first_trained
         turns = [
-            i for i, m in enumerate(conversation.messages) if i >= first and _may_be_trained(m)
+            i
+            for i, message in enumerate(conversation.messages)
+            if i >= conversation.first_trained
+            and message["role"] == "assistant"
+            and is_trained(message, i + 1) is not False
         ]
         if not turns:
             raise DataError(
@@ -80,11 +85,35 @@ class Chat:
             )
         return turns[-1:] if self.train_on == "last" else turns
 
+    def warnings(self) -> list[str]:
+        """What the template makes of any conversation, and a model should not learn unawares."""
+        if self.train_on != "assistant":
+            return []
+        talk = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
+        try:
+            ((text, spans),) = self.texts(Conversation(talk))
+        except DataError:  # a template that refuses this will say so about real messages
+            return []
+        earlier, last = (text[a:b].partition("assistant")[2].strip() for a, b in spans[:2])
+        if last.startswith(earlier) and bool(last) == bool(earlier):
+            return []
+        return [
+            f"the chat template of {self.template.origin} ends the last turn with {last!r} and "
+            f"those before it with {earlier or 'nothing'!r}, and so they are trained: --train-on "
+            "each makes every turn a last one"
+        ]
 
-def _may_be_trained(message: Message) -> bool:
-    """Whether an assistant's message is not excluded by `weight` (OpenAI) or `train`."""
-    excluded = message.get("train") is False or message.get("weight") == 0
-    return message["role"] == "assistant" and not excluded
+    def notes(self, conversation: Conversation) -> Iterator[str]:
+        """What a conversation asks for and does not get, as the end of a sentence."""
+        names = self.template.texts(conversation.tools)
+        for name in unread(conversation.messages, names):
+            yield f"have the field '{name}' in a message, which neither llmq nor the template reads"
+        for number, message in enumerate(conversation.messages, 1):
+            trained, role = is_trained(message, number), message["role"]
+            if trained and role != "assistant" and self.train_on != "all":
+                yield f"ask to train a message of the role {role}: only the assistant's are trained"
+            if trained is False and self.train_on == "all":
+                yield "ask not to train a message: --train-on all trains every token"
 
 
 class _View:
@@ -93,10 +122,6 @@ class _View:
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
         self.template, self.conversation = template, conversation
         self.messages: Sequence[Message] = conversation.messages
-        if any(isinstance(message.get("content"), list) for message in self.messages) and not (
-            takes_parts(template, conversation.tools)
-        ):
-            self.messages = flattened(self.messages)
 
     def render(self, count: int | None = None, *, prompt: bool = False) -> Rendered:
         return self.template.render(
@@ -107,17 +132,33 @@ class _View:
             variables=self.conversation.variables,
         )
 
+    def check_written(self, text: str) -> None:
+        """Raise DataError if no word of a message is in the text."""
+        for number, message in enumerate(self.messages, 1):
+            words = [word for said in _said(message) for word in _WORD.findall(said)]
+            if words and not any(word in text for word in words):
+                raise DataError(
+                    f"message {number} ({message['role']}) is lost: the chat template of "
+                    f"{self.template.origin} writes no word of it"
+                )
 
-def takes_parts(template: ChatTemplate, tools: Sequence[object] | None) -> bool:
-    """Whether it joins a content that is a list of texts, instead of printing the list."""
-    texts = []
-    for content in ("probe", [{"type": "text", "text": "probe"}]):
-        try:
-            message = {"role": "user", "content": content}
-            texts.append(template.render([message], tools=tools).text)
-        except DataError:
-            return False
-    return texts[0] == texts[1]
+
+_WORD = re.compile(r"\w+")
+
+
+def _said(message: Message) -> Iterator[str]:
+    """All that a message says: its content, its reasoning, and names and arguments of calls."""
+    yield text_of(message.get("content"))
+    yield from (message[name] for name in REASONING if isinstance(message.get(name), str))
+    yield from _texts_in(message.get("tool_calls"))
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(inner)
 
 
 def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
@@ -157,10 +198,9 @@ def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
     name = f"message {turn + 1} ({view.messages[turn]['role']})"
     try:
         before = view.render(turn, prompt=True).text
-        upto = view.render(turn + 1).text
+        end = _end(view, whole, turn)
     except DataError as error:
         raise DataError(f"{name} cannot be found in the text: {error}; {_REMEDY}") from error
-    end = _end(view, whole, upto)
     if end is None or not whole.startswith(before) or len(before) > end:
         raise DataError(
             f"{name} cannot be found in the text: the chat template of {view.template.origin} "
@@ -172,16 +212,21 @@ def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
 _REMEDY = "give --train-on each or last, or --chat-template FILE with {% generation %} marks"
 
 
-def _end(view: _View, whole: str, upto: str) -> int | None:
-    """The end of the first messages' text within the whole one; None if it is no beginning."""
+def _end(view: _View, whole: str, turn: int) -> int | None:
+    """The end of a message in the whole text; None if the text up to it is no beginning of that."""
+    upto = view.render(turn + 1).text
     if whole.startswith(upto):
         return len(upto)
-    # Some templates, such as Phi-3's, close the whole text with EOS, whatever comes before.
-    closing = view.template.special_tokens.get("eos_token")
-    if closing and upto.endswith(closing) and whole.endswith(closing):
-        upto = upto.removesuffix(closing)
-        return len(upto) if whole.startswith(upto) else None
-    return None
+    # The last turn ends otherwise than those before it, as gpt-oss's, or the text is closed with
+    # EOS, as Phi-3's. Another message, even if it is only asked for, makes the turn an earlier one.
+    asked = view.render(turn + 1, prompt=True).text
+    before, prompt = view.render(turn).text, view.render(turn, prompt=True).text
+    closing = view.template.special_tokens.get("eos_token", "")
+    if not prompt.startswith(before):
+        before = before.removesuffix(closing)
+    prompt = prompt.removeprefix(before)
+    upto = asked.removesuffix(prompt) if prompt else upto.removesuffix(closing)
+    return len(upto) if asked.endswith(prompt) and whole.startswith(upto) else None
 
 
 def token_mask(offsets: np.ndarray, spans: Spans) -> np.ndarray:

@@ -30,7 +30,7 @@ from llmq.data.tokenizer_config import OWN_TOKENS
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _PROBE = "probe"  # a reply, to see what the template writes behind it
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
 
 Message = dict[str, Any]
 
@@ -76,7 +76,7 @@ class ChatTemplate:
         return self.sources["default"]
 
     def texts(self, tools: Sequence[Any] | None = None) -> frozenset[str]:
-        """Literal texts in the template's expressions, such as names of roles."""
+        """Literal texts and fields in the template's expressions, such as names of roles."""
         return _constants(self.source(tools))
 
     def render(
@@ -90,45 +90,116 @@ class ChatTemplate:
     ) -> Rendered:
         """The text of a conversation. variables: others that the template may use.
 
-        DataError with the template's own words if it refuses the messages or fails.
+        Contents are what the template reads, texts or lists of parts. DataError with the template's
+        own words if it refuses the messages or fails.
         """
-        template = _compiled(self.source(tools))
-        environment: _Environment = template.environment
-        pieces: list[str] = []
-        environment.start()
-        given = {**self.special_tokens, **(variables or {})}
+        source = self.source(tools)
         try:
-            for piece in template.generate(
-                messages=[_as_template_sees(message) for message in messages],
+            return _render(
+                source,
+                [_in_form(message, _forms(source)) for message in messages],
                 tools=tools,
                 documents=documents,
                 add_generation_prompt=add_generation_prompt,
-                **given,
-            ):
-                pieces.append(piece)
-                environment.written += len(piece)
+                **{**self.special_tokens, **(variables or {})},
+            )
+        except _MarkError:
+            raise DataError(
+                f"the chat template of {self.origin} has {{% generation %}} inside of a macro, a "
+                "filter or a set block, where its place in the text is unknown: move it out"
+            ) from None
         except Exception as error:  # the template is a program that may raise anything
             reason = str(error) or type(error).__name__
             raise DataError(f"the chat template of {self.origin} says: {reason}") from error
-        text = "".join(pieces)
-        generated = environment.generated if environment.marks else None
-        for start, part in generated or ():
-            if text[start : start + len(part)] != part:
-                raise DataError(
-                    f"the chat template of {self.origin} has {{% generation %}} inside of a macro, "
-                    "a filter or a set block, where its place in the text is unknown: move it out"
-                )
-        spans = generated and [(start, start + len(part)) for start, part in generated]
-        return Rendered(text, spans)
+
+
+class _MarkError(Exception):
+    """A text that is marked as generated is not where it was written."""
+
+
+def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
+    """Run a template. Raises whatever it raises, and _MarkError."""
+    template = _compiled(source)
+    environment: _Environment = template.environment
+    pieces: list[str] = []
+    environment.start()
+    for piece in template.generate(messages=[*map(_as_template_sees, messages)], **given):
+        pieces.append(piece)
+        environment.written += len(piece)
+    text = "".join(pieces)
+    generated = environment.generated if environment.marks else None
+    for start, part in generated or ():
+        if text[start : start + len(part)] != part:
+            raise _MarkError
+    return Rendered(text, generated and [(start, start + len(part)) for start, part in generated])
 
 
 def _as_template_sees(message: Message) -> Message:
     """Drop null fields, and give a reasoning all names that templates use, as transformers does."""
     kept = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
+    reasoning = next((kept[name] for name in REASONING if name in kept), None)
     if reasoning is None:
         return kept
     return {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+# ------------------------------------------------------------------------------------------------
+# Contents that are texts, and lists of parts
+
+
+def text_of(content: Any) -> str:
+    """The text of a content, which is a text, a list of parts, or nothing."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def _in_form(message: Message, forms: Mapping[str, _Reads]) -> Message:
+    """The message with its content as the template reads it."""
+    content = message.get("content")
+    reads = forms.get(message["role"], forms["user"])
+    if isinstance(content, list) and not reads.parts:
+        return message | {"content": text_of(content)}
+    if isinstance(content, str) and not reads.texts:
+        return message | {"content": _parts(content)}
+    return message
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+class _Reads(NamedTuple):
+    """Whether a template writes contents that are texts, and such that are lists of parts."""
+
+    texts: bool
+    parts: bool
+
+
+@lru_cache(maxsize=64)
+def _forms(source: str) -> dict[str, _Reads]:
+    """The contents that a template reads, by role; texts where it refuses both."""
+    found: dict[str, _Reads] = {}
+    for role in ("user", "assistant", "system"):
+        message = {"role": role, "content": _PROBE}
+        question = _in_form({"role": "user", "content": "?"}, found or {"user": _Reads(True, True)})
+        beside = {"user": [[], []], "assistant": [[question], []], "system": [[], [question]]}[role]
+        as_text, as_parts = (
+            _written(source, [*beside[0], message | {"content": content}, *beside[1]])
+            for content in (_PROBE, _parts(_PROBE))
+        )
+        printed = any(f"{q}text{q}: {q}{_PROBE}{q}" in as_parts for q in "'\"")
+        parts = _PROBE in as_parts and not printed
+        found[role] = _Reads(_PROBE in as_text or not parts, parts)
+    return found
+
+
+def _written(source: str, messages: Sequence[Message]) -> str:
+    """What a template makes of a few messages, with no names for special tokens; "" if it fails."""
+    given = {"tools": None, "documents": None, "add_generation_prompt": False}
+    with suppress(Exception):  # the template is a program that may raise anything
+        return _render(source, messages, **given, **dict.fromkeys(_SPECIAL, "")).text
+    return ""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -283,7 +354,8 @@ def _compiled(source: str) -> jinja2.Template:
 @lru_cache(maxsize=64)
 def _constants(source: str) -> frozenset[str]:
     tree = _compiled(source).environment.parse(source)
-    found = (node.value for node in tree.find_all(nodes.Const))
+    found = [node.value for node in tree.find_all(nodes.Const)]
+    found += [node.attr for node in tree.find_all(nodes.Getattr)]
     return frozenset(value for value in found if isinstance(value, str))
 
 

@@ -1,4 +1,4 @@
-"""Conversations in JSON and Parquet records, in the shapes that data sets of chats have.
+"""Conversations in records of JSON and of tables, in the shapes that data sets of chats have.
 
 messages       {"messages": [{"role": "user", "content": "…"}, …]}, with "tools" if there are
 conversations  {"conversations": [{"from": "human", "value": "…"}, …]}
@@ -9,12 +9,12 @@ instruction    {"instruction": "…", "input": "…", "output": "…"}
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.data.chat_template import Message
+from llmq.data.chat_template import REASONING, Message
 from llmq.data.record_text import json_record
 
 TEXT = "text"
@@ -41,6 +41,9 @@ _ROLES_OF_OTHERS = {
     **{"human": "user", "observation": "tool", "function_response": "tool"},
     "function_call": "assistant",
 }
+# Names under which data sets say whether a message is trained, and the values that they give.
+FLAGS = ("weight", "train", "training", "loss")
+_FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +128,8 @@ def _of_prompt(record: dict[str, Any]) -> tuple[list[Message], int]:
 
 def _of_instruction(record: dict[str, Any]) -> tuple[list[Message], int]:
     turns = []
-    history = record.get("history") or []
-    for pair in history if isinstance(history, list) else [None]:
+    history = _parsed(record, "history", list) or []
+    for pair in history:
         if not isinstance(pair, list) or len(pair) != 2:
             raise DataError("field 'history' is no list of pairs, of an instruction and an output")
         turns.append((_text(pair[0], "history"), _text(pair[1], "history")))
@@ -185,6 +188,7 @@ def _messages(record: dict[str, Any], name: str) -> list[Message]:
 
 def _message(value: dict[str, Any], number: int) -> Message:
     """Give a message role and content, whatever names they have in the file."""
+    is_trained(value, number)
     message = {key: v for key, v in value.items() if key not in ("from", "value")}
     for key, other in (("role", "from"), ("content", "value")):
         if key not in message and other in value:
@@ -195,12 +199,13 @@ def _message(value: dict[str, Any], number: int) -> Message:
     if role not in ROLES:
         message["role"] = _ROLES_OF_OTHERS.get(role, role)
     if role == "function_call":
-        return {"role": "assistant", "tool_calls": _calls(message.get("content"), number)}
+        return message | {"content": None, "tool_calls": _calls(message.get("content"), number)}
     content = message.get("content")
     if content is None and not any(message.get(k) for k in ("tool_calls", "reasoning_content")):
         raise DataError(f"message {number} ({role}) has no content")
     if isinstance(content, list):
         _check_parts(content, number, role)
+        message["content"] = [{"type": "text"} | part for part in content]
     elif content is not None and not isinstance(content, str):
         raise DataError(f"message {number} ({role}): its content is a {type(content).__name__}")
     return message
@@ -246,11 +251,29 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
             )
 
 
-def flattened(messages: Sequence[Message]) -> list[Message]:
-    """Join contents that are lists of texts, for a template that knows no lists."""
-    return [
-        message | {"content": "".join(part["text"] for part in message["content"])}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
+def is_trained(message: Message, number: int) -> bool | None:
+    """Whether a message asks to be trained, by any of FLAGS; None if it does not say.
+
+    number: the message's, from 1. DataError for a value that is neither yes nor no, or for two
+    flags that contradict each other.
+    """
+    found = {}
+    for name in FLAGS:
+        if (value := message.get(name)) is not None:
+            found[name] = _FLAG_VALUES.get(str(value).strip().lower())
+            if found[name] is None:
+                raise DataError(
+                    f"message {number}: '{name}' is {value!r}: a message is trained (1, true) or "
+                    "not (0, false); there are no weights in between"
+                )
+    if len({*found.values()}) > 1:
+        raise DataError(f"message {number}: {' and '.join(found)} contradict each other")
+    return next(iter(found.values()), None)
+
+
+def unread(messages: Sequence[Message], names: Collection[str]) -> Iterator[str]:
+    """Fields of messages that nobody reads. names: fields that the template may read."""
+    known = {"role", "content", "from", "value", "tool_call_id", *FLAGS, *names}
+    if known & {*REASONING}:
+        known |= {*REASONING}
+    yield from dict.fromkeys(k for m in messages for k, v in m.items() if v and k not in known)

@@ -1,6 +1,6 @@
 """The documents of inputs, as a stream that can be resumed anywhere.
 
-A text file is one document; each record of JSON, each row of Parquet and each record of a data set
+A text file is one document; each record of JSON, each row of a table and each record of a data set
 is one (`base/records.py`, `inputs.py`). Memory is constant: a long text comes in pieces of up to
 256 KiB, each cut where that does not change the tokens; Parquet is read one row group at a time.
 """
@@ -15,9 +15,9 @@ from fractions import Fraction
 from typing import BinaryIO, NamedTuple
 
 from llmq.base.errors import DataError
-from llmq.base.records import Item, Wanted, read_json, read_parquet
+from llmq.base.records import Item, Wanted, read_csv, read_json, read_parquet
 from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
-from llmq.data.inputs import InputSource
+from llmq.data.inputs import InputSource, is_html
 
 BLOCK_PIECES = 1024  # small documents that travel together
 PIECE_BYTES = 1 << 18  # read of a long text at once; small, so that Ctrl-C is prompt
@@ -142,6 +142,8 @@ def read_blocks(
 def _read(source: InputSource, wanted: Wanted, at: Position, cut: int | None) -> Iterator[Item]:
     if source.kind == "text":
         return _read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
+    if source.kind in ("csv", "tsv"):
+        return read_csv(source.path, wanted, at.offset)
     if source.kind == "parquet":
         return read_parquet(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
@@ -196,7 +198,7 @@ def _read_bytes(path: str, file: BinaryIO, count: int, *, complete: bool) -> byt
 
 
 def _decode(path: str, offset: int, data: bytes, lenient: bool) -> str:
-    if lenient and offset == 0 and b"\0" in data:
+    if lenient and offset == 0 and (b"\0" in data or is_html(path)):
         raise NotTextError
     try:
         return data.decode("utf-8-sig" if offset == 0 else "utf-8")

@@ -18,7 +18,8 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.data.chat_masks import Chat, token_mask
-from llmq.data.conversations import TEXT, Conversation, RecordConversation, flattened
+from llmq.data.chat_template import text_of
+from llmq.data.conversations import TEXT, Conversation, RecordConversation
 from llmq.data.documents import Block, DocumentPart, Position
 from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
@@ -26,6 +27,10 @@ from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
 
 # The end of a block in the input, and its ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]
+
+_FORGED = (
+    "have a control token written out in a message, which becomes that token, as in transformers"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +109,10 @@ class Encoder:
                 texts = chat.texts(conversation)
             except DataError as error:
                 raise DataError(f"{piece.where}: {error}") from error
+            notes = parts[piece.is_eval].notes
+            notes += [(note, piece.where) for note in dict.fromkeys(chat.notes(conversation))]
             if forged := self._forged(conversation):
-                parts[piece.is_eval].forged.append(f"{piece.where} ({forged})")
+                notes.append((_FORGED, f"{piece.where} ({forged})"))
             rendered += [
                 (piece, whole_characters(text, piece.text), spans) for text, spans in texts
             ]
@@ -121,8 +128,8 @@ class Encoder:
 
     def _forged(self, conversation: Conversation) -> str | None:
         """The first control token that a message writes out, perhaps without meaning it."""
-        for text in flattened(conversation.messages):
-            found = self._control.search(text.get("content") or "")
+        for message in conversation.messages:
+            found = self._control.search(text_of(message.get("content")))
             if found is not None:
                 return found[0]
         return None
@@ -134,7 +141,7 @@ class _Parts:
     def __init__(self) -> None:
         self._parts, self._ends, self._count = [np.empty(0, np.int32)], [], 0
         self._masks = [np.empty(0, bool)]
-        self.forged: list[str] = []
+        self.notes: list[tuple[str, str]] = []
 
     def add(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
         """More ids."""
@@ -150,7 +157,7 @@ class _Parts:
     def joined(self, with_masks: bool = False) -> Ids:
         mask = np.concatenate(self._masks) if with_masks else None
         ends = np.array(self._ends, np.int64)
-        return Ids(np.concatenate(self._parts), ends, mask, self.forged)
+        return Ids(np.concatenate(self._parts), ends, mask, self.notes)
 
 
 # ------------------------------------------------------------------------------------------------

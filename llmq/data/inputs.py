@@ -40,7 +40,7 @@ class InputSource:
     """
 
     path: str
-    kind: str  # text, jsonl, json, parquet or dataset
+    kind: str  # text, jsonl, json, csv, tsv, parquet or dataset
     size: int  # bytes; a data set may say 0, for an unknown size
     mtime_ns: int  # a data set has a number here that differs for other contents
     in_folder: bool
@@ -131,6 +131,11 @@ def _unreadable(error: OSError) -> NoReturn:
 
 def _source(path: Path, in_folder: bool) -> InputSource:
     kind = layout_of_name(path.name) or "text"
+    if is_html(str(path)) and not in_folder:
+        raise DataError(
+            f"'{path}' is HTML, whose tags would be trained: write its text into a .txt file "
+            "(`pandoc -t plain`), or rename it to .txt to train it as it is"
+        )
     is_spooled = _SPOOLED.fullmatch(path.name) is not None
     if is_spooled or kind == "json":
         kind = _json_kind(path, in_folder or is_spooled)
@@ -139,6 +144,11 @@ def _source(path: Path, in_folder: bool) -> InputSource:
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}") from error
     return InputSource(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
+
+
+def is_html(path: str) -> bool:
+    """Whether a file is HTML, by its name. Such files are no texts."""
+    return path.lower().removesuffix(".gz").removesuffix(".zst").endswith((".html", ".htm"))
 
 
 def _json_kind(path: Path, in_folder: bool) -> str:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.records import column_names, read_json
+from llmq.base.records import TABLES, column_names, read_json
 from llmq.data.conversations import FORMATS, REQUIRED, TEXT, RecordConversation
 from llmq.data.inputs import InputSource
 from llmq.data.record_text import RecordText
@@ -73,12 +73,12 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
             left_out.append(source)
         elif source.kind == "text":
             raise DataError(
-                f"'{source.path}' is a text: conversations are read of JSON lines, JSON, Parquet"
+                f"'{source.path}' is a text: conversations are read of JSON lines, JSON and tables"
             )
         else:
             RecordConversation(form).columns(fields or [], f"'{source.path}'")
     if not kept:
-        raise DataError(f"no file has records of --format {form}: give JSON lines, JSON or Parquet")
+        raise DataError(f"no file has records of --format {form}: give JSON lines, JSON or tables")
     if not left_out:
         return kept, []
     return kept, [
@@ -90,7 +90,7 @@ def _having(sources: Sequence[InputSource], form: str) -> tuple[list[InputSource
 def having_fields(
     sources: Sequence[InputSource], text: RecordText
 ) -> tuple[list[InputSource], list[str]]:
-    """Leave out JSON and Parquet files of folders that lack a field; returns the rest and warnings.
+    """Leave out records of files in folders that lack a field; returns the rest and warnings.
 
     The first record of a JSON file decides. DataError, for a wrong field, if no such file is left.
     """
@@ -115,7 +115,7 @@ def field_names(source: InputSource) -> list[str] | None:
     if source.dataset is not None:
         return source.dataset.field_names()
     try:
-        if source.kind == "parquet":
+        if source.kind in TABLES:
             return column_names(source.path)
         record = json.loads(next(read_json(source.path, source.kind, 0, 0)).text)
     except (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import check_readable
-from llmq.base.records import json_layout, layout_of_name, read_json, read_rows
+from llmq.base.records import TABLES, json_layout, layout_of_name, read_json, read_rows
 from llmq.data.record_text import mended
 
 Record = Mapping[str, Any]
@@ -328,10 +328,10 @@ def _read_task(kind: str | None, path: Path, limit: int | None) -> Task:
 
 
 def _records(path: Path) -> Iterator[tuple[Record, str]]:
-    """The records of JSON lines, a JSON array or Parquet; any other file is one text."""
+    """The records of JSON lines, a JSON array or a table; any other file is one text."""
     check_readable(path)
     by_name = layout_of_name(path.name)
-    if by_name == "parquet":
+    if by_name in TABLES:
         yield from read_rows(str(path))
         return
     if by_name is None:

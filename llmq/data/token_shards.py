@@ -42,6 +42,7 @@ from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.data.tokens import TokenFile, TokenWriter, mask_path
 
 SPLITS = ("train", "eval")
+MOST_NOTES = 50  # of a data set whose messages have fields of any name
 # Manifests of earlier versions lack these options.
 EARLIER = {"special_tokens": [[], []], "format": "text", "train_on": None, "chat_template": None}
 
@@ -80,14 +81,14 @@ class Ids(NamedTuple):
     """A part of a split: token ids (n,) int32.
 
     ends: (k,) int64, how many tokens come before each end of a document. mask: (n,) bool, True
-    where a token is trained; None if the files have no masks. forged: where documents come from
-    whose messages write out a control token.
+    where a token is trained; None if the files have no masks. notes: what is to be said about
+    conversations, as the end of a sentence, each with where one of them is.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     mask: np.ndarray | None = None
-    forged: Sequence[str] = ()
+    notes: Sequence[tuple[str, str]] = ()
 
 
 class ShardWriter:
@@ -205,9 +206,11 @@ class Manifest:
 
     def note(self, ids: Ids) -> None:
         """Count what the summary warns of."""
-        if ids.forged:
-            first, count = self.data.get("forged", (ids.forged[0], 0))
-            self.data["forged"] = [first, count + len(ids.forged)]
+        noted = self.data.setdefault("notes", {})
+        for note, where in ids.notes:
+            if note in noted or len(noted) < MOST_NOTES:
+                first, count = noted.get(note, (where, 0))
+                noted[note] = [first, count + 1]
 
     def write(self) -> None:
         write_file(self.out / MANIFEST, json.dumps(self.data, indent=1))
@@ -236,12 +239,8 @@ class Manifest:
         is_known = all(documents_path(path).exists() for path in files)
         counts = count_documents(opened, seq_len) if is_known else None
         warnings = [*warnings, *(counts.warnings() if counts is not None else [])]
-        if "forged" in self.data:
-            first, count = self.data["forged"]
-            warnings.append(
-                f"{count} conversations have a control token written out in a message, which "
-                f"becomes that token, as in transformers; the first: {first}"
-            )
+        for note, (first, count) in self.data.get("notes", {}).items():
+            warnings.append(f"{count} conversations {note}; the first: {first}")
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")
         fraction = self.data["options"]["eval_fraction"]

@@ -79,7 +79,7 @@ def tokenize(
     else:
         chat = _chat(loaded, tokenizer, train_on, chat_template)
         recipe = Recipe(tokenizer, wanted, ([], []), chat)
-    warnings += _idle_options(recipe, special_tokens, train_on, chat_template)
+    warnings += _warnings(recipe, special_tokens, train_on, chat_template)
     options = {
         "tokenizer": loaded.fingerprint,
         "eval_fraction": eval_fraction,
@@ -130,10 +130,11 @@ def _note_chat(
     manifest.data["end_of_turn"] = next(iter(stop.ids), None) if stop.text is None else None
 
 
-def _idle_options(
+def _warnings(
     recipe: Recipe, special_tokens: str, train_on: str, chat_template: str | None
 ) -> list[str]:
-    """One line for every option that has no effect on records of this format."""
+    """Warnings of the template, and one for every option without effect on records like these."""
+    said = recipe.chat.warnings() if recipe.chat is not None else []
     if recipe.chat is not None:
         idle = [f"--special-tokens {special_tokens}"] * (special_tokens != "auto")
         reason = "the chat template says which special tokens a conversation has"
@@ -141,7 +142,7 @@ def _idle_options(
         idle = [f"--train-on {train_on}"] * (train_on != "assistant")
         idle += [f"--chat-template {chat_template}"] * (chat_template is not None)
         reason = "the inputs are texts, not conversations"
-    return [f"{flag} has no effect: {reason}" for flag in idle]
+    return said + [f"{flag} has no effect: {reason}" for flag in idle]
 
 
 def _check_options(
