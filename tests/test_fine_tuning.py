@@ -15,6 +15,7 @@ from llmq.commands.cli import _run
 from llmq.data.chat_template import load_chat_template
 from llmq.data.tokenizer import HfTokenizer
 from llmq.options.option_file import read_option_file
+from llmq.train.model_of_run import packing_of_data
 from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
 from tests.runs import CONFIG
 from tests.text_data import documents, run
@@ -62,7 +63,14 @@ def test_the_commands_run(workplace, capsys, monkeypatch):
         said.append(capsys.readouterr())
     assert "200 documents, vocabulary of " in said[0].out and " of them trained (" in said[0].out
     assert "<|im_start|>assistant\n⟦" in said[1].out and "<|im_end|>\n⟧" in said[1].out
-    assert "[V]" in said[2].out
+    assert "[V]" in said[2].out and "(train, best-fit, masked)" in said[2].out
+    files = {"train_file": ("data/talks/train*.bin",)}
+    assert packing_of_data(files) == {"packing": "best-fit"}
+    assert packing_of_data(files | {"packing": "concat"}) == {}
+    assert packing_of_data(files | {"document_mask": False}) == {}
+    assert packing_of_data({"train_file": ("missing.bin",)}) == {}
+    Path("data/talks/train-000.docs").unlink()
+    assert packing_of_data(files) == {}
     assert re.search(r"^arc +acc +[01]\.\d{4} ", said[3].out, re.MULTILINE)
     assert said[5].out.count("\n") >= 1
 

@@ -444,6 +444,9 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
         reporter.train_step(0, result, lr=0.0, ms=1.0, tokens=1, sol=None)
     masked = replace(RESULT, loss=math.nan, tokens=0)  # has no loss
     reporter.train_step(1, masked, lr=0.0, ms=1.0, tokens=1, sol=None)
+    assert "| loss       none | tps" in reporter.view.lines[-1]
+    assert "loss" not in reporter.view.states[-1] and logged(reporter)[-1]["loss"] is None
+    assert reporter.history["steps_without_targets"] == reporter.without_targets == 1
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
     line = "[V] step     2 [ 5.0%] | time:   100 ms | eval   3.250000 | train  1.500000 | tps 50000"
     assert reporter.view.lines[-1] == line

@@ -790,6 +790,21 @@ def test_data_without_targets(capsys):
     assert "all targets are masked; look at the loss masks" in capsys.readouterr().err
 
 
+def test_a_step_without_targets_has_no_loss_and_is_counted(capsys):
+    for path in Path("data").glob("train-*.bin"):
+        path.unlink()
+    mask = np.ones(9 * T + 1, bool)
+    mask[1 : 4 * T + 1] = False
+    write_tokens(Path("data/train-0.bin"), 9, mask=mask)
+    how = {"batch_size": 1, "grad_accumulation": 1, "gpus": 1, "steps": 9, "eval_file": "none"}
+    assert train(**how, packing="concat") == 0
+    losses = [r["loss"] for r in records("step")]
+    assert losses.count(None) == 4 and all(r["norm"] == 0 for r in records("step") if not r["loss"])
+    out = capsys.readouterr().out
+    assert out.count("| norm   0.000000 | loss       none | tps ") == 4 and "nan" not in out
+    assert "WARNING: 4 of 9 steps had no target to train on, and changed nothing: look at" in out
+
+
 def test_validation_data_without_targets(capsys):
     """As in torch the mean over nothing is nan; the run goes on, and says why."""
     write_tokens(Path("data/eval.bin"), 7, mask=np.zeros(7 * T + 1, bool))

@@ -188,7 +188,7 @@ def load_run(
     checkpoint. All processes call it.
     """
     # They load NumPy, which --help does without.
-    from llmq.train.model_of_run import model_of_run, planned_model, vocabulary_line
+    from llmq.train import model_of_run as of_run
     from llmq.train.origin import with_adapter
 
     them = processes()
@@ -198,16 +198,17 @@ def load_run(
         from llmq.train.resume import inherited_options
 
         inherited = inherited | them.each(lambda: inherited_options(values))
+    inherited = them.each(lambda: of_run.packing_of_data(inherited | values)) | inherited
 
     def load() -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
         config = config_of(layers, inherited)
         if plans:
-            config, model, model_dir = planned_model(config)
+            config, model, model_dir = of_run.planned_model(config)
         else:
-            model, model_dir = model_of_run(config, weights=weights)
+            model, model_dir = of_run.model_of_run(config, weights=weights)
         config = with_adapter(config, model).validate_with(model)
         idle = RULES.idle(config) + RULES.idle(config, model=model)
-        line = vocabulary_line(config, model, trains=trains)
+        line = of_run.vocabulary_line(config, model, trains=trains)
         warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
         return config, model, model_dir, fields_of(layers)
 

@@ -152,7 +152,7 @@ class TrainConfig:
         _DATA,
         "concat",
         "What a sequence is; concat: a window of the files, best-fit: whole documents, as many as "
-        "fit, none: one document",
+        "fit, none: one document; if not given best-fit for conversations of `llmq tokenize`",
         choices=("concat", "best-fit", "none"),
     )
     document_mask: bool | None = option(

@@ -375,6 +375,9 @@ class _Run:
             self._leave()
         self.checkpoints.finish()  # whatever becomes of the export
         self.reporter.message(self.evaluations.summary(), step)
+        if empty := self.reporter.without_targets:
+            text = f"{empty} of {step} steps had no target to train on, and changed nothing"
+            self.reporter.message(f"WARNING: {text}: look at the loss masks of the data", step)
         try:
             self.judging.check_model(self.evaluations.not_finite)
             with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):

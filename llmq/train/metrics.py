@@ -78,6 +78,7 @@ class Reporter:
     def __init__(self, log: JsonLog, view: View, total_steps: int):
         self.log, self.view, self.total_steps = log, view, total_steps
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
+        self.without_targets = 0  # steps of the run
         self._scores: dict[str, float] = {}
 
     def block(self, title: str, lines: list[str]) -> None:
@@ -139,12 +140,16 @@ class Reporter:
     def history(self) -> dict[str, Any]:
         """What later reports depend on, in JSON's types: for a checkpoint."""
         loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
-        return {"losses_since_evaluation": [loss_sum, self._loss_count]}
+        return {
+            "losses_since_evaluation": [loss_sum, self._loss_count],
+            "steps_without_targets": self.without_targets,
+        }
 
     @history.setter
     def history(self, history: dict[str, Any]) -> None:
         loss_sum, self._loss_count = history["losses_since_evaluation"]
         self._loss_sum = math.nan if loss_sum is None else loss_sum
+        self.without_targets = history.get("steps_without_targets", 0)
 
     def _percent(self, step: int) -> float:
         return min(100.0 * step / max(self.total_steps, 1), 100.0)
@@ -154,17 +159,20 @@ class Reporter:
     ) -> None:
         """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent.
 
-        The padding of packed sequences is not among the tokens.
+        The padding of packed sequences is not among the tokens. A step without targets has no loss.
         """
+        has_loss = result.tokens > 0
+        loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
         rate = tokens_per_second(tokens, ms)
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         self.view.line(
             f"[T] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | norm "
-            f"{result.norm:10f} | loss {result.loss:10f} | tps {rate}{tail}"
+            f"{result.norm:10f} | loss {loss} | tps {rate}{tail}"
         )
-        if result.tokens > 0:
+        if has_loss:
             self._loss_sum += result.loss
-            self._loss_count += 1
+        self._loss_count += has_loss
+        self.without_targets += not has_loss
         if result.saturated:
             self.message(f"Elements beyond their delayed fp8 scales: {result.saturated}", step)
         waited = result.communication
@@ -183,9 +191,8 @@ class Reporter:
             saturated=result.saturated,
             **({} if waited is None else {"communication": waited}),
         )
-        self.view.progress(
-            step=step + 1, loss=result.loss, norm=result.norm, lr=lr, ms=ms, tokens=tokens
-        )
+        found = {"loss": result.loss, "norm": result.norm} if has_loss else {}
+        self.view.progress(step=step + 1, lr=lr, ms=ms, tokens=tokens, **found)
 
     def time_breakdown(
         self,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, DataError, warn
 from llmq.checkpoint import hub
+from llmq.data.document_file import documents_path
 from llmq.data.tokens import open_token_files
-from llmq.options.option_types import AUTO
+from llmq.options.option_types import AUTO, split_weights
 from llmq.options.options import TrainConfig
 from llmq.options.presets import find_directory, is_preset, released, resolve_model
 from llmq.options.sizes import given_sizes, resized
@@ -45,6 +48,23 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
     if not unread and is_preset(config.model):  # nobody has trained it
         config = replace(config, from_scratch=True)
     return config, *model_of_run(config, weights=False)
+
+
+def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Whole conversations in sequences where the training files hold some; {}: as for any data.
+
+    values: what is given, by field name. Windows of the files would cut questions off answers.
+    """
+    patterns = values.get("train_file")
+    if not patterns or "packing" in values or values.get("document_mask") is False:
+        return {}
+    try:
+        files = open_token_files(split_weights(patterns)[0])
+    except (ConfigError, DataError):  # whoever reads them will say it
+        return {}
+    known = "document_separator" in values or all(documents_path(f.path).exists() for f in files)
+    conversations = known and any(file.has_masks for file in files)
+    return {"packing": "best-fit"} if conversations else {}
 
 
 def _download(config: TrainConfig, weights: bool) -> None:
