@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import E4M3_MAX
-from llmq.model.scales import HISTORY, MARGIN
+from llmq.formats.scales import HISTORY
+from llmq.formats.scales import SCALE_MARGIN as MARGIN
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset

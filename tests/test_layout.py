@@ -19,8 +19,8 @@ GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 # Operations do not import each other, and neither do their references: only `common`. PRODUCT is no
 # operation: it chooses among those that compute a product and what follows it.
 ROOMS = [
-    "base", "runtime", "comm", "arch", "options", "report", "ref", "ops", "data", "state",
-    "model", "checkpoint", "plan", "train", "bench", "rig", "commands",
+    "base", "runtime", "comm", "arch", "options", "report", "ref", "ops", "formats", "data",
+    "state", "model", "checkpoint", "plan", "train", "bench", "rig", "commands",
 ]  # fmt: skip
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}

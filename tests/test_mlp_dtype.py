@@ -7,7 +7,8 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.errors import ConfigError
-from llmq.model.scales import HISTORY, MARGIN
+from llmq.formats.scales import HISTORY
+from llmq.formats.scales import SCALE_MARGIN as MARGIN
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset

@@ -17,7 +17,7 @@ from llmq.base.epilogue import (
     GradientSum,
     Handed,
 )
-from llmq.base.operand import Fp8, Target
+from llmq.base.operand import Fp8, Rounded, Target
 from llmq.base.tensor import Accumulator
 from llmq.ops.product import ROUTES, product, route
 from tests.harness import host_device, step_scalars
@@ -128,7 +128,7 @@ def test_a_route_has_the_bits_of_two_kernels_where_it_says_so(kind, monkeypatch)
         assert np.isfinite(ours).all() and np.isfinite(others).all()
 
 
-def test_a_product_that_others_compute_has_no_route(monkeypatch):
+def test_a_product_of_signed_bytes_has_no_route(monkeypatch):
     """Nor one with a bias in front of an activation, nor with dropout behind the adapters."""
     bench, calls = Bench(monkeypatch, "all"), []
     a, b, bias = bench.tensor(M, K), bench.tensor(2 * N, K), bench.tensor(2 * N)
@@ -139,17 +139,14 @@ def test_a_product_that_others_compute_has_no_route(monkeypatch):
         calls.append(kernel.entry)
         launch(kernel, *args, **kwargs)
 
-    def multiply(out, *, bias=None, accumulate=False):
-        calls.append("multiply")
-        bench.dev.upload(out, np.ones(out.shape, BF16.numpy))
-
     handed = Handed(place=lambda temps: up)
-    call = partial(product, bench.dev, handed, a, b, trans_b=True)
+    call = partial(product, bench.dev, handed, trans_b=True)
+    signed = Rounded(source=a), Rounded(source=b)
     with bench.dev.instead(launch=counted):
-        call(epilogue=Activated(name="swiglu", to=Target(act)), multiply=multiply)
-        assert calls == ["multiply", "swiglu_forward"]
+        call(*signed, epilogue=Activated(name="swiglu", to=Target(act)))
+        assert calls == ["quantize_int8_rows"] * 2 + ["matmul_int8", "swiglu_forward"]
         calls.clear()
-        call(epilogue=Activated(name="swiglu", to=Target(act)), bias=bias)
+        call(a, b, epilogue=Activated(name="swiglu", to=Target(act)), bias=bias)
         assert calls == ["matmul", "swiglu_forward"]
         calls.clear()
         dropped = replace(bench.adapters(R, N), added=lambda out, part: None)

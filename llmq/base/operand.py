@@ -82,14 +82,45 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
-    """A weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts.
+    """A frozen weight as signed bytes: row r ~ codes[r] * scale[r], in two layouts.
 
-    codes: I8 (rows, features). transposed: I8 (features, rows). scale: F32 (rows,).
+    codes: I8 (rows, features). transposed: I8 (features, rows). scale: F32 (rows,). ones: F32
+    (features,), the scales of transposed's rows, where `scale` has gone into the other operand.
     """
 
     codes: Tensor
     transposed: Tensor
     scale: Tensor
+    ones: Tensor
 
 
-Operand = Tensor | Fp8 | Int8
+class Stochastic(NamedTuple):
+    """Rounding up or down with the probabilities that make the mean right.
+
+    An element's random number follows from the step's seed and number, the salt, the number in the
+    step of the sequence that its row is of (of so many rows), and its place there: it does not
+    matter which rank or micro-step has the sequence. scalars: StepScalars, I32 (16,).
+    """
+
+    scalars: Tensor
+    salt: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounded:
+    """A tensor that a product rounds to signed bytes, with one scale for what it sums over.
+
+    stochastic: how, if not to nearest even.
+    """
+
+    source: Tensor
+    stochastic: Stochastic | None = None
+
+
+Operand = Tensor | Fp8 | Int8 | Rounded
+
+
+def tensor_of(x: Operand) -> Tensor:
+    """The tensor itself, of an operand that is there as codes too."""
+    return x if isinstance(x, Tensor) else x.source

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from llmq.arch.matrix import HalfSpec
-from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, DType
+from llmq.base.dtypes import DType
 from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
+from llmq.formats.format import Activation, Format, id_of
 from llmq.model.norm import Stats
 from llmq.model.parameters import BlockParameters
-from llmq.options.adapters import adapted_matrices, adapters_of
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -35,38 +33,6 @@ def recompute_of_layers(options: TrainConfig, num_layers: int) -> list[Recompute
     chosen = layer_set(options.recompute_layers, num_layers)
     asked = Recompute(*[getattr(options, f"recompute_{name}") for name in Recompute._fields])
     return [asked if layer in chosen else Recompute() for layer in range(num_layers)]
-
-
-def slot(layer: int, name: str) -> str:
-    """The name of a block's tensor among those of all blocks."""
-    return f"layers.{layer}.{name}"
-
-
-class Activation(NamedTuple):
-    """An activation of one layer, and what is kept of it from forward to backward.
-
-    shape: (rows, features), rows = B*T. tensor: the whole of it, in this dtype, which may be of the
-    codes that a product writes. codes: fp8 (features, rows), which are enough where backward only
-    needs it for a weight's gradient. With neither it is scratch.
-    """
-
-    layer: int
-    name: str
-    shape: tuple[int, int]
-    dtype: DType
-    tensor: Tensor | None
-    codes: Tensor | None
-
-    @property
-    def slot(self) -> str:
-        """Its name among those of all layers."""
-        return slot(self.layer, self.name)
-
-    def place(self, dev: Device, temps: ExitStack) -> Tensor:
-        """Where it is kept, else scratch that lives as long as temps."""
-        if self.tensor is not None:
-            return self.tensor
-        return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
 
 
 class HalfOut(NamedTuple):
@@ -99,14 +65,6 @@ class NormSite(NamedTuple):
         return block.get(f"{self.out.name}_post")
 
 
-def needed_inputs(config: ModelConfig, options: TrainConfig, layer: int) -> set[str]:
-    """Keys of a layer's matrices whose gradients, or those of adapters, need their inputs."""
-    adapters = adapters_of(options)
-    if adapters is None:
-        return {matrix.key for matrix in config.matrices(layer)}
-    return {matrix.key for matrix in adapted_matrices(config, adapters.targets, layer)}
-
-
 class HalfLayer:
     """A half in one layer: what it works on there, and what of it is kept for backward.
 
@@ -120,7 +78,7 @@ class HalfLayer:
     def __init__(
         self,
         dev: Device,
-        options: TrainConfig,
+        format: Format,
         spec: HalfSpec,
         index: int,
         recompute: Recompute,
@@ -129,10 +87,8 @@ class HalfLayer:
     ):
         """stream: (rows, C). needed: of the layer, as needed_inputs says."""
         self.spec, self.index, self.recompute = spec, index, recompute
-        self._dev, self._needed = dev, needed
+        self._dev, self._format, self._needed = dev, format, needed
         self._rows, self._dtype = stream.shape[0], stream.dtype
-        # Adapters multiply tensors.
-        self._keeps_codes = options.matmul_dtype == "e4m3" and not options.lora_rank
 
     def needs(self, name: str) -> bool:
         """Whether a gradient needs the input of this name."""
@@ -156,17 +112,16 @@ class HalfLayer:
         it for weights' gradients alone."""
         shape, tensor, codes = (self._rows, features), None, None
         dtype = dtype or self._dtype
-        if kept and may_be_codes and self._keeps_codes:
-            codes = self.alloc(f"{name}_t", *shape[::-1], dtype=E4M3)
-        elif kept:
-            tensor = self.alloc(name, *shape, dtype=dtype)
+        if kept:
+            keep = self._format.keep
+            tensor, codes = keep(self.alloc, name, shape, dtype, may_be_codes=may_be_codes)
         return Activation(self.index, name, shape, dtype, tensor, codes)
 
-    def slot(self, name: str) -> str:
+    def id_of(self, name: str) -> str:
         """The name of one of its gradients among those of all layers."""
-        return slot(self.index, name)
+        return id_of(self.index, name)
 
     @property
-    def out_slot(self) -> str:
+    def out_id(self) -> str:
         """That of the gradient of its output."""
-        return self.slot(f"d_{self.spec.name}")
+        return self.id_of(f"d_{self.spec.name}")

@@ -26,16 +26,14 @@ from typing import Any, NamedTuple
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
+from llmq.formats.format import Format
 from llmq.model.activations import recompute_of_layers
 from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
 from llmq.model.halves import HALVES
 from llmq.model.halves.half import Shared
-from llmq.model.int8_base import Int8BaseLinear
-from llmq.model.int8_linear import Int8Linear
 from llmq.model.layer import Layer, Stream
-from llmq.model.linear import FAST, Linear
-from llmq.model.operands import Operands
+from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals
 from llmq.options.options import TrainConfig
@@ -74,7 +72,7 @@ class Blocks:
         dev: Device,
         config: ModelConfig,
         residuals: Residuals,
-        operands: Operands,
+        operands: Format,
         options: TrainConfig,
         backend: str,
         starts: Tensor | None,
@@ -82,11 +80,7 @@ class Blocks:
     ):
         """Allocates every activation of a micro-step. backend and what follows: as of Model."""
         shape, dtype = operands.shape, operands.dtype
-        linear = Linear(dev, FAST[options.fp8_fast_accumulation].blocks)
-        if options.matmul_dtype == "int8" and options.base_dtype == "int8":
-            linear = Int8BaseLinear(dev, config, scalars, options.local_seq_len)
-        elif options.matmul_dtype == "int8":
-            linear = Int8Linear(dev, scalars, options.local_seq_len)
+        linear = Linear(dev, operands, operands.fast.blocks)
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]
@@ -112,7 +106,7 @@ class Blocks:
         for index, kind in enumerate(kinds):
             residual, after = residuals.tensors[index], residuals.after(index)
             stream = Stream(residual, after, between, first_branch, last_branch, before)
-            layer = Layer(dev, config, options, index, kind, stream, self.halves[index])
+            layer = Layer(dev, config, options, operands, index, kind, stream, self.halves[index])
             self.layers.append(layer)
             before = layer.branch
         self.norms = BlockNorms(dev, config, operands)
@@ -174,7 +168,7 @@ class Blocks:
             to = d_x if reach.first_in else None
             first.backward(here, w, g, again, d_out, to, inside=reach.inside)
         if reach.first_in:
-            before = self.layers[index - 1].halves[1].out_slot if index > 0 else None
+            before = self.layers[index - 1].halves[1].out_id if index > 0 else None
             self.norms.backward(here.norm, before, d_residual, d_x, w, g)
 
     def _first_again(self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads) -> Any:
@@ -201,4 +195,4 @@ class Blocks:
             to = d_x if wanted else None
             half.backward(here, w, g, again, d_out(d_residual, d_x), to, inside=True)
         if wanted:
-            self.norms.backward(here.norm, first.out_slot, d_residual, d_x, w, g)
+            self.norms.backward(here.norm, first.out_id, d_residual, d_x, w, g)

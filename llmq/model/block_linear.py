@@ -19,11 +19,12 @@ from functools import partial
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, DType
+from llmq.base.dtypes import DType
 from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
-from llmq.base.operand import Fp8, Operand, Result
+from llmq.base.operand import Operand, Result, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.model.linear import BACKWARD, FORWARD, Linear
+from llmq.formats.format import BACKWARD, FORWARD
+from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
@@ -33,11 +34,6 @@ from llmq.ops.product import product
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
-
-
-def _tensor(x: Operand) -> Tensor:
-    """What adapters multiply: the tensor itself, also where W's product takes its fp8 codes."""
-    return x.source if isinstance(x, Fp8) else x
 
 
 class _Parts(NamedTuple):
@@ -65,7 +61,6 @@ class BlockLinear:
     ):
         """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.linear, self.drops = dev, config, linear, False
-        self._multiplied_dtype = E4M3 if options.matmul_dtype == "e4m3" else dtype
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
@@ -91,7 +86,7 @@ class BlockLinear:
         """Whether forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
         hidden = None if parts is None else parts.hidden
-        return self.linear.takes_addend(out, self._multiplied_dtype, features, hidden)
+        return self.linear.takes_addend(out, features, hidden)
 
     def forward(
         self,
@@ -114,14 +109,14 @@ class BlockLinear:
             made = partial(self._tail, parts, x, *w.adapters(key))
             adapters = Adapters(parts.hidden, made)
         product(
-            self.dev, out, x, w[key], bias=w.bias(key), adapters=adapters, addend=addend,
-            epilogue=epilogue, **self.linear.how(FORWARD, x, w[key]),
+            self.dev, out, bias=w.bias(key), adapters=adapters, addend=addend, epilogue=epilogue,
+            **self.linear.how(FORWARD, x, w[key]),
         )  # fmt: skip
 
     @contextmanager
     def _tail(self, parts: _Parts, x: Operand, a: Tensor, b: Tensor) -> Iterator[Tensor]:
         """Computes h; the matrix that it is multiplied by."""
-        with self._dropped(parts, _tensor(x)) as dropped:
+        with self._dropped(parts, tensor_of(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
         with self._expanded(parts, b) as whole:
             yield whole
@@ -151,7 +146,7 @@ class BlockLinear:
             added = partial(self._dropout, parts, add=True) if self._probability else None
             adapters = Adapters(self._d_hidden_of(parts), made, added)
         how = self.linear.how(BACKWARD, d_out, w[key], self._numbers[layer, key])
-        product(self.dev, d_x, d_out, w[key], adapters=adapters, epilogue=epilogue, **how)
+        product(self.dev, d_x, adapters=adapters, epilogue=epilogue, **how)
 
     @contextmanager
     def _tail_backward(
@@ -185,14 +180,14 @@ class BlockLinear:
         if parts is None:
             return
         d_hidden, (d_a, _) = self._d_hidden_of(parts), g.adapters(key)
-        with self._dropped(parts, _tensor(x)) as dropped:
+        with self._dropped(parts, tensor_of(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
 
     def _output_gradients(
         self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
         """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
-        d_out, (_, b), (_, d_b) = _tensor(d_out), w.adapters(key), g.adapters(key)
+        d_out, (_, b), (_, d_b) = tensor_of(d_out), w.adapters(key), g.adapters(key)
         d_hidden = self._d_hidden_of(parts)
         dev, spans, scale = self.dev, parts.matrix.spans, self._scale
         at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])

@@ -20,9 +20,9 @@ from functools import partial
 from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Tensor
+from llmq.formats.format import Format
 from llmq.model.activations import NormSite
 from llmq.model.norm import Normalization
-from llmq.model.operands import Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops.add import add
 from llmq.runtime.device import Device
@@ -31,7 +31,7 @@ from llmq.runtime.device import Device
 class BlockNorms:
     """The norms of all halves of all blocks."""
 
-    def __init__(self, dev: Device, config: ModelConfig, operands: Operands):
+    def __init__(self, dev: Device, config: ModelConfig, operands: Format):
         self.norm, self.operands = Normalization(dev, config), operands
         self.pre, self.post = config.arch.pre_norm, config.arch.post_norm
 
@@ -45,10 +45,12 @@ class BlockNorms:
         """
         if self.pre:
             return self.operands.input(temps, here.out, partial(self._run, here, before, w))
-        slot, stream, measured = here.out.slot, here.stream, before is not None
+        tensor_id, stream, measured = here.out.tensor_id, here.stream, before is not None
         if measured:
-            self._run(here, before, w, self.operands.measured(slot, stream))
-        return self.operands.of_tensor(temps, slot, stream, measured=measured, transposed=False)
+            self._run(here, before, w, self.operands.measured(tensor_id, stream))
+        return self.operands.of_tensor(
+            temps, tensor_id, stream, measured=measured, transposed=False
+        )
 
     def again(
         self,
@@ -66,7 +68,9 @@ class BlockNorms:
         if not self.pre:
             if before is not None:
                 self._run(here, before, w, Target(here.stream))
-            return self.operands.of_tensor_again(temps, here.out.slot, here.stream, product=product)
+            return self.operands.of_tensor_again(
+                temps, here.out.tensor_id, here.stream, product=product
+            )
         kept = self.operands.kept(here.out)
         if kept is not None:
             return kept
@@ -97,7 +101,7 @@ class BlockNorms:
     def backward(
         self,
         here: NormSite,
-        slot_before: str | None,
+        id_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,
         w: BlockWeights,
@@ -106,19 +110,19 @@ class BlockNorms:
         """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
 
         d_x (rows, C): the gradient of the half's input. `d_out` then is the gradient of what the
-        half before has put out; slot_before is its name, None where there is no half.
+        half before has put out; id_before is its name, None where there is no half.
         """
         d_branch = Target(d_residual)
-        if slot_before is not None:
+        if id_before is not None:
             out = self.d_out(d_residual, d_x)
-            d_branch = self.operands.half_gradient_target(slot_before, out)
+            d_branch = self.operands.half_gradient_target(id_before, out)
         if self.pre:
             to = Target(d_residual) if self.post else d_branch
             (weight, _), grads = here.parameters(w), here.parameters(g)
             self.norm.backward(to, *grads, d_x, here.stream, weight, here.stats, d_residual)
         else:
             add(self.norm.dev, d_residual, d_residual, d_x)
-        if self.post and slot_before is not None:
+        if self.post and id_before is not None:
             weight, d_weight = here.post_weight(w), here.post_weight(g)
             args = (here.branch, weight, here.post_stats, None)
             self.norm.backward(d_branch, d_weight, None, d_residual, *args)

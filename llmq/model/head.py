@@ -23,9 +23,9 @@ from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
 from llmq.base.operand import Fp8, Operand, Target
 from llmq.base.tensor import Tensor
-from llmq.model.linear import FAST, Linear
+from llmq.formats.format import HEAD, Format
+from llmq.model.linear import Linear
 from llmq.model.norm import Normalization, alloc_stats
-from llmq.model.operands import HEAD, Operands
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import quantize
 from llmq.ops.product import route
@@ -51,7 +51,7 @@ class Head:
         self,
         dev: Device,
         config: ModelConfig,
-        operands: Operands,
+        operands: Format,
         options: TrainConfig,
         residual: Tensor,
     ):
@@ -69,8 +69,8 @@ class Head:
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         self.fp8 = options.head_dtype == "e4m3"
-        self.operands = operands if self.fp8 else Operands(dev, shape, dtype)
-        self.linear = Linear(dev, FAST[options.fp8_fast_accumulation].head)
+        self.operands = operands if self.fp8 else Format(dev, shape, dtype)
+        self.linear = Linear(dev, self.operands, self.operands.fast.head)
         if self.fp8:
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
             dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))

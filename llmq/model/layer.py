@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
+from llmq.formats.format import Format
 from llmq.model import norm
-from llmq.model.activations import HalfLayer, HalfOut, NormSite, Recompute, needed_inputs
+from llmq.model.activations import HalfLayer, HalfOut, NormSite, Recompute
 from llmq.model.halves.half import Half
 from llmq.model.norm import Stats
+from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -45,6 +47,7 @@ class Layer:
         dev: Device,
         config: ModelConfig,
         options: TrainConfig,
+        format: Format,
         index: int,
         recompute: Recompute,
         stream: Stream,
@@ -56,7 +59,7 @@ class Layer:
         needed = needed_inputs(config, options, index)
         pre, post = config.arch.pre_norm, config.arch.post_norm
         first, second = self.halves = tuple(
-            HalfLayer(dev, options, spec, index, recompute, self.residual, needed)
+            HalfLayer(dev, format, spec, index, recompute, self.residual, needed)
             for spec in config.halves(index)
         )
         own = stream.between if recompute.block else None

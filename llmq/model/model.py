@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import parse_dtype
 from llmq.base.tensor import Tensor
+from llmq.formats import format_of
 from llmq.model.block import Blocks
-from llmq.model.fp8_operands import make_operands
 from llmq.model.head import Head
 from llmq.model.parameters import (
     BlockGrads,
@@ -44,11 +43,10 @@ class Model:
         scalars: StepScalars, which adapters need. trains: False without backward passes.
         """
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
-        dtype = parse_dtype(options.model_dtype)
-        shape = (options.batch_size * options.local_seq_len, config.hidden_size)
+        self.operands = format_of(dev, config, options, scalars)
+        shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
-        self.operands = make_operands(dev, config, options, shape)
         shared = (self.residuals, self.operands, options, backend, starts, scalars)
         self.blocks = Blocks(dev, config, *shared)
         self.head = Head(dev, config, self.operands, options, self.residuals.final)
@@ -154,7 +152,7 @@ class Model:
         g = HeadGrads(**grads.full("head") | {"lm_head": d_lm_head})
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
-        to = self.operands.half_gradient_target(last.halves[-1].out_slot, d_out)
+        to = self.operands.half_gradient_target(last.halves[-1].out_id, d_out)
         flat = targets.view(targets.size)
         self.head.loss_and_backward(w, g, flat, last.branch, to, d_residual, d_norm)
         for name in {slab, "head"}:

@@ -15,6 +15,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS, SELECT_THREADS = 256, 1024
+THRESHOLD = 6.0  # the paper's
+MOST = 64  # outliers of an activation: about ten times as many as the paper finds
 
 SELECT = Kernel(
     "outliers.cu",

@@ -10,13 +10,13 @@ LLMQ_FUSED takes the place of the part of a rule that says what is faster (`Devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I8, I32, DType
 from llmq.base.epilogue import (
     STORE,
     Activated,
@@ -27,7 +27,7 @@ from llmq.base.epilogue import (
     Handed,
     RowFactors,
 )
-from llmq.base.operand import Fp8, Operand, ProductCodes, Result, Target
+from llmq.base.operand import Fp8, Int8, Operand, ProductCodes, Result, Rounded, Target, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import (
     cross_entropy,
@@ -38,6 +38,8 @@ from llmq.ops import (
     matmul_gradient,
     matmul_swiglu,
     matmul_swiglu_backward,
+    outliers,
+    quantize_int8,
     reduce,
     swiglu,
 )
@@ -52,6 +54,7 @@ from llmq.ops.common import (
     own_product_tiles,
 )
 from llmq.ops.matmul import matmul, matmul_fp8
+from llmq.ops.matmul_int8 import matmul_int8
 from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.machine import PLAN_SPEC
 
@@ -236,7 +239,6 @@ class _Terms(NamedTuple):
     bias: Tensor | None
     addend: Tensor | None
     fast: bool
-    multiply: Multiply | None
 
     @property
     def added(self) -> dict[str, Tensor]:
@@ -246,14 +248,8 @@ class _Terms(NamedTuple):
 
     @property
     def library(self) -> Multiply:
-        """The product alone, by no kernel of ours."""
-        if self.multiply is not None:
-            return self.multiply
-        operands = {"a": self.left, "b": self.right}
-        if isinstance(self.b, Fp8):
-            scales = dict(zip(("scale_a", "scale_b"), self.scales, strict=True))
-            return partial(matmul_fp8, self.dev, **operands, **scales, fast_accumulation=self.fast)
-        return partial(matmul, self.dev, **operands, trans_a=self.trans_a, trans_b=self.trans_b)
+        """The product alone, by a kernel that has no other epilogue."""
+        return partial(_LIBRARY[type(self.b)], self)
 
     @property
     def left(self) -> Tensor:
@@ -276,7 +272,7 @@ class _Terms(NamedTuple):
 
     def route(self, kind: str, out: DType | None = None) -> Route | None:
         """The route of this product with an epilogue, or of "adapters"; None: two kernels."""
-        if self.multiply is not None:
+        if isinstance(self.b, Int8 | Rounded):
             return None
         adapters, left, right = self.adapters, self.left, self.right
         if adapters is not None and (adapters.added or adapters.hidden.dtype != BF16):
@@ -311,26 +307,24 @@ def product(
     addend: Tensor | None = None,
     epilogue: Epilogue = STORE,
     fast: bool = False,
-    multiply: Multiply | None = None,
 ) -> None:
     """out = op(a) @ op(b) + hidden @ tail^T + bias + addend, and what the epilogue makes of it.
 
     Sums are F32. Where no kernel of ours is taken, the first product is rounded, with bias and
     addend in it, before the adapters' is added.
 
-    Args (two dimensions; operands are tensors, or fp8 codes in the layouts that are multiplied):
+    Args (two dimensions; operands are tensors, also to be rounded, or codes in the layouts that are
+    multiplied, those of signed bytes of b alone):
         out       (M,N)  in the form that the epilogue says
         a         (M,K)  (K,M) with trans_a
         b         (K,N)  (N,K) with trans_b
         bias      (N,)   like out, of fp8 codes BF16; or None
         addend    (M,N)  like out, other memory; or None, as it is unless `takes_addend`
         fast             whether sums of fp8 codes may have fewer bits, see `matmul_fp8`
-        multiply         computes the product by itself, of a format that only its owner knows; it
-                         takes no addend, and no kernel of ours takes its place
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape, as the kernels' launchers do.
     """
-    terms = _Terms(dev, a, b, trans_a, trans_b, adapters, bias, addend, fast, multiply)
+    terms = _Terms(dev, a, b, trans_a, trans_b, adapters, bias, addend, fast)
     if epilogue is STORE and adapters is None:
         terms.library(out, **terms.added)
     else:
@@ -348,22 +342,99 @@ def route(
 ) -> Route | None:
     """The route of a product without other terms, for those who give it what only a kernel of ours
     needs; None: it is two kernels."""
-    terms = _Terms(dev, a, b, False, trans_b, None, None, None, False, None)
+    terms = _Terms(dev, a, b, False, trans_b, None, None, None, False)
     return terms.route(epilogue.kind, out.dtype)
 
 
 def takes_addend(
     dev: Device, out: Tensor, dtype: DType, K: int, hidden: Tensor | None, *, fast: bool
 ) -> bool:
-    """Whether a product, of an operand (M, K) of this format, may have an addend.
+    """Whether a product, of an operand (M, K) that is multiplied in this format, takes an addend.
 
-    Not beside adapters (hidden (M, R)) that are a product of their own, whose result would be
-    rounded as finely as the addend, not as the first product's.
+    Not of signed bytes, and not beside adapters (hidden (M, R)) that are a product of their own,
+    whose result would be rounded as finely as the addend, not as the first product's.
     """
-    if hidden is None:
-        return True
+    if hidden is None or dtype == I8:
+        return dtype != I8
     sizes = Sizes(*out.shape, K, dtype, out.dtype, hidden.shape[1])
     return hidden.dtype == BF16 and taken(dev, "adapters", sizes, fast=fast) is not None
+
+
+def _matmul(terms: _Terms, out: Result, **added: Any) -> None:
+    laid = {"trans_a": terms.trans_a, "trans_b": terms.trans_b}
+    matmul(terms.dev, out, terms.a, terms.b, **laid, **added)
+
+
+def _matmul_fp8(terms: _Terms, out: Result, **added: Any) -> None:
+    operands = (terms.left, terms.right, *terms.scales)
+    matmul_fp8(terms.dev, out, *operands, fast_accumulation=terms.fast, **added)
+
+
+@contextmanager
+def _signed(dev: Device, x: Rounded, *, columns: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Codes of x or of its transpose, I8, and the scales of their rows."""
+    shape = x.source.shape[::-1] if columns else x.source.shape
+    make = quantize_int8.columns if columns else quantize_int8.rows
+    with (
+        dev.scratch("int8_codes", shape, I8) as codes,
+        dev.scratch("int8_scales", shape[:1], F32) as scales,
+    ):
+        make(dev, codes, scales, x.source, stochastic=x.stochastic)
+        yield codes, scales
+
+
+def _matmul_rounded(terms: _Terms, out: Tensor, **added: Any) -> None:
+    with (
+        _signed(terms.dev, terms.a, columns=terms.trans_a) as (left, scale_a),
+        _signed(terms.dev, terms.b, columns=not terms.trans_b) as (right, scale_b),
+    ):
+        matmul_int8(terms.dev, out, left, right, scale_a, scale_b, **added)
+
+
+def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
+    """Products of a frozen weight, whose rows have scales.
+
+        x @ weight^T     x as codes with a scale for each token, but for its outliers: columns with
+                         an element beyond THRESHOLD, which are multiplied as they are
+        d_out @ weight   d_out times the scales of the weight's rows, over which it is summed, as
+                         codes with a scale for each token
+
+    The columns that are outliers follow from x alone, so that what is computed again is the same.
+    """
+    dev, weight, x = terms.dev, terms.b, tensor_of(terms.a)
+    (rows, columns), most = x.shape, outliers.MOST
+    with ExitStack() as temps:
+
+        def scratch(name: str, dtype: DType, *shape: int) -> Tensor:
+            return temps.enter_context(dev.scratch(name, shape, dtype))
+
+        if not terms.trans_b:
+            codes, scale = scratch("d_out.q", I8, rows, columns), scratch("d_out.scale", F32, rows)
+            stochastic = terms.a.stochastic
+            quantize_int8.rows(dev, codes, scale, x, factors=weight.scale, stochastic=stochastic)
+            matmul_int8(dev, out, codes, weight.transposed, scale, weight.ones)
+            return
+        mask, index = scratch("outliers.mask", F32, columns), scratch("outliers", I32, most)
+        largest = scratch("column_max", F32, columns)
+        quantize_int8.largest_of_columns(dev, largest, x)
+        outliers.select(dev, mask, index, largest, outliers.THRESHOLD)
+        codes, scale = scratch("x.q", I8, rows, columns), scratch("x.scale", F32, rows)
+        quantize_int8.rows(dev, codes, scale, x, factors=mask)
+        matmul_int8(dev, out, codes, weight.codes, scale, weight.scale, **added)
+        large = scratch("x.outliers", x.dtype, rows, most)
+        part = scratch("weight.outliers", x.dtype, out.shape[1], most)
+        outliers.take(dev, large, x, index)
+        outliers.weight(dev, part, weight.codes, weight.scale, index)
+        matmul(dev, out, large, part, trans_b=True, accumulate=True)
+
+
+# By the format of the second operand.
+_LIBRARY: dict[type, Callable[..., None]] = {
+    Tensor: _matmul,
+    Fp8: _matmul_fp8,
+    Rounded: _matmul_rounded,
+    Int8: _matmul_int8,
+}
 
 
 def _adapted(terms: _Terms, out: Tensor) -> None:

@@ -6,9 +6,8 @@ activation, an output feature of a weight), columns for those that a product tak
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
+from llmq.base.operand import Stochastic
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     FORWARD_WARPS,
@@ -47,19 +46,6 @@ DECODE = Kernel(
     "quantize_int8_decode",
     args="T* out, const i8* q, const f32* scale, i64 rows, i32 cols",
 )
-
-
-class Stochastic(NamedTuple):
-    """Rounding up or down with the probabilities that make the mean right.
-
-    An element's random number follows from the step's seed and number, the salt, the number in the
-    step of the sequence that its row is of (of so many rows), and its place there: it does not
-    matter which rank or micro-step has the sequence. scalars: StepScalars, I32 (16,).
-    """
-
-    scalars: Tensor
-    salt: int
-    sequence: int
 
 
 def rows(

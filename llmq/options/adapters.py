@@ -104,6 +104,14 @@ def all_adapted(model: ModelConfig, targets: tuple[str, ...]) -> Iterator[tuple[
             yield layer, matrix
 
 
+def needed_inputs(model: ModelConfig, config: Options, layer: int) -> set[str]:
+    """Keys of a layer's matrices whose gradients, or those of adapters, need their inputs."""
+    adapters = adapters_of(config)
+    if adapters is None:
+        return {matrix.key for matrix in model.matrices(layer)}
+    return {matrix.key for matrix in adapted_matrices(model, adapters.targets, layer)}
+
+
 def multiplied_sizes(model: ModelConfig) -> dict[str, int]:
     """Rows and columns of all matrices of blocks, by what messages call them."""
     sizes = {

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from llmq.base.dtypes import E4M3, F32, I8, NF4, U8
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.tensor import Tensor
@@ -45,6 +47,11 @@ class Bases:
         self._slot_layouts = as_codes if self.decodes else self.layouts
         self.packed = {name: self._alloc(name) for name in self.slabs}
         self.levels: Tensor | None = None  # of NF4's scales
+        self._ones: Tensor | None = None
+        if self._work.dtype == I8:
+            widest = max(param.columns for slab in table for param in slab.params)
+            self._ones = dev.alloc("int8_ones", (widest,), F32, "Activations")
+            dev.upload(self._ones, np.ones(widest, np.float32))
         self._arriving: Tensor | None = None
         if dtype == NF4:
             self.levels = dev.alloc("nf4_levels", (nf4.NUM_LEVELS,), F32, "Quants")
@@ -145,7 +152,8 @@ class Bases:
 
     def _operand(self, codes: Tensor, transposed: Tensor, scale: Tensor) -> Operand:
         if codes.dtype == I8:
-            return Int8(codes=codes, transposed=transposed, scale=scale)
+            ones = self._ones.rows(0, codes.shape[-1])
+            return Int8(codes=codes, transposed=transposed, scale=scale, ones=ones)
         return Fp8(source=None, codes=codes, transposed=transposed, scale=scale)
 
     def make_transposed(self, operands: Mapping[str, Operand]) -> None:

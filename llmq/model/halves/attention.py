@@ -18,11 +18,11 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, DType
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.model.activations import Activation, HalfLayer, Recompute
+from llmq.formats.format import Activation, InputAgain
+from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.attention_choice import directions
 from llmq.model.halves.half import Shared
 from llmq.model.linear import Linear
-from llmq.model.operands import InputAgain
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import attention, attention_backward, qk_norm, rope
 from llmq.runtime.device import Device
@@ -95,7 +95,6 @@ class AttentionHalf:
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps = config.head_dim, config.norm_eps
         self.chunks = options.attn_bwd_chunks
-        self._is_fp8 = options.matmul_dtype == "e4m3"
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
         self.backends = [directions(*sizes, window, capability) for window in windows]
@@ -107,9 +106,10 @@ class AttentionHalf:
     # -- memory ----------------------------------------------------------------------------------
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """A product that is computed again in fp8 needs its input's codes as they lie, so that its
-        input is made again too."""
-        return not (recompute.norm or (recompute.qkv if self._is_fp8 else recompute.att))
+        """A product of codes that is computed again needs those of its input as they lie, so that
+        its input is made again too."""
+        again = recompute.qkv if self.operands.makes_codes else recompute.att
+        return not (recompute.norm or again)
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
         """Keys of the matrices whose products backward computes again."""
@@ -151,7 +151,7 @@ class AttentionHalf:
         self._qkv(here, w, x, tensors)
         self._attend(here, tensors)
         o_input = self.operands.of_tensor(
-            temps, here.kept.att.slot, tensors.att, measured=False, transposed=False
+            temps, here.kept.att.tensor_id, tensors.att, measured=False, transposed=False
         )
         out, addend = here.out
         self.linear.forward(here.index, "o", out, o_input, w, addend)
@@ -196,8 +196,8 @@ class AttentionHalf:
             self._attend(here, tensors)
         o_input = None
         if r.block or self.linear.needs_input(here.index, "o", g):
-            slot = here.kept.att.slot
-            o_input = self.operands.of_tensor_again(temps, slot, tensors.att, product=r.block)
+            tensor_id = here.kept.att.tensor_id
+            o_input = self.operands.of_tensor_again(temps, tensor_id, tensors.att, product=r.block)
         if r.block:
             out, addend = here.out
             self.linear.forward(here.index, "o", out, o_input, w, addend)
@@ -247,7 +247,7 @@ class AttentionHalf:
         d_att: Tensor | None,
     ) -> None:
         with ExitStack() as temps:
-            d_o = self.operands.half_gradient(temps, here.out_slot, d_out)
+            d_o = self.operands.half_gradient(temps, here.out_id, d_out)
             self.linear.input_gradient(here.index, "o", d_att, d_o, w, g)
             self.linear.weight_gradients(here.index, "o", g, g.bias("o"), d_o, again.o_input)
 
@@ -264,7 +264,7 @@ class AttentionHalf:
 
         Returns the gradient of the qkv product, and the bias's gradient if it is left to do.
         """
-        slot, by_head = here.slot("d_qkv"), self._by_head(d_qkv)
+        tensor_id, by_head = here.id_of("d_qkv"), self._by_head(d_qkv)
         table = self.rope_tables[here.index]
         if table is not None and qk_raw is None:
 
@@ -274,8 +274,10 @@ class AttentionHalf:
                     abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,
                 )  # fmt: skip
 
-            gradient = self.operands.gradient
-            return gradient(temps, slot, write, shape=d_qkv.shape, out=d_qkv, bias=False), None
+            made = self.operands.gradient(
+                temps, tensor_id, write, shape=d_qkv.shape, out=d_qkv, both=False
+            )
+            return made, None
         if table is not None:
             rope.backward(self.dev, by_head, table, self.Hq, self.Hkv, self.starts)
         if qk_raw is not None:
@@ -283,7 +285,7 @@ class AttentionHalf:
                 self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, here.kept.qk_rstd,
                 w["q_norm"], w["k_norm"], self.Hq, self.Hkv,
             )  # fmt: skip
-        made = self.operands.of_tensor(temps, slot, d_qkv, measured=False, transposed=True)
+        made = self.operands.of_tensor(temps, tensor_id, d_qkv, measured=False, transposed=True)
         return made, g.bias("qkv")
 
 

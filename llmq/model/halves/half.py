@@ -15,10 +15,10 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
+from llmq.formats.format import Format, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.block_linear import BlockLinear
 from llmq.model.linear import Linear
-from llmq.model.operands import InputAgain, Operands
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -34,7 +34,7 @@ class Shared(NamedTuple):
     dev: Device
     config: ModelConfig
     options: TrainConfig
-    operands: Operands
+    operands: Format
     linear: BlockLinear
     backend: str
     starts: Tensor | None

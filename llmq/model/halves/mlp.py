@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, DType, parse_dtype
+from llmq.base.dtypes import DType
 from llmq.base.epilogue import Activated, ActivatedGradient, Handed
 from llmq.base.operand import Operand, ProductCodes, Result, Target
 from llmq.base.tensor import Tensor
-from llmq.model.activations import Activation, HalfLayer, Recompute
+from llmq.formats.format import Activation, InputAgain
+from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.halves.half import Shared
 from llmq.model.linear import Linear
-from llmq.model.operands import InputAgain
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops.product import ACTIVATIONS
 from llmq.runtime.device import Device
@@ -50,12 +50,8 @@ class MlpHalf:
     """The MLP halves of all layers. Scratch lives as long as `temps`."""
 
     def __init__(self, shared: Shared):
-        config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
-        self.activation = config.activation
-        self._coded = options.mlp_dtype == "e4m3"
-        gradient = options.gradient_dtype
-        self._gradient_dtype = parse_dtype(gradient) if self._coded else self.operands.dtype
+        self.activation = shared.config.activation
 
     def keeps_input(self, recompute: Recompute) -> bool:
         """Whether the half's input may be kept for backward."""
@@ -68,9 +64,9 @@ class MlpHalf:
     def keep(self, here: HalfLayer) -> _Kept:
         """What a layer keeps."""
         up, down, r = here.spec["up"], here.spec["down"], here.recompute
-        coded, kept = E4M3 if self._coded else None, not r.swiglu and here.needs(down.input)
+        dtype, kept = self.operands.result_dtype("mlp_up"), not r.swiglu and here.needs(down.input)
         return _Kept(
-            mlp_up=here.activation("mlp_up", up.shape[0], kept=not r.ffn, dtype=coded),
+            mlp_up=here.activation("mlp_up", up.shape[0], kept=not r.ffn, dtype=dtype),
             mlp_act=here.activation("mlp_act", down.shape[1], kept=kept, may_be_codes=True),
         )
 
@@ -81,9 +77,9 @@ class MlpHalf:
         handed = Handed(
             place=partial(mlp_up.place, self.dev),
             kept=mlp_up.tensor,
-            result=partial(self.operands.result, mlp_up.slot),
+            result=partial(self.operands.result, mlp_up.tensor_id),
             # Without scales, codes are made twice, and what reads them has to wait.
-            ready=self.operands.scales.ready or not self._coded,
+            ready=self.operands.writes_once,
         )
 
         def write(to: Target) -> None:
@@ -100,7 +96,7 @@ class MlpHalf:
         """What backward needs: kept, or computed again."""
         computed = here.recompute.ffn
         place = here.kept.mlp_up.place(self.dev, temps)
-        mlp_up = self.operands.result_again(here.kept.mlp_up.slot, place)
+        mlp_up = self.operands.result_again(here.kept.mlp_up.tensor_id, place)
         x = None
         if computed or self.linear.needs_input(here.index, "up", g):
             x = x_again(product=computed)
@@ -127,13 +123,15 @@ class MlpHalf:
             self._backward_down(here, w, g, mlp_up, d_out, to)
 
         with ExitStack() as temps:
-            slot, bias = here.slot("d_mlp_up"), g.bias("up") is not None
+            tensor_id, bias = here.id_of("d_mlp_up"), g.bias("up") is not None
             out, shape = mlp_up, here.kept.mlp_up.shape
             if isinstance(mlp_up, ProductCodes):  # their memory is too small
                 scratch = self.dev.scratch("d_mlp_up", shape, self.operands.dtype)
                 out = temps.enter_context(scratch) if bias else None
             gradient = self.operands.gradient
-            d_mlp_up = gradient(temps, slot, write, shape=shape, out=out, bias=bias)
+            d_mlp_up = gradient(
+                temps, tensor_id, write, shape=shape, out=out, bias=bias, settles=True
+            )
             self.linear.input_gradient(here.index, "up", d_x, d_mlp_up, w, g)
             self.linear.weight_gradients(here.index, "up", g, g.bias("up"), d_mlp_up, again.x)
 
@@ -151,17 +149,16 @@ class MlpHalf:
         The activation is made once more where the down product's weight needs it.
         """
         with ExitStack() as temps:
-            d_down = self.operands.half_gradient(temps, here.out_slot, d_out)
+            d_down = self.operands.half_gradient(temps, here.out_id, d_out)
 
             def place(inner: ExitStack) -> Tensor:
-                shape = here.kept.mlp_act.shape
-                scratch = self.dev.scratch("d_mlp_act", shape, self._gradient_dtype)
-                return inner.enter_context(scratch)
+                shape, dtype = here.kept.mlp_act.shape, self.operands.result_dtype("d_mlp_act")
+                return inner.enter_context(self.dev.scratch("d_mlp_act", shape, dtype))
 
             handed = Handed(
                 place=place,
-                result=partial(self.operands.result, here.slot("d_mlp_act")),
-                written=partial(self.operands.written, here.slot("d_mlp_up")),
+                result=partial(self.operands.result, here.id_of("d_mlp_act")),
+                written=partial(self.operands.written, here.id_of("d_mlp_up")),
             )
 
             def write(act: Target) -> None:

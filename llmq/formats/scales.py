@@ -26,7 +26,7 @@ HISTORY = 16  # optimizer steps
 # How far a tensor may grow beyond its largest value of these steps before elements saturate. A
 # factor of two costs one of the 18 powers of two that E4M3 spans and no precision in the others;
 # without it about one tensor in 17 would saturate in every step.
-MARGIN = 2.0
+SCALE_MARGIN = 2.0
 STATE = "fp8_abs_max."  # prefix of the names in a checkpoint
 
 
@@ -112,7 +112,7 @@ class DelayedScales(Scales):
         self._saturated_of = slots(self._saturated, limits)
         self._gathered = self._alloc("abs_maxes.all", world * n * STRIDE) if world > 1 else None
         dev.zero(self._history)
-        values = np.array(list(limits.values()), np.float32) / np.float32(MARGIN)
+        values = np.array(list(limits.values()), np.float32) / np.float32(SCALE_MARGIN)
         dev.upload(self._limits, values)
         self._factors = None
         if products:

@@ -1,0 +1,297 @@
+"""e4m3: products multiply fp8 codes with one scale for each tensor, which it gets in two ways.
+
+Codes lie in two layouts, (rows, features) for products and (features, rows) for weights' gradients
+(`model/linear.py` says why). What is made again in backward has a scale from forward, so that the
+kernel which makes it writes its codes and no tensor, in both ways.
+
+Scratch is a stack: codes of a tensor that is gone before them are taken before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from llmq.arch.matrix import halves_gradients, halves_inputs
+from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
+from llmq.base.operand import Fp8, Operand, Result, Target
+from llmq.base.tensor import Tensor
+from llmq.formats.format import (
+    HEAD,
+    Activation,
+    Alloc,
+    Fast,
+    FastProducts,
+    Format,
+    Write,
+    between_blocks,
+    id_of,
+)
+from llmq.formats.scales import DelayedScales, Scales
+from llmq.ops import abs_max, quantize
+from llmq.options.adapters import needed_inputs
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+
+MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
+# By --fp8-fast-accumulation. What is lost grows with the length of the sums: over features in most
+# products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
+# input.
+FAST = {
+    "none": FastProducts(),
+    "forward": FastProducts(Fast(forward=True), Fast(forward=True)),
+    "activations": FastProducts(Fast(forward=True, d_x=True), Fast(forward=True)),
+    "all": FastProducts(*[Fast(forward=True, d_x=True, d_weight=True)] * 2),
+}
+
+
+class E4m3(Format):
+    """Just in time: the kernel writes a tensor and records its largest value; codes follow.
+
+    formats: of codes, by name of a layer's tensor. products: ids of those that products write.
+    limits: the largest finite value of each tensor's format, by its id. adapted: ids of the tensors
+    that adapters multiply as they are; None where there are none, and gradients of matrices need
+    transposed codes.
+    """
+
+    makes_codes = True
+
+    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
+        super().__init__(dev, *between_blocks(config, options))
+        self.multiplied, self.fast = E4M3, FAST[options.fp8_fast_accumulation]
+        self.gradient_dtype = parse_dtype(options.gradient_dtype)
+        self.formats: dict[str, DType] = {}
+        self.products: list[str] = []
+        self.limits: dict[str, float] = {}
+        for layer in range(config.num_layers):
+            self._add_layer(config, layer, coded=options.mlp_dtype == "e4m3")
+        if options.head_dtype == "e4m3":
+            self.formats[HEAD], self.limits[HEAD] = E4M3, E4M3_MAX
+        self.adapted = None
+        if options.has_adapters:
+            self.adapted = frozenset(
+                id_of(layer, name)
+                for layer in range(config.num_layers)
+                for matrix in config.matrices(layer)
+                if matrix.key in needed_inputs(config, options, layer)
+                for name in (matrix.input, matrix.gradient)
+            )
+        self.scales = self._make_scales()
+
+    @classmethod
+    def of_model(
+        cls, dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
+    ) -> Format:
+        kind = DelayedE4m3 if options.fp8_recipe == "delayed" else cls
+        return kind(dev, config, options)
+
+    def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
+        """Formats and limits of a layer. coded: whether products write codes."""
+        halves = config.halves(layer)
+        names = dict.fromkeys(halves_inputs(halves), E4M3)
+        names |= dict.fromkeys(halves_gradients(halves), self.gradient_dtype)
+        for name in [name for half in halves for name in half.coded] if coded else ():
+            names[name] = self.gradient_dtype if name.startswith("d_") else E4M3
+            self.products.append(id_of(layer, name))
+        self.formats |= names
+        self.limits |= {id_of(layer, name): MAX[dtype] for name, dtype in names.items()}
+
+    def _make_scales(self) -> Scales:
+        return Scales(self.dev, self.limits)
+
+    def _keeps(self, tensor_id: str) -> bool:
+        """Whether the tensor is wanted beside its codes."""
+        return self.adapted is not None and tensor_id in self.adapted
+
+    def _codes(
+        self,
+        temps: ExitStack,
+        tensor_id: str,
+        shape: tuple[int, int],
+        *,
+        product: bool = True,
+        transposed: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
+        name = tensor_id.rpartition(".")[2]
+        dtype, q, q_t = self.formats[name], None, None
+        transposed = transposed and (self.adapted is None or tensor_id == HEAD)
+        if product:
+            q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
+        if transposed:
+            q_t = temps.enter_context(self.dev.scratch(f"{name}.q_t", shape[::-1], dtype))
+        return q, q_t
+
+    def _fp8(
+        self, tensor_id: str, source: Tensor | None, q: Tensor | None, q_t: Tensor | None
+    ) -> Fp8:
+        return Fp8(source=source, codes=q, transposed=q_t, scale=self.scales.scale(tensor_id))
+
+    def _quantize(self, tensor_id: str, q: Tensor | None, q_t: Tensor | None, x: Tensor) -> None:
+        largest, scale = self.scales.abs_max(tensor_id), self.scales.scale(tensor_id)
+        quantize.quantize(self.dev, q, q_t, scale, x, largest)
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def keep(
+        self, alloc: Alloc, name: str, shape: tuple[int, int], dtype: DType, *, may_be_codes: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if may_be_codes and self.adapted is None:  # adapters multiply tensors
+            return None, alloc(f"{name}_t", *shape[::-1], dtype=E4M3)
+        return super().keep(alloc, name, shape, dtype, may_be_codes=may_be_codes)
+
+    def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
+        kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
+        q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
+        with ExitStack() as inner:
+            source = kept or x.place(self.dev, inner)
+            write(self.measured(x.tensor_id, source))
+            self._quantize(x.tensor_id, q, x.codes, source)
+        return self._fp8(x.tensor_id, kept, q, x.codes)
+
+    def kept(self, x: Activation) -> Operand | None:
+        if x.codes is None and x.tensor is None:
+            return None
+        return self._fp8(x.tensor_id, x.tensor, None, x.codes)
+
+    def input_again(
+        self, temps: ExitStack, x: Activation, write: Write, *, product: bool
+    ) -> Operand:
+        kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
+        q, q_t = self._codes(temps, x.tensor_id, x.shape, product=product)
+        codes = self.scales.fp8_out_again(x.tensor_id, q, q_t) if q or q_t else None
+        write(Target(kept, None, codes))
+        return self._fp8(x.tensor_id, kept, q, q_t)
+
+    # -- tensors that are there already ----------------------------------------------------------
+
+    def of_tensor(
+        self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
+    ) -> Operand:
+        q, q_t = self._codes(temps, tensor_id, x.shape, transposed=transposed)
+        if not measured:
+            abs_max.abs_max(self.dev, self.scales.abs_max(tensor_id), x)
+        self._quantize(tensor_id, q, q_t, x)
+        return self._fp8(tensor_id, x, q, q_t)
+
+    def of_tensor_again(
+        self, temps: ExitStack, tensor_id: str, x: Tensor, *, product: bool
+    ) -> Operand:
+        q, q_t = self._codes(temps, tensor_id, x.shape, product=product)
+        if q or q_t:
+            quantize.scaled(self.dev, x, self.scales.fp8_out_again(tensor_id, q, q_t))
+        return self._fp8(tensor_id, x, q, q_t)
+
+    def measured(self, tensor_id: str, out: Tensor) -> Target:
+        return Target(out, self.scales.abs_max(tensor_id))
+
+    def largest(self) -> dict[tuple[int, str], float]:
+        values, found = self.dev.download(self.scales.abs_maxes)[:, 0].tolist(), {}
+        for name, value in zip(self.scales.names, values, strict=True):
+            if name != HEAD:
+                _, layer, tensor = name.split(".")
+                found[int(layer), tensor] = value
+        return found
+
+
+class DelayedE4m3(E4m3):
+    """The kernel writes codes, with the scale of earlier steps; just in time until there is one."""
+
+    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
+        super().__init__(dev, config, options)
+
+        def alloc(layout: str, lies: tuple[int, int]) -> Tensor:
+            return dev.alloc(f"d_residual.{layout}", lies, self.gradient_dtype, "Activations")
+
+        q_t = alloc("q_t", self.shape[::-1]) if self.adapted is None else None
+        self._half_gradient = (alloc("q", self.shape), q_t)
+
+    def _make_scales(self) -> Scales:
+        return DelayedScales(self.dev, self.limits, self.products)
+
+    def result_dtype(self, name: str) -> DType:
+        return self.formats[name] if self.products else self.dtype
+
+    @property
+    def writes_once(self) -> bool:
+        return self.scales.ready or not self.products
+
+    def _direct(
+        self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
+    ) -> Target:
+        return Target(out, self.scales.abs_max(tensor_id), self.scales.fp8_out(tensor_id, q, q_t))
+
+    def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
+        if not self.scales.ready:
+            return super().input(temps, x, write)
+        kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
+        q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
+        write(self._direct(x.tensor_id, kept, q, x.codes))
+        return self._fp8(x.tensor_id, kept, q, x.codes)
+
+    def of_tensor(
+        self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
+    ) -> Operand:
+        if not self.scales.ready:
+            return super().of_tensor(temps, tensor_id, x, measured=measured, transposed=transposed)
+        q, q_t = self._codes(temps, tensor_id, x.shape, transposed=transposed)
+        largest = None if measured else self.scales.abs_max(tensor_id)
+        quantize.scaled(self.dev, x, self.scales.fp8_out(tensor_id, q, q_t), abs_max=largest)
+        return self._fp8(tensor_id, x, q, q_t)
+
+    # Without scales, what is never there but as codes is written twice: with any scale for its
+    # largest value, and with the scale that follows from it. Another form would need memory that
+    # no later step needs.
+
+    def result(
+        self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
+    ) -> Result | None:
+        if not self.products:
+            return super().result(tensor_id, out, multiply)
+        codes = self.scales.product(tensor_id, out)
+        multiply(codes)
+        if not self.scales.ready:
+            self.scales.settle(tensor_id)
+            multiply(codes)
+        return codes
+
+    def result_again(self, tensor_id: str, out: Tensor) -> Result:
+        return self.scales.product(tensor_id, out, again=True) if self.products else out
+
+    def written(self, tensor_id: str, launch: Callable[[], None]) -> None:
+        launch()
+        if self.products and not self.scales.ready:
+            self.scales.settle(tensor_id)
+            launch()
+
+    def gradient(
+        self,
+        temps: ExitStack,
+        tensor_id: str,
+        write: Write,
+        *,
+        shape: tuple[int, int],
+        out: Tensor | None,
+        bias: bool = False,
+        both: bool = True,
+        settles: bool = False,
+    ) -> Operand:
+        keeps = self._keeps(tensor_id)
+        known = self.scales.ready or (settles and self.products)
+        if (keeps and not both) or not known:
+            return super().gradient(temps, tensor_id, write, shape=shape, out=out)
+        q, q_t = self._codes(temps, tensor_id, shape)
+        source = out if bias or keeps else None
+        write(self._direct(tensor_id, source, q, q_t))
+        return self._fp8(tensor_id, source, q, q_t)
+
+    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> Target:
+        if not self.scales.ready:
+            return super().half_gradient_target(tensor_id, d_out)
+        return self._direct(tensor_id, d_out, *self._half_gradient)
+
+    def half_gradient(self, temps: ExitStack, tensor_id: str, d_out: Tensor) -> Operand:
+        if not self.scales.ready:
+            return super().half_gradient(temps, tensor_id, d_out)
+        return self._fp8(tensor_id, d_out, *self._half_gradient)

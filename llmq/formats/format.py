@@ -1,0 +1,246 @@
+"""What a number format has to say, as bf16 and fp32 say it: products take tensors as they are.
+
+An *operand* (`base/operand.py`) is what a product takes: a tensor, or the *codes* of one with their
+*scale*. A half of a block says "here is a function that writes the tensor", and the format gives it
+a place and makes an operand of what was written. Other formats take its methods' places:
+
+    Format        the tensor itself
+    E4m3          the kernel writes a tensor and records its largest value, codes are made of these
+    DelayedE4m3   the scale is known from earlier steps: the kernel writes the codes itself
+    Int8Format    products make codes of tensors themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import DType, parse_dtype
+from llmq.base.operand import Operand, Result, Target
+from llmq.base.tensor import Tensor
+from llmq.formats.scales import NoScales
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+
+HEAD = "norm"  # the LM head's input
+
+Write = Callable[[Target], None]
+"""Enqueues the kernel that makes a tensor, given where it goes; it is called once."""
+InputAgain = Callable[..., Operand]
+"""Makes the input of half a block again, for backward; `product` is as in Format.input_again."""
+Alloc = Callable[..., Tensor]
+"""Of a layer's tensor: (name, *shape, dtype=)."""
+
+
+class Fast(NamedTuple):
+    """Which fp8 products may sum with fewer bits."""
+
+    forward: bool = False
+    d_x: bool = False
+    d_weight: bool = False
+
+
+FORWARD, BACKWARD, WEIGHT = Fast._fields
+"""The three products of a layer: of its output, of its input's gradient and of its weight's."""
+
+
+class FastProducts(NamedTuple):
+    blocks: Fast = Fast()
+    head: Fast = Fast()
+
+
+def id_of(layer: int, name: str) -> str:
+    """The name of a block's tensor among those of all blocks."""
+    return f"layers.{layer}.{name}"
+
+
+class Activation(NamedTuple):
+    """An activation of one layer, and what is kept of it from forward to backward.
+
+    shape: (rows, features), rows = B*T. tensor: the whole of it, in this dtype, which may be of the
+    codes that a product writes. codes: (features, rows), which are enough where backward only needs
+    it for a weight's gradient. With neither it is scratch.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, int]
+    dtype: DType
+    tensor: Tensor | None
+    codes: Tensor | None
+
+    @property
+    def tensor_id(self) -> str:
+        """Its name among those of all layers."""
+        return id_of(self.layer, self.name)
+
+    def place(self, dev: Device, temps: ExitStack) -> Tensor:
+        """Where it is kept, else scratch that lives as long as temps."""
+        if self.tensor is not None:
+            return self.tensor
+        return temps.enter_context(dev.scratch(self.name, self.shape, self.dtype))
+
+
+class Format:
+    """Makes the operands of all layers and of the head.
+
+    tensor_id: names a tensor among all of them, as id_of and HEAD do. An operand's memory is
+    scratch and lives as long as `temps`, but for what is kept for backward.
+
+    multiplied: the format of an input as products multiply it. fast: which products may sum with
+    fewer bits.
+    """
+
+    makes_codes = False
+    """Whether codes of inputs are made before products, so that a product that is computed again
+    needs its input made again."""
+    scales = NoScales()
+    fast = FastProducts()
+
+    def __init__(self, dev: Device, shape: tuple[int, int], dtype: DType):
+        """shape: (rows, C), dtype: of the tensors between blocks; the head's have fewer rows."""
+        self.dev, self.shape, self.dtype = dev, shape, dtype
+        self.multiplied = dtype
+
+    @classmethod
+    def of_model(
+        cls, dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
+    ) -> Format:
+        """As `format_of`."""
+        return cls(dev, *between_blocks(config, options))
+
+    # -- products --------------------------------------------------------------------------------
+
+    def pair(self, which: str, a: Operand, b: Operand, salt: int) -> tuple[Operand, Operand]:
+        """What a product multiplies of its operands. which: FORWARD, BACKWARD or WEIGHT.
+
+        salt: a number of this weight's own, where operands are rounded stochastically.
+        """
+        return a, b
+
+    def result_dtype(self, name: str) -> DType:
+        """The format of what a product writes for a kernel behind it: mlp_up, d_mlp_act."""
+        return self.dtype
+
+    @property
+    def writes_once(self) -> bool:
+        """Whether `result` enqueues a product once, so that a kernel behind it may be a part."""
+        return True
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def keep(
+        self, alloc: Alloc, name: str, shape: tuple[int, int], dtype: DType, *, may_be_codes: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for an activation: `tensor` and `codes`, one of them None.
+
+        may_be_codes: backward needs it for weights' gradients alone.
+        """
+        return alloc(name, *shape, dtype=dtype), None
+
+    def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
+        """A product's input, in the forward pass; what x has room for is kept for backward."""
+        out = x.place(self.dev, temps)
+        write(Target(out))
+        return out
+
+    def kept(self, x: Activation) -> Operand | None:
+        """In backward: a product's input for its weight's gradient, None if it was not kept."""
+        return x.tensor
+
+    def input_again(
+        self, temps: ExitStack, x: Activation, write: Write, *, product: bool
+    ) -> Operand:
+        """A product's input, in backward, for its weight's gradient.
+
+        write makes it again with the content it had in forward. product: the product is computed
+        again, too.
+        """
+        return self.input(temps, x, write)
+
+    # -- tensors that are there already ----------------------------------------------------------
+
+    def of_tensor(
+        self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
+    ) -> Operand:
+        """The operand of a tensor (n, features) that is there already.
+
+        measured: its kernel wrote to the target that `measured` gives. transposed: a weight's
+        gradient needs it, and not only a product.
+        """
+        return x
+
+    def of_tensor_again(
+        self, temps: ExitStack, tensor_id: str, x: Tensor, *, product: bool
+    ) -> Operand:
+        """As of_tensor, in backward, for an input of a product; product: as in input_again."""
+        return x
+
+    def measured(self, tensor_id: str, out: Tensor) -> Target:
+        """Where a kernel writes a tensor of which of_tensor makes an operand later."""
+        return Target(out)
+
+    # -- results and gradients -------------------------------------------------------------------
+
+    def result(
+        self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
+    ) -> Result | None:
+        """What a product writes to `out`, which may be of codes; multiply enqueues it.
+
+        out: None, once scales are ready, of a product that has the activation in it and whose
+        result is not kept.
+        """
+        multiply(out)
+        return out
+
+    def result_again(self, tensor_id: str, out: Tensor) -> Result:
+        """The same in backward: where it was kept, or is to be written again."""
+        return out
+
+    def written(self, tensor_id: str, launch: Callable[[], None]) -> None:
+        """Enqueue the kernel that writes the target of `gradient`, given this tensor_id."""
+        launch()
+
+    def gradient(
+        self,
+        temps: ExitStack,
+        tensor_id: str,
+        write: Write,
+        *,
+        shape: tuple[int, int],
+        out: Tensor | None,
+        bias: bool = False,
+        both: bool = True,
+        settles: bool = False,
+    ) -> Operand:
+        """The gradient of a product's output. out: memory of its shape; None: if its result is
+        codes, and bias is False.
+
+        bias: the tensor itself is wanted besides, because a bias's gradient is its sum. both:
+        whether the kernel can write a tensor and its codes. settles: whether `written` enqueues it.
+        """
+        write(self.measured(tensor_id, out))
+        return self.of_tensor(temps, tensor_id, out, measured=True, transposed=True)
+
+    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> Target:
+        """Where a kernel writes the gradient d_out (rows, C) of the output of half a block."""
+        return self.measured(tensor_id, d_out)
+
+    def half_gradient(self, temps: ExitStack, tensor_id: str, d_out: Tensor) -> Operand:
+        """The operand of d_out, which was written to half_gradient_target just before."""
+        return self.of_tensor(temps, tensor_id, d_out, measured=True, transposed=True)
+
+    def largest(self) -> dict[tuple[int, str], float]:
+        """What is recorded of the blocks' tensors, by layer and name; waits for the device.
+
+        Nothing without fp8.
+        """
+        return {}
+
+
+def between_blocks(config: ModelConfig, options: TrainConfig) -> tuple[tuple[int, int], DType]:
+    """Shape (rows, C) and format of what is between the blocks of a micro-step."""
+    rows = options.batch_size * options.local_seq_len
+    return (rows, config.hidden_size), parse_dtype(options.model_dtype)
