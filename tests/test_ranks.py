@@ -426,7 +426,7 @@ def test_data_that_cannot_be_read_fails_before_any_rank_begins(monkeypatch):
 
 
 def test_gpus_warm_up_before_anything_is_loaded(monkeypatch):
-    """Without it, what waits for an idle GPU can wait for ever; see docs/decisions.md."""
+    """Without it, what waits for an idle GPU can wait for ever; see docs/decisions/graphs.md."""
     warmed = []
 
     def open_host(machine, sizes, *, mesh, **options):

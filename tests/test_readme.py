@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmq.data.tokenize import tokenize
+from tools import indexes
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "llmq"
@@ -42,7 +43,7 @@ def test_readme_is_short_and_links_every_page():
 
 
 def test_links_lead_to_what_exists():
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]:
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]:
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             path, _, anchor = link.partition("#")
             if "://" in link:
@@ -52,6 +53,13 @@ def test_links_lead_to_what_exists():
             heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else []
             slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             assert not anchor or anchor in slugs, (page, link)
+
+
+def test_decisions_are_short_and_all_are_listed():
+    for page in ROOT.glob("docs/decisions/*.md"):
+        for entry in indexes.entries(page):
+            assert entry.lines <= 10, (page, entry.title)
+    assert indexes.DECISIONS.read_text() == indexes.decisions(), "run tools/indexes.py"
 
 
 @pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])

@@ -18,7 +18,7 @@ TYPES = {F32: 7, BF16: 9}  # ncclFloat32, ncclBfloat16
 SUM = 0  # ncclSum
 WARM_UP_BYTES = 4096
 # Thread blocks of a call, each on a multiprocessor that spins while it waits. Measured: see
-# docs/decisions.md, "four H200".
+# docs/decisions/collectives.md, "four H200".
 CHANNELS = 8
 
 

@@ -8,8 +8,8 @@ from llmq.runtime.sight import sees_all_before
 
 # By the largest head size that it is for: the share of the causal pairs of query and key below
 # which a window makes our backward the faster one. cuDNN's takes as long with a window as without,
-# ours a + b * share (docs/decisions.md; measured in benchmarks/h100_attention.txt at T = 1024).
-# Both also compute at the edges of what is seen, which costs cuDNN more and counts less in longer
+# ours a + b * share (docs/decisions/kernels.md; measured at T = 1024: h100_attention.txt). Both
+# also compute at the edges of what is seen, which costs cuDNN more and counts less in longer
 # sequences: the shares are those where the two meet at T = 8192, below those at T = 1024.
 NATIVE_BACKWARD = {64: 0.9, 128: 0.45}
 MEASURED = 90  # compute capability, times 10, where this was: nothing is left to time there

@@ -121,7 +121,7 @@ def _fills_turns(dev: Device, sizes: Sizes) -> bool:
     """With fewer columns the last turn of the clusters counts. One without a tile costs the more
     the longer K is, and what is saved, one reading and writing of the result, does not depend on K:
     the part of the clusters' tiles that is none, times the bytes of a row of a
-    (tools/gemm_gate.py --tail, and whole steps: docs/decisions.md)."""
+    (tools/gemm_gate.py --tail, and whole steps: docs/decisions/kernels.md)."""
     if sizes.N >= MANY_COLUMNS:
         return True
     M, N, row = sizes.M, sizes.N, sizes.row
