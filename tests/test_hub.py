@@ -53,7 +53,8 @@ def hub(tmp_path, monkeypatch):
         max_shard_bytes=60_000,
     )
     write_bpe(folder)
-    for name in ("pytorch_model.bin", "README.md", "onnx/model.onnx", "consolidated.safetensors"):
+    others = ("README.md", "onnx/model.onnx", "consolidated.safetensors", "tokenization_exact.py")
+    for name in ("pytorch_model.bin", *others):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"not needed")
     with serving(tmp_path / "hub") as (found, address):

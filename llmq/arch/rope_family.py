@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmq.arch.common import REQUIRED, Architecture, get, reject, size
+from llmq.arch.common import Architecture, get, reject, size
 from llmq.base.errors import ConfigError
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -70,8 +70,8 @@ class RopeFamily(Architecture):
                 f"config.json: hidden_size {hidden} is no multiple of the {heads} heads; "
                 "give head_dim"
             )
-        lacking = None if self.kv_heads_may_lack else REQUIRED
-        kv_heads = get(hf, "num_key_value_heads", int, lacking) or heads
+        lacks = self.kv_heads_may_lack and hf.get("num_key_value_heads") is None
+        kv_heads = heads if lacks else size(hf, "num_key_value_heads")
         attention_bias = get(hf, "attention_bias", bool, None) or False
         theta, scaling = read_rope(hf, self.rope_kinds)
         return {

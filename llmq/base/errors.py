@@ -50,6 +50,14 @@ class DiskFull(DiskError):
     """There was no room."""
 
 
+def status_of(error: BaseException) -> int:
+    """What a process ends with after it: the table in docs/logs.md. 1 is a bug's."""
+    if isinstance(error, LlmqError):
+        return error.STATUS
+    known = isinstance(error, OSError | MemoryError | RecursionError)
+    return LlmqError.STATUS if known else 1
+
+
 def warn(lines: Iterable[str]) -> None:
     """Tell the user of what may not be as meant, without stopping: one line each."""
     for line in lines:

@@ -219,6 +219,20 @@ def check_readable(path: Path) -> None:
         raise ConfigError(f"'{path}' is a pipe or a device: give a file")
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading, without a buffer. ConfigError for anything else, which is
+    neither opened nor waited for, also where it has just taken the file's place. OSError."""
+    check_readable(path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return open(descriptor, "rb", buffering=0)
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ConfigError(f"'{path}' is no file: give a file")
+
+
 # ------------------------------------------------------------------------------------------------
 # Before writing
 

@@ -36,7 +36,7 @@ def run_record(**origin: Any) -> dict[str, Any]:
 def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
     """What an export replaces if this tokenizer comes with it."""
     brings = tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
-    return tuple(HfTokenizer.FILES) if brings else ()
+    return tuple(HfTokenizer.WRITTEN) if brings else ()
 
 
 def save_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Path | None) -> None:
@@ -53,7 +53,7 @@ def exported_files(directory: Path) -> list[Path]:
     found = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
     if not found:
         return []
-    others = (directory / name for name in ("generation_config.json", *HfTokenizer.FILES))
+    others = (directory / name for name in ("generation_config.json", *HfTokenizer.WRITTEN))
     return found + [path for path in others if path.is_file()]
 
 

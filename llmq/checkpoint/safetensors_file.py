@@ -22,7 +22,7 @@ import numpy as np
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
-from llmq.base.files import check_readable
+from llmq.base.files import open_file
 
 NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np.float16)}
 """The NumPy type of each element type that can be read, by its name in the header."""
@@ -51,8 +51,7 @@ class SafetensorsFile:
         """LlmqError if the file cannot be read, has a damaged header, or not the length it says."""
         self.path = path
         try:
-            check_readable(path)
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            self._file = open_file(path)
         except OSError as error:
             raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
         try:

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.files import open_file
 from llmq.checkpoint.base_id import HASH_THREADS
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
@@ -48,13 +49,10 @@ def problem_of(path: Path, group: Processes | None = None) -> str | None:
 def forget_pages(path: Path) -> None:
     """Have the system drop what it holds in memory of a checkpoint's files, if it can: then they
     are read from the disk."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, ConfigError):
         for file in path.iterdir():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+            with open_file(file) as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def looks_whole(path: Path) -> bool:
@@ -137,5 +135,5 @@ def digest_of_file(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _digest(path: Path, _: tuple[int, ...]) -> str:
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,20 +8,18 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from llmq.base.errors import LlmqError, keep_warnings, taken_warnings
+from llmq.base.errors import LlmqError, keep_warnings, status_of, taken_warnings
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands.message import one_line
 from llmq.runtime.processes import ALONE, Processes, launched, processes, set_processes
-
-STATUS = 2  # of all processes after an error
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[Processes]:
     """Within the block, `processes()` are those that were started with this one.
 
-    Only the first one writes to standard output. What ends one of them ends all, with STATUS: an
-    error that all have is told by the first, any other by the process that has it.
+    Only the first one writes to standard output. What ends one of them ends all, with the status of
+    its error: one that all have is told by the first, any other by the process that has it.
     """
     if launched() == 1:
         yield processes()
@@ -46,9 +44,9 @@ def joined() -> Iterator[Processes]:
         except BaseException as error:
             if not getattr(error, "agreed", False):
                 _tell(group, error)
-                group.abort(STATUS)
+                group.abort(status_of(error))
             if not group.first:  # MPI lets it end when the first one has told what it is
-                raise SystemExit(STATUS) from None
+                raise SystemExit(status_of(error)) from None
             raise
         finally:
             group.close()
@@ -59,7 +57,7 @@ def _tell(group: Processes, error: BaseException) -> None:
     """Print an error that only this process may have."""
     for line in taken_warnings() if not group.first else []:
         print(f"warning: {line}", file=sys.stderr)
-    if not isinstance(error, LlmqError | OSError | MemoryError):
+    if status_of(error) == 1:
         traceback.print_exception(error)
     text = one_line(error)
     machine = group.machines[group.index]

@@ -150,8 +150,9 @@ class DataSet:
             file.close()
 
     def _check_trained(self) -> None:
-        """Raise DataError if windows hold no token that counts."""
-        if not self.layout.packs and self.files and not any(map(has_trained_tokens, self.files)):
+        """Raise DataError if windows hold no token that counts, although they hold some."""
+        some = any(file.num_tokens > 1 for file in self.files)
+        if some and not self.layout.packs and not any(map(has_trained_tokens, self.files)):
             raise self._nothing_to_train("all tokens are masked")
         for file in self.files:
             file.close()

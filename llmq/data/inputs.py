@@ -119,7 +119,7 @@ def _own_names(folder: Path) -> Collection[str]:
     if read_manifest(folder):
         return {MANIFEST, *(name for name in os.listdir(folder) if SHARD_NAME.fullmatch(name))}
     copied = folder.name == "tokenizer" and read_manifest(folder.parent)
-    return HfTokenizer.FILES if copied else ()
+    return HfTokenizer.WRITTEN if copied else ()
 
 
 def _unreadable(error: OSError) -> NoReturn:

@@ -328,7 +328,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | Non
     is_there = isinstance(tokenizer, HfTokenizer) and tokenizer.folder.resolve() == folder.resolve()
     with disk_errors(folder):
         if not is_there:
-            for name in HfTokenizer.FILES:
+            for name in HfTokenizer.WRITTEN:
                 (folder / name).unlink(missing_ok=True)
             tokenizer.save(folder)
         if chat_template is not None:

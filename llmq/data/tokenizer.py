@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.base import json_file
-from llmq.base.errors import DataError
-from llmq.base.files import check_readable, disk_errors
+from llmq.base.errors import DataError, warn
+from llmq.base.files import check_readable, disk_errors, write_file
 from llmq.options.presets import find_directory
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
         for path in (fast, vocab, merges):
             if path.exists():
                 check_readable(path)
+                if leaves_folder(path):
+                    raise DataError(f"'{path}' is a link that leaves its folder: copy what it is")
         if fast.exists():
             return Tokenizer.from_file(str(fast))
         if vocab.exists() and merges.exists():
@@ -84,7 +86,7 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     """The byte-level BPE of GPT-2 or Qwen2, from its two old files and its added tokens."""
     from tokenizers import models, pre_tokenizers
 
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / CONFIG_FILE)
     name = config.get("tokenizer_class", "GPT2Tokenizer").removesuffix("Fast")
     model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     tokenizer = new_byte_level_bpe(model)
@@ -143,8 +145,17 @@ def read_json(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------
 
 
-EXACT_MODULE = "tokenization_exact.py"  # see tokenizer_config.py
+# The only code that an export has, see tokenizer_config.py: where, what, and who it is for.
+EXACT_MODULE = "tokenization_exact.py"
+EXACT_CODE = """from transformers import PreTrainedTokenizerFast
+
+
+class ExactTokenizer(PreTrainedTokenizerFast):
+    \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
+"""
+EXACT_MAP = {"AutoTokenizer": [None, "tokenization_exact.ExactTokenizer"]}
 TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
 
 Added = tuple[list[int], list[int]]
 """Ids that go before and behind each text."""
@@ -283,15 +294,15 @@ class HfTokenizer:
     as BOS or, without one, as EOS; a BOS of the model's config often means something else.
     """
 
-    # Files that transformers may look for beside the weights.
+    # Files that transformers may look for beside the weights, but for code.
     FILES = (
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+        *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json", TEMPLATE_FILE, "tokenizer.model"),
-        EXACT_MODULE,
     )
+    WRITTEN = (*FILES, EXACT_MODULE)
     # Files that decide the ids of a text.
     DECIDING = (
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json"),
+        *("tokenizer.json", CONFIG_FILE, "special_tokens_map.json", "vocab.json"),
         *("merges.txt", "added_tokens.json"),
     )
 
@@ -337,7 +348,7 @@ class HfTokenizer:
     def _added_ids(self) -> Added:
         """Find `added` by the post-processor, or in tokenizer_config.json of old files."""
         if not (self.folder / "tokenizer.json").exists():
-            config = read_json(self.folder / "tokenizer_config.json")
+            config = read_json(self.folder / CONFIG_FILE)
             bos, eos = (
                 [self._named_id(name)] if config.get(f"add_{name}_token") else []
                 for name in ("bos", "eos")
@@ -350,7 +361,7 @@ class HfTokenizer:
 
     def _named_id(self, name: str) -> int | None:
         """Id of the eos or bos token whose text the tokenizer's files give."""
-        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        for file in (CONFIG_FILE, "special_tokens_map.json"):
             token = read_json(self.folder / file).get(f"{name}_token")
             if token is None:
                 continue
@@ -438,12 +449,46 @@ def tokenizer_names(folder: Path) -> list[str]:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files a folder has; returns their names. DiskError."""
-    names = tokenizer_names(source)
-    for name in names:
+    """Copy whatever tokenizer files a folder has; returns their names. DiskError.
+
+    Left behind with a warning are code of others and links that leave the folder: both are the
+    choice of whoever made it, not of whoever has it copied.
+    """
+    names = []
+    for name in tokenizer_names(source):
+        if leaves_folder(source / name):
+            warn([f"'{source / name}' is a link that leaves its folder: it is not copied"])
+            continue
+        names.append(name)
         with disk_errors(target / name):
             shutil.copyfile(source / name, target / name)
+    if CONFIG_FILE in names:
+        _drop_code(source, target)
     return names
+
+
+def _drop_code(source: Path, target: Path) -> None:
+    """Take what names Python modules out of a copied tokenizer_config.json."""
+    try:
+        config = read_json(target / CONFIG_FILE)
+    except DataError:  # nothing can make it load
+        return
+    if (named := config.pop("auto_map", None)) is None:
+        return
+    module = source / EXACT_MODULE
+    own = not module.is_file() or module.read_bytes() == EXACT_CODE.encode()
+    if named != EXACT_MAP or not own:
+        warn([f"the code that '{source / CONFIG_FILE}' names is left behind: {named}"])
+    write_file(target / CONFIG_FILE, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def leaves_folder(path: Path) -> bool:
+    """Whether a file is a link to what lies outside of its folder, or of its repository where the
+    hub's cache has links to the contents of files."""
+    folder = path.parent.resolve()
+    if folder.parent.name == "snapshots":
+        folder = folder.parents[1]
+    return not path.resolve().is_relative_to(folder)
 
 
 def _without_absent(value: Any) -> Any:

@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.data.tokenizer import END_OF_TEXT, EXACT_MODULE, HfTokenizer, read_json
+from llmq.data.tokenizer import (
+    CONFIG_FILE,
+    END_OF_TEXT,
+    EXACT_CODE,
+    EXACT_MAP,
+    EXACT_MODULE,
+    HfTokenizer,
+    read_json,
+)
 
 AS_IT_IS = "PreTrainedTokenizerFast"
 _SAFE = {AS_IT_IS, "TokenizersBackend"}
-_CONFIG = "tokenizer_config.json"
-_MODULE = """from transformers import PreTrainedTokenizerFast
-
-
-class ExactTokenizer(PreTrainedTokenizerFast):
-    \"\"\"The tokenizer in tokenizer.json as it is.\"\"\"
-"""
 
 # Prints the ids that a folder's AutoTokenizer makes of standard input, nothing without the library.
 # PyTorch stays out: its import takes most of the time, and tokenizers do without it.
@@ -70,7 +71,7 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
     if not (folder / "tokenizer.json").is_file():
         return
     try:
-        config = read_json(folder / _CONFIG)
+        config = read_json(folder / CONFIG_FILE)
         tokenizer = HfTokenizer(folder)
     except DataError:  # damaged files are copied as they are; nothing can make them load
         return
@@ -79,9 +80,8 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
     if tokenizer.is_qwen2 and (stubborn or str(named).startswith("Qwen2Tokenizer")):
         return
     if stubborn and "auto_map" not in config:
-        (folder / EXACT_MODULE).write_text(_MODULE)
-        module = EXACT_MODULE.removesuffix(".py")
-        changed["auto_map"] = {"AutoTokenizer": [None, f"{module}.ExactTokenizer"]}
+        (folder / EXACT_MODULE).write_text(EXACT_CODE)
+        changed["auto_map"] = EXACT_MAP
     if named not in _SAFE:
         changed["tokenizer_class"] = AS_IT_IS
         own = OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
@@ -91,7 +91,7 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
         own = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
         _name_tokens(changed, tokenizer, own)
     if changed != config:
-        (folder / _CONFIG).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
+        (folder / CONFIG_FILE).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
 
 
 def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ from typing import BinaryIO
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, disk_errors, sync_directory
+from llmq.base.files import disk_errors, open_file, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, write_checksums
 from llmq.data.document_file import DocumentWriter, documents_path, partial_path
 from llmq.data.patterns import find_token_files
@@ -173,8 +173,7 @@ class TokenFile:
         self.path = Path(path)
         self._file: BinaryIO | None = None
         try:
-            check_readable(self.path)
-            with open(self.path, "rb") as file:
+            with open_file(self.path) as file:
                 header = file.read(HEADER_BYTES)
                 self.num_bytes = os.fstat(file.fileno()).st_size
         except OSError as error:
@@ -257,7 +256,7 @@ class TokenFile:
         # then raises here, where a map would kill the process with SIGBUS.
         try:
             if self._file is None:
-                self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+                self._file = open_file(self.path)
             descriptor, size = self._file.fileno(), out.nbytes
             if self.checksums is not None:
                 self.checksums.verify(descriptor, offset, offset + size)

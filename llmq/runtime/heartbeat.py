@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
 
+from llmq.base.errors import MachineError
 from llmq.runtime.workers import RankPool
 
 LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
-STATUS = 2
 
 
 class Channel(Protocol):
@@ -143,7 +143,7 @@ class Heartbeat:
 
     def _end(self, problem: str) -> None:
         self._print(f"error: {problem}")
-        self._processes.abort(STATUS)
+        self._processes.abort(MachineError.STATUS)
 
     def close(self) -> None:
         """Stop watching, and tell the others that this process has."""
