@@ -233,6 +233,20 @@ def open_file(path: Path) -> BinaryIO:
     raise ConfigError(f"'{path}' is no file: give a file")
 
 
+def read_own(path: Path) -> bytes:
+    """The content of a file in a cache, which may be code. ConfigError for one of another user in a
+    folder that others than its owner may write to: anybody may have put it there. OSError."""
+    folder = os.stat(path.parent).st_mode
+    with open_file(path) as file:
+        owners = {os.fstat(file.fileno()).st_uid, os.lstat(path).st_uid}
+        if owners - {os.geteuid(), 0} and folder & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"'{path}' is a file of another user in a folder that others may write to: set "
+                "LLMQ_CACHE_DIR to a folder of your own"
+            )
+        return file.readall()
+
+
 # ------------------------------------------------------------------------------------------------
 # Before writing
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, write_shared
+from llmq.base.files import check_readable, read_own, write_shared
 from llmq.base.json_file import json_object
 from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
@@ -132,7 +132,7 @@ def _fingerprint_of_files(folder: Path) -> str | None:
             digest.update(content)
     path = cache_dir() / "tokenizers" / digest.hexdigest()
     with suppress(OSError):
-        found, _, _ = kept = path.read_bytes().decode(errors="replace").partition(" ")
+        found, _, _ = kept = read_own(path).decode(errors="replace").partition(" ")
         if "".join(kept) == _with_checksum(found):
             return found
     try:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.files import write_shared
-from llmq.base.json_file import read_json
+from llmq.base.files import read_own, write_shared
 
 FORMAT = 3
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t): plain data, valid for one cuBLASLt version
@@ -26,7 +25,7 @@ class AlgorithmFile:
 
     All ranks must run the same algorithm, and every run of a command the same as the last: the
     first one published for a key stays. path None: in memory only. A file that cannot be read is
-    treated as empty, one that cannot be written is a warning: it holds nothing but time.
+    treated as empty; one of another user (`read_own`) and one that cannot be written are warned of.
     """
 
     def __init__(self, path: Path | None):
@@ -72,13 +71,14 @@ class AlgorithmFile:
         if self.path is None:
             return {}
         try:
-            content = read_json(self.path)
+            content = json.loads(read_own(self.path))
             if content["format"] != FORMAT:
                 return {}
             found = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
-        except (OSError, ConfigError, RecursionError):
+        except ConfigError as error:
+            warn([str(error)])
             return {}
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}
         known = {key: entry[:-CHECK_BYTES] for key, entry in found.items()}
         return {key: v for key, v in known.items() if _entry(key, v) == found[key]}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import write_shared
+from llmq.base.files import read_own, write_shared
 from llmq.runtime.cuda_api import load_libraries
 from llmq.runtime.kernel import TYPE_VARIABLES, Source
 
@@ -298,9 +298,9 @@ def _compile(nvrtc: Nvrtc, source: Source, text: str, flags: list[str]) -> tuple
 
 
 def _read(path: Path) -> Cubin | None:
-    """The cached entry; None when there is none, or not a whole one."""
+    """The cached entry; None when there is none, or not a whole one. ConfigError as `read_own`."""
     try:
-        code, facts = path.read_bytes(), json.loads(path.with_suffix(".json").read_bytes())
+        code, facts = read_own(path), json.loads(read_own(path.with_suffix(".json")))
         if facts["sha256"] != hashlib.sha256(code).hexdigest():
             return None
         resources = Resources(**facts["resources"])

@@ -1,5 +1,6 @@
 """Program text, cache and compiler report."""
 
+import contextlib
 import hashlib
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime import compile
+from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
 from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.kernel import Kernel, Source
 
@@ -122,6 +124,31 @@ ptxas info    : Used 168 registers, used 1 barriers
     }
 
 
+def test_files_of_others_in_a_cache_that_others_may_write_to_are_refused(
+    tmp_path, monkeypatch, capsys
+):
+    """They are code, and anybody may have put them there."""
+    path = tmp_path / "scale-0123.cubin"
+    compile._write(
+        path, b"code", Resources(registers=1, shared=0, spilled=0, stack=0, serialized=False)
+    )
+    tuned = AlgorithmFile(tmp_path / "tuned.json")
+    tuned.publish("key", b"a" * CHOICE_BYTES, None)
+    tmp_path.chmod(0o777)
+    assert compile._read(path).code == b"code", "our own are as good as before"
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    for file in tmp_path.iterdir():
+        with contextlib.suppress(PermissionError):
+            os.chown(file, 1234, -1)  # root's are taken
+    with pytest.raises(ConfigError, match=r"of another user .* others may write to: set LLMQ_CA"):
+        compile._read(path)
+    assert AlgorithmFile(tmp_path / "tuned.json").get("key") is None
+    assert "of another user" in capsys.readouterr().err
+    tmp_path.chmod(0o755)
+    assert compile._read(path).code == b"code", "only who owns the folder can have put it there"
+    assert AlgorithmFile(tmp_path / "tuned.json").get("key") == b"a" * CHOICE_BYTES
+
+
 @needs_nvrtc
 def test_cache_hits_and_what_makes_it_miss(folder, compilations):
     first = compile_kernel(BOUND, 90)
@@ -220,6 +247,7 @@ def test_errors_of_kernels_compiled_ahead_are_those_of_their_first_use(folder):
 FAILING_START = """
 import os, sys, time
 from llmq.runtime import compile
+from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
 
 def compile_slowly(source, capability):
     os.write(1, b"+")
