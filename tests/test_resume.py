@@ -282,20 +282,43 @@ def test_a_fork_that_had_no_checkpoint_begins_again_as_the_same(monkeypatch):
 
 
 def test_a_fork_does_not_write_to_its_parents_places(monkeypatch, capsys):
-    places = {"checkpoint_dir": "c", "out_dir": "o"}
-    stopped(monkeypatch, **places)
+    stopped(monkeypatch, checkpoint_dir="c", out_dir="o")
     capsys.readouterr()
-    fork = ["--continue=c/step_00000002", "--name=y"]
+    fork = ["--continue=2", "--checkpoint-dir=c", "--name=y"]
     assert resume(*fork) == 2
     assert "--out-dir: 'o' is that of run 'x' (" in capsys.readouterr().err
-    assert resume(*fork, "--out-dir=o2") == 2
-    assert "--checkpoint-dir: 'c' is that of run 'x' (" in capsys.readouterr().err
+    fork = ["--continue=c/step_00000002", "--name=y"]
     same = ["--out-dir=o2", "--checkpoint-dir=c"]
     assert resume(*fork, *same) == 2
     assert "from which this run 'y' (" in capsys.readouterr().err
     assert resume(*fork, *same, "--overwrite") == 2
     assert os.listdir("c") == ["step_00000002"]
-    assert resume(*fork, "--out-dir=o2", "--checkpoint-dir=c2") == 0
+    assert resume(*fork) == 0
+    assert os.listdir("ckpt") == ["y"] and not Path("o").exists()
+
+
+def test_a_checkpoint_from_elsewhere_does_not_choose_where_the_run_writes(monkeypatch, capsys):
+    """Whoever made it may have meant any file of whoever continues it."""
+    theirs = {"checkpoint_dir": "theirs", "out_dir": "etc", "log_file": "etc.json"}
+    stopped(monkeypatch, **theirs)
+    os.remove("etc.json")
+    capsys.readouterr()
+    before = tree_of("theirs")
+    assert resume("--continue=theirs/step_00000002") == 0
+    err = capsys.readouterr().err
+    assert "lies in no place of this run" in err
+    for place in ("--out-dir=etc", "--checkpoint-dir=theirs", "--log-file=etc.json"):
+        assert place in err
+    assert os.listdir("ckpt") == os.listdir("output") == ["x"] and log_of().exists()
+    assert tree_of("theirs") == before
+    assert not Path("etc").exists() and not Path("etc.json").exists()
+    shutil.rmtree("ckpt")
+    assert resume("--continue=theirs/step_00000002", "--checkpoint-dir=theirs") == 0
+    assert Path("etc").is_dir(), "a place that was named is the user's own"
+
+
+def tree_of(folder):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
 
 
 def test_options_of_one_command_are_known():

@@ -24,6 +24,7 @@ from llmq.train.agreement import compare
 from llmq.train.find_log import log_of_run
 
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
+_WRITTEN = ("out_dir", "checkpoint_dir", "log_file", "tensorboard", "wandb")
 _FOUND_BY = ("continue_from", "name", "checkpoint_dir")
 _FIXED = ("from_scratch", "init_proj_to_zero")  # of the weights that a run begins with
 
@@ -55,7 +56,10 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     document = processes().on_first(lambda: read_manifest(checkpoint / MANIFEST))
     saved, owner = _known(saved_options(document), checkpoint), RunId.of(document["run"])
-    log = processes().on_first(lambda: _log_of(saved, owner))  # before what may differ is looked at
+    homes = [directory, TrainConfig(name=saved.get("name", "")).normalized().checkpoint_dir]
+    is_home = checkpoint.resolve().parent in [home.resolve() for home in homes]
+    # Before what may differ is looked at.
+    log = processes().on_first(lambda: _log_of(saved, owner)) if is_home else None
     saved.pop("adapter", None)  # the checkpoint has gone on from it
     for name in _FIXED:
         if name in given and given[name] != saved.get(name, given[name]):
@@ -64,11 +68,29 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"the checkpoint '{checkpoint}'"
             )
     inherited = fewest_values(TrainConfig(**saved).normalized())
+    if not is_home:
+        _forget_places(given, inherited, checkpoint)
     if owner is not None and given.get("name", owner.name) != owner.name:
         _check_fork(given, inherited, owner)
     elif "log_file" not in given and log is not None:
         inherited |= {"log_file": log}
     return inherited
+
+
+def _forget_places(
+    given: Mapping[str, Any], inherited: dict[str, Any], checkpoint: Path
+) -> None:
+    """Drop where a checkpoint's run wrote: one that lies elsewhere may be anybody's, and does not
+    choose where this run writes."""
+    there = {name: inherited.pop(name) for name in _WRITTEN if name in inherited}
+    lost = [flag(name, value) for name, value in there.items() if name not in given]
+    if lost:
+        warn(
+            [
+                f"--continue: '{checkpoint}' lies in no place of this run, so that the places it "
+                f"names are not taken: give {', '.join(lost)} to write there"
+            ]
+        )
 
 
 def _log_of(saved: dict[str, Any], owner: RunId | None) -> Path | None:
