@@ -77,9 +77,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return inherited
 
 
-def _forget_places(
-    given: Mapping[str, Any], inherited: dict[str, Any], checkpoint: Path
-) -> None:
+def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoint: Path) -> None:
     """Drop where a checkpoint's run wrote: one that lies elsewhere may be anybody's, and does not
     choose where this run writes."""
     there = {name: inherited.pop(name) for name in _WRITTEN if name in inherited}
