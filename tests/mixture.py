@@ -99,15 +99,15 @@ class ExpertsHalf:
         flat = whole.view(EXPERTS * rows, whole.shape[1] // EXPERTS)
         return [flat.rows(i * rows, (i + 1) * rows) for i in range(EXPERTS)]
 
-    def forward(self, temps, here, w, x):
+    def forward(self, frame, here, w, x):
         out, addend = here.out
         assert addend is None
-        for i, act in enumerate(self._acts(temps, here)):
+        for i, act in enumerate(self._acts(frame.temps, here)):
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
             matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
 
-    def again(self, temps, here, w, g, x_again):
-        x, acts = x_again(product=here.recompute.ffn), self._acts(temps, here)
+    def again(self, frame, here, w, g, x_again):
+        x, acts = x_again(product=here.recompute.ffn), self._acts(frame.temps, here)
         for i, act in enumerate(acts if here.recompute.ffn else ()):
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
         return Again(x, acts)
@@ -127,16 +127,3 @@ class ExpertsHalf:
                 gradient("many_up", i, d_act, again.x)
                 if d_x is not None:
                     matmul(self.dev, d_x, d_act, planes(w["many_up"])[i], accumulate=i > 0)
-
-
-class ExpertsDecoder:
-    def __init__(self, dev, config, linear, dtype, positions):
-        self.dev, self.dtype = dev, dtype
-
-    def forward(self, layer, spec, w, out, x, position):
-        shape = (x.shape[0], spec["many_up"].shape[1])
-        for i in range(spec.sizes["experts"]):
-            with self.dev.scratch("many_act", shape, self.dtype) as act:
-                matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
-                down = planes(w["many_down"])[i]
-                matmul(self.dev, out, act, down, trans_b=True, accumulate=i > 0)

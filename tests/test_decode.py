@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from llmq.base.dtypes import BF16, F32
 from llmq.checkpoint.hf import HfWeights
-from llmq.model.decode import Decoder
-from llmq.options.presets import resolve_model
+from llmq.model.inference import Decoder
+from llmq.options.cards import find_card, spec_of
+from llmq.options.presets import preset, resolve_model
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import choose_machine
+from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
@@ -40,9 +44,8 @@ def logits_at(decoder, parts):
     """Logits after each part of a sequence, (parts, V)."""
     position, rows = 0, []
     for part in parts:
-        decoder.forward(part, position)
+        rows.append(decoder.forward(part, position))
         position += len(part)
-        rows.append(decoder.dev.download(decoder.logits)[0, :VOCAB].astype(np.float32))
     return np.array(rows)
 
 
@@ -110,3 +113,25 @@ def test_too_many_tokens(count, position, tmp_path):
     hf_model("qwen2").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{count} tokens at {position} exceed 24 positions"):
         decoder_for(tmp_path).forward(np.zeros(count, np.int32), position)
+
+
+def test_what_is_planned_is_enough_for_every_number_of_tokens():
+    """Also where a fused product takes the place of two, and needs less memory, on Hopper."""
+    config = replace(preset("Qwen2.5-0.5B"), num_layers=1, vocab_size=256).validate()
+    table, positions = weight_table(config), 2048
+
+    def sizes(counts=None):
+        dev = PlanDevice(spec_of(find_card("h100")))
+        decoder = Decoder(dev, config, Weights(dev, table, resident(table, BF16)), positions)
+        if counts is None:
+            decoder.rehearse()
+        for n in counts or ():
+            decoder.take_shape(1, n)
+            decoder._forward()
+        return dev.sizes()
+
+    planned, whole = sizes(), sizes([positions])
+    assert whole.stack < planned.stack  # a kernel that is both keeps no tensor between
+    for n in (1, 2, 16, 100, 2047):
+        needed = sizes([n])
+        assert needed.stack <= planned.stack and needed.device <= planned.device

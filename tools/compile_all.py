@@ -22,7 +22,7 @@ import typer
 import llmq.ops
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, DType
-from llmq.model.decode import Decoder
+from llmq.model.inference import Decoder
 from llmq.model.step import Step
 from llmq.ops import attention, matmul_adapted
 from llmq.options.options import TrainConfig
@@ -128,12 +128,10 @@ def note_training(
 
 
 def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Launches) -> None:
-    """A prompt and one more token."""
+    """What a text that is continued needs."""
     dev = NotingDevice(spec, noted)
     table = weight_table(model)
-    decoder = Decoder(dev, model, Weights(dev, table, resident(table, dtype)), 64)
-    decoder.forward(np.zeros(32, np.int32), 0)
-    decoder.forward(np.zeros(1, np.int32), 32)
+    Decoder(dev, model, Weights(dev, table, resident(table, dtype)), 64).rehearse()
 
 
 def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:

@@ -44,6 +44,7 @@ def attention(config: Any, layer: int) -> HalfSpec:
         modules=(qkv, *norms, o),
         output="o",
         activations=("qk_raw", "qkv", "att"),
+        cached={"k": (Hkv, Hd), "v": (Hkv, Hd)},
         sizes={
             "window": config.window_of(layer),
             "qk_norm": config.qk_norm,

@@ -139,7 +139,8 @@ class HalfSpec:
     own, in the order of the weight table. output: the key of the matrix whose product is what the
     half puts out; None: there is no such. activations: the names of what it keeps, in order of
     computation. coded: those among activations and gradients that products may write as fp8 codes
-    (--mlp-dtype). sizes: what the kind has to know beside the shapes of matrices.
+    (--mlp-dtype). cached: what each token leaves for those behind it when a text is continued, by
+    name, with its shape. sizes: what the kind has to know beside the shapes of matrices.
     """
 
     kind: str
@@ -150,6 +151,7 @@ class HalfSpec:
     output: str | None
     activations: tuple[str, ...]
     coded: tuple[str, ...] = ()
+    cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
     @property

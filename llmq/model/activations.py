@@ -1,10 +1,12 @@
-"""What a block keeps from forward to backward: options, and the tensors of half a layer."""
+"""What a block keeps from forward to backward, and from one token of a text to the next."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from llmq.arch.matrix import HalfSpec
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType
 from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
@@ -65,10 +67,32 @@ class NormSite(NamedTuple):
         return block.get(f"{self.out.name}_post")
 
 
+class Cache:
+    """What halves keep of one text that is continued, of at most `positions` tokens."""
+
+    def __init__(self, dev: Device, config: ModelConfig, dtype: DType, positions: int):
+        self.positions = positions
+        self._tensors = {
+            (layer, spec.name): {
+                name: dev.alloc(
+                    f"{name}_cache.{layer}", (1, positions, *shape), dtype, "Activations"
+                )
+                for name, shape in spec.cached.items()
+            }
+            for layer in range(config.num_layers)
+            for spec in config.halves(layer)
+        }
+
+    def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
+        """Tensors (1, positions, ...) of a half, by the names of HalfSpec.cached."""
+        return self._tensors[layer, spec.name]
+
+
 class HalfLayer:
     """A half in one layer: what it works on there, and what of it is kept for backward.
 
     norm: in front of it. out: where its output goes. kept: what its class keeps, see `Half.keep`.
+    cache: its tensors of a text that is continued; None: a pass sees whole sequences.
     """
 
     norm: NormSite
@@ -84,9 +108,10 @@ class HalfLayer:
         recompute: Recompute,
         stream: Tensor,
         needed: set[str],
+        cache: Mapping[str, Tensor] | None,
     ):
         """stream: (rows, C). needed: of the layer, as needed_inputs says."""
-        self.spec, self.index, self.recompute = spec, index, recompute
+        self.spec, self.index, self.recompute, self.cache = spec, index, recompute, cache
         self._dev, self._format, self._needed = dev, format, needed
         self._rows, self._dtype = stream.shape[0], stream.dtype
 

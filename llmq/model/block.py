@@ -27,11 +27,11 @@ from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
-from llmq.model.activations import recompute_of_layers
+from llmq.model.activations import Cache, recompute_of_layers
 from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
 from llmq.model.halves import HALVES
-from llmq.model.halves.half import Shared
+from llmq.model.halves.half import Frame, Shared
 from llmq.model.layer import Layer, Stream
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
@@ -77,6 +77,7 @@ class Blocks:
         backend: str,
         starts: Tensor | None,
         scalars: Tensor | None,
+        cache: Cache | None,
     ):
         """Allocates every activation of a micro-step. backend and what follows: as of Model."""
         shape, dtype = operands.shape, operands.dtype
@@ -98,15 +99,17 @@ class Blocks:
             branch = dev.alloc("branch", shape, dtype, "Activations")
         first_branch, before = None if first_adds else branch, None if self.last_adds else branch
         last_branch = before
-        shared = Shared(dev, config, options, operands, linear, backend, starts)
+        positions = options.local_seq_len if cache is None else cache.positions
+        shared = Shared(dev, config, options, operands, linear, backend, positions, starts)
         names = dict.fromkeys(spec.kind for halves in specs for spec in halves)
-        of_kind = {name: HALVES[name].half(shared) for name in names}
+        of_kind = {name: HALVES[name](shared) for name in names}
         self.halves = [tuple(of_kind[spec.kind] for spec in halves) for halves in specs]
         self.layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             residual, after = residuals.tensors[index], residuals.after(index)
             stream = Stream(residual, after, between, first_branch, last_branch, before)
-            layer = Layer(dev, config, options, operands, index, kind, stream, self.halves[index])
+            of_layer = (index, kind, stream, self.halves[index], cache)
+            layer = Layer(dev, config, options, operands, *of_layer)
             self.layers.append(layer)
             before = layer.branch
         self.norms = BlockNorms(dev, config, operands)
@@ -115,11 +118,11 @@ class Blocks:
         out = self.residuals.final
         return spec.output is not None and self.linear.takes_addend(layer, spec.output, out)
 
-    def forward(self, index: int, w: BlockWeights, *, keep: bool) -> None:
+    def forward(self, index: int, w: BlockWeights, *, keep: bool, position: int) -> None:
         """The stream in front of a block to that behind it, or to that between the halves and the
         second one's branch.
 
-        keep: backward follows, and will read the stream in front.
+        keep: backward follows, and will read the stream in front. position: as of Frame.
         """
         layer, residuals = self.layers[index], self.residuals
         (first, second), (here, there) = self.halves[index], layer.halves
@@ -130,12 +133,12 @@ class Blocks:
             x = self.norms.forward(temps, here.norm, before, w)
             if keep:
                 residuals.written(index)
-            first.forward(temps, here, w, x)
+            first.forward(Frame(temps, position), here, w, x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, there.norm, layer.residual, w)
             if keep and self.last_adds:
                 residuals.write(index + 1)
-            second.forward(temps, there, w, x)
+            second.forward(Frame(temps, position), there, w, x)
 
     def backward(
         self,
@@ -174,7 +177,7 @@ class Blocks:
     def _first_again(self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads) -> Any:
         half, here = self.halves[layer.index][0], layer.halves[0]
         x_again = partial(self.norms.again, temps, here.norm, None, w)
-        return half.again(temps, here, w, g, x_again)
+        return half.again(Frame(temps), here, w, g, x_again)
 
     def _backward_second(
         self,
@@ -191,7 +194,7 @@ class Blocks:
         half, (first, here) = self.halves[layer.index][1], layer.halves
         with ExitStack() as temps:
             x_again = partial(self.norms.again, temps, here.norm, before, w)
-            again = half.again(temps, here, w, g, x_again)
+            again = half.again(Frame(temps), here, w, g, x_again)
             to = d_x if wanted else None
             half.backward(here, w, g, again, d_out(d_residual, d_x), to, inside=True)
         if wanted:

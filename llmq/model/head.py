@@ -99,12 +99,11 @@ class Head:
                 epilogue = self._cross_entropy(start, stop, targets, gradient=False)
                 temps.enter_context(self._logits(start, stop, x, lm_head, epilogue))
 
-    def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> np.ndarray:
-        """F32 (len(rows), V) of these rows, which rise, after `loss`; waits for the device.
+    def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> Iterator[Tensor]:
+        """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
 
-        Their chunks' products are made once more, so that nothing needs memory of its own.
+        Whole chunks are multiplied, as `loss` does, so that nothing needs memory of its own.
         """
-        found = [np.zeros((0, self.config.padded_vocab), np.float32)]
         for start, stop in self._chunks():
             inside = [row - start for row in rows if start <= row < stop]
             if not inside:
@@ -112,8 +111,7 @@ class Head:
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=False)
                 with self._logits(start, stop, x, lm_head) as logits:
-                    found += [self.dev.download(logits.rows(r, r + 1)) for r in inside]
-        return np.concatenate(found, dtype=np.float32)[:, : self.config.vocab_size]
+                    yield from (logits.rows(row, row + 1) for row in inside)
 
     def loss_and_backward(
         self,

@@ -9,7 +9,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.model import norm
-from llmq.model.activations import HalfLayer, HalfOut, NormSite, Recompute
+from llmq.model.activations import Cache, HalfLayer, HalfOut, NormSite, Recompute
 from llmq.model.halves.half import Half
 from llmq.model.norm import Stats
 from llmq.options.adapters import needed_inputs
@@ -52,14 +52,16 @@ class Layer:
         recompute: Recompute,
         stream: Stream,
         halves: Sequence[Half],
+        cache: Cache | None,
     ):
-        """halves: those that compute this layer's."""
+        """halves: those that compute this layer's. cache: as of Model."""
         self.index, self.recompute, self.residual = index, recompute, stream.before
         rows, C = self.residual.shape
         needed = needed_inputs(config, options, index)
         pre, post = config.arch.pre_norm, config.arch.post_norm
+        of_layer = (index, recompute, self.residual, needed)
         first, second = self.halves = tuple(
-            HalfLayer(dev, format, spec, index, recompute, self.residual, needed)
+            HalfLayer(dev, format, spec, *of_layer, cache and cache.of(index, spec))
             for spec in config.halves(index)
         )
         own = stream.between if recompute.block else None

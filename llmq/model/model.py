@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats import format_of
+from llmq.model.activations import Cache
 from llmq.model.block import Blocks
 from llmq.model.head import Head
 from llmq.model.parameters import (
@@ -37,17 +42,19 @@ class Model:
         *,
         scalars: Tensor | None = None,
         trains: bool = True,
+        cache: Cache | None = None,
     ):
         """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
 
-        scalars: StepScalars, which adapters need. trains: False without backward passes.
+        scalars: StepScalars, which adapters need. trains: False without backward passes. cache: of
+        one text that passes continue; None: they see whole sequences.
         """
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         self.operands = format_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
-        shared = (self.residuals, self.operands, options, backend, starts, scalars)
+        shared = (self.residuals, self.operands, options, backend, starts, scalars, cache)
         self.blocks = Blocks(dev, config, *shared)
         self.head = Head(dev, config, self.operands, options, self.residuals.final)
         if trains:
@@ -63,10 +70,10 @@ class Model:
         """Block and key of the matrix that makes logits."""
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
-    def forward(self, tokens: Tensor, *, stale: bool, keep: bool) -> None:
+    def forward(self, tokens: Tensor, *, stale: bool, keep: bool, position: int = 0) -> None:
         """Tokens to the output of the final norm.
 
-        stale: as Weights.take_stale said. keep: backward follows.
+        stale: as Weights.take_stale said. keep: backward follows. position: as of Frame.
         """
         weights = self.weights
         self.operands.scales.start_micro_step(of_step=keep)
@@ -76,15 +83,14 @@ class Model:
         weights.gather("layers.0")
         residual = self.residuals.tensors[0].view(*tokens.shape, self.config.hidden_size)
         w = EmbeddingWeights(**weights.get("embed"))
-        scale = self.config.embedding_scale
-        options = {"scale": scale, "starts": self.starts}
-        embedding.forward(self.dev, residual, tokens, w.embed, w.positions, **options)
+        how = (position, self.config.embedding_scale, self.starts)
+        embedding.forward(self.dev, residual, tokens, w.embed, w.positions, *how)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
             with self.dev.range(f"forward {layer}"):
                 w = BlockWeights(weights.get(f"layers.{layer}"))
-                self.blocks.forward(layer, w, keep=keep)
+                self.blocks.forward(layer, w, keep=keep, position=position)
             weights.release(f"layers.{layer}")
         last = self.blocks.layers[-1]
         self.head.forward(HeadWeights(**weights.get("head")), last.between, last.branch)
@@ -96,6 +102,15 @@ class Model:
         self.weights.gather(slab)
         self.head.loss(self.weights.lm_head(), targets.view(targets.size))
         self.weights.release(slab)
+
+    def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
+        """After `forward`: what is predicted behind these of the B*T tokens, as Head.logits_of."""
+        return self.head.logits_of(self.weights.lm_head(), rows)
+
+    def next_logits(self, rows: Sequence[int]) -> np.ndarray:
+        """The same on the host, F32 (len(rows), V); waits for the device."""
+        found = [self.dev.download(row)[0, : self.config.vocab_size] for row in self.logits(rows)]
+        return np.array(found, np.float32)
 
     def backward(
         self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool

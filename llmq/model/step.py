@@ -6,7 +6,7 @@ pinned slots (scalars, tokens, targets), and comes back through another (losses,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -265,11 +265,6 @@ class Step:
         self._goes_on = False
         self.evaluate_batch(batch)
         return self.dev.download(self.model.head.losses).reshape(self.targets.shape)
-
-    def next_logits(self, batch: Batch, rows: Sequence[int]) -> np.ndarray:
-        """F32 (len(rows), V): what is predicted behind these of the B*T tokens. As `score`."""
-        self.score(batch)
-        return self.model.head.logits_of(self.weights.lm_head(), rows)
 
     def result(self, ticket: int) -> Result:
         """What the step with this ticket measured; waits until it is done.

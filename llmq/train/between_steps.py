@@ -30,11 +30,11 @@ from llmq.model.step import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
 from llmq.runtime.processes import processes
-from llmq.train.continuing import continue_texts
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
 from llmq.train.rank import Rank
-from llmq.train.sampling import Choice, choose_token, prompt_ids
+from llmq.train.ranks import CutShort
+from llmq.train.sampling import Choice, Predictor, choose_token, prompt_ids
 from llmq.train.trainer import Trainer
 
 TEMPERATURE = Choice().temperature  # of samples, as of `llmq sample`
@@ -277,20 +277,22 @@ class Evaluations:
         trainer, tokenizer = self.trainer, self.material.tokenizer
         step, prompts = trainer.steps_done, range(len(self.material.prompts))
         rngs = [np.random.default_rng([self.config.seed, step, i]) for i in prompts]
+        predict = partial(trainer.ranks.next_logits, stopped=self.stopped)
+        predictor = Predictor(predict, trainer.model, self.config.seq_len)
+        texts: list[list[int]] = [[] for _ in prompts]
         try:
-            texts = continue_texts(
-                trainer.ranks,
-                (self.config.batch_size, self.config.seq_len),
+            for chosen in predictor.texts(
                 [ids for _, ids in self.material.prompts],
                 self.config.sample_tokens,
                 lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
-                {tokenizer.eos_id, *trainer.model.eos_token_ids},
-                self.stopped,
-            )
+                {tokenizer.eos_id},
+            ):
+                for i, token in chosen.items():
+                    texts[i].append(token)
+        except CutShort:
+            return
         except LlmqError as error:  # predictions that are no numbers: the run itself tells
             self.reporter.message(f"WARNING: no samples: {error}", step)
-            return
-        if texts is None:
             return
         for (prompt, ids), new in zip(self.material.prompts, texts, strict=True):
             text = continuation(tokenizer, ids if prompt else [], new)

@@ -21,7 +21,7 @@ from llmq.base.files import check_writable, write_file
 from llmq.data.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
 from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
-from llmq.model.score import Scorer, scoring_options
+from llmq.model.inference import Scorer, scoring_options
 from llmq.plan.checks import attention_backend, check_sizes
 from llmq.report.tables import Terminal
 from llmq.runtime.device import MemorySizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,10 @@ from llmq.train.rounds import Rounds
 
 T = TypeVar("T")
 IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices
+
+
+class CutShort(Exception):
+    """A signal has ended what was asked for."""
 
 
 class Ranks:
@@ -203,6 +208,37 @@ class Ranks:
 
         self.run(name, run)
         return not rounds.cut
+
+    def next_logits(
+        self, texts: list[list[int]], stopped: Callable[[], bool] = lambda: False
+    ) -> list[np.ndarray]:
+        """F32 (V,) behind each text of 1 to T tokens. CutShort once stopped() says yes.
+
+        All go on at once, in a validation's passes over whole rows. That is slower than with a
+        cache of keys and values, but needs neither memory nor a second copy of the weights, and
+        works on any number of ranks, with every way to divide and to offload a model.
+        """
+        B, T = shape = self.first.step.tokens.shape
+        groups = [texts[first : first + B] for first in range(0, len(texts), B)]
+        found: dict[int, np.ndarray] = {}
+
+        def make(group: list[list[int]]) -> Batch:
+            inputs = np.zeros(shape, np.int32)
+            for b, text in enumerate(group):
+                inputs[b, : len(text)] = text
+            return Batch(inputs, np.full(shape, MASKED_TARGET, np.int32))
+
+        def work(rank: Rank, index: int, batch: Batch) -> None:
+            rank.step.score(batch)
+            if index >= 0:
+                rows = [b * T + len(text) - 1 for b, text in enumerate(groups[index])]
+                found[index] = rank.step.model.next_logits(rows)
+
+        if not self.share("sample", [partial(make, group) for group in groups], work, stopped):
+            raise CutShort
+        for of_process in processes().gather(found):
+            found |= of_process
+        return [row for index in range(len(groups)) for row in found[index]]
 
     def _ticket(self, command: Command) -> int:
         ticket = self._enqueued

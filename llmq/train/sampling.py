@@ -1,11 +1,12 @@
-"""`llmq sample`: text from an exported model or a checkpoint."""
+"""Texts that a model continues, and `llmq sample`, which prints such."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from llmq.data.detokenize import streamed
 from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
 from llmq.data.record_text import mended
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
-from llmq.model.decode import Decoder
+from llmq.model.inference import Decoder
 from llmq.options.presets import find_directory, is_preset, resolve_model
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.processes import processes
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
@@ -65,8 +67,62 @@ def choose_token(
     return int(order[rng.choice(len(probabilities), p=probabilities)])
 
 
-class Sampler:
-    """A model loaded for inference, for sequences of at most `positions` tokens."""
+class Predictor:
+    """Continues texts of at most `positions` tokens by what next_logits predicts."""
+
+    def __init__(
+        self,
+        next_logits: Callable[[list[list[int]]], Sequence[np.ndarray]],
+        config: ModelConfig,
+        positions: int,
+    ):
+        """next_logits: of texts of at least one id, F32 (V,) behind each."""
+        self.next_logits, self.config, self.positions = next_logits, config, positions
+
+    def texts(
+        self,
+        prompts: list[list[int]],
+        count: int,
+        choose: Callable[[int, np.ndarray], int],
+        stop: Collection[int | None] = (),
+    ) -> Iterator[dict[int, int]]:
+        """The next id of each text that goes on, by its number, at most `count` times.
+
+        choose(i, logits): the next id of the i-th text. stop: ids that end a text, and are left
+        out, beside those of the model's config.
+        """
+        texts = dict(enumerate(map(list, prompts)))
+        for _ in range(count):
+            texts = {i: ids for i, ids in texts.items() if len(ids) < self.positions}
+            if not texts:
+                return
+            pairs = list(zip(texts, self.next_logits([*texts.values()]), strict=True))
+            # All processes go on with the same ids, whatever they make of the logits.
+            chosen = processes().on_first(lambda pairs=pairs: {i: choose(i, x) for i, x in pairs})
+            ends = {*stop, *self.config.eos_token_ids}
+            texts = {i: [*texts[i], new] for i, new in chosen.items() if new not in ends}
+            yield {i: ids[-1] for i, ids in texts.items()}
+
+    def generate(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        rng: np.random.Generator,
+        *,
+        stop: Collection[int | None] = (),
+        **how: Any,
+    ) -> Iterator[int]:
+        """New ids of one text, one after another, until an id that ends it or its last position.
+
+        prompt: at least one id. stop: as in `texts`. how: the rest of choose_token.
+        """
+        choose = partial(choose_token, rng=rng, **how)
+        for new in self.texts([prompt], max_new_tokens, lambda _, logits: choose(logits), stop):
+            yield from new.values()
+
+
+class Sampler(Predictor):
+    """A model loaded for inference, with a cache of keys and values of one text."""
 
     def __init__(
         self,
@@ -80,43 +136,23 @@ class Sampler:
 
         LlmqError where the memory is too small.
         """
-        self.config, self.positions = config, positions
+        super().__init__(self._next_logits, config, positions)
         table = weight_table(config)
         placement = resident(table, dtype)
         plan = PlanDevice(machine.spec)
-        decoder = Decoder(plan, config, Weights(plan, table, placement), positions)
-        decoder.forward(np.zeros(positions, np.int32), 0)
+        Decoder(plan, config, Weights(plan, table, placement), positions).rehearse()
         self.dev = machine.open(plan.sizes())
         weights = Weights(self.dev, table, placement)
         self.decoder = Decoder(self.dev, config, weights, positions)
         fill(weights)
+        self._cached: list[int] = []  # the text that the cache is of
 
-    def generate(
-        self,
-        prompt: list[int],
-        max_new_tokens: int,
-        rng: np.random.Generator,
-        *,
-        temperature: float,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        stop: Collection[int] = (),
-    ) -> Iterator[int]:
-        """New ids one after another, until an end-of-text id or the limit of positions.
-
-        prompt: at least one id. stop: ids that end a text beside those of the model's config.
-        """
-        tokens = np.array(prompt, np.int32)
-        position = 0
-        for _ in range(min(max_new_tokens, self.positions - len(prompt))):
-            self.decoder.forward(tokens, position)
-            position += len(tokens)
-            logits = self.dev.download(self.decoder.logits)[0, : self.config.vocab_size]
-            token = choose_token(logits, rng, temperature=temperature, top_k=top_k, top_p=top_p)
-            if token in self.config.eos_token_ids or token in stop:
-                return
-            yield token
-            tokens = np.array([token], np.int32)
+    def _next_logits(self, texts: list[list[int]]) -> list[np.ndarray]:
+        """Of one text; one that goes on with a single token is read from there."""
+        (text,) = texts
+        position = len(text) - 1 if text[:-1] == self._cached else 0
+        self._cached = list(text)
+        return [self.decoder.forward(np.array(text[position:]), position)]
 
     def close(self) -> None:
         """Free the device."""
@@ -208,26 +244,24 @@ class Choice:
     seed: int = 42
 
     def ids(
-        self, sampler: Sampler, prompt: list[int], sample: int, stop: Collection[int | None]
+        self, predictor: Predictor, prompt: list[int], sample: int, stop: Collection[int | None]
     ) -> Iterator[int]:
         """New ids behind those of a prompt. sample: its number. stop: ids that end a text."""
         rng = np.random.default_rng([self.seed, sample])
-        return sampler.generate(
-            prompt,
-            self.max_new_tokens,
-            rng,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            stop=stop,
-        )
+        how = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        return predictor.generate(prompt, self.max_new_tokens, rng, stop=stop, **how)
 
     def texts(
-        self, sampler: Sampler, tokenizer: Tokenizer, prompt: str, sample: int = 0
+        self,
+        predictor: Predictor,
+        tokenizer: Tokenizer,
+        prompt: str,
+        sample: int = 0,
+        seq_len: int | None = None,
     ) -> Iterator[str]:
-        """The pieces of a continuation, as they come. sample: its number."""
-        ids = prompt_ids(tokenizer, sampler.config, prompt)
-        new = self.ids(sampler, ids, sample, {tokenizer.eos_id})
+        """Pieces of a continuation, as they come. sample: its number. seq_len: as of prompt_ids."""
+        ids = prompt_ids(tokenizer, predictor.config, prompt, seq_len=seq_len)
+        new = self.ids(predictor, ids, sample, {tokenizer.eos_id})
         return streamed(tokenizer, ids if prompt else [], new)
 
     def idle(self, num_samples: int) -> list[str]:

@@ -23,7 +23,7 @@ from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
-from llmq.data.tokenizer import ByteTokenizer
+from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.model.step import Result, Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
@@ -37,12 +37,11 @@ from llmq.runtime.processes import processes, refuse_several
 from llmq.state.params import Param
 from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
-from llmq.train.continuing import continue_text
 from llmq.train.loaders import mean_loss, move_loaders, open_loaders
 from llmq.train.model_of_run import model_of_run
 from llmq.train.origin import Origin, with_adapter
 from llmq.train.ranks import Ranks
-from llmq.train.sampling import Choice
+from llmq.train.sampling import Choice, Predictor
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -372,9 +371,15 @@ class Trainer:
         in fp32 the text is that of `llmq sample` of an export. Nothing of the training changes.
         LlmqError where the prompt is too long, or the run's tokenizer is not known.
         """
-        shape = (self.config.batch_size, self.config.seq_len)
-        choice = Choice(**how)
-        return continue_text(self.ranks, shape, self.model, self.tokenizer, prompt, choice)
+        choice, seq_len = Choice(**how), self.config.seq_len
+        if self.tokenizer is None:
+            raise LlmqError(
+                "it is not known which tokenizer made the training data, so there is no text of "
+                "its ids: `llmq tokenize` notes it beside the token files"
+            )
+        tokenizer = load_tokenizer(self.tokenizer)
+        predictor = Predictor(self.ranks.next_logits, self.model, seq_len)
+        return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""

@@ -6,22 +6,9 @@ Imports arch, ops, and what model has below blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from llmq.model.halves.attention import AttentionHalf
+from llmq.model.halves.half import Half
+from llmq.model.halves.mlp import MlpHalf
 
-from llmq.model.halves.attention import AttentionDecoder, AttentionHalf
-from llmq.model.halves.half import Half, HalfDecoder
-from llmq.model.halves.mlp import MlpDecoder, MlpHalf
-
-
-class HalfKind(NamedTuple):
-    """The classes of a kind: for a step, and for decoding with a cache."""
-
-    half: type[Half]
-    decoder: type[HalfDecoder]
-
-
-HALVES: dict[str, HalfKind] = {
-    "attention": HalfKind(AttentionHalf, AttentionDecoder),
-    "mlp": HalfKind(MlpHalf, MlpDecoder),
-}
+HALVES: dict[str, type[Half]] = {"attention": AttentionHalf, "mlp": MlpHalf}
 """By HalfSpec.kind."""

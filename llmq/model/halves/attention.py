@@ -8,24 +8,20 @@ Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key he
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import F32, DType
+from llmq.base.dtypes import F32
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.attention_choice import directions
-from llmq.model.halves.half import Shared
-from llmq.model.linear import Linear
+from llmq.model.halves.half import Frame, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import attention, attention_backward, qk_norm, rope
-from llmq.runtime.device import Device
 
 
 class _Kept(NamedTuple):
@@ -60,31 +56,6 @@ class AttentionAgain(NamedTuple):
     o_input: Operand | None
 
 
-def alloc_rope_tables(dev: Device, config: ModelConfig, positions: int) -> list[Tensor | None]:
-    """Of each layer F32 (positions, Hd/2, 2), filled; None for models without RoPE.
-
-    Layers with the same angles share a table.
-    """
-    tables: dict[tuple, Tensor] = {}
-
-    def table_of(layer: int) -> Tensor | None:
-        angles = config.rope_of(layer)
-        if angles is not None and angles not in tables:
-            table = rope.make_table(positions, config.head_dim, *angles)
-            name = f"rope_table.{len(tables)}" if tables else "rope_table"
-            tables[angles] = dev.alloc(name, table.shape, F32, "Activations")
-            dev.upload(tables[angles], table)
-        return tables.get(angles)
-
-    return [table_of(layer) for layer in range(config.num_layers)]
-
-
-def qk_normalization(config: ModelConfig) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The calls of the model's norm of queries and keys: forward, backward."""
-    kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
-    return partial(qk_norm.forward, **kind), partial(qk_norm.backward, **kind)
-
-
 class AttentionHalf:
     """The attention halves of all layers. Scratch lives as long as `temps`."""
 
@@ -100,8 +71,28 @@ class AttentionHalf:
         self.backends = [directions(*sizes, window, capability) for window in windows]
         self.starts = shared.starts
         self.sights = [attention.Sight(self.starts, window) for window in windows]
-        self.rope_tables = alloc_rope_tables(self.dev, config, self.T)
-        self.qk_norm, self.qk_norm_backward = qk_normalization(config)
+        self.rope_tables = self._rope_tables(config, shared.positions)
+        kind = {"wide": config.arch.wide_qk_norm, "offset": config.arch.norm_offset}
+        self.qk_norm = partial(qk_norm.forward, **kind)
+        self.qk_norm_backward = partial(qk_norm.backward, **kind)
+
+    def _rope_tables(self, config: ModelConfig, positions: int) -> list[Tensor | None]:
+        """F32 (positions, Hd/2, 2) for each layer, filled; None for models without RoPE.
+
+        Layers with the same angles share a table.
+        """
+        tables: dict[tuple, Tensor] = {}
+
+        def table_of(layer: int) -> Tensor | None:
+            angles = config.rope_of(layer)
+            if angles is not None and angles not in tables:
+                table = rope.make_table(positions, self.Hd, *angles)
+                name = f"rope_table.{len(tables)}" if tables else "rope_table"
+                tables[angles] = self.dev.alloc(name, table.shape, F32, "Activations")
+                self.dev.upload(tables[angles], table)
+            return tables.get(angles)
+
+        return [table_of(layer) for layer in range(config.num_layers)]
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -145,18 +136,20 @@ class AttentionHalf:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def forward(self, temps: ExitStack, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
+    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
         """here.out from x (rows, C)."""
-        tensors = self._tensors(temps, here)
-        self._qkv(here, w, x, tensors)
-        self._attend(here, tensors)
+        tensors = self._tensors(frame.temps, here)
+        self._qkv(frame, here, w, x, tensors)
+        self._attend(frame, here, tensors)
         o_input = self.operands.of_tensor(
-            temps, here.kept.att.tensor_id, tensors.att, measured=False, transposed=False
+            frame.temps, here.kept.att.tensor_id, tensors.att, measured=False, transposed=False
         )
         out, addend = here.out
         self.linear.forward(here.index, "o", out, o_input, w, addend)
 
-    def _qkv(self, here: HalfLayer, w: BlockWeights, x: Operand, to: _Tensors) -> None:
+    def _qkv(
+        self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand, to: _Tensors
+    ) -> None:
         """The query, key and value heads that attention takes."""
         qkv, table = self._by_head(to.qkv), self.rope_tables[here.index]
         self.linear.forward(here.index, "qkv", to.qkv, x, w)
@@ -166,34 +159,38 @@ class AttentionHalf:
                 self.Hq, self.Hkv,
             )  # fmt: skip
         if table is not None:
-            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, starts=self.starts)
+            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, frame.position, self.starts)
 
-    def _attend(self, here: HalfLayer, tensors: _Tensors) -> None:
+    def _attend(self, frame: Frame, here: HalfLayer, tensors: _Tensors) -> None:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
         sight, (backend, _) = self.sights[here.index], self.backends[here.index]
         heads, lse = (self.Hq, self.Hkv), here.kept.lse
+        if here.cache is not None:
+            caches = (here.cache["k"], here.cache["v"])
+            attention.decode(self.dev, out, qkv, *caches, frame.position, *heads, sight.window)
+            return
         attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
 
     # -- backward --------------------------------------------------------------------------------
 
     def again(
         self,
-        temps: ExitStack,
+        frame: Frame,
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
         x_again: InputAgain,
     ) -> AttentionAgain:
         """What backward needs, kept or computed again; if the whole block is, here.out too."""
-        r = here.recompute
+        r, temps = here.recompute, frame.temps
         tensors = self._tensors(temps, here)
         x = None
         if r.qkv or self.linear.needs_input(here.index, "qkv", g):
             x = x_again(product=r.qkv)
         if r.qkv:
-            self._qkv(here, w, x, tensors)
+            self._qkv(frame, here, w, x, tensors)
         if r.att:
-            self._attend(here, tensors)
+            self._attend(frame, here, tensors)
         o_input = None
         if r.block or self.linear.needs_input(here.index, "o", g):
             tensor_id = here.kept.att.tensor_id
@@ -287,55 +284,3 @@ class AttentionHalf:
             )  # fmt: skip
         made = self.operands.of_tensor(temps, tensor_id, d_qkv, measured=False, transposed=True)
         return made, g.bias("qkv")
-
-
-class AttentionDecoder:
-    """The attention halves of all layers, of one sequence, with a cache of keys and values."""
-
-    def __init__(
-        self, dev: Device, config: ModelConfig, linear: Linear, dtype: DType, positions: int
-    ):
-        self.dev, self.config, self.linear, self.dtype = dev, config, linear, dtype
-        shape = (1, positions, config.num_kv_heads, config.head_dim)
-
-        def cache(name: str) -> list[Tensor]:
-            names = [f"{name}.{layer}" for layer in range(config.num_layers)]
-            return [dev.alloc(n, shape, dtype, "Activations") for n in names]
-
-        self.k_cache, self.v_cache = cache("k_cache"), cache("v_cache")
-        self.rope_tables = alloc_rope_tables(dev, config, positions)
-        self.qk_norm, _ = qk_normalization(config)
-
-    def forward(
-        self,
-        layer: int,
-        spec: HalfSpec,
-        w: BlockWeights,
-        out: Tensor,
-        x: Tensor,
-        position: int,
-    ) -> None:
-        """out (n, C) from x (n, C)."""
-        dev, config, n = self.dev, self.config, x.shape[0]
-        Hq, Hkv, Hd = config.num_heads, config.num_kv_heads, config.head_dim
-        with (
-            dev.scratch("qkv", (n, spec["qkv"].shape[0]), self.dtype) as flat,
-            dev.scratch("att", (n, spec["o"].shape[1]), self.dtype) as att,
-        ):
-            self.linear.forward(flat, x, w["qkv"], w.bias("qkv"))
-            qkv = flat.view(1, n, Hq + 2 * Hkv, Hd)
-            if spec.sizes["qk_norm"]:
-                norms = 2 if spec.sizes["wide_qk_norm"] else Hq + Hkv
-                with (
-                    dev.scratch("qk_raw", (1, n, Hq + Hkv, Hd), self.dtype) as raw,
-                    dev.scratch("qk_rstd", (1, n, norms), F32) as rstd,
-                ):
-                    weights = (w["q_norm"], w["k_norm"])
-                    self.qk_norm(dev, qkv, raw, rstd, *weights, config.norm_eps, Hq, Hkv)
-            table = self.rope_tables[layer]
-            if table is not None:
-                rope.forward(dev, qkv, table, Hq, Hkv, first_position=position)
-            k, v, heads = self.k_cache[layer], self.v_cache[layer], att.view(1, n, Hq, Hd)
-            window = spec.sizes["window"]
-            attention.decode(dev, heads, qkv, k, v, position, Hq, Hkv, window)
-            self.linear.forward(out, att, w["o"], w.bias("o"))

@@ -1,8 +1,9 @@
-"""What a half of a block does in a step, and when a text is continued.
+"""What a half of a block does: in a step, in an evaluation, and when a text is continued.
 
-A kind of half is a class for each, in a file of its own and a line of `HALVES`. One object computes
-the halves of its kind in all layers: what differs from layer to layer is in `here`, with what the
-architecture declares (`here.spec`) and what `keep` has returned (`here.kept`).
+A kind of half is a class in a file of its own and a line of `HALVES`. One object computes the
+halves of its kind in all layers: what differs from layer to layer is in `here`, with what the
+architecture declares (`here.spec`), what `keep` has returned (`here.kept`), and the tensors of a
+text that is continued (`here.cache`). What differs from pass to pass is in its `Frame`.
 """
 
 from __future__ import annotations
@@ -10,15 +11,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
-from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.block_linear import BlockLinear
-from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -27,8 +25,8 @@ from llmq.runtime.device import Device
 class Shared(NamedTuple):
     """What all halves of a model work with.
 
-    backend: of attention, as `directions` takes it. starts: I32 (B,T), of documents; None: all are
-    0.
+    backend: of attention, as `directions` takes it. positions: of the longest text. starts: I32
+    (B,T), of documents; None: all are 0.
     """
 
     dev: Device
@@ -37,7 +35,19 @@ class Shared(NamedTuple):
     operands: Format
     linear: BlockLinear
     backend: str
+    positions: int
     starts: Tensor | None
+
+
+class Frame(NamedTuple):
+    """A pass over one half of a layer.
+
+    temps: how long its scratch lives. position: of the pass's first tokens in their texts; it may
+    be behind 0 where halves have caches, of one text (B = 1).
+    """
+
+    temps: ExitStack
+    position: int = 0
 
 
 class Half(Protocol):
@@ -54,12 +64,16 @@ class Half(Protocol):
     def keep(self, here: HalfLayer) -> Any:
         """Allocates what a layer keeps from forward to backward."""
 
-    def forward(self, temps: ExitStack, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (rows, C). Scratch lives as long as temps."""
+    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
+        """here.out from x (rows, C).
+
+        With here.cache it reads what the positions before frame.position have left there, and
+        writes what those behind this pass will read, T positions from frame.position on.
+        """
 
     def again(
         self,
-        temps: ExitStack,
+        frame: Frame,
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
@@ -83,22 +97,3 @@ class Half(Protocol):
         inside: whether a gradient in front of the matrix that makes the output is wanted; else
         what leads there may be left out.
         """
-
-
-class HalfDecoder(Protocol):
-    """The same for n tokens of one sequence, without gradients; with a cache if it needs one."""
-
-    def __init__(
-        self, dev: Device, config: ModelConfig, linear: Linear, dtype: DType, positions: int
-    ): ...
-
-    def forward(
-        self,
-        layer: int,
-        spec: HalfSpec,
-        w: BlockWeights,
-        out: Tensor,
-        x: Tensor,
-        position: int,
-    ) -> None:
-        """out (n, C) from x (n, C), of the elements [position, position + n) of the sequence."""

@@ -14,19 +14,13 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.arch.matrix import HalfSpec
-from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import DType
 from llmq.base.epilogue import Activated, ActivatedGradient, Handed
 from llmq.base.operand import Operand, ProductCodes, Result, Target
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
-from llmq.model.halves.half import Shared
-from llmq.model.linear import Linear
+from llmq.model.halves.half import Frame, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops.product import ACTIVATIONS
-from llmq.runtime.device import Device
 
 NOWHERE = Target(None)
 
@@ -70,7 +64,7 @@ class MlpHalf:
             mlp_act=here.activation("mlp_act", down.shape[1], kept=kept, may_be_codes=True),
         )
 
-    def forward(self, temps: ExitStack, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
+    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
         """here.out from x (rows, C)."""
 
         mlp_up = here.kept.mlp_up
@@ -86,16 +80,16 @@ class MlpHalf:
             epilogue = Activated(name=self.activation, to=to)
             self.linear.forward(here.index, "up", handed, x, w, epilogue=epilogue)
 
-        mlp_act = self.operands.input(temps, here.kept.mlp_act, write)
+        mlp_act = self.operands.input(frame.temps, here.kept.mlp_act, write)
         out, addend = here.out
         self.linear.forward(here.index, "down", out, mlp_act, w, addend)
 
     def again(
-        self, temps: ExitStack, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
+        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
     ) -> MlpAgain:
         """What backward needs: kept, or computed again."""
         computed = here.recompute.ffn
-        place = here.kept.mlp_up.place(self.dev, temps)
+        place = here.kept.mlp_up.place(self.dev, frame.temps)
         mlp_up = self.operands.result_again(here.kept.mlp_up.tensor_id, place)
         x = None
         if computed or self.linear.needs_input(here.index, "up", g):
@@ -172,33 +166,3 @@ class MlpHalf:
             else:
                 write(NOWHERE)
             self.linear.weight_gradients(here.index, "down", g, g.bias("down"), d_down, mlp_act)
-
-
-class MlpDecoder:
-    """The MLP halves of all layers, of one sequence."""
-
-    def __init__(
-        self, dev: Device, config: ModelConfig, linear: Linear, dtype: DType, positions: int
-    ):
-        """positions: of no use here, where no token sees another."""
-        self.dev, self.linear, self.dtype = dev, linear, dtype
-        self.activate, _ = ACTIVATIONS[config.activation]
-
-    def forward(
-        self,
-        layer: int,
-        spec: HalfSpec,
-        w: BlockWeights,
-        out: Tensor,
-        x: Tensor,
-        position: int,
-    ) -> None:
-        """out (n, C) from x (n, C)."""
-        n, dev = x.shape[0], self.dev
-        with (
-            dev.scratch("mlp_up", (n, spec["up"].shape[0]), self.dtype) as mlp_up,
-            dev.scratch("mlp_act", (n, spec["down"].shape[1]), self.dtype) as mlp_act,
-        ):
-            self.linear.forward(mlp_up, x, w["up"], w.bias("up"))
-            self.activate(dev, mlp_act, mlp_up)
-            self.linear.forward(out, mlp_act, w["down"], w.bias("down"))
