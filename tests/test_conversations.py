@@ -464,6 +464,32 @@ def test_files_that_hold_no_conversations(tmp_path, chatml):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_completions_without_a_template(tmp_path, train_on):
+    """What the tokenizer adds to a text is added, and the end behind the completion is trained."""
+    folder = write_chat_tokenizer(tmp_path / "base")
+    records = [{"prompt": "the cat:", "completion": " sät"}, {"prompt": "q", "completion": "a"}]
+    path = write_records(tmp_path / "a.jsonl", records)
+    how = {"tokenizer": str(folder), "train_on": train_on}
+    summary = run(path, out=tmp_path / "out", **how)
+    assert read(tmp_path / "out") == [
+        (f"<s>{r['prompt']}{r['completion']}</s>", [f"<s>{r['prompt']}" * (train_on == "all")
+          + f"{r['completion']}</s>"]) for r in records
+    ]  # fmt: skip
+    assert summary.warnings[0].startswith("the tokenizer has no chat template: prompt and comple")
+    # Of a tokenizer with a template, too, and without BOS.
+    folder = write_chat_tokenizer(tmp_path / "chat", CHATML)
+    how |= {"tokenizer": str(folder), "chat_template": "none", "special_tokens": "none"}
+    summary = run(path, out=tmp_path / "none", **how)
+    assert [text for text, _ in read(tmp_path / "none")] == ["the cat: sät</s>", "qa</s>"]
+    assert summary.warnings == []
+    records = [{"prompt": [user("q")], "completion": "a"}, {"instruction": "q", "output": "a"}]
+    for number, said in enumerate(("a.jsonl:1: this is more than the", "has no chat template, wh")):
+        write_records(path, records[number:][:1])
+        with pytest.raises(DataError, match=said):
+            run(path, out=tmp_path / "no", **how)
+
+
 def test_packed_files_standard_input_and_data_sets(tmp_path, chatml, monkeypatch):
     """Conversations come through the reader that texts come through."""
     pytest.importorskip("datasets")

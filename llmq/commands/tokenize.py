@@ -29,7 +29,7 @@ TrainOn = Annotated[
     str, typer.Option(help="Of conversations: assistant, last, each (of its messages) or all.")
 ]
 ChatTemplate = Annotated[
-    str | None, typer.Option(help="File, or name of one of the tokenizer's; its own.")
+    str | None, typer.Option(help="File, or name of one of the tokenizer's; none; its own.")
 ]
 SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents that are longer.")]
 

@@ -116,6 +116,35 @@ class Chat:
                 yield "ask not to train a message: --train-on all trains every token"
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Prompt and completion as they are, for a model without a chat template; trains the latter.
+
+    train_on: as of Chat; of one completion they are all alike but for "all".
+    """
+
+    train_on: str
+
+    def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
+        """As of Chat. DataError for messages, and for what only a template can write."""
+        if not conversation.is_text:
+            raise DataError(
+                "this is more than the texts 'prompt' and 'completion', and there is no chat "
+                "template to write it: give --chat-template"
+            )
+        prompt, completion = (message["content"] for message in conversation.messages)
+        start = 0 if self.train_on == "all" else len(prompt)
+        return [(prompt + completion, [(start, len(prompt) + len(completion))])]
+
+    def notes(self, conversation: Conversation) -> Iterator[str]:
+        """As of Chat: nothing is lost."""
+        yield from ()
+
+    def warnings(self) -> list[str]:
+        """As of Chat."""
+        return []
+
+
 class _View:
     """A conversation under a template, which renders more or fewer of its messages."""
 

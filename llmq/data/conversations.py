@@ -51,7 +51,8 @@ class Conversation:
     """Messages, and what else a chat template reads of a record.
 
     variables: values that the record sets for the template. first_trained: the messages before this
-    number are a prompt, and none of them is trained.
+    number are a prompt, and none of them is trained. is_text: the record has a prompt and a
+    completion and nothing else, both texts.
     """
 
     messages: list[Message]
@@ -59,6 +60,7 @@ class Conversation:
     documents: list[Any] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     first_trained: int = 0
+    is_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
         raise DataError("there are no messages")
     variables = _parsed(record, "chat_template_kwargs", dict) or {}
     tools, documents = (_parsed(record, name, list) for name in ("tools", "documents"))
-    return Conversation(messages, tools or None, documents, variables, first_trained)
+    texts = [record[name] for name in REQUIRED["prompt"]] if form == "prompt" else [None]
+    is_text = all(isinstance(text, str) for text in texts) and not (system or tools or documents)
+    return Conversation(messages, tools or None, documents, variables, first_trained, is_text)
 
 
 def _of_prompt(record: dict[str, Any]) -> tuple[list[Message], int]:

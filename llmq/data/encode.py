@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.data.chat_masks import Chat, token_mask
+from llmq.data.chat_masks import Chat, Completion, token_mask
 from llmq.data.chat_template import text_of
 from llmq.data.conversations import TEXT, Conversation, RecordConversation
 from llmq.data.documents import Block, DocumentPart, Position
@@ -38,18 +38,24 @@ class Recipe:
     """Says how documents become ids; it travels to worker processes.
 
     tokenizer: for load_tokenizer. wanted: the reader of records. added: ids before and behind
-    each text, with or without the end of the text. chat: renders conversations; None for texts.
+    each text, with or without the end of the text; conversations have none, completions do. chat:
+    renders conversations; None for texts.
     """
 
     tokenizer: str
     wanted: RecordText | RecordConversation
     added: Added
-    chat: Chat | None = None
+    chat: Chat | Completion | None = None
 
     @property
     def with_masks(self) -> bool:
         """Whether the token files say which tokens are trained."""
         return self.chat is not None and self.chat.train_on != "all"
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a chat template writes the documents, with all their special tokens."""
+        return isinstance(self.chat, Chat)
 
     def record(self) -> dict[str, Any]:
         """Everything but the tokenizer that decides the ids, for tokenize.json."""
@@ -60,7 +66,7 @@ class Recipe:
             "special_tokens": [*self.added],
             "format": TEXT if is_text else self.wanted.form,
             "train_on": self.chat and self.chat.train_on,
-            "chat_template": self.chat and self.chat.template.fingerprint,
+            "chat_template": self.chat.template.fingerprint if self.is_chat else None,
         }
 
 
@@ -99,8 +105,14 @@ class Encoder:
                 of_split.end()
         return parts[0].joined(), parts[1].joined()
 
-    def _encode_conversations(self, pieces: list[DocumentPart], chat: Chat) -> tuple[Ids, Ids]:
-        """Encode rendered conversations; the template writes all special tokens."""
+    def _encode_conversations(
+        self, pieces: list[DocumentPart], chat: Chat | Completion
+    ) -> tuple[Ids, Ids]:
+        """Encode conversations; what is added to a completion is trained behind it."""
+        before, after = [], []
+        if not self.recipe.is_chat:
+            before, after = self._added
+        whole = chat.train_on == "all"
         rendered = []
         parts = _Parts(), _Parts()
         for piece in pieces:
@@ -119,6 +131,8 @@ class Encoder:
         encoded = self.tokenizer.encode_with_offsets([text for _, text, _ in rendered])
         for (piece, _, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
             mask = token_mask(offsets, spans)
+            ids = np.concatenate([before, ids, after]).astype(np.int32)
+            mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)]).astype(bool)
             if not mask.any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
             of_split = parts[piece.is_eval]

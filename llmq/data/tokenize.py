@@ -19,7 +19,7 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
-from llmq.data.chat_masks import TRAIN_ON, Chat
+from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
@@ -32,6 +32,8 @@ from llmq.data.tokens import MAX_TOKENS
 
 SAVE_SECONDS = 15.0  # between saved states: an interruption costs no more than this
 REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
+NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one
+PLAIN = "prompt"  # the format that can do without
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
 
@@ -77,8 +79,11 @@ def tokenize(
     if isinstance(wanted, RecordText):
         recipe = Recipe(tokenizer, wanted, _added(loaded, tokenizer, special_tokens))
     else:
-        chat = _chat(loaded, tokenizer, train_on, chat_template)
-        recipe = Recipe(tokenizer, wanted, ([], []), chat)
+        chat = _chat(loaded, tokenizer, train_on, chat_template, wanted.form)
+        added = (
+            _added(loaded, tokenizer, special_tokens) if isinstance(chat, Completion) else ([], [])
+        )
+        recipe = Recipe(tokenizer, wanted, added, chat)
     warnings += _warnings(recipe, special_tokens, train_on, chat_template)
     options = {
         "tokenizer": loaded.fingerprint,
@@ -108,21 +113,25 @@ def _added(tokenizer: Tokenizer, spec: str, special_tokens: str) -> Added:
     return tokenizer.added if special_tokens == "auto" else ([], [])
 
 
-def _chat(tokenizer: Tokenizer, spec: str, train_on: str, given: str | None) -> Chat:
-    template = load_chat_template(tokenizer, given)
-    if template is None:
-        raise DataError(
-            f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
-            "--chat-template FILE, or the tokenizer of a model that has one"
-        )
-    return Chat(template, train_on)
+def _chat(
+    tokenizer: Tokenizer, spec: str, train_on: str, given: str | None, form: str
+) -> Chat | Completion:
+    template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
+    if template is not None:
+        return Chat(template, train_on)
+    if form == PLAIN:
+        return Completion(train_on)
+    raise DataError(
+        f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
+        "--chat-template FILE, or the tokenizer of a model that has one"
+    )
 
 
 def _note_chat(
     manifest: Manifest, recipe: Recipe, tokenizer: Tokenizer, *, was_given: bool
 ) -> None:
     """Record what a training needs of the template: a given one, and the end of a turn."""
-    if recipe.chat is None:
+    if not recipe.is_chat:
         return
     template = recipe.chat.template
     manifest.chat_template = template.source() if was_given else None
@@ -135,7 +144,14 @@ def _warnings(
 ) -> list[str]:
     """Warnings of the template, and one for every option without effect on records like these."""
     said = recipe.chat.warnings() if recipe.chat is not None else []
-    if recipe.chat is not None:
+    if recipe.chat is not None and not recipe.is_chat:
+        if chat_template is None:
+            said.append(
+                "the tokenizer has no chat template: prompt and completion follow each other as "
+                f"they are; --chat-template {NO_TEMPLATE} says that this is meant"
+            )
+        return said
+    if recipe.is_chat:
         idle = [f"--special-tokens {special_tokens}"] * (special_tokens != "auto")
         reason = "the chat template says which special tokens a conversation has"
     else:
