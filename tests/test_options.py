@@ -140,6 +140,7 @@ def test_defaults_of_known_flags():
         "sample-tokens": 64,
         "keep-best": None,
         "packing": "concat",
+        "long": None,
         "document-mask": False,
         "document-separator": None,
         "recompute-layers": "all",

@@ -284,6 +284,55 @@ def test_parts_without_a_trained_token_are_left_out(tmp_path, packing, masked):
         assert len(pairs(batches)) == len(trained)
 
 
+LONG = {  # which of the first tokens of parts are left, what is lost, and what is said
+    None: (
+        [0, 5, 5 + 2 * T, 5 + 3 * T],
+        T - 1,
+        "1 parts of longer documents have no question and are",
+    ),
+    "cut": ([0, 5, 5 + T, 5 + 2 * T, 5 + 3 * T], 0, None),
+    "truncate": ([0, 5, 5 + 3 * T], T + 4, "2 parts of longer documents are left out (--long tr"),
+    "drop": ([0, 5 + 3 * T], 2 * T + 2, "1 documents are longer than a sequence and are left out"),
+}
+
+
+@pytest.mark.parametrize("long", LONG)
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+def test_long_conversations(tmp_path, long, packing):
+    """A question of 3 tokens, an answer to the end of the second part, a second turn in the third.
+
+    The document behind it fits with its last token as a target only.
+    """
+    lengths = [5, 3 * T, T + 1]
+    mask = np.ones(sum(lengths), bool)
+    begins = np.cumsum([0, *lengths])
+    mask[begins[:3]] = False
+    mask[5 : 5 + 3] = False
+    mask[5 + 2 * T : 5 + 2 * T + T - 5] = False
+    path = write(tmp_path / "a.bin", lengths, mask=mask)
+    starts, lost, said = LONG[long]
+    layout = Layout(packing=packing, document_mask=True, long=long)
+    how = {"seq_len": T, "micro_batch": 1, "seed": 1, "vocab_size": VOCAB, "layout": layout}
+    with DataLoader(path, **how) as one:
+        data = one.data
+        assert sorted(data.plan.sources[0].pieces.start.tolist()) == starts
+        total = mask.sum()
+        lines = [line for line in data.lines("x") if "left out" in line]
+    if said is None:
+        assert lines == [] and (data.left_out, data.lost) == (0, 0)
+        return
+    assert lines == [lines[0]] and lines[0].startswith(f"WARNING: {said}")
+    assert f", {100 * lost / total:.2f} % of all trained tokens (x)" in lines[0]
+    assert (data.record()["lost"], data.trained) == (lost, total)
+
+
+@pytest.mark.parametrize("mask", [None, np.arange(4 * T) >= T])
+def test_what_has_no_question_at_all_is_cut_as_before(tmp_path, mask):
+    path = write(tmp_path / "a.bin", [T, 3 * T], mask=mask)
+    with loader(path, micro_batch=1) as one:
+        assert len(one.data.plan.sources[0].pieces) == 3 + (mask is None) and not one.data.left_out
+
+
 def test_counts_of_trained_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr("llmq.data.document_index._BLOCK", 7)
     rng = np.random.default_rng(0)

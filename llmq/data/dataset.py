@@ -13,7 +13,7 @@ from llmq.base.errors import DataError
 from llmq.data.document_index import (
     DocumentIndex,
     has_trained_tokens,
-    trained_targets,
+    targets_of_parts,
     trained_tokens,
 )
 from llmq.data.epoch_plan import (
@@ -32,6 +32,11 @@ from llmq.data.tokens import TokenFile, open_token_files
 from llmq.options.options import TrainConfig
 
 _BLOCK = 1 << 20  # documents that are cut at once
+_LEFT_OUT = {
+    None: "parts of longer documents have no question and are left out (--long cut keeps them)",
+    "truncate": "parts of longer documents are left out (--long truncate)",
+    "drop": "documents are longer than a sequence and are left out (--long drop)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +45,16 @@ class Layout:
 
     packing: "concat" takes windows of the files as they are, "best-fit" puts as many documents into
     a sequence as fit, "none" one. document_mask: whether batches say where documents start.
-    separator: the id that ends a document in files without a `.docs` file. weights: one share for
-    each pattern that names files; None: every sequence once an epoch.
+    separator: the id that ends a document in files without a `.docs` file. long: what becomes of
+    packed documents that are longer than a sequence; "cut" makes parts of them, "truncate" keeps
+    the first one, "drop" none, and None those with a question, where masks say what that is.
+    weights: one share for each pattern that names files; None: every sequence once an epoch.
     """
 
     packing: str = "concat"
     document_mask: bool = False
     separator: int | None = None
+    long: str | None = None
     weights: tuple[float, ...] | None = None
 
     @classmethod
@@ -56,6 +64,7 @@ class Layout:
             packing=config.packing,
             document_mask=config.document_mask,
             separator=config.document_separator,
+            long=config.long,
             weights=None if held_out else config.train_weights,
         )
 
@@ -78,6 +87,8 @@ class DataSet:
     of what else decides the plan; None for llm.q's order. documents, cut, untrained: how many
     documents there are, are longer than a sequence, and have no token to train on (packing leaves
     these out). untrained_parts: parts of cut documents that are left out for the same reason.
+    left_out: parts, or with "drop" documents, that are left out because of their length; lost:
+    how many of the `trained` tokens of all documents are in them.
     empty_files: those without a sequence. scanned: those whose documents a separator has found.
     """
 
@@ -100,7 +111,7 @@ class DataSet:
         self.files = open_token_files(patterns, vocab_size)
         self.fingerprint, self.contents = _fingerprint(self.files, split), _contents(self.files)
         self.documents = self.cut = self.empty_files = self.scanned = 0
-        self.untrained = self.untrained_parts = 0
+        self.untrained = self.untrained_parts = self.left_out = self.lost = self.trained = 0
         self._indices: list[DocumentIndex] | None = None
         if layout.needs_documents:
             self._read_documents()
@@ -188,23 +199,44 @@ class DataSet:
         for first in range(begin, end, _BLOCK):
             last = min(first + _BLOCK, end)
             starts, lengths = offsets[first:last], np.diff(offsets[first : last + 1])
-            trained = lengths > 1 if counts is None else (lengths > 1) & (counts[first:last] > 0)
+            targets = lengths - 1 if counts is None else counts[first:last]
+            trained = (lengths > 1) & (targets > 0)
             self.untrained += int((~trained).sum())
+            self.trained += int(targets[trained].sum())
+            if self.layout.long == "drop":
+                too_long = trained & (lengths - 1 > self.seq_len)
+                self._leave_out(too_long, targets)
+                trained &= ~too_long
             pieces = cut_documents(number, starts[trained], lengths[trained], self.seq_len)
-            parts.append(pieces if counts is None else self._trained_parts(file, pieces))
+            parts.append(self._kept_parts(file, pieces))
         file.close()
         return parts
 
-    def _trained_parts(self, file: TokenFile, pieces: Pieces) -> Pieces:
-        """Leave out the parts of longer documents that have nothing to train on."""
-        is_part = pieces.goes_on.copy()  # every part of a document but the last
-        is_part[1:] |= pieces.goes_on[:-1]
-        predicted = pieces.length - ~pieces.goes_on
-        counts = trained_targets(file, pieces.start[is_part], predicted[is_part])
-        useless = is_part
-        useless[is_part] = counts == 0
+    def _leave_out(self, chosen: np.ndarray, targets: np.ndarray) -> None:
+        self.left_out += int(chosen.sum())
+        self.lost += int(targets[chosen].sum())
+
+    def _kept_parts(self, file: TokenFile, pieces: Pieces) -> Pieces:
+        """Of longer documents those parts that --long keeps and that have something to train on."""
+        later = np.zeros(len(pieces), bool)  # parts behind the first one of their document
+        ends = pieces.start + pieces.length
+        later[1:] = pieces.goes_on[:-1] & (pieces.start[1:] == ends[:-1])
+        is_part = later | pieces.goes_on
+        targets = pieces.length - ~pieces.goes_on
+        chosen = later if self.layout.long == "truncate" else np.zeros(len(pieces), bool)
+        if file.has_masks:
+            found = targets_of_parts(file, pieces.start[is_part], targets[is_part])
+            targets[is_part] = found[:, 0]
+            if self.layout.long is None:
+                document = np.cumsum(~later[is_part]) - 1
+                asks = np.bincount(document, found[:, 2]) > 0  # else it is all an answer
+                alone = later[is_part] & (found[:, 0] > 0) & (found[:, 1] == 0)
+                chosen[is_part] = alone & asks[document]
+        useless = is_part & (targets == 0) & ~chosen
         self.untrained_parts += int(useless.sum())
-        return pieces.only(~useless) if useless.any() else pieces
+        self._leave_out(chosen, targets)
+        left = useless | chosen
+        return pieces.only(~left) if left.any() else pieces
 
     def _mix(self, sources: list[SequenceSource]) -> None:
         """Make the plan one part, in which sources take turns."""
@@ -245,6 +277,7 @@ class DataSet:
             out |= {"packing": self.layout.packing, "document_mask": self.layout.document_mask}
             out |= {"documents": self.documents, "cut": self.cut, "untrained": self.untrained}
             out |= {"sequences": self.sequences, "padding": self.padding}
+            out |= {"left_out": self.left_out, "lost": self.lost}
         if isinstance(self.plan, Mixture) and self.layout.weights is not None:
             out |= {"weights": self.layout.weights, "shares": self.plan.shares}
         return out
@@ -263,6 +296,12 @@ class DataSet:
                 text += f" ({self.untrained_parts} parts without a token to train on left out)"
             text += f"; found by a separator in {self.scanned} files" if self.scanned else ""
             lines.append(text)
+            if self.left_out:
+                what = _LEFT_OUT[self.layout.long]
+                share = 100 * self.lost / max(self.trained, 1)
+                lines.append(
+                    f"WARNING: {self.left_out} {what}, {share:.2f} % of all trained tokens ({name})"
+                )
             if self.untrained:
                 what = "left out" if self.layout.packs else "only read"
                 lines.append(

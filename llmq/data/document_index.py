@@ -154,14 +154,20 @@ def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
     return np.diff(before)
 
 
-def trained_targets(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """By part of a document, (n,) int64, how many of the tokens that it predicts count.
+def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """By part of a document, (n, 3) int64: how many of the tokens that it predicts count, how many
+    of these have one before them, in the part, that does not count, and how many of the latter kind
+    there are: a question.
 
     starts, counts: (n,), its first token, and how many tokens behind that one it predicts. Only
     their masks are read.
     """
-    pairs = zip((starts + 1).tolist(), counts.tolist(), strict=True)
-    return np.array([file.read_mask(*pair).sum() for pair in pairs], np.int64)
+    found = np.zeros((len(starts), 3), np.int64)
+    for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        mask = file.read_mask(start, count + 1)
+        question = int(mask.argmin()) if not mask.all() else count + 1
+        found[i] = mask[1:].sum(), mask[question:].sum(), (~mask).sum()
+    return found
 
 
 # ------------------------------------------------------------------------------------------------

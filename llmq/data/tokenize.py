@@ -21,6 +21,7 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, load_chat_template
+from llmq.data.conversations import RecordConversation
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
@@ -76,14 +77,7 @@ def tokenize(
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
     loaded = load_tokenizer(tokenizer)
-    if isinstance(wanted, RecordText):
-        recipe = Recipe(tokenizer, wanted, _added(loaded, tokenizer, special_tokens))
-    else:
-        chat = _chat(loaded, tokenizer, train_on, chat_template, wanted.form)
-        added = (
-            _added(loaded, tokenizer, special_tokens) if isinstance(chat, Completion) else ([], [])
-        )
-        recipe = Recipe(tokenizer, wanted, added, chat)
+    recipe = _recipe(loaded, tokenizer, wanted, special_tokens, train_on, chat_template)
     warnings += _warnings(recipe, special_tokens, train_on, chat_template)
     options = {
         "tokenizer": loaded.fingerprint,
@@ -103,6 +97,23 @@ def tokenize(
         return manifest.summary(warnings, was_complete, was_resumed, seq_len)
 
 
+def _recipe(
+    tokenizer: Tokenizer,
+    spec: str,
+    wanted: RecordText | RecordConversation,
+    special_tokens: str,
+    train_on: str,
+    given: str | None,
+) -> Recipe:
+    """given: --chat-template."""
+    chat = (
+        None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, train_on, given, wanted)
+    )
+    if isinstance(chat, Chat):
+        return Recipe(spec, wanted, ([], []), chat)
+    return Recipe(spec, wanted, _added(tokenizer, spec, special_tokens), chat)
+
+
 def _added(tokenizer: Tokenizer, spec: str, special_tokens: str) -> Added:
     """Ids to add before and behind each text, whose end is added in any case."""
     if tokenizer.eos_id is None:
@@ -114,12 +125,12 @@ def _added(tokenizer: Tokenizer, spec: str, special_tokens: str) -> Added:
 
 
 def _chat(
-    tokenizer: Tokenizer, spec: str, train_on: str, given: str | None, form: str
+    tokenizer: Tokenizer, spec: str, train_on: str, given: str | None, wanted: RecordConversation
 ) -> Chat | Completion:
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
         return Chat(template, train_on)
-    if form == PLAIN:
+    if wanted.form == PLAIN:
         return Completion(train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "

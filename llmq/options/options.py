@@ -155,6 +155,14 @@ class TrainConfig:
         "fit, none: one document; if not given best-fit for conversations of `llmq tokenize`",
         choices=("concat", "best-fit", "none"),
     )
+    long: str | None = option(
+        _DATA,
+        None,
+        "Packed documents that are longer than --seq-len; cut: into parts, truncate: only their "
+        "beginning, drop: not at all; if not given they are cut, and of conversations what has no "
+        "question is left out",
+        choices=("cut", "truncate", "drop"),
+    )
     document_mask: bool | None = option(
         _DATA,
         None,

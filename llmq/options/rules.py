@@ -570,6 +570,11 @@ IDLE_ALONE = (
         "{given} has no effect without --sample-prompt",
     ),
     *idle(
+        "long",
+        lambda v, o: o.packing == "concat",
+        "--long {value} has no effect with --packing concat, whose windows cut whatever they meet",
+    ),
+    *idle(
         "document_separator",
         lambda v, o: not o.document_mask and o.packing == "concat",
         "--document-separator {value} has no effect without --document-mask or --packing best-fit "
