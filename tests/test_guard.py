@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -61,6 +62,27 @@ def test_a_spike_is_found_from_step_20_on():
         assert judged(of, [next(steps) for _ in range(20)]) == [None] * 20
         (reason,) = judged(of, [spike], 20)
         assert reason.startswith(f"the {name} ") and "deviations above its median" in reason
+
+
+def test_the_first_steps_are_judged_by_absolute_signs(capsys):
+    """Above three times the loss of guessing, or ten times the lowest; they are made, and the end
+    says so, too."""
+    assert train(learning_rate=100, steps=3) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^WARNING: step 1 is bad: the loss \S+ is \S+ times that of guessing", out, re.M
+    )
+    assert "WARNING: the last 2 steps were bad, up to step 2: the model is hardly what" in out
+    assert [r["action"] for r in records("guard")] == ["warn", "warn"]
+
+    losses = (0.5, 0.3, 2.9, 3.1, 3.4, 0.05, 0.9)
+    reasons = judged(guard(), [result(loss=loss) for loss in losses])
+    assert [reason is not None for reason in reasons] == [loss > 3 for loss in losses]
+    assert reasons[3] == "the loss 3.1 is 10.3 times the lowest, 0.3"
+    assert judged(guard("off"), [result(loss=loss) for loss in losses]) == [None] * len(losses)
+    # Of a model that begins so, no return to the beginning makes another one.
+    of = Guard(make_config({"guard": "rollback"}), guessing=1.0)
+    assert None not in judged(of, [result(loss=4.0)] * 9) and of.trouble is None
 
 
 def test_few_steps_say_nothing():

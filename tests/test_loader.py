@@ -387,9 +387,22 @@ def test_everything_begins_as_an_epoch_does(data):
 
 
 def test_everything_of_nothing(tmp_path):
-    write(tmp_path / "a.bin", np.arange(T))
+    write(tmp_path / "a.bin", np.arange(1))
     with pytest.raises(DataError, match="has 0 sequences of 4 tokens, but one is needed: use more"):
         loader(tmp_path / "a.bin", world_size=2, everything=True)
+
+
+def test_everything_of_less_than_a_sequence(tmp_path):
+    """Is one shorter sequence; in training there is none."""
+    write(tmp_path / "a.bin", np.arange(T))
+    with loader(tmp_path / "a.bin", everything=True) as whole:
+        assert whole.batches_per_epoch == 1 and whole.tokens(1) == T - 1
+        _, targets, *_ = whole.next_batch()
+        assert targets[0].tolist() == [1, 2, 3, MASKED_TARGET]
+        (line,) = whole.data.lines("eval")
+        assert line.startswith("WARNING: no file of eval fills a sequence of 4 tokens")
+    with pytest.raises(DataError, match="has 0 sequences of 4 tokens, but one batch needs"):
+        loader(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"micro_batch": 0}])

@@ -370,7 +370,7 @@ def logged(reporter):
 def test_the_history_of_reports_is_json(reporter, tmp_path):
     for loss in (1.5, math.nan):
         for step in range(60):
-            reporter.train_step(step, replace(RESULT, loss=loss), 1e-3, 10.0, 100, None)
+            reporter.train_step(step, replace(RESULT, loss=loss), 1e-3, 10.0, 100, None, (0, 0.5))
         history = json.loads(json.dumps(reporter.history, allow_nan=False))
         other = Reporter(JsonLog(tmp_path / "other.json"), Lines(), total_steps=40)
         other.history = history
@@ -409,12 +409,13 @@ def test_ways_that_were_chosen(reporter):
 
 
 def test_lines_of_steps(reporter):
-    reporter.train_step(7, RESULT, lr=1e-3, ms=61.5, tokens=4096, sol=None)
-    reporter.train_step(8, RESULT, lr=1e-3, ms=123456.0, tokens=10**8, sol=45.678)
+    reporter.train_step(7, RESULT, lr=1e-3, ms=61.5, tokens=4096, sol=None, epoch=(0, 0.175))
+    reporter.train_step(8, RESULT, lr=1e-3, ms=123456.0, tokens=10**8, sol=45.678, epoch=(1, 0.2))
     assert reporter.view.lines == [
-        "[T] step     7 [17.5%] | time:    61 ms | norm   0.123457 | loss   3.250000 | tps 66601",
+        "[T] step     7 [17.5%] | time:    61 ms | norm   0.123457 | loss   3.250000 | tps 66601"
+        " | run 20.0%",
         "[T] step     8 [20.0%] | time:   123  s | norm   0.123457 | loss   3.250000 | tps  810k"
-        " | sol 45.7%",
+        " | sol 45.7% | run 22.5%",
     ]
     assert reporter.view.states[0] == {
         "step": 8, "loss": 3.25, "norm": RESULT.norm, "lr": 1e-3, "ms": 61.5, "tokens": 4096
@@ -423,13 +424,16 @@ def test_lines_of_steps(reporter):
     del record["time"]
     assert record == {
         "log": "step", "step": 7, "step_tokens": 4096, "trained_tokens": RESULT.tokens,
+        "epoch": 0.175,
         "duration_ms": 61, "norm": RESULT.norm, "loss": 3.25, "lr": 1e-3, "lse_max": 9.0,
         "lse_mean": 7.0, "loss_1k": 3.5, "saturated": 0,
     }  # fmt: skip
 
 
 def test_saturated_elements_are_reported(reporter):
-    reporter.train_step(3, replace(RESULT, saturated=12), lr=0.0, ms=1.0, tokens=1, sol=None)
+    reporter.train_step(
+        3, replace(RESULT, saturated=12), lr=0.0, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05)
+    )
     assert reporter.view.lines[-1] == "Elements beyond their delayed fp8 scales: 12"
     message, step = logged(reporter)[-2:]
     assert (message["step"], message["message"]) == (3, reporter.view.lines[-1])
@@ -441,14 +445,15 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
         result = SimpleNamespace(
             **{n: getattr(RESULT, n) for n in RESULT.__slots__} | {"loss": loss}
         )
-        reporter.train_step(0, result, lr=0.0, ms=1.0, tokens=1, sol=None)
+        reporter.train_step(0, result, lr=0.0, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05))
     masked = replace(RESULT, loss=math.nan, tokens=0)  # has no loss
-    reporter.train_step(1, masked, lr=0.0, ms=1.0, tokens=1, sol=None)
+    reporter.train_step(1, masked, lr=0.0, ms=1.0, tokens=1, sol=None, epoch=(0, 0.05))
     assert "| loss       none | tps" in reporter.view.lines[-1]
     assert "loss" not in reporter.view.states[-1] and logged(reporter)[-1]["loss"] is None
     assert reporter.history["steps_without_targets"] == reporter.without_targets == 1
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)
     line = "[V] step     2 [ 5.0%] | time:   100 ms | eval   3.250000 | train  1.500000 | tps 50000"
+    line += " | run 5.0%"
     assert reporter.view.lines[-1] == line
     assert reporter.view.bold == [line]
     reporter.evaluation(2, RESULT, ms=100.0, tokens=5000)

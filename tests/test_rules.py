@@ -12,7 +12,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import GIB, MIB
 from llmq.base.errors import ConfigError
 from llmq.options.cards import Card, find_card, spec_of
-from llmq.options.conditions import AttentionHere, Here, Ranks
+from llmq.options.conditions import AttentionHere, Here, Length, Ranks
 from llmq.options.option_types import option
 from llmq.options.options import OPTIONS, TrainConfig, options_with_rules
 from llmq.options.options_io import make_config
@@ -35,7 +35,7 @@ FACTS = {
     "here": Here,
     "attention": AttentionHere,
     "card": Card,
-    "length": None,
+    "length": Length,
     "total": None,
     "script": None,
     "measuring": None,

@@ -24,6 +24,7 @@ from rich.console import Console
 from llmq.base.errors import LlmqError
 from llmq.base.locks import locked
 from llmq.checkpoint.checkpoint import required_groups
+from llmq.data.tokens import TokenWriter
 from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.report import live
@@ -38,6 +39,7 @@ from llmq.train.rounds import Rounds
 from llmq.train.trainer import Trainer
 from tests.fake_nvml import FAKE_UUID, FakeGpu, fake_sensors
 from tests.runs import (
+    VOCAB,
     T,
     flags,
     make_workplace,
@@ -318,7 +320,8 @@ def test_a_run_with_more_steps_than_it_needs_says_so(monkeypatch, capsys, termin
     assert err == ""
     assert "\nNothing left to train: the run has 2 steps, 4 are done; raise --steps or --e" in out
     assert "Starting" not in out and "done already" not in out and "nan" not in out
-    validation = r"^\[V\] step     4 \[100.0%\] \| .* \| eval +[\d.]+ \| train +[\d.]+ \| tps +\S+$"
+    validation = r"^\[V\] step     4 \[80.0%\] \| .* \| eval +[\d.]+ \| train +[\d.]+ \| tps +\S+ "
+    validation += r"\| run 100.0%$"
     assert re.search(validation, out, re.M)
     assert "4/2" not in out
     assert Path("out/model.safetensors").is_file()
@@ -464,24 +467,24 @@ Initializing model from scratch ...
 --train-file: 'data/train-0.bin' and 3 more do not say which tokenizer made the ids: [^\n]*
 Starting training for 6 steps \(1.20 epochs in total\)
 Setup took 0 seconds
-\[T\] step     0 \[ 0.0%\] \| time: +\d+ ms \| norm +\d+\.\d{6} \| loss +\d+\.\d{6} \| tps +\d+
-\[T\] step     1 \[16.7%\] [^\n]*
+\[T\] step     0 \[20.0%\] \| time: +\d+ ms \| norm +[\d.]+ \| loss +[\d.]+ \| tps +\d+ \| run 16.7%
+\[T\] step     1 \[40.0%\] [^\n]*
 saving checkpoint to `ckpt` ...
   done in \d+ ms
 
-\[T\] step     2 \[33.3%\] [^\n]*
-\[T\] step     3 \[50.0%\] [^\n]*
-\[V\] step     4 \[66.7%\] \| time: +\d+ ms \| eval +\d+\.\d{6} \| train +\d+\.\d{6} \| tps +\d+
+\[T\] step     2 \[60.0%\] [^\n]*
+\[T\] step     3 \[80.0%\] [^\n]*
+\[V\] step     4 \[80.0%\] [^\n]* \| eval +[\d.]+ \| train +[\d.]+ \| tps +\d+ \| run 66.7%
 saving checkpoint to `ckpt` ...
   done in \d+ ms
 
-\[T\] step     4 \[66.7%\] [^\n]*
-\[V\] step     5 \[83.3%\] [^\n]*
-\[T\] step     5 \[83.3%\] [^\n]*
+\[T\] step     4 \[100.0%\] [^\n]*
+\[V\] step     5 \[100.0%\] [^\n]*
+\[T\] step     5 \[20.0%\] [^\n]*
 saving checkpoint to `ckpt` ...
   done in \d+ ms
 
-\[V\] step     6 \[100.0%\] [^\n]*
+\[V\] step     6 \[20.0%\] [^\n]*
 Done. validation loss +\d+\.\d{6}
 Saving model to `out` ...
   done in \d+ ms
@@ -533,7 +536,7 @@ FIELDS = {
     "option": "name value",
     "dataset": "split files tokens file_index chunk_index seed",
     "allocator": "stats",
-    "step": "step_tokens trained_tokens duration_ms norm loss lr lse_max lse_mean loss_1k "
+    "step": "step_tokens trained_tokens epoch duration_ms norm loss lr lse_max lse_mean loss_1k "
     "saturated",
     "eval": "eval_tokens duration_ms loss loss_1k",
 }
@@ -631,7 +634,7 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     assert [re.sub(r"\W+|step", "", entry) for entry in order] == (
         "T0 T1 V2 T2 saving T3 V4 T4 V5 T5 V6".split()
     )
-    assert re.search(r"\[T\] step     1 .* \| tps +[\d-]+ \| sol \d+\.\d%\n", out)
+    assert re.search(r"\[T\] step     1 .* \| tps +[\d-]+ \| sol \d+\.\d% \| run \S+\n", out)
     (model,) = records("gpu-model")
     assert (model["rank"], model["id"], model["uuid"]) == (0, 0, FAKE_UUID)
     assert {"name", "l2_size", "sm_count", "major", "minor", "memory", "free", "reserved", "ecc",
@@ -723,7 +726,34 @@ def test_epochs_end_with_the_data_whatever_a_step_took_before(capsys):
         assert sorted(measured(f"{accumulation}.json")) == list(range(2, 2 + more))
         out = capsys.readouterr().out
         assert f"Starting training for {2 + more} steps (2.00 epochs in total)\n" in out
-        assert f"[T] step {1 + more:5} [{100 * (1 + more) / (2 + more):4.1f}%]" in out
+        assert f"[T] step {1 + more:5} [100.0%]" in out or accumulation == 3
+
+
+def test_lines_show_the_part_of_the_epoch_and_of_the_run(capsys):
+    assert train(epochs=2, eval_every_n_steps=3) == 0
+    out = capsys.readouterr().out
+    brackets = re.findall(r"^\[T\] step +\d+ \[ *([\d.]+)%\] .* \| run ([\d.]+)%$", out, re.M)
+    assert [part for part, _ in brackets] == ["20.0", "40.0", "60.0", "80.0", "100.0"] * 2
+    assert [float(run) for _, run in brackets] == [10.0 * step for step in range(1, 11)]
+    assert "[V] step     3 [60.0%] |" in out and "[V] step     6 [20.0%] |" in out
+    assert [r["epoch"] for r in records("step")][3:6] == [0.8, 1.0, 1.2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"warmup": 5}, "--warmup 5 is not shorter than the run, which has 5 steps"),
+        ({}, "WARNING: 5 steps teach little: give more --epochs or data"),
+        ({"eval_file": "data/train-1.bin"}, "/data/train-1.bin' is trained on, too"),
+        ({"eval_file": "short.bin", "steps": 1}, "no file of eval fills a sequence of 16 tokens"),
+    ],
+)
+def test_what_will_hardly_be_meant_is_said_before_the_first_step(changes, said, capsys):
+    with TokenWriter("short.bin", VOCAB) as writer:
+        writer.write(np.arange(9))
+    assert train(**changes) == 0
+    out, err = capsys.readouterr()
+    assert said in err or said in out[: out.index("[T]")]
 
 
 def test_files_that_are_too_short_for_all_ranks_are_said(capsys):

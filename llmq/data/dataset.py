@@ -90,6 +90,7 @@ class DataSet:
     left_out: parts, or with "drop" documents, that are left out because of their length; lost:
     how many of the `trained` tokens of all documents are in them.
     empty_files: those without a sequence. scanned: those whose documents a separator has found.
+    is_short: no file fills a sequence, and its rest is one.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class DataSet:
         self.fingerprint, self.contents = _fingerprint(self.files, split), _contents(self.files)
         self.documents = self.cut = self.empty_files = self.scanned = 0
         self.untrained = self.untrained_parts = self.left_out = self.lost = self.trained = 0
+        self.is_short = False
         self._indices: list[DocumentIndex] | None = None
         if layout.needs_documents:
             self._read_documents()
@@ -123,10 +125,11 @@ class DataSet:
         if layout.packs:
             self._mix([self._packed(i, group, split) for i, group in enumerate(groups)])
             return
-        tails = everything and layout.document_mask
+        whole = split is None
+        self.is_short = everything and whole and max(map(_targets, self.files)) < seq_len
+        tails = everything and (layout.document_mask or self.is_short)
         masked = self._indices if layout.document_mask else None
         windows = FileWindows(self.files, seq_len, split, masked, tails=tails)
-        whole = split is None
         self.total_tokens = sum(f.num_tokens for f in self.files) if whole else windows.tokens()
         self.empty_files = windows.counts.count(0)
         if layout.weights is None:
@@ -285,6 +288,11 @@ class DataSet:
     def lines(self, name: str) -> list[str]:
         """Lines about documents and weights for the console. name: this side of the run."""
         lines = []
+        if self.is_short:
+            lines.append(
+                f"WARNING: no file of {name} fills a sequence of {self.seq_len} tokens: its loss "
+                f"is that of {self.plan.tokens()} tokens, and says little"
+            )
         if self.layout.needs_documents:
             kind = f"{self.layout.packing}" + ", masked" * self.layout.document_mask
             text = (
@@ -320,6 +328,10 @@ class DataSet:
                     f"{source.count}"
                 )
         return lines
+
+
+def _targets(file: TokenFile) -> int:
+    return file.num_tokens - 1
 
 
 def _contents(files: list[TokenFile]) -> str:

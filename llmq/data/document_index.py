@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from llmq.base.errors import DataError
 from llmq.data.document_file import DocumentFile, documents_path, sample_checksum
@@ -249,3 +251,42 @@ def _trained(
     # Longer documents are cut in two, and their first parts are looked up.
     parts = np.union1d(offsets, starts[is_cut] + seq_len)
     return whole, trained_tokens(file, parts)[np.searchsorted(parts, starts)]
+
+
+def count_duplicates(train: Sequence[TokenFile], held_out: Sequence[TokenFile]) -> tuple[int, int]:
+    """How many of the documents held out are in the training files too, id by id, and of how many.
+
+    A document that is cut between two files counts as its parts. Of the training files only
+    documents are read that have the length of one that is held out.
+    """
+    own: Counter[bytes] = Counter()
+    for index, file in _indexed(held_out):
+        own.update(_hashes(file, index, np.arange(len(index))))
+    lengths = np.unique(np.concatenate([i.lengths for i, _ in _indexed(held_out)] or [_NONE]))
+    found: set[bytes] = set()
+    for index, file in _indexed(train):
+        alike = np.flatnonzero(np.isin(index.lengths, lengths))
+        found.update(own.keys() & {*_hashes(file, index, alike)})
+    return sum(own[each] for each in found), own.total()
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _indexed(files: Sequence[TokenFile]) -> Iterator[tuple[DocumentIndex, TokenFile]]:
+    for file in files:
+        yield DocumentIndex.read(file), file
+        file.close()
+
+
+def _hashes(file: TokenFile, index: DocumentIndex, numbers: np.ndarray) -> Iterator[bytes]:
+    """Of the documents with these numbers, which are read about _SCAN_TOKENS at a time."""
+    blocks = index.offsets[numbers] // _SCAN_TOKENS
+    for block in np.split(numbers, np.flatnonzero(np.diff(blocks)) + 1):
+        if not len(block):
+            continue
+        start = int(index.offsets[block[0]])
+        tokens = file.read_tokens(start, int(index.offsets[block[-1] + 1]) - start)
+        for number in block:
+            own = tokens[index.offsets[number] - start : index.offsets[number + 1] - start]
+            yield xxhash.xxh3_128_digest(own)

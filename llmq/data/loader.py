@@ -179,6 +179,11 @@ class DataLoader:
         return self._parts(self._groups_left(), self.micro_batch)
 
     @property
+    def passed(self) -> float:
+        """The part of the current epoch whose batches were handed out, 0 to 1."""
+        return 1 - self.batches_left / self.batches_per_epoch
+
+    @property
     def unused_files(self) -> int:
         """Files that no epoch reads, because they lack a sequence for every rank."""
         in_turn = isinstance(self.data.plan, FilesInTurn)

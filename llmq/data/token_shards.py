@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from llmq.base.files import (
 from llmq.base.json_file import read_json
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path, partial_path
-from llmq.data.document_index import Counts, count_documents
+from llmq.data.document_index import Counts, count_documents, count_duplicates
 from llmq.data.documents import Position
 from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId, tokenizer_of_folder
 from llmq.data.inputs import InputSource
@@ -204,6 +204,12 @@ class Manifest:
         self.data["complete"] = complete
         self.write()
 
+    def note_duplicates(self) -> None:
+        """Count the documents for evaluation that are in the files for training, too."""
+        files = [TokenFile(path) for path in token_files(self.out)]
+        sides = ([f for f in files if f.path.name.startswith(split)] for split in SPLITS)
+        self.data["duplicates"] = count_duplicates(*sides)
+
     def note(self, ids: Ids) -> None:
         """Count what the summary warns of."""
         noted = self.data.setdefault("notes", {})
@@ -241,6 +247,7 @@ class Manifest:
         warnings = [*warnings, *(counts.warnings() if counts is not None else [])]
         for note, (first, count) in self.data.get("notes", {}).items():
             warnings.append(f"{count} conversations {note}; the first: {first}")
+        warnings += duplicates_line(self.data)
         if position["skipped"]:
             warnings.append(f"{position['skipped']} files in folders are not text: left out")
         fraction = self.data["options"]["eval_fraction"]
@@ -471,6 +478,13 @@ class Tokenized:
             f"but '{self.folder / MANIFEST}' speaks of {what}: copy the whole folder again, or "
             "tokenize the data again with --overwrite"
         )
+
+
+def duplicates_line(manifest: Mapping[str, Any]) -> list[str]:
+    """A line where a folder's documents for evaluation are among those for training; else none."""
+    count, of = manifest.get("duplicates", (0, 0))
+    said = f"{count} of {of} documents for evaluation are among those for training, word for word"
+    return [f"{said}: their loss says nothing of other texts"] if count else []
 
 
 def gaps(files: Iterable[Path]) -> list[str]:

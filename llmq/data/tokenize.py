@@ -252,6 +252,7 @@ def _run(
             raise DataError(f"there is no text in the {len(sources)} input files")
         for writer in shards.values():
             writer.finish()
+        manifest.note_duplicates()
         manifest.save(end, shards, complete=True)
     finally:
         for writer in shards.values():

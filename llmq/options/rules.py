@@ -737,6 +737,12 @@ IDLE_WITH_RANKS = (
 
 IDLE_IN_RUNS = (
     *idle(
+        "warmup",
+        lambda v, o, length: v >= length.steps > 0 and not 0 <= o.steps < v + o.cooldown,
+        "--warmup {value} is not shorter than the run, which has {length.steps} steps: it ends "
+        "before the learning rate is what --learning-rate says",
+    ),
+    *idle(
         "watchdog",
         lambda v, o, length: length.world_size == 1,
         "--watchdog {value} has no effect with one GPU",

@@ -9,8 +9,9 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import DataError, warn
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
+from llmq.data.identity import read_manifest
 from llmq.data.loader import DataLoader
-from llmq.data.token_shards import gaps
+from llmq.data.token_shards import duplicates_line, gaps
 from llmq.options.conditions import why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import option_rows
@@ -34,6 +35,7 @@ from llmq.train.trainer import Trainer
 
 Gpus = Sequence[NvmlGpu | None]
 """By rank; None where there is nothing to read."""
+_FEW_STEPS = 20  # of a run whose epochs say how many
 _LITTLE = 0.05  # of an epoch's sequences, which may be left out without a word
 
 
@@ -154,6 +156,10 @@ def announce_data(
     for name, loader in loaders.items():
         for line in loader.data.lines(name):
             reporter.message(line)
+    for name, loader in loaders.items():
+        if name != "train" and not (name == "eval" and trainer.config.splits):
+            for line in _trained_on(trainer.train_loader, loader):
+                reporter.message(f"WARNING: --eval-file: {line}")
     if (line := _left_over(trainer)) is not None:
         reporter.message(line)
     if trainer.config.splits:
@@ -162,6 +168,16 @@ def announce_data(
         if loader.data.layout.packs:
             held = f"{loader.data.documents} documents"
         reporter.message(f"Validation: {held} at the ends of the training files, never trained on")
+
+
+def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
+    """What of validation files is trained on: files themselves, and documents that are the same."""
+    trained = [file.path.resolve() for file in train.files]
+    paths = [file.path.resolve() for file in held_out.files]
+    lines = [f"'{path}' is trained on, too" for path in paths if path in trained]
+    folders = dict.fromkeys(path.parent for path in paths)
+    both = [folder for folder in folders if any(folder == path.parent for path in trained)]
+    return lines or [line for folder in both for line in duplicates_line(read_manifest(folder))]
 
 
 def _left_over(trainer: Trainer) -> str | None:
@@ -228,6 +244,11 @@ def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -
             reporter.message(note, done)
     if done < steps:
         reporter.message(f"Starting training for {steps} steps ({epochs:.2f} epochs in total)")
+        if steps < _FEW_STEPS and trainer.config.steps < 0:
+            reporter.message(
+                f"WARNING: {steps} steps teach little: give more --epochs or data, or a smaller "
+                "--grad-accumulation"
+            )
         if done > 0:
             reporter.message(f"{done} of these steps are done already", done)
     else:

@@ -7,6 +7,9 @@ comes from steps that ended LAG or more before it, whether or not results were r
 device itself can leave the update out, nobody waits, and the same run decides the same, on any
 number of ranks and over a resume: all that decides is in the results, which all ranks have, and in
 `state`, which checkpoints carry.
+
+Before there are so many, absolute signs have to do, which warn and leave no update out: a loss far
+above that of guessing, or many times the lowest one so far.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ DEVIATIONS = 10.0  # above the median: beyond them a step is bad
 PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
 PERSISTS = 3  # bad steps in a row, whose updates were left out: the weights are why, not the data
 NEW_LEVEL = 100  # bad steps in a row, with updates, after which theirs is what is usual
+ABOVE_GUESSING = 3.0  # times ln of the vocabulary, the loss of guessing: beyond it a step is bad
+GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is bad
+LEAST_LOSS = 1.0  # below it, what has been learned by heart grows by such factors
 ROLLBACKS = 3  # from the same place, after which another one would change nothing
 LOWERED = 0.1  # of the learning rate directly after a rollback
 
@@ -88,7 +94,9 @@ class Guard:
     checkpoint that the run began with, None: its first weights.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, guessing: float = math.inf):
+        """guessing: the loss of it, ln of the vocabulary."""
+        self.guessing = guessing
         self.mode, self.recovery = config.guard, config.guard_recovery
         # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all
         # values are nearly alike, as in the first steps, what is small in itself is no outlier, and
@@ -149,15 +157,30 @@ class Guard:
             if 0 < limit < value:
                 reason = track.excess(step, value)
                 return self._bad(step, Judgement(reason, left_out=self.leaves_out))
+        if limits == NO_LIMITS and (reason := self._early(step, result.loss)) is not None:
+            return self._bad(step, Judgement(reason))
         for track, value, _ in values:
             track.values.append((step, value))
         self.in_row = 0
         return Judgement()
 
+    def _early(self, step: int, loss: float) -> str | None:
+        """What is wrong with the loss of a step for which there is no limit yet, if anything."""
+        if self.mode == "off" or self.level > 0:
+            return None
+        lowest = min((value for _, value in self.loss.values), default=math.inf)
+        if loss > ABOVE_GUESSING * self.guessing:
+            times = loss / self.guessing
+            return f"the loss {loss:.6g} is {times:.1f} times that of guessing, {self.guessing:.4g}"
+        if loss > max(GROWN * lowest, LEAST_LOSS):
+            return f"the loss {loss:.6g} is {loss / lowest:.1f} times the lowest, {lowest:.6g}"
+        return None
+
     def _bad(self, step: int, judgement: Judgement) -> Judgement:
         self.in_row, self.last_bad = self.in_row + 1, step
-        if self.mode == "rollback" and self.in_row >= PERSISTS and self.trouble is None:
-            self.trouble = step
+        was_good = len(self.loss.values) > 0  # else going back would only begin the same again
+        if self.mode == "rollback" and was_good and self.in_row >= PERSISTS:
+            self.trouble = step if self.trouble is None else self.trouble
         return judgement
 
     def takes_new_level(self) -> bool:

@@ -154,6 +154,7 @@ class _Pending:
     ticket: int
     lr: float
     limits: Limits
+    epoch: tuple[int, float]  # of the data, and the part of it that has been read then
 
 
 class _Run:
@@ -175,7 +176,7 @@ class _Run:
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
         self.ending = Ending(Requests(self.config, size, start))
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
-        self.guard = Guard(self.config)
+        self.guard = Guard(self.config, math.log(trainer.model.vocab_size))
         history = History(reporter, self.evaluations, self.guard)
         wrote = self.ending.requests.write_took
         self.checkpoints = Checkpoints(trainer, reporter, best, self.guard, history.state, wrote)
@@ -230,6 +231,7 @@ class _Run:
         """Steps until the end or a signal, one step ahead of the reports on a GPU."""
         trainer = self.trainer
         self.first = trainer.steps_done
+        self.reporter.epoch = trainer.epoch
         if self.first < trainer.total_steps:
             where = (self.config, trainer.run, self.first)
             for line in processes().on_first(lambda: move_aside(undone_checkpoints(*where))):
@@ -291,14 +293,14 @@ class _Run:
             self.collect()
             with trainer.ranks.time_parts() as timings:
                 ticket = self._enqueue(lr, sent)
-            self.pending = _Pending(step, ticket, lr, limits)
+            self.pending = _Pending(step, ticket, lr, limits, trainer.epoch)
             result = self.collect()
             of_all = [ranges for own in processes().gather(timings) for ranges in own]
             self.reporter.time_breakdown(step, of_all, result.communication)
         else:
             ticket = self._enqueue(lr, sent)
             self.collect()
-            self.pending = _Pending(step, ticket, lr, limits)
+            self.pending = _Pending(step, ticket, lr, limits, trainer.epoch)
         every = self.config.debug_log_abs_max
         look = every > 0 and step % every == 0 and self.config.is_fp8
         if look or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
@@ -327,7 +329,7 @@ class _Run:
         self.last_end = result.end
         sol = self.speed_of_light and self.speed_of_light.percent(self.trainer.plan.tokens, ms)
         tokens = self.trainer.plan.tokens - self.trainer.ranks.padding_of(p.ticket)
-        self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol)
+        self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol, p.epoch)
         if p.step == self.first:  # all products have been tuned
             chosen = self.trainer.ranks.run_first("choices", lambda rank: rank.choices())
             self.reporter.choices(p.step, *chosen)
@@ -378,6 +380,9 @@ class _Run:
         if empty := self.reporter.without_targets:
             text = f"{empty} of {step} steps had no target to train on, and changed nothing"
             self.reporter.message(f"WARNING: {text}: look at the loss masks of the data", step)
+        if self.guard.in_row:
+            last = f"WARNING: the last {self.guard.in_row} steps were bad, up to step {step - 1}"
+            self.reporter.message(f"{last}: the model is hardly what it should be", step)
         try:
             self.judging.check_model(self.evaluations.not_finite)
             with self.reporter.section(f"Saving model to `{self.config.out_dir}`", step):

@@ -80,6 +80,7 @@ class Reporter:
         self._loss_sum, self._loss_count = 0.0, 0  # since the last evaluation
         self.without_targets = 0  # steps of the run
         self._scores: dict[str, float] = {}
+        self.epoch = (0, 0.0)  # its number, and the part of it that the last step had come to
 
     def block(self, title: str, lines: list[str]) -> None:
         """A titled block and an empty line."""
@@ -151,23 +152,37 @@ class Reporter:
         self._loss_sum = math.nan if loss_sum is None else loss_sum
         self.without_targets = history.get("steps_without_targets", 0)
 
-    def _percent(self, step: int) -> float:
-        return min(100.0 * step / max(self.total_steps, 1), 100.0)
+    @property
+    def _percent(self) -> float:
+        """Of the epoch, which is what llm.q's lines show."""
+        return 100.0 * self.epoch[1]
+
+    def _of_run(self, steps_done: int) -> str:
+        return f"run {min(100.0 * steps_done / max(self.total_steps, 1), 100.0):.1f}%"
 
     def train_step(
-        self, step: int, result: Result, lr: float, ms: float, tokens: int, sol: float | None
+        self,
+        step: int,
+        result: Result,
+        lr: float,
+        ms: float,
+        tokens: int,
+        sol: float | None,
+        epoch: tuple[int, float],
     ) -> None:
-        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent.
+        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent. epoch: as
+        the attribute.
 
         The padding of packed sequences is not among the tokens. A step without targets has no loss.
         """
+        self.epoch = epoch
         has_loss = result.tokens > 0
         loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
         rate = tokens_per_second(tokens, ms)
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         self.view.line(
-            f"[T] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | norm "
-            f"{result.norm:10f} | loss {loss} | tps {rate}{tail}"
+            f"[T] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | norm "
+            f"{result.norm:10f} | loss {loss} | tps {rate}{tail} | {self._of_run(step + 1)}"
         )
         if has_loss:
             self._loss_sum += result.loss
@@ -181,6 +196,7 @@ class Reporter:
             step,
             step_tokens=tokens,
             trained_tokens=result.tokens,
+            epoch=round(sum(epoch), 6),
             duration_ms=int(ms),
             norm=result.norm,
             loss=result.loss,
@@ -246,8 +262,9 @@ class Reporter:
         else:
             self._loss_sum, self._loss_count = 0.0, 0
         self.view.line(
-            f"[V] step {step:5d} [{self._percent(step):4.1f}%] | time: {duration(ms)} | eval "
-            f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)}",
+            f"[V] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | eval "
+            f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)} | "
+            f"{self._of_run(step)}",
             bold=True,
         )
         self.log.write(
@@ -268,7 +285,7 @@ class Reporter:
 
     def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
         """What was found before step `step`, on the console. tag: one letter for its kind."""
-        self.view.line(f"[{tag}] step {step:5d} [{self._percent(step):4.1f}%] | {text}", bold=bold)
+        self.view.line(f"[{tag}] step {step:5d} [{self._percent:4.1f}%] | {text}", bold=bold)
 
     def sensors(
         self, kind: str, step: int, rank: int, fields: dict[str, Any], label: str, line: str

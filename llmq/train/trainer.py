@@ -170,6 +170,11 @@ class Trainer:
         return self.train_loader.batches_per_epoch // self.config.grad_accumulation
 
     @property
+    def epoch(self) -> tuple[int, float]:
+        """The number of the epoch, from 0, and the part of it that was read."""
+        return self.train_loader.epoch, self.train_loader.passed
+
+    @property
     def total_steps(self) -> int:
         """Steps of the whole run: --steps, or those done so far and what is left of the --epochs.
 
