@@ -11,9 +11,15 @@ from tools.predicted import date_of
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
+def kept(name: str) -> Path:
+    """The file or folder of this name, whatever card and day it is of."""
+    (path,) = BENCHMARKS.glob(f"*/*/{name}")
+    return path
+
+
 def kept_reports() -> list[Path]:
     """The JSON of each."""
-    paths = sorted(BENCHMARKS.glob("*.json"))
+    paths = sorted(BENCHMARKS.glob("*/*/*.json"), key=lambda path: path.name)
     return [path for path in paths if "invocations" in json.loads(path.read_text())]
 
 

@@ -120,7 +120,7 @@ def test_missing_file(tmp_path):
         read_runs({}, tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*/*.yaml")), ids=lambda p: p.name)
 def test_our_own_files_are_valid(file):
     for options in read_runs({}, file):
         assert describe(options)["model"]
@@ -144,7 +144,7 @@ def test_facts_that_are_none_are_refused(tmp_path, odd):
 
 def test_the_facts_about_other_programs_are_found():
     facts = peers.read_facts(BENCHMARKS / "peers.json")
-    runs = [describe(options) for options in read_runs({}, BENCHMARKS / "h100_bf16.yaml")]
+    runs = [describe(options) for options in read_runs({}, BENCHMARKS / "h100" / "h100_bf16.yaml")]
     found = [(peers.peers_of(facts, H100, run), peers.floor_of(facts, H100, run)) for run in runs]
     torch = "transformers+torch.compile"
     assert found == [
@@ -585,7 +585,7 @@ def test_report(monkeypatch, tmp_path, capsys):
         {"status": "ok", "result": slow, "machine": MACHINE},
         {"status": "does not fit", "message": "neither does this"},
     ]
-    bench_with(monkeypatch, tmp_path, outcomes, BENCHMARKS / "h100_bf16.yaml")
+    bench_with(monkeypatch, tmp_path, outcomes, BENCHMARKS / "h100" / "h100_bf16.yaml")
     text = (tmp_path / "h100.v1.md").read_text()
     assert capsys.readouterr().out == text + "\n"
     lines = text.splitlines()

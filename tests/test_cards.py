@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,8 +25,7 @@ from llmq.options.cards import (
     spec_of,
 )
 from llmq.runtime.device import DeviceSpec
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from tests.kept import kept
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_every_card_is_sound():
 
 
 def test_memory_is_what_cuda_says():
-    machine = json.loads((BENCHMARKS / "h100.json").read_text())["machine"]["gpu"]
+    machine = json.loads(kept("h100_bf16.json").read_text())["machine"]["gpu"]
     card = CARDS[machine["name"]]
     assert card.memory * GIB == pytest.approx(machine["memory"], rel=0.002)
     assert card.num_sms == machine["sm_count"]

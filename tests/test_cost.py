@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +40,7 @@ from llmq.runtime.cost import MOVES, Cost, Kind, attention_cost, product_cost
 from llmq.runtime.device import FUSED, HOST_SPEC, Event, Launch
 from llmq.runtime.plan_device import Mark, PlanDevice, Trace, Work
 from llmq.state.params import weight_table
-from tests.kept import kept_runs
+from tests.kept import kept, kept_runs
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
 RTX_4090 = CARDS["NVIDIA GeForce RTX 4090"]
@@ -550,8 +549,8 @@ def test_attention_by_its_size(case):
 
 def measured_attention() -> dict[tuple[str, str], float]:
     """Microseconds on an H100 by call and case."""
-    benchmarks = Path(__file__).parents[1] / "benchmarks"
-    text = "".join(p.read_text() for p in sorted(benchmarks.glob("h100_attention*.txt")))
+    names = ("h100_attention.txt", "h100_attention_backward.txt")
+    text = "".join(kept(name).read_text() for name in names)
     rows = re.findall(r"^attention\S* +(\S.*?) +(qwen\w+) +([\d.]+) ", text, re.MULTILINE)
     return {(call, case): float(us) for call, case, us in rows}
 

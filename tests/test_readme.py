@@ -62,6 +62,10 @@ def test_decisions_are_short_and_all_are_listed():
     assert indexes.DECISIONS.read_text() == indexes.decisions(), "run tools/indexes.py"
 
 
+def test_all_results_are_listed():
+    assert indexes.BENCHMARKS.read_text() == indexes.benchmarks(), "run tools/indexes.py"
+
+
 @pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
 def test_paths_in_the_text_exist(page):
     """From the root or from llmq/; NAME stands for any name."""

@@ -21,6 +21,7 @@ from llmq.options.card_file import record_of
 from llmq.options.options_io import make_config
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
+from tests.kept import kept
 from tests.rigs import card_file
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -344,8 +345,7 @@ def test_sanitize_refuses_other_parts(sanitize, select):
 
 
 def test_predictions_stand_beside_what_was_measured(tool, capsys, tmp_path):
-    kept = TOOLS.parent / "benchmarks" / "h100_recipes.json"
-    report = json.loads(kept.read_text())
+    report = json.loads(kept("h100_recipes.json").read_text())
     (tmp_path / "some.json").write_text(json.dumps(report | {"runs": report["runs"][-2:]}))
     (tmp_path / "rig.json").write_text(json.dumps(record_of(card_file())))
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The speed of two checkouts of llmq on the same machine, row by row of a file for `llmq bench`.
 
-    tools/compare_speed.py OLD NEW benchmarks/h100_recipes.yaml --out speed [--turns 1] [--only 0,4]
+    tools/compare_speed.py OLD NEW benchmarks/h100/h100_recipes.yaml --out speed [--turns 1]
+        [--only 0,4]
 
 OLD and NEW are folders that hold the package llmq. A card becomes slower as it gets warm, so each
 row runs in both checkouts before the next one begins, and the order changes from row to row. The

@@ -5,7 +5,7 @@
 #
 #   tests            pytest -m gpu
 #   ops[=OP]         tools/bench_ops.py, all operations or one
-#   bench[=YAML]     llmq bench with benchmarks/h100_bf16.yaml or another file
+#   bench[=YAML]     llmq bench with benchmarks/h100/h100_bf16.yaml or another file
 #   profile[=MODEL]  tools/profile_step.py, one step of two micro-steps at batch 32
 #
 # Everything is logged to the directory LOGS, beside the reports. A short table comes last: the exit
@@ -57,7 +57,7 @@ for part in "$@"; do
         ;;
     bench)
         run bench '^  (ok|failed|hung|does not fit):|^error' "$python" -m llmq bench \
-            --config "${value:-benchmarks/h100_bf16.yaml}" --peers benchmarks/peers.json \
+            --config "${value:-benchmarks/h100/h100_bf16.yaml}" --peers benchmarks/peers.json \
             --out "$logs/bench"
         ;;
     profile)

@@ -1,10 +1,11 @@
-"""Write the list of docs/decisions.md.
+"""Write the lists of docs/decisions.md and benchmarks/README.md.
 
     python tools/indexes.py
 
-It names every entry of the pages in docs/decisions/, with its date, and its status unless it is in
-force. The text in front of the list is written by hand and stays. `tests/test_readme.py` fails
-where the list is not what this tool would write.
+The first names every entry of the pages in docs/decisions/, with its date, and its status unless it
+is in force. The second names everything in benchmarks/CARD/DATE/, with the command that made it and
+its title. The text in front of a list is written by hand and stays. `tests/test_readme.py` fails
+where a list is not what this tool would write.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 DECISIONS = ROOT / "docs" / "decisions.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
 MARK = "<!-- the list -->\n"
 
 
@@ -54,8 +56,48 @@ def decisions() -> str:
         for entry in entries(page):
             said = "" if entry.status == "in force" else f"; {entry.status}"
             lines.append(f"- [{entry.title}]({link}#{slug(entry.title)}) ({entry.date}{said})")
-    return DECISIONS.read_text().partition(MARK)[0] + MARK + "\n".join(lines) + "\n"
+    return _with_list(DECISIONS, lines)
+
+
+def benchmarks() -> str:
+    """The text of benchmarks/README.md, its list made anew."""
+    lines = []
+    for card in sorted(path for path in BENCHMARKS.parent.iterdir() if any(path.glob("20*"))):
+        lines += ["", f"## {card.name}", "", "| date | results | made by | title |"]
+        lines += ["| --- | --- | --- | --- |"]
+        for day in sorted(card.glob("20*"), reverse=True):
+            for stem in sorted({path.name.partition(".")[0] for path in day.iterdir()}):
+                parts = sorted(day.glob(f"{stem}.*")) or [day / stem]
+                links = ", ".join(f"[{p.name}]({card.name}/{day.name}/{p.name})" for p in parts)
+                lines.append(f"| {day.name} | {links} | {' | '.join(_made(card, parts))} |")
+    return _with_list(BENCHMARKS, lines)
+
+
+def _made(card: Path, parts: list[Path]) -> tuple[str, str]:
+    """The command that made these files, and their title.
+
+    The title is that of the file for `llmq bench` with the same name, if there is one, or else the
+    heading of a page.
+    """
+    files = [file for part in parts for file in (part.rglob("*") if part.is_dir() else [part])]
+    pages = [f for f in files if f.suffix in (".md", ".txt") and f.name != "predicted.md"]
+    text = "\n".join(page.read_text() for page in sorted(pages))
+    found = re.search(r"tools[./]\w+(\.\w+)?|llmq (bench|rig)", text)
+    sweep = card / f"{parts[0].stem}.yaml"
+    if sweep.exists():
+        comment = re.match(r"(# .*\n)+?(?=#   )", sweep.read_text())[0]
+        title = " ".join(line.removeprefix("# ") for line in comment.splitlines())
+        title += f" ([{sweep.name}]({card.name}/{sweep.name}))"
+    else:
+        heads = [page.read_text().splitlines()[0] for page in sorted(pages) if page.suffix == ".md"]
+        title = next((head.removeprefix("# ") for head in heads if head.startswith("# ")), "")
+    return f"`{found[0]}`" if found else "", title
+
+
+def _with_list(page: Path, lines: list[str]) -> str:
+    return page.read_text().partition(MARK)[0] + MARK + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
     DECISIONS.write_text(decisions())
+    BENCHMARKS.write_text(benchmarks())

@@ -1,6 +1,6 @@
 """Kill a process of a run in several processes at random moments, and go on each time.
 
-    python tools/kill_processes.py --kills 30 > benchmarks/kills.md
+    python tools/kill_processes.py --kills 30 > benchmarks/cpu/$(date +%F)/kills.md
 
 Starts `llmq train` on the CPU under mpirun, ends one of its processes with SIGKILL after a random
 time, and starts it again with --continue, so many times; then lets it end. Nothing may hang, every

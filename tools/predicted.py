@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The planner's speeds beside the measured ones: a Markdown table of every kept run.
 
-    PYTHONPATH=. tools/predicted.py benchmarks/*.json > benchmarks/predicted.md
-    PYTHONPATH=. tools/predicted.py --card-file rig.json benchmarks/*.json
+    PYTHONPATH=. tools/predicted.py benchmarks/*/*/*.json > benchmarks/predicted.md
+    PYTHONPATH=. tools/predicted.py --card-file rig.json benchmarks/*/*/*.json
 
 Reads the JSON reports of `llmq bench`; runs on cards that llmq/options/cards.py does not know are
 left out. With a card file (rig.json of `llmq rig`) only runs on its card, and on as many GPUs as it
@@ -95,7 +95,7 @@ def main(
     """Print the table."""
     rig = None if card_file is None else card_from(card_file)
     given = f"--since {since} " if since else ""
-    command = f"tools/predicted.py {given}benchmarks/*.json"
+    command = f"tools/predicted.py {given}benchmarks/*/*/*.json"
     head = ["model", "batch", "flags", "measured", "predicted", "difference"]
     if rig is not None:
         names = " ".join(map(str, paths))

@@ -194,7 +194,7 @@ MEASURED = "measured on this card"
 PUBLISHED = "from llm.q's published speeds on this card"
 
 # What products reach of the peaks in bf16 and fp8 (summed in F32), and how that is known. The
-# H100's from benchmarks/h100*.json. The others make predicted speeds equal to those of llm.q, by
+# H100's from benchmarks/h100/. The others make predicted speeds equal to those of llm.q, by
 # the geometric mean over published runs that keep everything on the card (L40S, bf16: one that does
 # not). They can exceed 1: GeForce cards clock higher than their sheets say.
 _SUSTAINED: dict[str, tuple[float, float, str]] = {

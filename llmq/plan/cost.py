@@ -18,21 +18,21 @@ from llmq.runtime.plan_device import Work
 
 PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer")
 
-# From benchmarks/h100_ops.txt, benchmarks/peers.json and the products tuned for an H100.
+# From h100_ops.txt and peers.json in benchmarks/, and from the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-# Of one direction's rate, what both have together: 48 of 55 GB/s each (benchmarks/h200_x4_bus.txt).
+# Of one direction's rate, what both have together: 48 of 55 GB/s each (h200_x4_bus.txt).
 BOTH_WAYS = 1.74
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
 # they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
 # all GPUs and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone
-# 55 in a direction (benchmarks/h200_x4_staged.md, h200_x4_bus.txt).
+# 55 in a direction (h200_x4_staged.md, h200_x4_bus.txt).
 HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
 # Of the part of the peak that bf16 products reach, what products of signed bytes do: they use the
 # tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Hopper's is from
-# benchmarks/h100_int8.md; the others are not measured.
+# h100_int8.md; the others are not measured.
 INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
 
@@ -66,7 +66,7 @@ def _seen(seq_len: int, window: float) -> float:
 # The library's (deterministic backward). Their rate is the part of the bf16 peak that they would
 # reach with infinite head size: the softmax of a score costs as much as SOFTMAX further channels,
 # on an H100. It is not done by tensor cores, of which other cards have less. Edges are from
-# benchmarks/h100_attention.txt, as is all of ours.
+# h100_attention.txt, as is all of ours.
 CUDNN_ATTENTION = {
     "attention_forward": Attention(1.2, 416, 230),
     "attention_backward": Attention(0.89, 725, None),
@@ -82,7 +82,7 @@ NATIVE_ATTENTION = {
         64: Attention(3.44e12, 423, 256),
         MAX_HEAD_DIM: Attention(2.35e12, 160, 67),
     },
-    # On Hopper, from benchmarks/h100_attention_backward.txt; it has no windows.
+    # On Hopper, from h100_attention_backward.txt; it has no windows.
     "attention_gradient": {
         64: Attention(4.05e12, 129, None),
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),

@@ -18,7 +18,7 @@ TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
 # What products of ours move beside a product's own matrices takes so many times as long as it would
 # take alone; the second one where codes are written in both layouts, which is more to compute.
-# About the means of benchmarks/h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with
+# About the means of h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with
 # codes in both layouts, 1.1 to 1.7 times.
 EXPOSED, EXPOSED_TURNED = 0.9, 1.5
 

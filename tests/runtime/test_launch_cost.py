@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +18,12 @@ from llmq.runtime.cost import Cost, Kind, product_cost
 from llmq.runtime.device import Launch
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.plan_device import PlanDevice, Work
+from tests.kept import kept
 from tools.compile_all import declared_kernels
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
 RTX_5090 = CARDS["NVIDIA GeForce RTX 5090"]
-RIG = Path(__file__).parents[2] / "benchmarks" / "h100_rig" / "rig.json"
+RIG = kept("h100_rig") / "rig.json"
 
 DELAYED = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed", "head-dtype": "e4m3"}
 LORA = {"lora-rank": 8, "grad-accumulation": 1}

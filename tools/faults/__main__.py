@@ -3,7 +3,7 @@
     python -m tools.faults                                  # each machine for 60 s
     python -m tools.faults kills errors --seconds 600 --seed 7
     python -m tools.faults kills --seed 7 --only 41 --only 97    # bad ones again, with their ends
-    python -m tools.faults --tries 1000 --report benchmarks/faults
+    python -m tools.faults --tries 1000 --report benchmarks/cpu/$(date +%F)/faults
 
 Needs the packages of the extra `test`. Exits 1 if anything was bad.
 """

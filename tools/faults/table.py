@@ -13,7 +13,7 @@ from tools.faults.machine import CATEGORIES
 _HEAD = """\
 # Faults
 
-`python -m tools.faults --report benchmarks/faults` has written this table; docs/checkpoints.md says
+`python -m tools.faults --report PATH` has written this table; docs/checkpoints.md says
 what must hold. Each machine tries one fault at a time, in a process of its own, on a model of a few
 thousand weights on the CPU. These runs are in it:
 
