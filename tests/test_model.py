@@ -8,7 +8,7 @@ import torch
 
 from llmq.state.params import weight_table
 from llmq.train.trainer import Trainer
-from tests.models import CONFIGS, hf_model, random_batch, torch_loss, trainer_for
+from tests.models import CONFIGS, exported, hf_model, random_batch, torch_loss, trainer_for
 
 # Rounding of F32 sums in two orders; the project's own definition of correct.
 LOSS_RTOL, GRADIENT_RTOL, TEN_STEPS_RTOL = 1e-5, 1e-4, 1e-4
@@ -49,6 +49,26 @@ def test_loss_and_every_gradient_match_torch(models, device):
         # Biases of keys have no gradient (softmax ignores them): compare with the whole model's.
         scale = max(np.linalg.norm(gradient), 1e-3 * result.norm)
         assert error <= GRADIENT_RTOL * scale, name
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "gpt2"])
+def test_the_row_of_padding_has_the_gradient_of_transformers(name):
+    """None from looking it up, that of the head where this is the same matrix; GPT-2's has all."""
+    pad = 7
+    path, model = exported(name, pad_token_id=pad), hf_model(name, pad_token_id=pad)
+    inputs, targets = random_batch(np.random.default_rng(0))
+    inputs[:, ::3] = pad
+    with trainer_for(path) as trainer:
+        result = trainer.step([(inputs, targets)])
+        ours = pieces(trainer, trainer.gradients())
+    torch_loss(model, [(inputs, targets)]).backward()
+    embedding = model.get_input_embeddings().weight
+    (key,) = (n for n, p in model.named_parameters() if p is embedding)
+    row = embedding.grad[pad].numpy()
+    assert (name == "llama") == (np.abs(row).max() == 0)
+    error = np.linalg.norm(ours[key] / result.tokens - embedding.grad.numpy(), axis=1)
+    assert error.max() <= GRADIENT_RTOL * np.linalg.norm(embedding.grad.numpy())
+    np.testing.assert_allclose(ours[key][pad] / result.tokens, row, rtol=1e-3, atol=1e-7)
 
 
 def test_ten_adamw_steps_match_torch(models, device):

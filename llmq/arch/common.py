@@ -51,6 +51,8 @@ class Architecture:
     after the product with the weight; else before it too, but for post_norm's."""
     scaled_embedding = False
     """Rows of the embedding are multiplied by sqrt(C), rounded to their format."""
+    pads_embedding = True
+    """The row of pad_token_id gets no gradient where it is looked up."""
     qkv_bias: bool | None = False
     """None: the config's attention_bias decides."""
     o_bias: bool | None = False

@@ -18,6 +18,7 @@ class Gpt2(Architecture):
     norm = "layernorm"
     activation = "gelu"
     positions = "learned"
+    pads_embedding = False
     qkv_bias = True
     o_bias = True
     mlp_bias = True

@@ -112,6 +112,17 @@ class ModelConfig:
         """What rows of the embedding are multiplied by; ops round it to their format."""
         return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
 
+    @property
+    def padding_row(self) -> int | None:
+        """Row of the embedding to which looking it up gives no gradient; None: there is none.
+
+        It is that of pad_token_id, torch's padding_idx, which counts negative ids from the end.
+        """
+        pad, vocab = self.pad_token_id, self.vocab_size
+        if pad is None or not self.arch.pads_embedding or not -vocab <= pad < vocab:
+            return None
+        return pad % vocab
+
     def rope_of(self, layer: int) -> tuple[float, RopeScaling | None, float] | None:
         """Base and stretching of the rotary frequencies in a layer, and the length of its table's
         rows, which makes scores what query_pre_attn_scalar says; None without RoPE.

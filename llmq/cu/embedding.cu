@@ -3,7 +3,8 @@
 //   forward             out[i] = weight[tokens[i]] * scale
 //                                + position_weight[first_position + i % seq_len - starts[i]]
 //   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
-//   backward, finish    d_weight[id] += scale * sum of d_out[i] over the i with tokens[i] == id
+//   backward, finish    d_weight[id] += scale * sum of d_out[i] over the i with tokens[i] == id,
+//                       but for the row `padding`, which stays
 //   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
 //   backward_documents  d_position[p] = or += sum of d_out[b, t] where t - starts[b, t] == p
 //
@@ -232,7 +233,8 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const i32* __restrict__ tokens, const i32* __restrict__ order,
-                   const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, u32 salt) {
+                   const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, i32 padding,
+                   u32 salt) {
     constexpr int UNROLL = 2;  // two loads each; more would cost occupancy
     const int slices = (C + SLICE - 1) / SLICE;
     const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
@@ -250,7 +252,9 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
     const i32 next_id = __shfl_down_sync(ALL, id, 1);
     const u32 ends = __ballot_sync(ALL, lane < count && id != (lane == 31 ? id_after : next_id));
     const bool from_before = id_before == __shfl_sync(ALL, id, 0);
-    const u32 whole = from_before ? ends & (ends - 1) : ends;  // runs that lie inside of the chunk
+    // Runs that lie inside of the chunk, but for that of the row without a gradient.
+    const u32 whole =
+        (from_before ? ends & (ends - 1) : ends) & ~__ballot_sync(ALL, id == padding);
 
     float sum[WIDTH] = {};
     for (int start = 0; start < count; start += UNROLL) {
@@ -302,7 +306,8 @@ __device__ __forceinline__ i32 run_to_finish(const i32* __restrict__ tokens,
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                  const i32* __restrict__ tokens, const i32* __restrict__ order,
-                 const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, u32 salt) {
+                 const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, i32 padding,
+                 u32 salt) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float shared[WARPS][SLICE];
     __shared__ i32 ids[FINISH_CHUNKS];
@@ -316,7 +321,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
     __syncthreads();
     for (int i = 0; i < FINISH_CHUNKS; ++i) {
         const i32 id = ids[i];
-        if (id < 0) { continue; }
+        if (id < 0 || id == padding) { continue; }
         const i64 chunk = first_chunk + i;
         int pieces = 1;  // 1, and the chunks whose first token belongs to the run
         for (;;) {

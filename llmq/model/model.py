@@ -153,7 +153,7 @@ class Model:
             if not self.config.tied_embeddings and not g.embed.accumulate:
                 dev.zero(g.embed.tensor)  # rows of tokens that do not occur
             target, scale = g.embed._replace(accumulate=True), self.config.embedding_scale
-            embedding.backward(dev, target, d_residual, tokens, scale)
+            embedding.backward(dev, target, d_residual, tokens, scale, self.config.padding_row)
         if g.positions is not None:
             embedding.backward_positions(dev, g.positions, d_residual, self.starts)
         grads.notify("embed")

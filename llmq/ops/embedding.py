@@ -34,13 +34,13 @@ BACKWARD = Kernel(
     "embedding.cu",
     "embedding_backward",
     args="inout G* d_weight, f32* partial, const T* d_out, const i32* tokens, "
-    "const i32* order, const i32* scalars, i32 n, i32 C, f32 scale, u32 salt",
+    "const i32* order, const i32* scalars, i32 n, i32 C, f32 scale, i32 padding, u32 salt",
 )
 FINISH = Kernel(
     "embedding.cu",
     "embedding_finish",
     args="inout G* d_weight, const f32* partial, const i32* tokens, const i32* order, "
-    "const i32* scalars, i32 n, i32 C, f32 scale, u32 salt",
+    "const i32* scalars, i32 n, i32 C, f32 scale, i32 padding, u32 salt",
 )
 BACKWARD_POSITIONS = Kernel(
     "embedding.cu",
@@ -106,12 +106,17 @@ def forward(
 
 
 def backward(
-    dev: Device, d_weight: Accumulator, d_out: Tensor, tokens: Tensor, scale: float = 1.0
+    dev: Device,
+    d_weight: Accumulator,
+    d_out: Tensor,
+    tokens: Tensor,
+    scale: float = 1.0,
+    padding: int | None = None,
 ) -> None:
     """d_weight[id] += scale * sum of d_out[b, t] over all (b, t) with tokens[b, t] == id.
 
-    Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are.
-    scale: as in forward.
+    Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are, and so does
+    that of `padding`, torch's padding_idx. scale: as in forward.
 
     Args (X is BF16 or F32, G is BF16 or F32):
         d_weight  inout  Accumulator G (Vp, C), accumulate must be True
@@ -128,6 +133,7 @@ def backward(
     expect_accumulator(op, "d_weight", d_weight, (vocab, C))
     if not accumulate:
         raise ValueError(f"{op}: d_weight must accumulate, or rows of absent ids stay undefined")
+    padding = -1 if padding is None else padding
     buckets, chunks = num_buckets(n), ceil_div(n, CHUNK)
     slices = ceil_div(C, SLICE)
     with (
@@ -140,13 +146,13 @@ def backward(
             BACKWARD,
             ceil_div(chunks * slices, THREADS // 32),
             THREADS,
-            (weight, partial, d_out, tokens, order, scalars, n, C, scale, salt),
+            (weight, partial, d_out, tokens, order, scalars, n, C, scale, padding, salt),
         )
         dev.launch(
             FINISH,
             (ceil_div(chunks, FINISH_CHUNKS), slices),
             THREADS,
-            (weight, partial, tokens, order, scalars, n, C, scale, salt),
+            (weight, partial, tokens, order, scalars, n, C, scale, padding, salt),
         )
 
 

@@ -69,9 +69,14 @@ def embedding_backward(
     n: int,
     C: int,
     scale: float,
+    padding: int,
     salt: int,
 ) -> None:
-    """Adds scale times the sum of every run of equal ids; embedding_finish has nothing to do."""
+    """Adds scale times the sum of every run of equal ids, but for `padding`; embedding_finish has
+    nothing to do."""
+    order = order[tokens.reshape(-1)[order] != padding]
+    if not len(order):
+        return
     ids = tokens.reshape(-1)[order]
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)
@@ -95,6 +100,7 @@ def embedding_finish(
     n: int,
     C: int,
     scale: float,
+    padding: int,
     salt: int,
 ) -> None:
     """Adds the runs that embedding_backward left in pieces: none, in its reference."""

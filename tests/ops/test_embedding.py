@@ -93,9 +93,9 @@ def test_sort_is_stable(dev, rng, n, vocab, kind):
     np.testing.assert_array_equal(run(dev, call, arrays)["order"], want)
 
 
-def _backward(dev, d_weight, d_out, tokens, scalars, scale=1.0):
+def _backward(dev, d_weight, d_out, tokens, scalars, scale=1.0, padding=None):
     target = Accumulator(d_weight, True, scalars, salt=4)
-    embedding.backward(dev, target, d_out, tokens, scale)
+    embedding.backward(dev, target, d_out, tokens, scale, padding)
 
 
 def _gradient_arrays(rng, B, T, C, V, kind, target, source):
@@ -116,6 +116,17 @@ def test_backward(dev, rng, B, T, C, V, target, source, kind):
     np.testing.assert_array_equal(got["d_weight"], want["d_weight"])
     absent = np.setdiff1d(np.arange(V), arrays["tokens"])
     np.testing.assert_array_equal(got["d_weight"][absent], arrays["d_weight"][absent])
+
+
+@pytest.mark.parametrize("kind", ["frequent", "one_id", "borders"])
+def test_backward_without_the_row_of_padding(dev, rng, kind):
+    """Runs of it inside of a chunk, across chunks, and of nothing else."""
+    arrays = _gradient_arrays(rng, 2, 96, 40, 64, kind, F32, BF16)
+    for padding in np.unique(arrays["tokens"])[:3]:
+        call = partial(_backward, padding=int(padding))
+        got, want = run(dev, call, arrays)["d_weight"], run(host_device(), call, arrays)["d_weight"]
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(got[padding], arrays["d_weight"][padding])
 
 
 def test_backward_of_a_run_over_many_chunks(dev, rng):

@@ -12,12 +12,13 @@ from tests.harness import step_scalars
 B, T, C, V, P = 3, 21, 16, 40, 32
 
 
-def _backward(d_weight, d_out, tokens, scalars, salt, scale=1.0):
+def _backward(d_weight, d_out, tokens, scalars, salt, scale=1.0, padding=-1):
     n, channels = tokens.size, d_out.shape[-1]
     order = np.empty(n, np.int32)
     ref.embedding_sort(order, np.empty(n, np.int32), tokens, n, len(d_weight), 8)
-    ref.embedding_backward(d_weight, None, d_out, tokens, order, scalars, n, channels, scale, salt)
-    ref.embedding_finish(d_weight, None, tokens, order, scalars, n, channels, scale, salt)
+    more = (order, scalars, n, channels, scale, padding, salt)
+    ref.embedding_backward(d_weight, None, d_out, tokens, *more)
+    ref.embedding_finish(d_weight, None, tokens, *more)
 
 
 @pytest.mark.parametrize("first_position", [0, 4])
@@ -60,6 +61,19 @@ def test_scaled_lookup_is_that_of_gemma3():
     _backward(d_weight, d_out, tokens, step_scalars(), 1, scale)
     # F64 on both sides: the product is rounded once a sum, not once an element.
     np.testing.assert_allclose(d_weight, d_want.numpy(), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("padding", [0, 3, V - 1])
+def test_the_row_of_padding_gets_no_gradient_as_in_torch(padding):
+    rng = np.random.default_rng(0)
+    d_out = rng.normal(size=(B, T, C))
+    for tokens in (rng.integers(0, 5, (B, T)), np.full((B, T), padding)):
+        lookup = torch.nn.Embedding(V, C, padding, dtype=torch.float64)
+        lookup(torch.tensor(tokens)).backward(torch.tensor(d_out))
+        d_weight = np.ones((V, C))
+        _backward(d_weight, d_out, tokens.astype(np.int32), step_scalars(), 1, padding=padding)
+        # F64, in another order.
+        np.testing.assert_allclose(d_weight - 1, lookup.weight.grad.numpy(), atol=1e-13)
 
 
 def test_order_groups_equal_ids_and_keeps_their_order():
