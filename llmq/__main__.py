@@ -1,4 +1,4 @@
-"""Where the commands begin: `llmq`, `llmq-train` and `python -m llmq`."""
+"""The entry points of the commands: `llmq`, `llmq-train` and `python -m llmq`."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What one micro-step reads: tokens, what follows each, and where its document starts."""
+"""The input of one micro-step: tokens, what follows each, and where its document starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Batch(NamedTuple):
              attention sees nothing before it, and RoPE counts from it. 0 <= starts[b, t] <= t,
              never falling along a row. None: every row is one document.
     padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
-             do not count them. What stands there is a document of its own, and masked.
+             do not count them. Such a position is a document of its own, and masked.
     """
 
     inputs: np.ndarray

@@ -106,7 +106,7 @@ STATS = (
 )  # fmt: skip
 STAT = {name: index for index, name in enumerate(STATS)}
 
-# What a step reports: the stats, and behind them, where tensors of kernels may begin, two I64:
+# The report of a step has the stats, and behind them, where tensors of kernels may begin, two I64:
 # nanoseconds on the device's own clock when the step began and when it ended.
 STEP_BEGIN, STEP_END = len(STATS), len(STATS) + 2
 STEP_REPORT_WORDS = STEP_END + 1

@@ -1,4 +1,5 @@
-"""What is added to a product of two matrices and what follows it; `llmq.ops.product` does it all.
+"""An epilogue: the terms added to a product of two matrices and the function that follows;
+`llmq.ops.product` computes it all.
 
 Sizes are those of the product: out (M, N).
 """
@@ -39,7 +40,7 @@ def _once(launch: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """What a product hands to the kernel of an activation, where no kernel is both.
+    """The tensors that a product hands to the kernel of an activation, where no kernel is both.
 
     place: gives its memory, kept or scratch that lives as long as the stack that it is given. kept:
     that memory if somebody reads it later, so that it is written in any case; else None.

@@ -8,8 +8,8 @@ from typing import TextIO
 
 
 class LlmqError(Exception):
-    """What is wrong, where, and what to do about it, in one line. The CLI prints it and exits with
-    STATUS.
+    """An error of the user's or the machine's: its text says in one line what is wrong, where, and
+    what to do about it. The CLI prints it and exits with STATUS.
 
     details: further lines, where what to do is a list; str() of the error has them too.
     """
@@ -37,7 +37,7 @@ class ModelError(LlmqError):
 
 
 class DiskError(LlmqError):
-    """What was to be written could not be; nothing of it is left, and what was there stays."""
+    """A file could not be written; nothing of it is left, and what was there stays."""
 
 
 class MachineError(LlmqError):
@@ -51,7 +51,8 @@ class DiskFull(DiskError):
 
 
 def status_of(error: BaseException) -> int:
-    """What a process ends with after it: the table in docs/logs.md. 1 is a bug's."""
+    """The status with which a process ends after an error: the table in docs/logs.md. 1 is a
+    bug's."""
     if isinstance(error, LlmqError):
         return error.STATUS
     known = isinstance(error, OSError | MemoryError | RecursionError)
@@ -77,7 +78,7 @@ def keep_warnings() -> None:
 
 
 def taken_warnings() -> list[str]:
-    """What was warned of since this was last called."""
+    """The warnings given since this was last called."""
     lines = list(_warnings)
     _warnings.clear()
     return lines

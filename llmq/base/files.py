@@ -1,7 +1,7 @@
 """Files and directories that appear only when they are complete and on the disk.
 
-What is not complete has a name of our own, `.NAME.llmq-tmp`, beside what it becomes. Nothing else
-is ever overwritten or removed on the way, and no link is followed to what it points to.
+A file that is not complete has a name of our own, `.NAME.llmq-tmp`, beside what it becomes. Nothing
+else is ever overwritten or removed on the way, and no link is followed to what it points to.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REPLACEABLE = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)  # the last one is ref
 
 
 def temporary_path(path: Path) -> Path:
-    """Where a file or directory lies until it is complete."""
+    """The place of a file or directory until it is complete."""
     return path.with_name(f".{path.name}.llmq-tmp")
 
 
@@ -141,7 +141,7 @@ def publish_directory(temporary: Path, path: Path) -> None:
 
 
 def retired_path(path: Path) -> Path:
-    """Where a directory lies while `publish_directory` puts another one in its place."""
+    """The place of a directory while `publish_directory` puts another one in its place."""
     return path.with_name(path.name + ".llmq-old")
 
 
@@ -189,7 +189,7 @@ def sync_files(directory: Path) -> None:
 
 
 def _move_files(source: Path, target: Path, replaces: tuple[str, ...], owner: str | None) -> None:
-    # Of names that were changed since the last sync a loss of power may leave any.
+    # A loss of power may leave any of the names that were changed since the last sync.
     last = replaces[0]
     names = {path.name for path in source.iterdir()}
     (target / last).unlink(missing_ok=True)

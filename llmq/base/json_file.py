@@ -13,8 +13,8 @@ from llmq.base.files import check_readable
 
 
 def read_json(path: Path) -> Any:
-    """What a file in UTF-8 holds. ConfigError where it is a pipe or a device, else what reading
-    and parsing raise: OSError, ValueError, RecursionError."""
+    """The content of a JSON file in UTF-8. ConfigError where it is a pipe or a device, else what
+    reading and parsing raise: OSError, ValueError, RecursionError."""
     check_readable(path)
     return json.loads(path.read_text("utf-8"))
 
@@ -29,7 +29,7 @@ def json_object(path: Path) -> dict[str, Any]:
 
 
 def values_of(content: dict[str, Any], **kinds: Callable[[Any], Any]) -> tuple[Any, ...] | None:
-    """Of an object's fields, each as the type of its name makes it; None where one is missing or
+    """Take an object's fields, each as the type of its name makes it; None where one is missing or
     is no such value."""
     try:
         return tuple(kind(content[name]) for name, kind in kinds.items())

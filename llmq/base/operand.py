@@ -9,7 +9,7 @@ from llmq.base.tensor import Tensor
 
 
 class Fp8Out(NamedTuple):
-    """Where an operation writes its result as FP8, with a scale that is known beforehand.
+    """An operation's result as FP8, with a scale that is known beforehand.
 
     A value x, as the BF16 or F32 result holds it, becomes x * (1 / scale), rounded to nearest even
     and clamped to the largest finite value MAX; NaN stays NaN. So x is about code * scale.
@@ -27,7 +27,7 @@ class Fp8Out(NamedTuple):
 
 
 class ProductCodes(NamedTuple):
-    """What a product writes as FP8, with a scale that is known beforehand: x ~ code * scale.
+    """A product's result as FP8, with a scale that is known beforehand: x ~ code * scale.
 
     A value x of its F32 sums becomes x * factor, rounded to nearest even and clamped to the largest
     finite value MAX; NaN stays NaN. The product finds its largest |x|, which is an infinity or NaN
@@ -55,11 +55,12 @@ class ProductCodes(NamedTuple):
 
 
 Result = Tensor | ProductCodes
-"""What a product has written."""
+"""The forms in which a product has written its result."""
 
 
 class Target(NamedTuple):
-    """Where a kernel writes a tensor: as it is, its largest absolute value F32 (1,), as fp8."""
+    """The forms in which a kernel writes a tensor: as it is, its largest absolute value F32 (1,),
+    as fp8."""
 
     out: Tensor | None
     abs_max: Tensor | None = None

@@ -45,13 +45,13 @@ class Item(NamedTuple):
 # JSON
 
 _BLANK = b" \t\r\n\xef\xbb\xbf"  # with the byte order mark
-# What lies between two elements of an array, before the first or behind the last.
+# Characters that lie between two elements of an array, before the first or behind the last.
 _GAP = re.compile(rb"[%b]*(\[?)[%b]*([,\]]?)[%b]*" % (_BLANK, _BLANK, _BLANK))
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)  # a string may be cut off
 
 
 def json_layout(path: str) -> str | None:
-    """Where a JSON file has its records: "jsonl", one on each line, or "json", in one array.
+    """The layout of records in a JSON file: "jsonl", one on each line, or "json", in one array.
 
     None if it begins like neither. Raises what reading the file raises.
     """
@@ -151,7 +151,7 @@ def column_names(path: str) -> list[str]:
 
 
 class Wanted(Protocol):
-    """What is made of a record."""
+    """Make something of a record."""
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
         """The fields to read, of those that are there. DataError for missing ones."""
@@ -161,7 +161,8 @@ class Wanted(Protocol):
 
 
 def read_csv(path: str, wanted: Wanted, row: int) -> Iterator[Item]:
-    """What is made of each row of CSV or TSV, without the empty ones. row: where to begin."""
+    """Yield what `wanted` makes of each row of CSV or TSV, without the empty ones. row: where to
+    begin."""
     with open(path, "rb") as raw:
         rows = _csv_rows(path, raw)
         names = _columns(path, rows)
@@ -205,7 +206,7 @@ def _csv_record(names: Sequence[str], values: Sequence[str], where: str) -> dict
 
 
 def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-    """What is made of each row, without the empty ones. size: of the file in bytes.
+    """Yield what `wanted` makes of each row, without the empty ones. size: of the file in bytes.
 
     row: where to begin.
     """

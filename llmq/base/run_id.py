@@ -33,12 +33,12 @@ class RunId:
 
     @classmethod
     def new(cls, name: str) -> RunId:
-        """Of a run that begins now."""
+        """The identity of a run that begins now."""
         return cls(secrets.token_hex(6), name)
 
     @classmethod
     def of(cls, record: Any) -> RunId | None:
-        """What `record` gave, read back from JSON; None if there is no id in it."""
+        """Read back what `record` gave, from JSON; None if there is no id in it."""
         if not isinstance(record, dict) or not isinstance(record.get("id"), str):
             return None
         try:
@@ -48,7 +48,8 @@ class RunId:
         return cls(record["id"], str(record.get("name", "")), record.get("adopts") is True, parent)
 
     def continuing(self, owner: RunId | None, step: int) -> RunId:
-        """Which run goes on from a checkpoint of `owner` under the name of this one.
+        """The identity of the run that goes on from a checkpoint of `owner` under the name of this
+        one.
 
         The owner under its own name, under another one a fork of it with the id of this run.
         owner None: a run without an id, which gets this one. step: of the checkpoint.

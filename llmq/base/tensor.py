@@ -87,7 +87,7 @@ class Tensor:
 
 
 class Accumulator(NamedTuple):
-    """Where a parameter gradient goes.
+    """A place that a parameter's gradient is written or added to.
 
     tensor: the gradient, F32 or BF16. accumulate: add to what is there, else overwrite.
     scalars: I32 (16,), the step's StepScalars. salt: distinguishes this tensor's random numbers.

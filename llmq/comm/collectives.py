@@ -96,7 +96,7 @@ class Comm(ABC):
         buffer (W*n,) with part p for rank p, spare (n,) of the same dtype (None with one rank).
         Destroys the other parts of buffer: in round k rank r sends to rank r + k and receives from
         rank r - k, in the first round into spare, later into the part sent in the round before.
-        written: after it nothing else changes buffer. What goes through host memory leaves then,
+        written: after it nothing else changes buffer. Then data that go through host memory leave,
         even if the current stream is still busy with an exchange before.
         """
         self._check_parts("all_to_all", buffer)

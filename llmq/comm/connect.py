@@ -1,4 +1,4 @@
-"""Which collectives the ranks of a run get: chosen by their devices and options."""
+"""Choose the collectives of a run's ranks by their devices and options."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from llmq.comm.flags import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
 from llmq.comm.staged import Piece, Queue, Rings, Staging
 from llmq.runtime.device import Device, Event
 
-# What is enqueued for sending before the receiving starts: with three operations for each of 8
-# ranks, a queue of 1024 holds this many.
+# So many transfers are enqueued for sending before the receiving starts: with three operations for
+# each of 8 ranks, a queue of 1024 holds them.
 SPAN_CHUNKS = 32
 # Bytes of a source in pinned memory that are pushed while the next ones are loaded.
 PIECE = 32 << 20
@@ -33,7 +33,7 @@ PIECE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memories:
-    """What ranks know of each other.
+    """The buffers and flags that ranks know of each other.
 
     storages: by rank and place. direct[reader][source]: whether source can write to reader's GPU;
     beside_bus: whether that also leaves the bus to the host alone. rings: None if every pair is
@@ -85,7 +85,7 @@ class Copies:
         return (self._rank + k) % self._world_size
 
     def _address(self, rank: int, tensor: Tensor) -> int:
-        """Where a peer has the same tensor."""
+        """The address of the same tensor at a peer."""
         return self._storages[rank][tensor.storage.place].base + tensor.offset
 
     def _part(self, buffer: Tensor, index: int) -> Tensor:

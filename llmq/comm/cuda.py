@@ -166,7 +166,7 @@ class CrossComm(Comm):
 
 
 class Watch:
-    """What the ranks share: a thread that lets the GPUs go on when the ranks are stopped.
+    """A thread, shared by the ranks, that lets the GPUs go on when the ranks are stopped.
 
     Without it the streams of the other ranks would wait for ever for the one that failed, and
     their threads for the streams.

@@ -13,8 +13,8 @@ from llmq.base.tensor import Tensor
 
 # One bit each, because streams wait for a bit: RELEASED ends every wait, whatever it is for.
 EMPTY, FULL, RELEASED = 1, 2, 3
-# What a flag is about: the reader's target in a gather and in an exchange, the source's pinned
-# tensor, buffer i of its ring.
+# A flag is about one of these: the reader's target in a gather and in an exchange, the source's
+# pinned tensor, buffer i of its ring.
 TARGET, EXCHANGED, PINNED, RING = 0, 1, 2, 3
 KINDS = 8  # of flags; the others are buffers of the ring
 

@@ -1,9 +1,9 @@
 """Collectives between ranks in several processes, on the CPU: their data travel through MPI.
 
-Ranks of one process share memory, as in host.py. What comes from another process is received by the
-rank that needs it, directly into its place; what all ranks of a process need is received by one of
-them, in turn, and copied by the others. Sums are in rank order, so that it makes no difference to
-any bit how ranks are spread over processes.
+Ranks of one process share memory, as in host.py. The rank that needs data of another process
+receives them, directly into their place; data that all ranks of a process need are received by one
+of them, in turn, and copied by the others. Sums are in rank order, so that it makes no difference
+to any bit how ranks are spread over processes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ProcessComm(HostComm):
         self._others = [process for process in self._members if process != world.index]
 
     def _number(self, source: int, target: int) -> int:
-        """Which data it is: what one rank sends to another one."""
+        """The number of the data that one rank sends to another one."""
         return self.ranks[source] * self._world.size + self.ranks[target]
 
     def _process(self, place: int) -> int:
@@ -86,7 +86,7 @@ class ProcessComm(HostComm):
         self.waits_for = None
 
     def _barrier(self) -> None:
-        """Of the ranks in this process."""
+        """A barrier of the ranks in this process."""
         self.waits_for = "others"
         self._workers.barrier()
         self.waits_for = None

@@ -31,7 +31,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What one pair uses: "peer" (direct copies) or "staged", its GB/s, and why not "peer".
+    """The connection of one pair: "peer" (direct copies) or "staged", its GB/s, and why not "peer".
 
     beside_bus: direct copies leave the GPUs' bus to the host alone, as those over NVLink do.
     """

@@ -146,7 +146,7 @@ class Nccl:
         )
 
     def all_reduce(self, buffer: Tensor) -> None:
-        """As reduce_scatter, but all get the sum, with the same bits."""
+        """Sum as reduce_scatter does, but all get the sum, with the same bits."""
         args = (buffer.size, TYPES[buffer.dtype], SUM, self.dev.stream)
         self.communicator.allReduce(buffer.ptr, buffer.ptr, *args)
 

@@ -25,7 +25,7 @@ def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
 
 
 class PlanComm(Comm):
-    """Counts. As memory traffic: what is received is written, as much is read."""
+    """Counts. A collective's memory traffic: what is received is written, as much is read."""
 
     _dev: PlanDevice
 
@@ -58,7 +58,8 @@ class PlanComm(Comm):
         )
 
     def _ring(self, received: int) -> int:
-        """Of a ring through all GPUs each machine passes on what one GPU receives."""
+        """The bytes that each machine of a ring through all GPUs passes on: those that one GPU
+        receives."""
         return received if self._machines > 1 else 0
 
     def _reduce_scatter(self, buffer: Tensor) -> None:

@@ -1,10 +1,10 @@
 """Copies between GPUs that cannot reach each other, through rings of buffers in pinned memory.
 
-Each rank has one ring. It copies a chunk into the next buffer and marks it full for those who
-read it; each of them copies it to its GPU and marks it empty. Sending runs on the stage stream,
-so that both directions of the bus are busy, and the chunks of all sources are received in turn.
-Which buffer a chunk goes through follows from its position within one collective, so that sender
-and reader agree without talking and a graph may be replayed.
+Each rank has one ring. It copies a chunk into the next buffer and marks it full for those who read
+it; each of them copies it to its GPU and marks it empty. Sending runs on the stage stream, so that
+both directions of the bus are busy, and the chunks of all sources are received in turn. A chunk's
+position within one collective decides through which buffer it goes, so that sender and reader agree
+without talking and a graph may be replayed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmq.comm.flags import EMPTY, FULL, RING, Flags
 
 
 class Queue(Protocol):
-    """What a rank's current stream does with addresses in the memory of any rank."""
+    """The operations of a rank's current stream on addresses in the memory of any rank."""
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
         """Copy from this GPU, also to another one to which there is access; or from pinned memory
@@ -43,7 +43,7 @@ class Rings:
 
 
 class Piece(NamedTuple):
-    """What is received from one source: to which address, from which position of its ring on."""
+    """The data to receive from one source: to which address, from which position of its ring on."""
 
     source: int
     target: int

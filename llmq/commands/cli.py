@@ -92,8 +92,9 @@ app.command(cls=Command)(rig.rig)
 
 @cache
 def _command(prog_name: str) -> Any:
-    """What a console script runs: all commands, or `llmq-train` only one, which then has the
-    options for the completion of shells itself. To make it takes a third of a short run's time.
+    """The command that a console script runs: all commands, or `llmq-train` only one, which then
+    has the options for the completion of shells itself. To make it takes a third of a short run's
+    time.
     """
     everything = typer.main.get_command(app)
     if prog_name != TRAIN:

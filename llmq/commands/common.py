@@ -1,4 +1,5 @@
-"""What several commands share: TrainConfig's fields as options, and how they become a run."""
+"""Functions that several commands share: TrainConfig's fields as options, and how they become a
+run."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
 
 
 def _starting_with(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """What a shell offers for an option with a few values."""
+    """The completion that a shell offers for an option with a few values."""
 
     def offered(incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""What the user is told of an error, in one line."""
+"""The line that tells the user of an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ =
 
 
 def _meant(error: Any) -> str | None:
-    """Which options one that is not there may stand for: those that begin so, if there are any.
+    """The options that one that is not there may stand for: those that begin so, if there are any.
 
     The parser's own guess goes by letters alone, and takes --eval-every for --eval-seed.
     """
@@ -28,7 +28,7 @@ def _meant(error: Any) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """What the user needs to know of an error."""
+    """The text that the user needs to know of an error."""
     if isinstance(error, UsageError):
         text = _meant(error) or error.format_message()
         if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):

@@ -18,8 +18,8 @@ from llmq.runtime.processes import ALONE, Processes, launched, processes, set_pr
 def joined() -> Iterator[Processes]:
     """Within the block, `processes()` are those that were started with this one.
 
-    Only the first one writes to standard output. What ends one of them ends all, with the status of
-    its error: one that all have is told by the first, any other by the process that has it.
+    Only the first one writes to standard output. An error that ends one of them ends all, with its
+    status: one that all have is told by the first, any other by the process that has it.
     """
     if launched() == 1:
         yield processes()

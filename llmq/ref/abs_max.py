@@ -29,7 +29,7 @@ def abs_max_combine(out: np.ndarray, gathered: np.ndarray, world_size: int, n: i
 
 
 def abs_max_scales(scales: np.ndarray, abs_maxes: np.ndarray, largest: float, n: int) -> None:
-    """As quantize derives a scale, for many tensors."""
+    """Derive scales as quantize does, for many tensors."""
     np.maximum(abs_maxes, np.float32(1e-10), out=scales)
     scales /= np.float32(largest)
     scales[~np.isfinite(abs_maxes)] = np.nan

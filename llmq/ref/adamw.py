@@ -116,7 +116,7 @@ class Stored:
         self.rounds = array.dtype == BF16
 
     def load(self, real: type) -> np.ndarray:
-        """As `real` numbers: the array itself if it has them."""
+        """The array as `real` numbers: the array itself if it has them."""
         return self.array.astype(real, copy=False)
 
     def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:

@@ -36,7 +36,8 @@ def adapter_backward_partials(
 ) -> None:
     """Sums over split_columns columns of a span each, and over block_rows rows each.
 
-    spans: start and stop of three; empty where there are fewer. What pads ranks stays as it is.
+    spans: start and stop of three; empty where there are fewer. Columns that pad ranks stay as they
+    are.
     """
     split = done = 0
     for number, (start, stop) in enumerate(zip(spans[::2], spans[1::2], strict=True)):

@@ -1,4 +1,5 @@
-"""What several references share: computing precision, random bits, stochastic rounding."""
+"""Functions that several references share: computing precision, random bits, stochastic
+rounding."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ def row_blocks(rows: int, columns: int) -> list[slice]:
 
 @functools.cache
 def _fp8_values(dtype: np.dtype) -> np.ndarray:
-    """What each of an FP8 format's 256 codes stands for, F32."""
+    """The numbers that an FP8 format's 256 codes stand for, F32."""
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
@@ -164,7 +165,7 @@ def update_abs_max(abs_max: np.ndarray | None, x: np.ndarray) -> None:
 
 @functools.cache
 def _fp8_codes(dtype: np.dtype) -> np.ndarray:
-    """What the F32 numbers whose lower 16 bits are zero become, by their upper 16 bits; uint8."""
+    """The codes of the F32 numbers whose lower 16 bits are zero, by their upper 16 bits; uint8."""
     numbers = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     with np.errstate(invalid="ignore"):  # of NaN
         codes = numbers.clip(-FP8_MAX[dtype], FP8_MAX[dtype]).astype(dtype).view(np.uint8)
@@ -175,8 +176,8 @@ def _fp8_codes(dtype: np.dtype) -> np.ndarray:
 def encode_fp8(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.dtype) -> None:
     """codes (uint8) = x * factor in dtype, rounded to nearest even, clamped to the largest values.
 
-    Of its lower 16 bits, rounding a number to 8 needs to know only whether they are all zero: they
-    become one bit, which is not the one that decides a tie, and a table has the rest. That is
+    Rounding a number to 8 bits needs to know of its lower 16 bits only whether they are all zero:
+    they become one bit, which is not the one that decides a tie, and a table has the rest. That is
     several times as fast as ml_dtypes' conversion.
     """
     with np.errstate(over="ignore", invalid="ignore"):
@@ -204,7 +205,7 @@ def look_at_codes(
     abs_max: np.ndarray | None,
     saturated: np.ndarray | None,
 ) -> None:
-    """What the reader of a product's codes does, as llmq.base.operand.ProductCodes has it."""
+    """Look at a product's codes as their reader does (llmq.base.operand.ProductCodes)."""
     if abs_max is None:
         return
     limit = FP8_MAX[codes.dtype] * scale[0]

@@ -182,6 +182,7 @@ def matmul_mxfp8(
     accumulate: int,
     fast_accumulation: int,
 ) -> None:
-    """As matmul_fp8 with scales whose product is scalars[0]; those of blocks are one."""
+    """Multiply as matmul_fp8 does with scales whose product is scalars[0]; those of blocks are
+    one."""
     one, sizes = np.ones(1, np.float32), (M, N, K, accumulate, fast_accumulation)
     matmul_fp8(out, a, b, scalars[:1], one, bias, None, None, addend, workspace, *sizes)

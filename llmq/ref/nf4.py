@@ -45,7 +45,7 @@ def scale_levels() -> np.ndarray:
     """
     levels = [np.float32(0), np.float32(1)]
     for order in range(7):
-        # As torch.linspace steps, from the nearer end: one rounding of what F64 has exactly.
+        # Steps are torch.linspace's, from the nearer end: one rounding of what F64 has exactly.
         count = 2**order + 1
         index = np.arange(count)
         step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(count - 1))

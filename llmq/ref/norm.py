@@ -44,7 +44,7 @@ def _rstd(x: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
-    """What elements are multiplied by, in the computing precision."""
+    """The factor of elements, in the computing precision."""
     factor = compute(weight)
     return factor.dtype.type(1) + factor if offset else factor
 

@@ -60,7 +60,7 @@ def outliers_weight(
     cols: int,
     most: int,
 ) -> None:
-    """As outliers_take, of a weight's codes times the scale of their row."""
+    """Do as outliers_take, with a weight's codes times the scale of their row."""
     out[...] = 0
     chosen = index[index >= 0]
     out[:, : len(chosen)] = compute(q[:, chosen]) * scale[:, None]

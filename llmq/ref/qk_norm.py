@@ -39,7 +39,7 @@ def _parts(num_heads: int, num_kv_heads: int, wide: int) -> Iterator[tuple[slice
 
 
 def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
-    """What channels are multiplied by, in the computing precision."""
+    """The factor of channels, in the computing precision."""
     factor = compute(weight)
     return factor.dtype.type(1) + factor if offset else factor
 

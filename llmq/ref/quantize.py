@@ -48,7 +48,7 @@ def quantize_transpose(
     rows: int,
     cols: int,
 ) -> None:
-    """As quantize; q_t gets the transpose of q, which may be None."""
+    """Quantize as `quantize` does; q_t gets the transpose of q, which may be None."""
     factor = _factor(scale, abs_max, q_t.dtype)
     codes = np.empty(x.shape, np.uint8) if q is None else q.view(np.uint8)
     for block in row_blocks(rows, cols):

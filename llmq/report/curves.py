@@ -1,4 +1,4 @@
-"""What the logs of runs have to show: series of numbers over steps, tokens and hours."""
+"""Series of numbers over steps, tokens and hours, as the logs of runs have them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES = {
     "tokens": "tokens",
     "hours": "hours of steps, without validations and checkpoints",
 }
-"""What the x-axis may count, and what it says then."""
+"""The x-axis may count these, and is labelled so."""
 
 # By title, in their order: of a step's record a number, of a GPU's a reading.
 _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
@@ -95,8 +95,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 class _Clock:
-    """What was done when: tokens and hours by step. Of steps before the log's first one tokens
-    are as many as of that one, and no time is known.
+    """The time at which each step was done: tokens and hours by step. Steps before the log's first
+    one count as many tokens as that one, and have no time.
     """
 
     def __init__(self, steps: Iterable[dict[str, Any]]):
@@ -112,7 +112,7 @@ class _Clock:
         }
 
     def x(self, records: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-        """Of each record by axis; one that a step has written is at its end."""
+        """The position of each record by axis; one that a step has written is at its end."""
         steps = np.array([r["step"] for r in records], int)
         of_step = [is_undone(r, r["step"]) for r in records]
         made = np.searchsorted(self._steps, steps + np.array(of_step, int), "left")

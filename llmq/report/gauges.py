@@ -132,7 +132,7 @@ def _rate(sample: dict[str, Any], name: str) -> str:
 
 
 def _held_by(sample: dict[str, Any], *, wide: bool) -> tuple[str, str]:
-    """What holds the clock down, and the style of it."""
+    """The limit that holds the clock down, and the style of its name."""
     reasons = sample.get("reasons", UNSUPPORTED)
     if isinstance(reasons, dict):  # of a record: the most frequent one
         found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)

@@ -52,16 +52,16 @@ def _utc_now() -> str:
 
 class JsonLog:
     """A JSON array on disk, one record a line. Each record is written with the array's end behind
-    it, in one call of the system, so that the file is valid whenever the process stops. What the
-    disk refuses waits in memory, with one warning, and is written with a later record. A file that
-    vanishes or is cut meanwhile is begun anew, with a warning, and so is one that another file has
-    taken the place of, beside that.
+    it, in one call of the system, so that the file is valid whenever the process stops. Records
+    that the disk refuses wait in memory, with one warning, and are written with a later record. A
+    file that vanishes or is cut meanwhile is begun anew, with a warning, and so is one that another
+    file has taken the place of, beside that.
     """
 
     def __init__(self, path: Path, *, append: bool = False):
         """append: go on with the log that is there, if there is one; else it is replaced.
 
-        What a machine that stopped has left behind the last whole record is cut off, with a
+        The torn tail that a machine may have left behind the last whole record is cut off, with a
         warning. LlmqError where it cannot be written, or is to be continued and is no log, or is to
         be replaced and does not even begin as one: a slip of the user's would cost another file.
         """

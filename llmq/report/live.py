@@ -116,7 +116,7 @@ class Progress:
         self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
 
     def update(self, **state: Any) -> None:
-        """As LiveView.progress."""
+        """Do as LiveView.progress."""
         self._state |= state
         if "loss" in state:
             self._curve.add(state["loss"])
@@ -124,8 +124,8 @@ class Progress:
             self._times.append(state["ms"])
 
     def render(self, *, goes_on: bool = True) -> Group:
-        """Its lines: three, or more where scores have many names. Of a run that does not go on, no
-        time is left."""
+        """Its lines: three, or more where scores have many names. A run that does not go on has no
+        time left."""
         state = self._state
         head = _Head(state["step"], self.total, self._speed(goes_on))
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
@@ -137,7 +137,7 @@ class Progress:
 
     @property
     def ms(self) -> float:
-        """Of a step, the mean of the last ones; 0 as long as there is none."""
+        """The mean time of the last steps; 0 as long as there is none."""
         return sum(self._times) / len(self._times) if self._times else 0.0
 
     def _speed(self, goes_on: bool) -> str:

@@ -16,7 +16,7 @@ COLUMNS = 2  # of the panels below the loss
 MARKERS = "os^Dv*"
 
 Runs = dict[str, list[Series]]
-"""What is drawn, by the name of the run."""
+"""The records that are drawn, by the name of the run."""
 
 
 def _names(logs: list[Path]) -> Iterator[str]:

@@ -18,7 +18,7 @@ COLORS += ("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
 def thinned(values: np.ndarray) -> np.ndarray:
-    """Which of many values to keep: of neighbours the lowest and the highest; all if few."""
+    """The indices of many values to keep: of neighbours the lowest and the highest; all if few."""
     count = len(values)
     if count <= MAX_POINTS:
         return np.arange(count)

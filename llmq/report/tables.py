@@ -13,7 +13,7 @@ Cells = Sequence[Any]
 
 
 class TableSink(Protocol):
-    """What makes text of a table."""
+    """A function that makes text of a table."""
 
     def table(self, head: Sequence[str], rows: Iterable[Cells]) -> str:
         """The text. Cells are shown as `str` shows them."""

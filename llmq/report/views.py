@@ -1,4 +1,4 @@
-"""Where a run's lines go: plain output, or the live view of a terminal (live.py)."""
+"""The places that a run's lines go to: plain output, or the live view of a terminal (live.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRESS_SECONDS = 3  # between lines about a validation that takes longer
 
 
 class View(Protocol):
-    """Where lines go: plain output, or the live view of a terminal.
+    """A place that lines go to: plain output, or the live view of a terminal.
 
     shows_sensors: whether it shows GPUs and CPUs all the time.
     """

@@ -1,7 +1,7 @@
 """`llmq watch`: the JSON log of a run in TensorBoard or Weights & Biases.
 
-What a record holds is either numbers of its step, under names such as `train/loss`, or a text about
-the whole run, such as the command line. Two sinks know how their library takes these.
+A record holds either numbers of its step, under names such as `train/loss`, or a text about the
+whole run, such as the command line. Two sinks know how their library takes these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from llmq.report.json_log import LogReader
 
 DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _COMMON = {"log", "time", "step"}
-# Of a GPU's readings, where the log has other units than W, MiB and MiB/s.
+# The log has some of a GPU's readings in other units than W, MiB and MiB/s.
 _UNITS = {"power": 1000, "power_limit": 1000, "pcie_rx": MIB, "pcie_tx": MIB}
 _UNITS |= dict.fromkeys(("dram_free", "dram_total", "memory_used", "memory_total"), MIB)
 _EXTREME = re.compile("_(max|min)$")
@@ -149,7 +149,7 @@ class TensorBoard:
         return writer
 
     def _restart(self, at: float, step: int) -> Any:
-        """What makes TensorBoard forget all numbers from a step on."""
+        """The event that makes TensorBoard forget all numbers from a step on."""
         event = self._event(wall_time=at, step=step)
         event.session_log.status = event.session_log.START
         return event
@@ -201,7 +201,7 @@ class WeightsAndBiases:
 
     @property
     def url(self) -> str | None:
-        """Where the run can be seen; None where it stays on this machine."""
+        """The address at which the run can be seen; None where it stays on this machine."""
         return getattr(self._run, "url", None)
 
     def rewind(self, at: float, step: int) -> bool:
@@ -232,7 +232,7 @@ class WeightsAndBiases:
 
 class Replay:
     """Sends records. Where a continued run undoes steps, those that it makes then count, unless a
-    sink cannot take back what was sent. Of options and texts the first count.
+    sink cannot take back what was sent. The first options and texts count.
     """
 
     def __init__(self, log: Path, sinks: list[TensorBoard | WeightsAndBiases]):
