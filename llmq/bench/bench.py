@@ -56,7 +56,7 @@ def run_bench(given: Mapping[str, Any], file: Path | None, how: How, argv: list[
 
 
 def _earlier(file: ReportFile, how: How) -> Report | None:
-    """What is there already and stays. ConfigError if it is not to be lost."""
+    """The report that is there already and stays. ConfigError if it is not to be lost."""
     if how.add or how.resume:
         return file.read("--resume" if how.resume else "--add")
     report = file.read("--out")
@@ -129,7 +129,7 @@ class Sweep:
 
     @property
     def report(self) -> Report:
-        """Of this sweep, and of what was there before it."""
+        """The report of this sweep, and of what was there before it."""
         new = self.new | {"left": len(self.pending), "running": None}
         report = new if self.earlier is None else merge(self.earlier, new)
         return report if self.how.add else in_order(report, self.order)
@@ -182,7 +182,7 @@ class Sweep:
         return fits or not self.how.plan_first
 
     def _speed(self, options: Row) -> float:
-        """As predicted; what cannot be planned comes last, and says itself why."""
+        """The predicted speed; a run that cannot be planned comes last, and says itself why."""
         return self._prediction(options).get("tokens_per_second", 0.0)
 
     def _leave_what_is_done(self, earlier: Report) -> None:
@@ -204,7 +204,7 @@ class Sweep:
                 self._learn(run["options"], run)
 
     def _measured(self, options: Row) -> dict[str, Any]:
-        """What becomes of a run that is made, and how long it took."""
+        """The outcome of a run that is made, and how long it took."""
         start, how = time.monotonic(), self.how
         outcome = run_child(options, how.steps, how.repeats, self._timeout(options))
         self._compare_machines(outcome.pop("machine", None))

@@ -45,14 +45,15 @@ class Ended(NamedTuple):
 
 
 def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int | None:
-    """As `watched`, without a limit for the whole; only its exit status."""
+    """Run a command as `watched` does, without a limit for the whole; only its exit status is
+    returned."""
     return watched(command, text, alive, limit).status
 
 
 def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
     """Run it to its end.
 
-    text: its standard input. What it prints goes to our standard error. alive: the file that it
+    text: its standard input. Its output goes to our standard error. alive: the file that it
     touches. limit: seconds from one touch to the next, timeout: of the whole, after which it first
     gets SIGUSR1, for which it may print where it is; 0: as long as it takes.
     """
@@ -119,7 +120,7 @@ def _pass_on(pipe: IO[bytes], said: bytearray) -> None:
 
 
 def job_of_parent() -> dict[str, Any]:
-    """What a child is to do: JSON on standard input, without `parent`, with which it ends.
+    """The job of a child: JSON on standard input, without `parent`, with which it ends.
 
     At SIGUSR1 it prints where all threads are.
     """
@@ -150,7 +151,7 @@ def end_with(parent: int | None) -> None:
 def run_child(
     options: dict[str, Any], steps: int, repeats: int, timeout: float = 0
 ) -> dict[str, Any]:
-    """What one child measured: `status` and the rest as llmq/bench/measure.py writes it.
+    """The measurements of one child: `status` and the rest as llmq/bench/measure.py writes it.
 
     timeout: seconds, 0: no limit but that of --watchdog. A status that says nothing of a speed has
     a `message`, and where the child printed something its `last_words`, a list of lines.
@@ -175,7 +176,7 @@ def run_child(
 
 
 def _without_result(ended: Ended, limit: float, timeout: float) -> dict[str, Any]:
-    """Of a child that wrote none."""
+    """The outcome of a child that wrote none."""
     if ended.status is None:
         why, flag = f"no progress for {limit} seconds", "--watchdog"
         if ended.late:

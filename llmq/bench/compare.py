@@ -1,9 +1,9 @@
 """`llmq bench --compare A B`: which runs of one report are faster in another one.
 
 The repeats of a run are its sample: of two runs Welch's interval for the difference of the means of
-log(seconds a step) says between which changes of speed the real one lies, with 95 %. What lies on
-both sides of 0 is no difference to be seen. The repeats are of one process and one card: what
-another process, day or card would change is not in them.
+log(seconds a step) says between which changes of speed the real one lies, with 95 %. An interval on
+both sides of 0 shows no difference. The repeats are of one process and one card: what another
+process, day or card would change is not in them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of a speed: as a part of the earlier one, and its interval; None where a run has one repeat.
+    """The change of a speed: as a part of the earlier one, and its interval; None where a run has
+    one repeat.
 
     The interval is of the geometric means, the change too.
     """
@@ -120,7 +121,7 @@ def comparison(one: Report, other: Report, names: tuple[str, str]) -> list[str]:
 
 
 def _key(run: dict[str, Any]) -> Hashable:
-    """What a run is matched by: its options, and how many GPUs there were."""
+    """The key by which a run is matched: its options, and how many GPUs there were."""
     return identity(run["options"]), run.get("gpus")
 
 
@@ -132,7 +133,7 @@ def _spelled(found: Change) -> list[str]:
 
 
 def _machines(one: Report, other: Report) -> str:
-    """What else than llmq's code may have changed the speed."""
+    """Differences, other than llmq's code, that may have changed the speed."""
     lines = [f"- {line}" for line in differences(one["machine"], other["machine"])]
     cards = [((r["machine"] or {}).get("gpu") or {}).get("uuid") for r in (one, other)]
     if all(cards) and cards[0] != cards[1]:

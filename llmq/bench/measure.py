@@ -214,7 +214,7 @@ def predicted_speed(trainer: Trainer) -> float:
 
 
 def _joules(gpus: list[NvmlGpu | None]) -> float | None:
-    """What all GPUs have used so far; None where one of them does not say."""
+    """The energy that all GPUs have used so far; None where one of them does not say."""
     readings = [None if gpu is None else gpu.joules() for gpu in gpus]
     return None if None in readings else sum(readings)
 
@@ -239,14 +239,14 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def _machine(trainer: Trainer, source: NvmlGpu | None) -> dict[str, Any]:
-    """What the run depended on besides the options."""
+    """The machine on which the run depended besides the options."""
     dev = trainer.dev
     gpu = None if dev.kind != "cuda" else system_record(dev.index, gpu_info(dev.index), source)
     return {"device": dev.spec.name, "gpu": gpu, "versions": versions_of(dev.kind)}
 
 
 def versions_of(kind: str) -> dict[str, str]:
-    """Of what a run on this kind of device depends on."""
+    """The versions of what a run on this kind of device depends on."""
     versions = {"llmq": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     return versions | (library_versions() if kind == "cuda" else {})
 

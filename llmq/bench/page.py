@@ -144,7 +144,8 @@ def _missing(runs: Sequence[Run], shared: dict[str, str]) -> str:
 
 
 def _heat_maps(runs: Sequence[Run], models: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Of each model, for pairs of options that take several values; of other options the best."""
+    """Maps of each model, for pairs of options that take several values; the best of all other
+    options counts."""
     found = []
     for model in models:
         of_model = [run for run in runs if run["model"] == model]
@@ -164,7 +165,7 @@ def _used(runs: Sequence[Run], names: tuple[str, str]) -> set[tuple[str, ...]]:
 
 
 def _value(run: Run, name: str) -> str:
-    """As an option file has it."""
+    """A value as an option file has it."""
     try:
         value = value_of(run["options"], name)
     except (KeyError, ConfigError):  # of another version

@@ -1,4 +1,4 @@
-"""What other programs reach, and what nothing but products could: the facts of --peers."""
+"""The facts of --peers: what other programs reach, and what nothing but products could."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from llmq.base.errors import ConfigError
 from llmq.base.json_file import read_json
 
-# What every entry of --peers has, beside speeds whose names begin with "tps".
+# Every entry of --peers has these fields, beside speeds whose names begin with "tps".
 _FACTS = {
     "runs": ("device", "system", "gpus", "model", "dtype", "batch", "accumulation", "tps"),
     "floors": ("device", "model", "seq_len"),

@@ -136,7 +136,7 @@ def heat_map(columns: Sequence[str], rows: Sequence[str], cells: Sequence[Sequen
 
 
 class _Tips:
-    """What parts of a picture say, and of which class they are."""
+    """The texts that parts of a picture show, and their classes."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, tuple[str, str]] = {}

@@ -31,7 +31,7 @@ _machine = cache(choose_machine)  # what is free is asked once: all runs are com
 
 
 def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
-    """What is written of one run, and where it would run. Raises LlmqError."""
+    """The record of one run's plan, and where it would run. Raises LlmqError."""
     config = make_config(options | {"steps": 1, "cooldown": 0})
     model, _ = model_of_run(config, weights=False)
     machine = _machine(config.device, config.gpus)

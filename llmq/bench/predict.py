@@ -1,4 +1,4 @@
-"""What the plan says of every run of a sweep before the first one starts, and how long they take.
+"""The predictions of every run of a sweep before the first one starts, and how long they take.
 
 The plans are made by a child process (llmq/bench/plan_runs.py), which has ended before anything is
 measured: this one loads no CUDA.
@@ -22,11 +22,12 @@ PLANNER = (sys.executable, "-m", "llmq.bench.plan_runs")
 LIMIT = 300  # seconds for the plan of one run
 
 Prediction = dict[str, Any]
-"""Of one run, as llmq/bench/plan_runs.py writes it."""
+"""The prediction of one run, as llmq/bench/plan_runs.py writes it."""
 
 
 def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:
-    """Of each run, and the machine. Where the child fails, that is said, and nothing is known."""
+    """The prediction of each run, and the machine. A child that fails is reported, and nothing is
+    known."""
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
         path, alive = Path(folder) / "result.json", Path(folder) / "alive"
         text = json.dumps({"runs": runs, "parent": os.getpid()})
@@ -41,8 +42,8 @@ def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any
 class Forecast:
     """How long runs take, from the plan's predictions and from the runs that are over.
 
-    counted: steps of one run. Of the CPU the plan only says how runs compare, so that there nothing
-    is known before the first one is over.
+    counted: steps of one run. For the CPU the plan only says how runs compare, so that there
+    nothing is known before the first one is over.
     """
 
     START = 30.0  # seconds beside the steps, before a run has shown how many it takes
@@ -61,7 +62,7 @@ class Forecast:
             self._ratios.append(step_seconds / prediction["step_seconds"])
 
     def seconds(self, prediction: Prediction) -> float | None:
-        """Of one run; None: nothing is known."""
+        """The seconds of one run; None: nothing is known."""
         predicted = prediction.get("step_seconds")
         if predicted is None or not (self._ratios or prediction["on_gpu"]):
             return statistics.fmean(self._walls) if self._walls else None

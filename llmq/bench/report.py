@@ -24,12 +24,12 @@ of a step. waits: of the host for the GPU within a step. start: from the command
 first step."""
 
 
-# What runs are called whose products are not in the format of the model.
+# Runs whose products are not in the format of the model are called so.
 _PRODUCTS = {"e4m3": "fp8", "int8": "int8"}
 
 
 def describe(options: dict[str, Any]) -> dict[str, Any]:
-    """What a run is told apart by, and its remaining options as flags."""
+    """The columns by which a run is told apart, and its remaining options as flags."""
     config = make_config(options)
     columns = {
         "model": config.model.rsplit("/", 1)[-1],

@@ -97,7 +97,8 @@ def _check_speed(result: dict[str, Any]) -> None:
 
 
 def differences(one: dict[str, Any] | None, other: dict[str, Any] | None) -> list[str]:
-    """In what two machines of reports differ; the device first. What is not known is equal."""
+    """In what two machines of reports differ; the device first. A value that is not known is
+    equal."""
     if one is None or other is None:
         return []
     found = []

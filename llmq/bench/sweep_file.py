@@ -37,7 +37,7 @@ _WITHOUT_EFFECT = {
 
 
 class _Part(NamedTuple):
-    """What a file or one of its runs says: options, lists that go together, conditions."""
+    """The content of a file or one of its runs: options, lists that go together, conditions."""
 
     options: dict[str, Any]
     zips: list[dict[str, list[Any]]]
@@ -51,7 +51,7 @@ class _Part(NamedTuple):
 
     @property
     def keys(self) -> set[str]:
-        """Of its options, those that go together too."""
+        """The names of its options, those that go together too."""
         return {*self.options, *itertools.chain.from_iterable(self.zips)}
 
 
@@ -97,13 +97,13 @@ def one_run(given: Mapping[str, Any], file: Path | None) -> TrainConfig:
 
 
 def identity(options: Row) -> Hashable:
-    """What is equal for runs that do the same, however they are spelled."""
+    """A text that is equal for runs that do the same, however they are spelled."""
     return _identity(json.dumps(options, sort_keys=True, default=str))
 
 
 @cache
 def _identity(text: str) -> Hashable:
-    """Of options in JSON. A long sweep asks for each of them again after each run."""
+    """The identity of options in JSON. A long sweep asks for each of them again after each run."""
     try:  # the log's name is made from the time, and when a run counts as hung does not change it
         return replace(make_config(json.loads(text)), log_file=None, watchdog=0)
     except ConfigError:  # of a report by another version, which had other options
@@ -111,7 +111,7 @@ def _identity(text: str) -> Hashable:
 
 
 def _part(content: Mapping[str, Any], file: Path | None) -> _Part:
-    """Of a mapping in a file."""
+    """A part made of a mapping in a file."""
     plain = {key: value for key, value in content.items() if key not in ("zip", "where")}
     where = content.get("where", [])
     texts = where if isinstance(where, list) else [where]

@@ -31,7 +31,7 @@ from llmq.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the two runs measured.
+    """The measurements of the two runs.
 
     options: flags under test. without, having: results of each step, then of an evaluation on the
     last step's first batches, which shows the weights after it.
@@ -51,12 +51,12 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """Of the results."""
+        """The names of the results."""
         return [*(f"step {i}" for i in range(len(self.without) - 1)), "evaluation"]
 
 
 def numbers(result: Result) -> dict[str, float]:
-    """What a result is compared by: all but times."""
+    """The numbers by which a result is compared: all but times."""
     return {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
 
 

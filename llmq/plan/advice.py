@@ -53,7 +53,7 @@ class Saving:
 
 
 def savings(config: TrainConfig, planner: Planner, changes: Sequence[Changes]) -> list[Saving]:
-    """What each of the changes, one after the other, saves and costs."""
+    """The savings and the costs of each of the changes, one after the other."""
     configs = [having(config, changes[:n]) for n in range(len(changes) + 1)]
     needs = [planner.estimate(c) for c in configs]
     return [
@@ -100,7 +100,7 @@ def whole_command(config: TrainConfig, planner: Planner) -> str:
 
 
 def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
-    """What there is too little of, with what takes most of it."""
+    """The memories that are too small, with what takes most of them."""
     problems = []
     device = needed_bytes(plan, spec)
     if limits.device is not None and device > limits.device:
@@ -191,7 +191,7 @@ class Way:
 def refusal(
     config: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]
 ) -> OutOfMemory:
-    """Where a search found nothing: what is missing at the least, and what would help.
+    """The error of a search that found nothing: what is missing at the least, and what would help.
 
     config: with the smallest micro-batch. fixed: options that keep their values.
     """
@@ -225,7 +225,7 @@ def refusal(
 
 
 def _with_least_host_memory(config: TrainConfig, boundless: Shrinker) -> list[Changes] | None:
-    """What to change so that it fits into the device; None: nothing does that."""
+    """The changes by which it fits into the device; None: nothing does that."""
     places = boundless.host_choices(config)
     if not places:
         return None
@@ -272,7 +272,8 @@ def _with_shorter_sequences(
 def _with_a_smaller_model(
     config: TrainConfig, shrinker: Shrinker, start: list[Changes]
 ) -> Way | None:
-    """The largest preset of the same kind that fits. Of its weights there may be none: no run."""
+    """The largest preset of the same kind that fits. Its weights need not be there, because nothing
+    is run."""
     own = shrinker.planner.model
 
     def fits(name: str) -> bool:

@@ -75,13 +75,14 @@ def _unsupported(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> s
 
 
 def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpec) -> str:
-    """As attention_backend on a GPU where cuDNN is taken to be installed."""
+    """Choose as attention_backend does on a GPU where cuDNN is taken to be installed."""
     reason = why_no_cudnn(config, _unsupported(config, model, spec))
     return config.attention if reason is None else "native"
 
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
-    """What --attention means here: "native" or "cudnn" for all, or "auto", see directions.
+    """The backend that --attention means here: "native" or "cudnn" for all, or "auto", see
+    directions.
 
     Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
     """

@@ -1,4 +1,4 @@
-"""What numbers of 8 bits would gain, beside what a search has found without changing formats."""
+"""The gain of 8-bit numbers, beside what a search has found without changing formats."""
 
 from __future__ import annotations
 

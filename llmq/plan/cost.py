@@ -21,7 +21,8 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From h100_ops.txt and peers.json in benchmarks/, and from the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
-# Of one direction's rate, what both have together: 48 of 55 GB/s each (h200_x4_bus.txt).
+# Both directions together have so many times one direction's rate: 48 of 55 GB/s each
+# (h200_x4_bus.txt).
 BOTH_WAYS = 1.74
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
 # they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
@@ -30,9 +31,9 @@ BOTH_WAYS = 1.74
 HOST_SHARE = {True: 0.43, False: 0.53}
 HOST_MEMORY = {True: 185e9, False: 160e9}
 FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may sum with fewer bits
-# Of the part of the peak that bf16 products reach, what products of signed bytes do: they use the
-# tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Hopper's is from
-# h100_int8.md; the others are not measured.
+# Products of signed bytes reach this part of the share of the peak that bf16 products reach: they
+# use the tensor cores as Ampere has them, which are a part of Hopper's and later servers'. Hopper's
+# is from h100_int8.md; the others are not measured.
 INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
 
@@ -91,8 +92,8 @@ NATIVE_ATTENTION = {
 
 
 class Network(NamedTuple):
-    """What joins machines of as many GPUs each. rate: bytes per second that one of them sends, and
-    receives at the same time."""
+    """The network that joins machines of as many GPUs each. rate: bytes per second that one of them
+    sends, and receives at the same time."""
 
     machines: int = 1
     rate: float = math.inf
@@ -102,7 +103,7 @@ ONE_MACHINE = Network()
 
 
 class Rates:
-    """What a card takes for each piece of work."""
+    """The times that a card takes for each piece of work."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Rates:
         """gpus: how many of this card share the host's memory. nccl: whether it exchanges.
 
         peer_access: whether GPUs may reach each other's memory. visible_share: what documents leave
-        of the causal pairs of query and key. What is measured of the card counts, else its sheet.
+        of the causal pairs of query and key. Measurements of the card count, else its sheet.
         """
         card = card if peer_access else replace(card, link=0.0)
         self.card, self._visible, self._network = card, visible_share, network
@@ -311,8 +312,8 @@ class KindCost(NamedTuple):
 def cost_by_kind(
     plan: Plan, card: Card | None, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> dict[str, KindCost]:
-    """What a step launches, copies, fills and exchanges, by name of kind in order. Arguments are
-    as step_time's."""
+    """The cost of a step's launches, copies, fills and exchanges, by name of kind in order.
+    Arguments are as step_time's."""
     rates = None if card is None else _rates(plan, card, visible_share, network)
     found: dict[str, KindCost] = {}
     for trace, count in (*plan.micro_steps, (plan.update, 1)):
@@ -331,7 +332,7 @@ def cost_by_kind(
 def exposed_seconds(
     plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> float:
-    """Of a step, how much longer it takes because GPUs and machines exchange data."""
+    """The time by which a step is longer because GPUs and machines exchange data."""
     gpus = plan.world_size // network.machines
     how = {"nccl": plan.nccl, "visible_share": visible_share}
     at_once = _step_time(plan, Rates(replace(card, link=math.inf), gpus, **how))

@@ -1,4 +1,5 @@
-"""What `llmq plan` says of the training data, where documents or weights decide about an epoch."""
+"""The text of `llmq plan` on the training data, where documents or weights decide about an
+epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ SAMPLE = 256  # sequences whose documents are looked at
 
 
 def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dict[str, Any] | None:
-    """Of an epoch, for programs. None where files are read as they are: then it is not opened.
+    """The record of an epoch, for programs. None where files are read as they are: then it is not
+    opened.
 
     problem: why nothing is known, such as files that are not there yet. visible_share: None
     without document masks, else what they leave of the causal pairs of query and key.

@@ -1,4 +1,4 @@
-"""What a run writes to the disk: the size of a checkpoint, and of all that stays."""
+"""The disk space of a run: the size of a checkpoint, and of all that stays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DiskUse:
 
     @property
     def total(self) -> int | None:
-        """Of all that stays; None if it grows with the number of steps."""
+        """The size of all that stays; None if it grows with the number of steps."""
         return self.kept * self.checkpoint + self.model if self.every is None else None
 
     def record(self) -> dict[str, int | None]:
@@ -64,7 +64,7 @@ def _mib(size: int) -> str:
 
 
 def disk_use(config: TrainConfig, model: ModelConfig, placement: Placement) -> DiskUse:
-    """Of a run with these options, whatever the number of its ranks."""
+    """The disk use of a run with these options, whatever the number of its ranks."""
     kept, every, deletes = _checkpoints(config)
     exported = parameter_count(model) * parse_dtype(config.model_dtype).itemsize
     if config.has_adapters:

@@ -37,8 +37,8 @@ WITHOUT_UPDATE["seq_len"] = 16  # what fp8 needs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Of one configuration. device: bytes that must fit into each rank's device memory. host: bytes
-    of host memory of all ranks together. tokens: of a step.
+    """The needs of one configuration. device: bytes that must fit into each rank's device memory.
+    host: bytes of host memory of all ranks together. tokens: of a step.
     """
 
     device: int

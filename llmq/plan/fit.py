@@ -17,7 +17,7 @@ from llmq.runtime.device import HOST_SPEC
 SHOWN = 5  # configurations
 WORTH_SHOWING = 0.75  # of the speed of the fastest
 LADDER = 1.4  # a micro-batch that is tried and the next larger one differ at least by this factor
-# Of a larger micro-batch: no faster, and to plan one of a million short sequences takes minutes.
+# A larger micro-batch is no faster, and to plan one of a million short sequences takes minutes.
 MOST_TOKENS = 1 << 18
 PRODUCT = frozenset({"batch_size", "grad_accumulation"})  # only their product is kept
 
@@ -44,7 +44,7 @@ class Fit:
         self._changes: dict[int, list[Changes]] = {}
 
     def search(self) -> list[Candidate]:
-        """As `found`. Raises OutOfMemory if nothing fits."""
+        """Search as `found` does. Raises OutOfMemory if nothing fits."""
         found = self.found()
         if not found:
             raise refusal(self.ladder()[0], self.planner, self.limits, self.fixed)
@@ -59,7 +59,7 @@ class Fit:
         return self.shrinker.can_fit(self.ladder()[0])
 
     def found(self) -> list[Candidate]:
-        """What fits, the fastest first, at most SHOWN of it.
+        """Candidates that fit, the fastest first, at most SHOWN of them.
 
         Larger micro-batches are faster until they have to save too much: from the middle, uphill.
         """
@@ -72,7 +72,7 @@ class Fit:
             place = best
             near = range(max(place - 1, 0), min(place + 2, len(ladder)))
             best = max(near, key=lambda n: self._speed(ladder[n]))
-        # Of smaller ones only those can be faster that would be, if they had to save nothing.
+        # Smaller ones can be faster only if they would be without having to save anything.
         for config in reversed(ladder[:place]):
             if self.planner.estimate(config).speed > self._speed(ladder[place]):
                 self._speed(config)
@@ -85,7 +85,7 @@ class Fit:
         return [c for c in found if _by_speed(c) >= WORTH_SHOWING * _by_speed(fastest)][:SHOWN]
 
     def changes_of(self, candidate: Candidate) -> list[Changes]:
-        """What was changed, beside the micro-batch, to make a found one fit."""
+        """The changes, beside the micro-batch, that made a found one fit."""
         return self._changes[candidate.config.batch_size]
 
     def ladder(self) -> list[TrainConfig]:

@@ -22,10 +22,11 @@ def fits_of(fit: Fit) -> list[Fit]:
 
 
 def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
-    """What fits, the best first, at most SHOWN of it, and the search that found the best.
+    """Candidates that fit, the best first, at most SHOWN of them, and the search that found the
+    best.
 
-    A coarser format of the model comes before a finer one only if it is noticeably faster. Of those
-    that are not the best's there is one each. Raises OutOfMemory if nothing fits.
+    A coarser format of the model comes before a finer one only if it is noticeably faster. Each
+    other search gives one. Raises OutOfMemory if nothing fits.
     """
     fits = fits_of(fit)
     if len(fits) == 1:

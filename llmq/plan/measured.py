@@ -16,10 +16,10 @@ NEAREST = 4  # products that one of another size is compared with
 TILE = 128 * 256  # elements of a product's result that a multiprocessor computes at a time
 TILE_DEPTH = 2048  # longer sums of a product are split among multiprocessors
 LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
-# What products of ours move beside a product's own matrices takes so many times as long as it would
-# take alone; the second one where codes are written in both layouts, which is more to compute.
-# About the means of h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with
-# codes in both layouts, 1.1 to 1.7 times.
+# Bytes that products of ours move beside a product's own matrices take so many times as long as
+# they would take alone; the second factor is for codes in both layouts, which is more to compute.
+# About the means of h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with codes in both
+# layouts, 1.1 to 1.7 times.
 EXPOSED, EXPOSED_TURNED = 0.9, 1.5
 
 Known = dict[tuple[int, ...], float]
@@ -27,8 +27,8 @@ Known = dict[tuple[int, ...], float]
 
 
 class More(NamedTuple):
-    """What a launch does beside the library's product of the same matrices. nbytes: what it moves.
-    turns: whether it writes codes in both layouts."""
+    """The work of a launch beside the library's product of the same matrices. nbytes: what it
+    moves. turns: whether it writes codes in both layouts."""
 
     nbytes: int = 0
     turns: bool = False
@@ -50,7 +50,8 @@ def exposed(more: More) -> float:
 
 
 class Measured:
-    """A card file's launches. What it has no like of is None, and left to the data sheet."""
+    """A card file's launches. A launch that it has no like of is None, and left to the data
+    sheet."""
 
     def __init__(self, file: CardFile):
         self.file = file
@@ -59,7 +60,7 @@ class Measured:
         merged = defaultdict(lambda: defaultdict(list))
         for name, points in file.launches.items():
             words = tuple(name.split("/"))
-            # What is computed besides a product is in its time: no other product is like it.
+            # A product's time has what is computed besides it: no other product is like it.
             longer = not set(LONGER).isdisjoint(words)
             for count in range(len(words) if longer else 1, len(words) + 1):
                 for sizes, seconds in points:
@@ -76,8 +77,8 @@ class Measured:
     def seconds(
         self, kind: Kind, flops: int, device_bytes: int, more: More = NOTHING
     ) -> float | None:
-        """Of one launch that is no attention. more: what its like would not do, which takes time of
-        its own."""
+        """The seconds of one launch that is no attention. more: what its like would not do, which
+        takes time of its own."""
         key = (kind, more)
         if key not in self._seconds:
             besides = 0.0 if self.bandwidth is None else exposed(more) / self.bandwidth
@@ -91,8 +92,9 @@ class Measured:
     def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
         """Sizes and seconds of the launch of this kind, or its like, that is nearest in size.
 
-        Of attention: of those with its length, head size and window, if there is any. They differ
-        in the number of heads alone, which does not change what the kernel does.
+        The nearest measurement of attention: of those with its length, head size and window, if
+        there is any. They differ in the number of heads alone, which does not change what the
+        kernel does.
         """
         known = self._like(kind)
         if not known:
@@ -102,7 +104,7 @@ class Measured:
         return sizes, known[sizes]
 
     def _like(self, kind: Kind) -> Known:
-        """Of the kinds that share the most first words with it, and have as many sizes."""
+        """The kinds that share the most first words with it, and have as many sizes."""
         words = tuple(kind.name.split("/"))
         counts = range(len(words), 0, -1)
         like = next((self._by_words[words[:n]] for n in counts if words[:n] in self._by_words), {})
@@ -168,7 +170,8 @@ def half_wave(depth: int, num_sms: int) -> int:
 
 
 def _product_alone(seconds: float, besides: float) -> float:
-    """Of these seconds; what a product does besides is hidden where it would be more than half."""
+    """The seconds of the product alone; what it does besides is hidden where it would be more than
+    half."""
     return max(seconds - besides, seconds / 2)
 
 

@@ -1,4 +1,4 @@
-"""What a run needs of a machine's memory, and what it may take."""
+"""The memory that a run needs of a machine, and the memory that it may take."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ class OutOfMemory(LlmqError):
     """A plan that does not fit; the details are what would make it fit, with a whole command."""
 
 
-# What CUDA takes beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
+# CUDA takes this beside the arena: context, kernels, cuBLASLt and cuDNN. Measured on an H100 with
 # driver 580: 537 MiB in a run of the 0.5B preset.
 CONTEXT_BYTES = 540 * MIB
-# What NCCL 2.28 takes on each of four H200, with the channels of comm/nccl.py. A communicator
+# NCCL 2.28 takes this on each of four H200, with the channels of comm/nccl.py. A communicator
 # across machines is taken to need as much, which was not measured.
 NCCL_BYTES = 930 * MIB
 
 
 def needed_bytes(plan: Plan, spec: DeviceSpec) -> int:
-    """What must fit into the device's memory. On the CPU pinned memory is the same memory."""
+    """The bytes that must fit into the device's memory. On the CPU pinned memory is the same
+    memory."""
     if spec == HOST_SPEC:
         return plan.usage.device_bytes + plan.usage.sizes.host
     beside = CONTEXT_BYTES + plan.communicators * NCCL_BYTES
@@ -39,7 +40,7 @@ def page_tables(pinned: int, spec: DeviceSpec) -> int:
     return 0 if spec == HOST_SPEC else pinned // 512
 
 
-# What a desktop wants of a card's memory: windows, and a browser that is opened later.
+# A desktop wants this of a card's memory: windows, and a browser that is opened later.
 DESKTOP_BYTES = 512 * MIB
 
 
@@ -88,7 +89,7 @@ PROCESS_BYTES, DRIVER_BYTES = 2 << 30, 512 * MIB
 
 
 def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
-    """What a run may take on this machine."""
+    """The memory that a run may take on this machine."""
     if machine.kind == "host":
         available, host = available_host_memory() // machine.world.ranks_here, None
     else:

@@ -1,4 +1,4 @@
-"""What a run needs before it starts: the real step, run on the device that does nothing."""
+"""The needs of a run before it starts: the real step, run on the device that does nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Usage:
 
     @classmethod
     def of(cls, dev: Device) -> Usage:
-        """What a device holds, and its stack's high-water mark so far."""
+        """The tensors that a device holds, and its stack's high-water mark so far."""
         categories = {place: dict(dev.arenas[place].categories) for place in PLACES}
         categories["device"]["Stack"] = dev.stack.high_water_mark
         return cls(
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def communicators(self) -> int:
-        """Of NCCL that each rank is in."""
+        """The number of NCCL's communicators that each rank is in."""
         return int(self.nccl) + int(self.shards < self.world_size)
 
     @property

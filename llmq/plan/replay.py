@@ -42,7 +42,7 @@ class Transfers(NamedTuple):
 
 
 class Rates(Protocol):
-    """What a replay asks of a card, as llmq.plan.cost has it."""
+    """The rates that a replay asks of a card (llmq.plan.cost has them)."""
 
     @property
     def slowdown(self) -> float: ...
@@ -89,7 +89,8 @@ def replay(trace: Trace, rates: Rates) -> Phase:
 
 
 _Timed = tuple[Work | Mark, float, Transfers | None]
-"""What is in a trace, its seconds on the GPU itself, and those of the carriers if it needs any."""
+"""A phase: the contents of a trace, its seconds on the GPU itself, and those of the carriers if it
+needs any."""
 
 
 def _timed(item: Work | Mark, rates: Rates) -> _Timed:
@@ -112,7 +113,7 @@ class _Moved(NamedTuple):
 
 
 def _longer(moved: list[_Moved], phase: Phase, rates: Rates) -> dict[int, Transfers]:
-    """What transfers need that are slower than alone, by their places.
+    """The times of transfers that are slower than alone, by their places.
 
     Each direction of the bus is slower in that part of the phase in which the other one is busy,
     and all of its transfers by the same factor. Where a transfer and an exchange through the host
@@ -156,8 +157,8 @@ def _beside(transfer: _Moved, exchanges: list[_Moved]) -> Iterator[_Moved]:
 
 
 def _shared(transfer: _Moved, exchange: _Moved, times: float) -> float:
-    """Of the seconds of the transfer alone, those that go beside the exchange, where it takes so
-    many times as long: while it waited it would have got on by a part of that time."""
+    """The seconds of the transfer alone that go beside the exchange, where it takes so many times
+    as long: while it waited it would have got on by a part of that time."""
     waited = _overlap(transfer.ready, transfer.start, exchange.start, exchange.end)
     held_up = _overlap(transfer.start, transfer.end, exchange.ready, exchange.start)
     return waited / times + min(held_up, (exchange.end - exchange.start) / times)
@@ -168,8 +169,8 @@ def _overlap(start: float, end: float, other_start: float, other_end: float) -> 
 
 
 class _Carriers:
-    """What carries one transfer at a time. moved: what did. load, store: seconds of the bus, as
-    Phase has them."""
+    """Carriers, each with one transfer at a time. moved: what did. load, store: seconds of the bus,
+    as Phase has them."""
 
     def __init__(self) -> None:
         self._free: defaultdict[str, float] = defaultdict(float)
@@ -230,7 +231,7 @@ class _GoingOn:
         self._times: list[tuple[float, float]] = []
 
     def note(self, start: float, end: float) -> None:
-        """What was enqueued."""
+        """Note the time of something that was enqueued."""
         self._times.append((start, end))
 
     def beside(self, start: float, seconds: float) -> float:

@@ -209,7 +209,7 @@ def plan_record(
 
 
 def _kinds(plan: Plan, where: Target) -> list[dict[str, Any]]:
-    """What a step of one rank launches, by kind; its cost for programs."""
+    """The launches of a step of one rank, by kind; its cost for programs."""
     card = where.card if where.named else None
     costs = cost_by_kind(plan, card, where.visible_share, where.network)
     return [
@@ -234,7 +234,7 @@ def _predicted(tokens: int, time: StepTime, where: Target) -> dict[str, Any]:
 
 
 def _exposed(plan: Plan, where: Target) -> dict[str, float]:
-    """What a plan of several GPUs says besides."""
+    """The lines that a plan of several GPUs has besides."""
     if plan.world_size == 1:
         return {}
     shares = (where.visible_share, where.network)
@@ -271,7 +271,7 @@ def _larger_batch_line(record: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a search has found, the fastest first, and which number formats would be faster."""
+    """The result of a search, the fastest first, and the number formats that would be faster."""
 
     candidates: list[Candidate]
     coarser: list[Coarser]

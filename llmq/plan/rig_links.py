@@ -12,7 +12,7 @@ _WITHOUT_ACCESS = {True: "nccl-off", False: "staged"}  # backends, by whether NC
 
 
 class RigLinks:
-    """What carries the data of so many of a machine's GPUs, which all do the same at once."""
+    """The carriers of the data of so many of a machine's GPUs, which all do the same at once."""
 
     def __init__(
         self, file: CardFile, gpus: int, *, nccl: bool, peer_access: bool, at_once: bool = False
@@ -32,7 +32,7 @@ class RigLinks:
 
     @property
     def both_ways(self) -> tuple[float, float] | None:
-        """As Rates has it; None where so many GPUs were not measured."""
+        """The factor that Rates.both_ways has; None where so many GPUs were not measured."""
         if self._bus is None:
             return None
         into, out, both = self._bus
@@ -40,8 +40,9 @@ class RigLinks:
 
     @property
     def beside_exchanges(self) -> tuple[float, float]:
-        """As Rates has it: what loads add to exchanges where that was measured, else as beside
-        plain copies the other way. 1 where exchanges are the data sheet's, as none was measured."""
+        """The factor that Rates has: what loads add to exchanges where that was measured, else as
+        beside plain copies the other way. 1 where exchanges are the data sheet's, because none was
+        measured."""
         if self._bus is None or not self._exchange:
             return 1.0, 1.0
         into, out = self.both_ways
@@ -50,7 +51,8 @@ class RigLinks:
         return into, out
 
     def carried(self, work: Work) -> Transfers | None:
-        """As Rates.transfers, without a network; None where so many GPUs were not measured."""
+        """The transfers that Rates.transfers has, without a network; None where so many GPUs were
+        not measured."""
         received, loaded = 0 if self._at_once else work.received, work.loaded
         if self._beside_bus and "all_gather" in self._exchange:
             received += 0 if self._at_once else work.shared
@@ -64,12 +66,12 @@ class RigLinks:
         load, store = loaded / into, work.stored / out
         if self._beside_bus:
             return Transfers.of(load, store, (0.0, 0.0), link=exchange)
-        # What one GPU receives, another one sends at the same time.
+        # Another GPU sends the bytes that one receives, at the same time.
         return Transfers.of(load, store, (exchange, exchange))
 
 
 def exchange_seconds(points: Points, received: int) -> float:
-    """Of a collective by which a GPU receives so many bytes; points: as measured.
+    """The time of a collective by which a GPU receives so many bytes; points: as measured.
 
     On the line between two sizes; a smaller one takes the smallest one's time: that of its parts.
     """

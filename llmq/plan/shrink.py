@@ -61,10 +61,10 @@ class Shrinker:
     def shrink(
         self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes] = ()
     ) -> list[Changes]:
-        """What to change, one after the other, none superfluous; may not be enough.
+        """The changes to make, one after the other, none superfluous; they may not be enough.
 
         Always next: what costs the least time for each byte that is still too much. start: changes
-        to begin with, such as those of a similar configuration. Where both memories are short, that
+        to begin with, such as those of a similar configuration. If both memories are short, that
         can fill the host's with the wrong things: then what is to be there is chosen first.
         """
         found = self._cheapest(config, savers, start)
@@ -88,8 +88,8 @@ class Shrinker:
         return first + rest._cheapest(having(config, first), savers, ())
 
     def host_choices(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
-        """What may be in host memory so that all fits, if the rest is as light as can be, and what
-        is needed then; the fastest first.
+        """The choices of what is in host memory with which all fits, if the rest is as light as can
+        be, and what is needed then; the fastest first.
         """
         if self.is_hopeless(config):
             return []
@@ -158,7 +158,7 @@ class Shrinker:
             if best is None:
                 break
             found.append(best)
-        # What later ones imply or make unnecessary goes, the dearest first.
+        # Changes that later ones imply or make unnecessary go, the dearest first.
         enough = self.excess(having(config, found))
         for change in reversed(found[:-1]):
             rest = [c for c in found if c is not change]
@@ -191,7 +191,8 @@ class Shrinker:
         return found
 
     def _attention_bytes(self, config: TrainConfig, parts: int) -> int:
-        """What the library's backward takes for one of so many parts of a sequence or less."""
+        """The bytes that the library's backward takes for one of so many parts of a sequence or
+        less."""
         model = self.planner.model
         sizes = (config.local_seq_len, model.num_heads, model.num_kv_heads, model.head_dim)
         return backward_scratch_bytes(*sizes, parts // config.batch_size)

@@ -23,7 +23,7 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """llm.q's formula: forward and two backward products; attention counts its causal half.
 
-    Of this half, windows leave what they do; documents within a sequence are taken for one. With
+    Windows leave their part of this half; documents within a sequence are taken for one. With
     adapters a matrix that is not trained has one backward product.
     """
     L = config.num_layers

@@ -106,7 +106,8 @@ def target(
 
 
 def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
-    """Of --card and --card-file, with the rates that were measured of it, if there are any."""
+    """The card that --card and --card-file name, with the rates that were measured of it, if there
+    are any."""
     if file is None:
         return None if words is None else rig_card(find_card(words), gpus)
     card = card_from(file)
@@ -125,7 +126,7 @@ def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
 
 
 def _network(machines: int, rate: int | None, *, predicts: bool) -> Network:
-    """Of --machines and --network."""
+    """The network that --machines and --network describe."""
     if machines == 1 and rate is not None:
         raise ConfigError("--network: joins several machines: give --machines")
     if machines > 1 and rate is None and predicts:

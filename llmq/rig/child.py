@@ -42,7 +42,7 @@ GRACE = 15.0  # seconds that a child may take longer than it was given, to start
 
 @dataclass
 class Job:
-    """What a measurement is given. deadline: of time.monotonic. note: keeps what is known."""
+    """The input of a measurement. deadline: of time.monotonic. note: keeps what is known."""
 
     deadline: float
     note: Callable[[dict[str, Any]], None] = field(default=lambda result: None)
@@ -75,7 +75,7 @@ def run_part(part: str, seconds: float, options: dict[str, Any]) -> dict[str, An
 
 
 def function_of(part: str) -> Callable[..., None]:
-    """What measures it: of a Job and options; it notes its result."""
+    """The function that measures a part: it takes a Job and options, and notes its result."""
     module, name = PARTS[part].split(":")
     return getattr(importlib.import_module(module), name)
 

@@ -37,7 +37,8 @@ BACKENDS = {
     "copies": CommOptions(all_to_all_reduce=True, **COPIES),
     "staged": CommOptions(all_to_all_reduce=True, p2p="off", **COPIES),
 }
-# What runs beside exchanges: a product of square matrices, then a copy, about as a step has both.
+# The work that runs beside exchanges: a product of square matrices, then a copy, about as a step
+# has both.
 PRODUCT = {"cuda": 4096, "host": 64}  # rows
 COPY = {"cuda": 128 * MIB, "host": MIB}
 LONGER = 2  # times as long as the exchanges, so that these have kernels beside them to their end
@@ -49,10 +50,10 @@ Times = dict[tuple[str, int], float]
 
 @dataclass
 class Exchanges:
-    """What was measured of a backend. alone: of the slowest rank. beside: of the rank that waits
-    for none, while kernels run. slowdown: how many times as long these take meanwhile, at the
-    largest size. load: bytes that come from host memory, seconds of that alone, and how much longer
-    an exchange through host memory takes with them; None where exchanges do not go there. intact:
+    """The measurements of a backend. alone: of the slowest rank. beside: of the rank that waits for
+    none, while kernels run. slowdown: how many times as long these take meanwhile, at the largest
+    size. load: bytes that come from host memory, seconds of that alone, and how much longer an
+    exchange through host memory takes with them; None where exchanges do not go there. intact:
     whether what was gathered is what had been sent; None where that was not looked at.
     """
 
@@ -105,7 +106,7 @@ class Kernels:
         clock.stop(self.dev, self.totals[0], self.at[0])
 
     def seconds(self, run: Callable[[], None]) -> tuple[float, float]:
-        """Of kernels and of exchanges, added up, in what is run."""
+        """The seconds of kernels and of exchanges, added up, in what is run."""
         for total in self.totals:
             self.dev.zero(total)
         run()
@@ -130,7 +131,8 @@ class Calls:
 def operations(
     dev: Device, options: CommOptions, whole: Tensor, ready: Event
 ) -> dict[str, Callable[[Tensor], None]]:
-    """What is measured: functions of a slab at the beginning of `whole`. ready: as Calls has it."""
+    """The operations to measure: functions of a slab at the beginning of `whole`. ready: as Calls
+    has it."""
     spare = dev.alloc("spare", (whole.size // dev.mesh.size(),), whole.dtype, "Activations")
 
     def all_gather(slab: Tensor) -> None:
@@ -240,7 +242,7 @@ def program(
 def _with_load(
     calls: Calls, workers: Workers, exchange: Callable[[], None], load: Load
 ) -> tuple[int, float, float]:
-    """As Exchanges.load.
+    """Measure loads as Exchanges.load has them.
 
     A load that exchanges have beside them shares their direction of the bus, and what they take
     away in the other one slows it down, which a load alone is not.
@@ -281,7 +283,8 @@ def open_device(device: str, rank: int, world_size: int, sizes: MemorySizes) -> 
 def memory(
     options: CommOptions, world_size: int, mib: int, kernels: str | None = None
 ) -> MemorySizes:
-    """What a rank needs for slabs of that size. kernels: the kind of device, if they run beside."""
+    """The memory that a rank needs for slabs of that size. kernels: the kind of device, if they run
+    beside."""
     plan = PlanDevice(PLAN_SPEC, Mesh.of(world_size))
     connect([plan], options)
     slab = plan.alloc("slab", (mib * MIB // 2,), BF16, "Activations")
@@ -296,7 +299,8 @@ def memory(
 def measured(
     device: str, world_size: int, options: CommOptions, sizes: tuple[int, ...], together: bool
 ) -> Exchanges:
-    """Of one backend, the slowest rank's. device: cuda or cpu. together: beside kernels, too."""
+    """Measure one backend; the slowest rank's times count. device: cuda or cpu. together: beside
+    kernels, too."""
     devices: list[Device] = [None] * world_size
     kind = {"cpu": "host"}.get(device, device)
     needed = memory(options, world_size, max(sizes), kind if together else None)
@@ -321,7 +325,7 @@ def measured(
     return Exchanges(
         links=results[0][0],
         alone={key: max(rank.alone[key] for rank in ranks) for key in ranks[0].alone},
-        # Of the rank that comes last: the others' times have their waiting for it.
+        # The time is that of the rank that comes last: the others' times have their waiting for it.
         beside={key: min(rank.beside[key] for rank in ranks) for key in ranks[0].beside},
         load=_slowest([rank.load for rank in ranks if rank.load]),
         slowdown=max((rank.slowdown for rank in ranks), default=None) if together else None,
@@ -330,7 +334,7 @@ def measured(
 
 
 def _slowest(loads: list[tuple[int, float, float]]) -> tuple[int, float, float] | None:
-    """Of ranks that load as much at once."""
+    """The slowest load of ranks that load as much at once."""
     if not loads:
         return None
     nbytes, alone, beside = zip(*loads, strict=True)

@@ -1,4 +1,5 @@
-"""What a machine says of itself: its GPUs' slots, limits and memory, its driver, CPUs and buses.
+"""Facts that a machine tells of itself: its GPUs' slots, limits and memory, its driver, CPUs and
+buses.
 
 Nothing is loaded and nothing is changed: NVML is asked, and files of /sys and /proc are read.
 """
@@ -24,7 +25,7 @@ from llmq.runtime.host_usage import allowed_cpus
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.nvml import open_nvml
 
-# Of a GPU, by NVML: what it is called here, and how it is asked.
+# A fact of a GPU, by NVML: what it is called here, and how it is asked.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
     "pcie_generation": lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
     "pcie_generation_most": lambda n, h: n.nvmlDeviceGetMaxPcieLinkGeneration(h),
@@ -73,7 +74,7 @@ def measure(job: Job, **_: Any) -> None:
 
 
 def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices")) -> dict:
-    """Of one GPU, by its place such as 0000:19:00.0; what nobody tells is left out."""
+    """The facts of one GPU, by its place such as 0000:19:00.0; what nobody tells is left out."""
     facts: dict[str, Any] = {}
     if nvml is not None:
         try:
@@ -96,7 +97,7 @@ def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices"
 
 
 def host_facts(root: Path = Path("/")) -> dict[str, Any]:
-    """Of the machine: its CPU, memory, NUMA nodes, and what stands between its GPUs."""
+    """The facts of the machine: its CPU, memory, NUMA nodes, and what stands between its GPUs."""
     about = _text(root / "proc/cpuinfo")
     cpu = re.search(r"model name\s*:\s*(.+)", about)
     kernel = _text(root / "proc/cmdline").split()

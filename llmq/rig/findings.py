@@ -1,4 +1,5 @@
-"""What is wrong with a rig, in words, from its measurements, and what to do about it."""
+"""Findings say in words, from its measurements, what is wrong with a rig, and what to do about
+it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from llmq.options.cards import card_of
 from llmq.runtime.device import DeviceSpec, library_workspace
 
-# Of a PCIe lane in one direction, GB/s on paper, by generation.
+# The rate of a PCIe lane in one direction, GB/s on paper, by generation.
 LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 LEAST_BUS = 0.6  # of what the slot has on paper
 LEAST_COPY = 0.75  # of the bandwidth on the data sheet
@@ -207,7 +208,7 @@ def weak(report: Report) -> Iterator[str]:
 
 
 def shared(report: Report) -> Iterator[str]:
-    """What GPUs take from each other, and what the host lacks."""
+    """Findings on what GPUs take from each other, and what the host lacks."""
     found = _part(report, "bus").get("at_once", {})
     if len(found) > 1:
         number = max(found, key=int)
@@ -234,7 +235,7 @@ def shared(report: Report) -> Iterator[str]:
 
 
 def unknown(report: Report) -> Iterator[str]:
-    """What could not be measured."""
+    """Findings on what could not be measured."""
     if report.get("problem"):
         yield f"There is no GPU to measure: {report['problem']}"
     elif report["gpus"] and not report.get("driver"):

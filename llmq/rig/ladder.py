@@ -46,7 +46,7 @@ AHEAD, FILLS = 256 * MIB, 120
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. prepare: allocates on a device and returns what runs it. work: FLOPs, or
+    """One measurement. prepare: allocates on a device and returns what runs it. work: FLOPs, or
     bytes that are moved."""
 
     name: str
@@ -158,7 +158,7 @@ def cases(spec: DeviceSpec) -> Iterator[Case]:
 
 
 def prepared(dev: Device, case: Case) -> tuple[Callable[[], None], Tensor | None]:
-    """What runs it, and on GPUs memory to fill."""
+    """The function that runs a case, and on GPUs memory to fill."""
     run = case.prepare(dev)
     on_host = dev.kind == "host"
     return run, None if on_host else dev.alloc("ahead", (AHEAD,), U8, "Activations")

@@ -49,7 +49,7 @@ def in_time(idle: float) -> bool:
 
 
 def merged(tables: Iterable[Table]) -> Table:
-    """Of several measurements; where sizes are equal, the median of them."""
+    """One table made of several measurements; where sizes are equal, the median of them."""
     found: defaultdict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
     for table in tables:
         for name, points in table.items():

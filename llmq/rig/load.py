@@ -50,7 +50,7 @@ class Sensor:
             return
 
     def read(self) -> dict[str, Any]:
-        """What it tells; nothing without NVML."""
+        """A reading of the GPU; nothing without NVML."""
         n, h = self._nvml, self._handle
         if n is None:
             return {}
@@ -71,7 +71,7 @@ class Sensor:
 
 
 class Load:
-    """What one GPU does over and over: products, and copies of its memory."""
+    """The load of one GPU: products, and copies of its memory, over and over."""
 
     def __init__(self, dev: Device, rows: int):
         self.dev, self.rows = dev, rows
@@ -174,7 +174,8 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", **_: Any) -> None:
 
 
 def settled(series: dict[str, list[Any]]) -> dict[str, Any]:
-    """What a series ends at: medians of its last third, the hottest, and every reason there."""
+    """The values at which a series settles: medians of its last third, the hottest, and every
+    reason there."""
     found: dict[str, Any] = {}
     for name, values in series.items():
         last = values[-max(1, round(SETTLED * len(values))) :] if values else []

@@ -71,7 +71,7 @@ def _machine(report: Report) -> str:
 
 
 def _of(value: float | None, most: float | None, form: str = "{:.0f}", unit: str = "") -> str:
-    """What it is, of what it could be; ? for what nobody tells."""
+    """The value, and the best that it could be; ? for what nobody tells."""
     now, best = (_number(number or None, form) or "?" for number in (value, most))
     return "?" if now == best == "?" else f"{now} of {best}{unit}"
 

@@ -52,7 +52,8 @@ def _load(name: str, title: str, unit: str) -> Callable[[Any, Report], None]:
 
 
 def _series(report: Report, name: str) -> list[tuple[int, dict[str, Any]]]:
-    """Of the GPUs that told this at all times: one whose load failed at its start told nothing."""
+    """The series of the GPUs that told this at all times: one whose load failed at its start told
+    nothing."""
     records = (report["measured"].get("load") or {}).get("gpus", [])
     found = [(record["gpu"], record["series"]) for record in records]
     return [(n, s) for n, s in found if 0 < len(s.get(name, [])) == len(s["seconds"])]

@@ -27,8 +27,8 @@ from llmq.rig.picture import draw
 MINUTES = 10.0
 LAST = 10.0  # seconds that the report takes
 SHORTEST = 5.0  # seconds that every part gets while there is time
-# Of the time, at most; rows of llm.q's table have what is left. Steps have that, too, where it is
-# not enough for a row: plans need them more.
+# The time that each part takes at most; rows of llm.q's table have what is left. Steps have that,
+# too, where it is not enough for a row: plans need them more.
 SHARES = {
     "facts": 0.03,
     "host": 0.03,
@@ -50,7 +50,8 @@ LABELS = {
 }
 
 Measure = Callable[[str, float, dict[str, Any]], dict[str, Any]]
-"""As run_part: a part's name, seconds and options; `result` and `error`."""
+"""A function like run_part: it takes a part's name, seconds and options, and returns `result` and
+`error`."""
 Clock = Callable[[], float]
 
 
@@ -102,7 +103,7 @@ class Rig:
         return found["result"]
 
     def note(self, title: str, error: str | None, seconds: float) -> None:
-        """Of a part, for the report, which names no user: nor do paths in it."""
+        """The note of a part for the report, which names no user: nor do paths in it."""
         home = os.path.expanduser("~")
         if error and len(home) > 1:
             error = error.replace(home, "~")
@@ -128,7 +129,7 @@ def run_rig(
     prepare_report("--out", out, ".json", ".md", ".png")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report
-    # Where it is written to says nothing of the measurements, and may name the user.
+    # The path that it is written to says nothing of the measurements, and may name the user.
     report["command"] = "llmq rig" + (f" --minutes {minutes:g}" if minutes != MINUTES else "")
     report |= rig.part("facts", {})
     gpus = len(report["gpus"])
@@ -149,7 +150,8 @@ def run_rig(
 
 
 def _measure_gpus(rig: Rig, gpus: int) -> None:
-    """All that is measured of GPUs, but for whole models. What is hot first makes clocks settle."""
+    """All that is measured of GPUs, but for whole models. GPUs that are hot from the start make
+    clocks settle."""
     measured, spec = rig.report["measured"], rig.report["spec"]
     fp8 = spec["capability"] >= FP8_CAPABILITY
     measured["bus"] = rig.part("bus", {"gpus": gpus})
@@ -169,8 +171,8 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
 
 
 def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
-    """As many runs as there is time for until `end`, in one process after another: a run that
-    crashes or hangs ends its own, and is left out."""
+    """Measure as many runs as there is time for until `end`, in one process after another: a run
+    that crashes or hangs ends its own, and is left out."""
     while left:
         title = steps.title_of(left[0])
         found = rig.part("steps", {"runs": left}, (end - rig.elapsed) / rig.seconds, title)
@@ -185,7 +187,8 @@ def _measure_steps(rig: Rig, left: list[dict[str, Any]], end: float) -> None:
 
 
 def card_file_of(report: dict[str, Any]) -> CardFile:
-    """What plans need of a report. Raises ConfigError where too little was measured."""
+    """The card file that plans need, from a report. Raises ConfigError where too little was
+    measured."""
     measured = report["measured"]
     good = [step for step in measured["steps"] if in_time(step["idle"])]
     tables = (measured["ladder"], *good)

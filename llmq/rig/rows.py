@@ -47,7 +47,7 @@ def rows(fp8: bool, gpus: int) -> Iterator[dict[str, Any]]:
 
 
 def fastest(options: dict[str, Any], card_file: Path) -> Candidate | None:
-    """What --fit finds for a row on this rig; None where nothing fits."""
+    """The options that --fit finds for a row on this rig; None where nothing fits."""
     config = make_config(options)
     model = preset(config.model)
     config = config.validate_with(model)

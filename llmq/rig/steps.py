@@ -57,7 +57,8 @@ USUAL = SHARED | FP8  # what titles leave out
 JIT = {"fp8-recipe": "jit"}
 EXACT = JIT | {"fp8-fast-accumulation": "none"}
 AGAIN = {"recompute-norm": True, "recompute-ffn": True}
-# As searches have it for 7B, in half of its layers: there products write less, and others more.
+# Half of the layers recompute what searches let 7B recompute: there products write less, and others
+# more.
 HALF = {"recompute-swiglu": True, "recompute-layers": "0-3"}
 MOMENTS = {"opt-m-dtype": "e4m3", "opt-v-dtype": "e4m3"}
 LORA = {"lora-rank": 16, "batch-size": 4}
@@ -186,7 +187,8 @@ def library_products() -> Iterator[None]:
 
 
 def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
-    """Of the largest micro-batch of BATCHES that fits, and is no larger than the options have."""
+    """Measure the largest micro-batch of BATCHES that fits, and is no larger than the options
+    have."""
     most = given.get("batch-size", BATCHES[0])
     options = {name: value for name, value in given.items() if name != BESIDE}
     for batch in (batch for batch in BATCHES if batch <= most):
@@ -216,9 +218,9 @@ def _measured(job: Job, given: dict[str, Any], settle: float) -> dict[str, Any]:
 
 
 def _launches(trainer: Trainer, batches: list[Batch], count: int) -> list[LaunchTime]:
-    """Of a step, each timed by itself, after so many others: the last one runs meanwhile, so that
-    the host stays ahead of the GPU, whose clock is that of steps. Those of other streams take their
-    turn, and no launch's time has a wait for one of them in it."""
+    """The launches of a step, each timed by itself, after so many others: the last one runs
+    meanwhile, so that the host stays ahead of the GPU, whose clock is that of steps. Those of other
+    streams take their turn, and no launch's time has a wait for one of them in it."""
     if count > 1:
         timed_steps(trainer, batches, count - 1)
     return launch_times(trainer, batches, in_turn=True)
