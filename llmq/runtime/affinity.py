@@ -23,7 +23,7 @@ def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
     """Let a process that Open MPI's mpirun has started, and what it starts, run on all CPUs.
 
     mpirun lets a process run on a single core, if nobody says otherwise, where all ranks' threads
-    and the readers of data would have to share it. What the system itself forbids stays forbidden.
+    and the readers of data would have to share it. A limit of the system itself stays.
     """
     if "OMPI_COMM_WORLD_SIZE" in environment:
         with contextlib.suppress(OSError, AttributeError):

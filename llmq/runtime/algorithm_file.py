@@ -21,7 +21,7 @@ CHECK_BYTES = 4  # of an entry of the file
 
 
 class AlgorithmFile:
-    """What tuning found, shared by the ranks of a process and, on disk, by processes.
+    """The results of tuning, shared by the ranks of a process and, on disk, by processes.
 
     All ranks must run the same algorithm, and every run of a command the same as the last: the
     first one published for a key stays. path None: in memory only. A file that cannot be read is
@@ -58,7 +58,8 @@ class AlgorithmFile:
                 there = self._read()
                 if there.get(key, instead_of) != instead_of:
                     self._known[key] = there[key]
-                # What is already used here stays; what others have replaced on disk does, too.
+                # An algorithm that is already used here stays; what others have replaced on disk
+                # does, too.
                 self._write(self._known | there | {key: self._known[key]})
                 self._known = there | self._known
         except OSError as error:
@@ -90,7 +91,7 @@ class AlgorithmFile:
 
 
 def _entry(key: str, algorithm: bytes) -> bytes:
-    """What the file holds of a key: damaged bytes could be another algorithm that runs, too."""
+    """The file's entry of a key: damaged bytes could be another algorithm that runs, too."""
     return algorithm + zlib.crc32(key.encode() + algorithm).to_bytes(CHECK_BYTES, "little")
 
 

@@ -49,7 +49,7 @@ def backward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
         rows = 2 * own + 2 * step
         shared = rows * (head_dim + 4) * 4 + own * (step + 4) * 4
         return Tiles(own, step, 256, shared)
-    # As registers allow for two sums of own rows, or for one.
+    # Tiles are as large as registers allow for two sums of own rows, or for one.
     own = 128 if head_dim <= 64 and not masked else 64
     step, stages = (16, 1) if large else (32, 2)
     rows = 2 * own + 2 * stages * step

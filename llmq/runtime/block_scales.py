@@ -1,9 +1,9 @@
 """Block-scaled products (MXFP8) of codes that have one scale a tensor: all block scales are one.
 
 GeForce cards of Blackwell multiply block-scaled codes at twice the speed of others. The scale of a
-block of 32 codes along K is a byte, 2^(byte - 127), and cuBLASLt wants these bytes in tiles of
-128 x 4. Where all are alike nothing but their number matters. The scales of the tensors are then
-the factor `alpha`, which has to be in device memory, and with it `beta`.
+block of 32 codes along K is a byte, 2^(byte - 127), and cuBLASLt wants these bytes in tiles of 128
+x 4. If all are alike, nothing but their number matters. The scales of the tensors are then the
+factor `alpha`, which has to be in device memory, and with it `beta`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which of several ways a GPU takes to the same results: the faster one, timed once and kept."""
+"""The choice of a GPU among several ways to the same results: the faster one, timed once and
+kept."""
 
 from __future__ import annotations
 

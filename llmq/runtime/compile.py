@@ -41,7 +41,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a kernel needs of a multiprocessor, as the assembler reports it.
+    """The needs of a kernel on a multiprocessor, as the assembler reports them.
 
     registers: of one thread. shared: bytes of static shared memory of a block. spilled, stack:
     bytes of one thread in local memory, which is slow. serialized: whether each product of a
@@ -66,7 +66,7 @@ class Cubin:
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
+    """The folder of compiled kernels: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
 
     ConfigError where there is none, as of a container's user without a name.
     """
@@ -104,8 +104,8 @@ def definitions(file: str, types: Mapping[str, str], consts: Mapping[str, int]) 
 
 
 def program(source: Source) -> str:
-    """What the compiler gets. Shared headers come before the definitions, whose one-letter names
-    would otherwise meet the template parameters in there.
+    """The text that the compiler gets. Shared headers come before the definitions, whose one-letter
+    names would otherwise meet the template parameters in there.
 
     The file's other kernels become templates: of these, which nobody uses, it makes no code.
     """

@@ -1,7 +1,8 @@
-"""What a launch costs, as the operation that launches it says: plans and card files go by that.
+"""The cost of a launch, as the operation that launches it says: plans and card files go by that.
 
-Nobody finds it out from a kernel's arguments. What a launch moves follows from the declarations of
-its tensors (`Kernel.traffic`), so that an operation bound by memory has nothing to say.
+Nobody finds it out from a kernel's arguments. The bytes that a launch moves follow from the
+declarations of its tensors (`Kernel.traffic`), so that an operation bound by memory has nothing to
+say.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HIDDEN = ("gradient",)
 
 
 class Kind(NamedTuple):
-    """What launches are told apart by when their times are kept.
+    """The name and sizes by which launches are told apart when their times are kept.
 
     name: words from the most telling one on, with `/` between them: what differs only in the
     last ones takes about as long. sizes: of a product (M, N, K); of attention (FLOPs, sequence
@@ -49,8 +50,8 @@ class Kind(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What a call of the library's backward of attention has: it takes the heads in so many parts,
-    one after the other."""
+    """The heads of a call of the library's backward of attention, which takes them in so many
+    parts, one after the other."""
 
     batch: int
     queries: int
@@ -60,7 +61,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one launch costs beside the bytes that its tensors' declarations say.
+    """The cost of one launch beside the bytes that its tensors' declarations say.
 
     part: the part of a step that its time belongs to: "product", "attention" or "memory_bound".
     flops: floating-point operations.

@@ -201,7 +201,7 @@ class CublasLt:
             raise Unsupported(f"matmul: {self._name} does not compute block-scaled products")
 
     def _choose(self, stream: int, plan: Plan, operands: Operands) -> Choice:
-        """What to run: remembered, or tuned, or the heuristic's first."""
+        """Choose the algorithm to run: remembered, or tuned, or the heuristic's first."""
         if not self._tune_new:
             return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"

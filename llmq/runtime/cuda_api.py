@@ -63,7 +63,8 @@ def has_gpu() -> bool:
 
 
 def install_command() -> str:
-    """What installs the packages for GPUs that llmq's own metadata lists, those of CUDA 12."""
+    """The command that installs the packages for GPUs that llmq's own metadata lists, those of CUDA
+    12."""
     try:
         listed = [line.partition(";") for line in metadata.requires("llmq-train") or []]
     except metadata.PackageNotFoundError:  # it runs from its source tree
@@ -114,7 +115,7 @@ def load() -> SimpleNamespace:
 
 
 def device_spec(index: int) -> DeviceSpec:
-    """What GPU `index` is. Raises LlmqError where it is not there or cannot be used."""
+    """The properties of GPU `index`. Raises LlmqError where it is not there or cannot be used."""
     runtime = load().runtime
     try:
         have, need = runtime.driverGetVersion(), runtime.runtimeGetVersion()

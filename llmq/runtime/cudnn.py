@@ -55,7 +55,7 @@ def divided_workspace_bytes(
     parts: int,
     deterministic: bool = True,
 ) -> int:
-    """As backward_workspace_bytes, of the largest of so many parts of the heads."""
+    """Count as backward_workspace_bytes does, for the largest of so many parts of the heads."""
     groups = head_groups(num_heads, num_kv_heads, parts)
     sizes = {_computed(group, num_heads, num_kv_heads) for group in groups}
     return max(backward_workspace_bytes(batch, seq_len, *n, head_dim, deterministic) for n in sizes)
@@ -64,8 +64,8 @@ def divided_workspace_bytes(
 def backward_scratch_bytes(
     seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, parts: int
 ) -> int:
-    """What the deterministic backward of one sequence takes, and what its query heads add to the
-    gradients of one key/value head, where parts divide these."""
+    """The bytes that the deterministic backward of one sequence takes, and those that its query
+    heads add to the gradients of one key/value head, where parts divide these."""
     sizes = (seq_len, num_heads, num_kv_heads, head_dim)
     apart = splits_query_heads(num_kv_heads, parts)
     d_kv = 2 * num_heads * seq_len * head_dim * BF16.itemsize
@@ -92,11 +92,12 @@ class _Plan:
 
 
 class CudnnError(Exception):
-    """What the library says when it does not enqueue something."""
+    """The library did not enqueue something, and says why."""
 
 
 def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
-    """What this attention is not made for; None if it is. capability: compute capability times 10.
+    """The case that this attention is not made for; None if it computes it. capability: compute
+    capability times 10.
 
     dtype: of qkv.
     """
@@ -133,7 +134,7 @@ class CudnnAttention:
                 f"nvidia-cudnn-frontend, or {NATIVE}"
             ) from error
         self._cudnn = cudnn
-        # What the front end raises: the others stand for codes of its own and of the library.
+        # The front end raises these: the others stand for codes of its own and of the library.
         self._refusals = (cudnn.cudnnGraphNotSupportedError, RuntimeError, ValueError)
         self.errors = (CudnnError,)  # of calls that are enqueued
         self._plans: dict[tuple, _Plan] = {}

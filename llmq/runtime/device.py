@@ -36,7 +36,7 @@ FUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """What launchers and the planner need to know of a machine.
+    """The properties of a machine that launchers and the planner need.
 
     capability: compute capability times 10 (90 for an H100), 0 for the CPU. num_sms: sizes the
     grids and with them the workspaces. memory: bytes in total. library_workspace: bytes that the
@@ -88,12 +88,12 @@ class MemorySizes:
 
     @property
     def host(self) -> int:
-        """Of both kinds of host memory."""
+        """The bytes of both kinds of host memory."""
         return self.pinned + self.write_combined
 
 
 class Launch(NamedTuple):
-    """What `Device.launch` was asked for. types: what the arguments bind type variables to."""
+    """The arguments of one `Device.launch`. types: what the arguments bind type variables to."""
 
     kernel: Kernel
     grid: int | tuple[int, ...]
@@ -177,7 +177,7 @@ class Device(ABC):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """What `alloc` takes within the block is free again behind it.
+        """A block whose memory is free again behind it: all that `alloc` takes within it.
 
         For work of one shape after the other; steps of a training have all their memory at once.
         """
@@ -236,7 +236,7 @@ class Device(ABC):
         next(iter(ways.values()))()
 
     def choices(self) -> dict[str, str]:
-        """Of each piece of work so far that `choose` had several ways for, the one it takes."""
+        """The choice made for each piece of work so far that `choose` had several ways for."""
         return {}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a GPU and the libraries on it are, for reports."""
+"""Facts of a GPU and the libraries on it, for reports."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LATER = 3.0  # seconds by which the others are more patient than the first proce
 
 
 class Channel(Protocol):
-    """What of the processes is used here: llmq.runtime.mpi.MpiProcesses."""
+    """The functions of llmq.runtime.mpi.MpiProcesses that are used here."""
 
     first: bool
     count: int
@@ -34,7 +34,7 @@ class Channel(Protocol):
 
 
 class Doing(NamedTuple):
-    """What a rank does. waits: for others, so that it is not the one that hangs."""
+    """The state of a rank. waits: for others, so that it is not the one that hangs."""
 
     rank: int
     waits: bool
@@ -42,7 +42,8 @@ class Doing(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """What a process tells. idle: seconds since its ranks made progress. busy: they have work."""
+    """The message of a process. idle: seconds since its ranks made progress. busy: they have
+    work."""
 
     idle: float
     busy: bool
@@ -107,7 +108,7 @@ class Heartbeat:
         return time.monotonic() - self._beats.get(process, (self._start,))[0]
 
     def _silent(self, others: range) -> str | None:
-        """What to say of a process that does not answer."""
+        """The error that names a process that does not answer."""
         for process in others:
             _, last = self._beats.get(process, (0.0, None))
             age = self._age(process)
@@ -122,7 +123,7 @@ class Heartbeat:
         return f"process {process} on machine '{self._processes.machines[process]}'"
 
     def _hanging(self, own: Beat) -> str | None:
-        """What to say if no rank of any process goes on."""
+        """The error for ranks of which none, in any process, goes on."""
         beats = {0: own} | {process: beat for process, (_, beat) in self._beats.items()}
         ages = {process: self._age(process) for process in self._beats} | {0: 0.0}
         idle = min(beat.idle + ages[process] for process, beat in beats.items())

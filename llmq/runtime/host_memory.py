@@ -22,7 +22,7 @@ def available_host_memory() -> int:
 def _cgroup_headrooms(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """What each memory limit above this process leaves; file caches count as free."""
+    """The bytes that each memory limit above this process leaves; file caches count as free."""
     for line in _lines(membership):
         _, controllers, group = line.split(":", 2)
         if controllers == "":  # version 2

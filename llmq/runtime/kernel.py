@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.tensor import Tensor
 
-# What Python values of scalar types may be.
+# Python values of scalar types may be these.
 SCALARS: dict[str, type | tuple[type, ...]] = {
     "i32": int,
     "u32": int,
@@ -176,7 +176,7 @@ def _expect_map(what: str, tensor: Tensor) -> None:
 
 
 class Source(NamedTuple):
-    """What one compilation makes machine code of: a kernel with types and constants.
+    """The source of one compilation, which makes machine code of a kernel with types and constants.
 
     file: of llmq/cu. types: names by type variable. consts: -DNAME=value. Both sorted.
     """
@@ -188,7 +188,7 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None) -> Source:
-        """Of a launch with these types of its variables."""
+        """The source for a launch with these types of its variables."""
         given = tuple(types.items()), tuple((consts or {}).items())
         return _source(kernel.file, kernel.entry, *given)
 

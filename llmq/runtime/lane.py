@@ -20,7 +20,8 @@ function is captured or runs without a graph, and does not change in a replay. T
     An empty slot is not waited for. So before a lane is empty the current stream waits for all that
     was in it (`use`, `free`, `join`), and what is to arrive first follows it (`follow`).
 
-What differs from replay to replay must be in the graph's key or in device memory, never in here.
+State that differs from replay to replay must be in the graph's key or in device memory, never in
+here.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from llmq.runtime.device import Device, Event
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """Of one slot: its events, which live as long as the device, and what is of capture time.
+    """The state of one slot: its events, which live as long as the device, and what is of capture
+    time.
 
     gone: the events after which each piece of its content may be overwritten. content: who has it.
     """
@@ -105,7 +107,7 @@ class Lane:
         return False
 
     def slot_of(self, content: Hashable) -> Hashable:
-        """Where the content is."""
+        """The slot in which the content is."""
         for key, slot in self._slots.items():
             if slot.content == content:
                 return key
@@ -114,7 +116,8 @@ class Lane:
     # -- order -----------------------------------------------------------------------------------
 
     def follow(self) -> None:
-        """What arrives from now on comes after all that the current stream has so far."""
+        """Let content that arrives from now on come after all that the current stream has so
+        far."""
         self.dev.record(self._asked)
         with self.dev.on(self._arrive):
             self.dev.wait(self._asked)

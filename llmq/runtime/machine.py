@@ -1,4 +1,4 @@
-"""Which machine a run gets: the CPU or GPUs, and how much memory it may use."""
+"""The machine that a run gets: the CPU or GPUs, and how much memory it may use."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Machine:
         return self.world.size
 
     def index(self, rank: int) -> int:
-        """Which of the GPUs that this process sees is the one of a rank of its own."""
+        """The number of a rank's own GPU among those that this process sees."""
         place = rank - self.world.base
         return self.indices[place] if self.indices else place
 
@@ -91,7 +91,8 @@ class Machine:
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
     """The index-th device of a machine as the only rank of its own; nothing is tuned.
 
-    For work that devices do beside each other without exchanging anything. As Machine.open.
+    For work that devices do beside each other without exchanging anything. It opens devices as
+    Machine.open does.
     """
     if machine.kind == "host":
         _check_host_memory(sizes, 1)
@@ -141,7 +142,7 @@ def _kind_of(device: str) -> tuple[str, DeviceSpec, str | None]:
 
 
 def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
-    """Of the GPUs that this process sees under these numbers."""
+    """The specs of the GPUs that this process sees under these numbers."""
     from llmq.runtime import cuda_api
 
     try:
@@ -153,7 +154,7 @@ def _specs(indices: Iterable[int]) -> list[DeviceSpec]:
 
 
 def difference(names: list[str]) -> str | None:
-    """What to say of GPUs with these names, if they are not alike."""
+    """The text that says how GPUs with these names differ, if they do."""
     if len(set(names)) == 1:
         return None
     return f"WARNING: the GPUs differ ({', '.join(names)}): each waits for the slowest."
@@ -195,7 +196,7 @@ def _choose_with_others(group: Processes, device: str, gpus: int) -> Machine:
 def divide_gpus(
     machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
 ) -> list[tuple[int, ...]]:
-    """Which GPUs each process takes, as numbers of those that it sees.
+    """The GPUs that each process takes, as numbers of those that it sees.
 
     wishes: --gpus of each process, and where the GPUs that it sees are (bus ids). On a machine a
     process takes those that no process before it has taken; with --gpus 0 processes that see the
@@ -219,7 +220,8 @@ def divide_gpus(
 
 
 def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
-    """What all of these GPUs can do, with workspaces that are large enough for each of them."""
+    """A spec of what all of these GPUs can do, with workspaces that are large enough for each of
+    them."""
     return DeviceSpec(
         name=specs[0].name,
         capability=min(spec.capability for spec in specs),

@@ -52,7 +52,7 @@ class Mesh:
         return len(self.ranks(*names))
 
     def index(self, *names: str) -> int:
-        """Where this rank is among those along these axes."""
+        """The place of this rank among those along these axes."""
         return self.ranks(*names).index(self.rank)
 
     def group(self, *names: str) -> Any:

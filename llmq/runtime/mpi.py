@@ -235,7 +235,7 @@ class MpiProcesses(Processes):
             self._told.append(self._data.isend(value, to, WATCH))
 
     def heard(self) -> list[tuple[int, Any]]:
-        """What processes have told since this was last called."""
+        """The messages that processes have sent since this was last called."""
         found, status = [], self._mpi.Status()
         with self._lock:
             while self._data.iprobe(self._mpi.ANY_SOURCE, WATCH, status):

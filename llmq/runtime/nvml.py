@@ -1,4 +1,5 @@
-"""What NVML tells of a GPU: sensors, what holds its clock down, errors. It reads, and sets nothing.
+"""Readings of a GPU by NVML: sensors, what holds its clock down, errors. It reads, and sets
+nothing.
 
 NVML is called through ctypes, which lets other threads run during a call.
 """
@@ -74,7 +75,7 @@ def reason(bits: int) -> Reason | None:
     return next((one for one in REASONS if bits & one.bits), None)
 
 
-# What the driver's numbers of errors mean, by NVIDIA's catalogue of them.
+# Meanings of the driver's numbers of errors, by NVIDIA's catalogue of them.
 XIDS = {
     8: "the GPU stopped processing",
     13: "a kernel failed",
@@ -176,7 +177,7 @@ class NvmlGpu:
 
     @property
     def name(self) -> str:
-        """Of the card; "" where it is not told."""
+        """The name of the card; "" where it is not told."""
         name = self._read(lambda n, h: n.nvmlDeviceGetName(h))
         return "" if name == UNSUPPORTED else name
 
@@ -188,7 +189,7 @@ class NvmlGpu:
                 self._nvml.nvmlEventSetFree(events)
 
     def _read(self, get: Callable[[Any, Any], Any]) -> Any:
-        """What NVML gives for this GPU, UNSUPPORTED where it refuses."""
+        """The value that NVML gives for this GPU, UNSUPPORTED where it refuses."""
         for handle in self._handles:
             if self.lost is not None:
                 break
@@ -201,7 +202,7 @@ class NvmlGpu:
         return UNSUPPORTED
 
     def _watched_errors(self, handle: Any) -> Any | None:
-        """What the driver's errors of this GPU are put into from now on; None if they cannot be."""
+        """The set that gets the driver's errors of this GPU from now on; None if it cannot."""
         with contextlib.suppress(self._nvml.NVMLError):
             events = self._nvml.nvmlEventSetCreate()
             kind = self._nvml.nvmlEventTypeXidCriticalError

@@ -17,7 +17,7 @@ PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for ever
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU
 PIECE = 256 << 20  # bytes that one thread makes present at a time
 THREADS = 8
-# By address. What is registered must stay mapped, even if its owner is forgotten instead of freed:
+# By address. Registered memory must stay mapped, even if its owner is forgotten instead of freed:
 # the driver would refuse whatever the system puts there next.
 _REGISTERED: dict[int, mmap.mmap] = {}
 BOUNCE_BYTES = 4 << 20

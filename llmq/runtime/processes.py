@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # --help does not wait for NumPy
 
 T = TypeVar("T")
 
-# What launchers tell how many processes they have started: Open MPI's mpirun, those of MPICH and
-# Intel MPI, MVAPICH's, srun. (SLURM_NTASKS is also set in a batch script, which is one process.)
+# Launchers tell by these how many processes they have started: Open MPI's mpirun, those of MPICH
+# and Intel MPI, MVAPICH's, srun. (SLURM_NTASKS is also set in a batch script, which is one
+# process.)
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -32,7 +33,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> int:
 
 
 class Outcome(NamedTuple):
-    """What a function returned, or raised."""
+    """The result of a function, or the error that it raised."""
 
     value: Any
     error: BaseException | None
@@ -67,11 +68,11 @@ class Processes:
         return value
 
     def together(self, fn: Callable[[], T]) -> list[T]:
-        """What fn returns in each process; if it raises an LlmqError in one, all raise that."""
+        """Return fn's result in each process; if it raises an LlmqError in one, all raise that."""
         return [fn()]
 
     def each(self, fn: Callable[[], T]) -> T:
-        """What fn returns in this process; if it raises an LlmqError in one, all raise that."""
+        """Return fn's result in this process; if it raises an LlmqError in one, all raise that."""
         return fn()
 
     def gather_arrays(
@@ -81,7 +82,8 @@ class Processes:
         return parts
 
     def on_first(self, fn: Callable[[], T]) -> T:
-        """What fn returns in the first process, the only one that calls it; or what it raises."""
+        """Return fn's result in the first process, the only one that calls it; or raise its
+        error."""
         return fn()
 
 

@@ -78,7 +78,7 @@ class Choice(NamedTuple):
     fast: bool
 
     def tobytes(self) -> bytes:
-        """As it is kept in the file of tuned algorithms."""
+        """The bytes that are kept in the file of tuned algorithms."""
         return self.algorithm.tobytes() + bytes([self.fast])
 
     @classmethod

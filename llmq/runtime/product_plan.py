@@ -60,7 +60,7 @@ def describe(lt: Any, product: Product) -> Plan:
         lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
         for dtype, layout in zip(dtypes, product.layouts, strict=True)
     )
-    # What is added lies as out does; of codes, to which nothing is, it has to be BF16.
+    # The addend lies as out does; codes, to which nothing is added, still need one in BF16.
     added = layouts[-1]
     if product.makes_codes:
         added = lt.matrix_layout_create(CUDA_TYPES[BF16], *product.layouts[-1])

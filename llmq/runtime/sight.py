@@ -1,4 +1,4 @@
-"""What queries see of the keys: the same for all of attention's kernels."""
+"""The keys that queries see: the same for all of attention's kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sees_all_before(window: int | None, seq_len: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What queries see of the keys up to their own, for all of attention's kernels.
+    """The keys up to their own that queries see, for all of attention's kernels.
 
     starts: I32 (B, T), the first position of the document of each, None: all are of one. They
     never fall along a row. window: how many keys, the query's own included; None: all.
@@ -46,13 +46,13 @@ class Sight:
         return self.starts, seq_len if self.window is None else self.window
 
     def rows(self, start: int, stop: int) -> Sight:
-        """Of these sequences of the batch."""
+        """The sight of these sequences of the batch."""
         return Sight(None if self.starts is None else self.starts.rows(start, stop), self.window)
 
     def pairs(self, seq_len: int) -> int:
         """Twice the pairs of query and key, where a query's own key counts half.
 
-        What documents hide is not known here, and not taken off.
+        Pairs that documents hide are not known here, and not taken off.
         """
         window = seq_len if self.window is None else self.window
         return window * (2 * seq_len - window)

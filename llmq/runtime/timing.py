@@ -97,8 +97,9 @@ def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) 
 
     in_turn: all on the main stream, in the order in which they are enqueued, which is right for any
     order that events ask for. A launch beside one of another stream has waits for that in its time.
-    What a pair of marks costs by itself is taken off. The host must stay ahead of the device, as
-    it does once the device has work for a few milliseconds, or gaps count as time of the launches.
+    The time that a pair of marks takes by itself is taken off. The host must stay ahead of the
+    device, as it does once the device has work for a few milliseconds, or gaps count as time of the
+    launches.
     """
     marks = Marks(dev)
     spans: list[tuple[Callable[[], tuple], bool, int, int]] = []
@@ -144,7 +145,7 @@ def _moved(name: str, *tensors: Tensor) -> tuple[str, int, int, Kind | None]:
 def _launched(
     kernel: Kernel, grid: Any, block: Any, args: tuple, *, cost: Cost = MOVES, **_: Any
 ) -> tuple[str, int, int, Kind | None]:
-    """As _moved, of a launch; matrix products are named after what they multiply."""
+    """Describe a launch as _moved does; matrix products are named after what they multiply."""
     device, loaded, stored = kernel.traffic(args)
     kind = None if loaded or stored else Kind.of(kernel, args, cost, device)
     name = f"{kernel.entry} {cost.label}" if cost.label else kernel.entry

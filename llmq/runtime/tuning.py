@@ -1,8 +1,8 @@
 """Choosing the fastest of several ways to run the same work on a GPU.
 
 A first look at every candidate, then the best ones again, in turns and for longer: a card under
-load runs at a lower clock than one that has just woken up, and the order may change. Of long work
-one run is look enough: half a hundred ways to multiply with a large head take seconds a run.
+load runs at a lower clock than one that has just woken up, and the order may change. One run of
+long work is look enough: half a hundred ways to multiply with a large head take seconds a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Candidate = TypeVar("Candidate")
 
 
 class Unsupported(RuntimeError):
-    """What a library cannot compute here, in any way that it was asked for."""
+    """A library cannot compute something here, in any way that it was asked for."""
 
 
 def fastest(

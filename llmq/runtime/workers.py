@@ -31,7 +31,7 @@ class Stopped(Exception):
 
 
 class Workers:
-    """What the ranks of one run share: a stop flag and a barrier.
+    """State that the ranks of one run share: a stop flag and a barrier.
 
     Anything that makes a rank wait for another must end when `stopped` is set.
     """
@@ -258,7 +258,7 @@ class RankPool:
             )
 
     def doing(self, rank: int) -> str:
-        """What a rank does, for how long, and where."""
+        """The text that says what a rank does, for how long, and where."""
         running = self._running[rank]
         parts = ["idle"]
         if running is not None:

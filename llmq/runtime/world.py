@@ -77,7 +77,7 @@ class World:
         return len(self.ranks_of_machines)
 
     def name(self, rank: int) -> str:
-        """Of a rank, for messages: with its machine where there are several processes."""
+        """The name of a rank, for messages: with its machine where there are several processes."""
         if not self.several:
             return f"rank {rank}"
         return f"rank {rank} on machine '{self.machines[self.processes[rank]]}'"
