@@ -1,4 +1,5 @@
-"""What architectures share: readers of config.json's fields, and the base of their descriptions.
+"""Code that architectures share: readers of config.json's fields, and the base of their
+descriptions.
 
 Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype) and transformers 5
 (rope_parameters, dtype). A field that asks for what is not implemented is an error, never skipped.
@@ -21,7 +22,7 @@ _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 class Architecture:
     """One family of models: what its class at Hugging Face fixes, and where its weights are there.
 
-    A subclass, in a file of its own, says what differs. Where `model` is an argument it is a
+    A subclass, in a file of its own, says what differs. An argument `model` is a
     llmq.arch.model_config.ModelConfig, whose fields `read` gives.
     """
 
@@ -66,11 +67,11 @@ class Architecture:
     own_tokenizer_class = False
     """transformers gives its models a tokenizer class whatever tokenizer_config.json says."""
     bos_token_id: int | None = None
-    """Where the config does not say."""
+    """It holds if the config does not say."""
     eos_token_id: int | None = None
-    """Where the config does not say."""
+    """It holds if the config does not say."""
     pad_token_id: int | None = None
-    """Where the config does not say."""
+    """It holds if the config does not say."""
 
     modules: Mapping[str, tuple[str, ...]]
     """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
@@ -79,9 +80,9 @@ class Architecture:
     gate_first = False
     """Where gate and up are stored as one matrix, the gate's rows come first."""
     targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
-    """What --lora-targets may name, in the order of its help; a model may lack some."""
+    """--lora-targets may name these, in the order of its help; a model may lack some."""
     norm_names: Mapping[str, str] = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm"}
-    """Where norms stand, and their names: ln1, ln2: of what goes into each half of a block;
+    """The places of norms, and their names: ln1, ln2: of what goes into each half of a block;
     ln1_post, ln2_post: of what the half before it puts out, ln1_post's in the layer before."""
 
     @property
@@ -121,7 +122,7 @@ class Architecture:
         }
 
     def read_wrapped(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """As `read`, for the language model in a config.json of `wrapper`."""
+        """Read as `read` does, for the language model in a config.json of `wrapper`."""
         outer = {name: hf[name] for name in _OUTER if name in hf}
         return self.read({**self.text_defaults, **outer, **get(hf, "text_config", dict)})
 
@@ -153,7 +154,7 @@ class Architecture:
         raise NotImplementedError
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """What read_sizes reads."""
+        """Write the fields that read_sizes reads."""
         raise NotImplementedError
 
     def kinds(self, qkv_bias: bool = False, mlp_bias: bool = False) -> dict[str, Any]:
@@ -179,11 +180,11 @@ class Architecture:
         return attention(model, layer), mlp(model, layer)
 
     def embedding(self, model: Any) -> tuple[Module, ...]:
-        """What is in front of the blocks."""
+        """The part in front of the blocks."""
         return embedding(model)
 
     def head(self, model: Any) -> tuple[Module, ...]:
-        """What is behind the blocks."""
+        """The part behind the blocks."""
         return head(model)
 
 

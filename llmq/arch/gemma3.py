@@ -75,7 +75,7 @@ class Gemma3(RopeFamily):
         }
 
     def _windowed_layers(self, hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-        """As layer_types says; older files have the distance of layers without a window."""
+        """Read layer_types; older files have the distance of layers without a window."""
         windowed = layers_by_type(hf)
         if windowed is None:
             every = size(hf, "sliding_window_pattern") if "sliding_window_pattern" in hf else 6
@@ -83,7 +83,7 @@ class Gemma3(RopeFamily):
         return windowed
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """What layers have a window, and their angles, is up to the model."""
+        """The model says which layers have a window, and their angles."""
         own = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar")
         return {name: value for name, value in super().fixed(model).items() if name not in own}
 

@@ -1,8 +1,8 @@
 """The modules of a transformer as architectures have them: attention, MLP, embedding and head.
 
-What differs from one architecture to the next is in its `Architecture`: names at Hugging Face,
-where norms stand, biases. An architecture whose blocks have other halves makes their HalfSpec
-itself, in its `layers`. C: hidden size, F: width of the MLP. `config` is a ModelConfig.
+An `Architecture` says how it differs from others: names at Hugging Face, where norms stand, biases.
+An architecture whose blocks have other halves makes their HalfSpec itself, in its `layers`. C:
+hidden size, F: width of the MLP. `config` is a ModelConfig.
 """
 
 from __future__ import annotations

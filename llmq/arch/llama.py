@@ -6,7 +6,7 @@ from llmq.arch.rope_family import RopeFamily
 
 
 class Llama(RopeFamily):
-    """What RopeFamily describes, with more choices in its config."""
+    """A family that RopeFamily describes, with more choices in its config."""
 
     name = "LlamaForCausalLM"
     model_type = "llama"

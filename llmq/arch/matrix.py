@@ -1,4 +1,4 @@
-"""What a model consists of: the matrices and norms of its parts, each declared once.
+"""The matrices and norms of a model's parts, each declared once.
 
 Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed of light follow from
 these declarations: `Architecture.layers` gives the halves of each block, `halves.py` makes them.
@@ -87,7 +87,7 @@ class Module:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of the weight, its bias and its adapters, whether there are such or not."""
+        """The keys of the weight, its bias and its adapters, whether there are such or not."""
         return (self.key, *(f"{self.key}_{what}" for what in ("bias", "a", "b")))
 
     @property
@@ -97,7 +97,7 @@ class Module:
         return [(p, stop - p.rows, stop) for p, stop in zip(self.parts, stops, strict=True)]
 
     def hf(self, tensor: str) -> tuple[HfPart, ...]:
-        """Where it is at Hugging Face. tensor: "weight" or "bias" of the modules."""
+        """The names at Hugging Face. tensor: "weight" or "bias" of the modules."""
         return tuple(
             HfPart(
                 name=f"{part.module}.{tensor}",

@@ -1,4 +1,4 @@
-"""What a model looks like: ModelConfig, one description for every architecture."""
+"""ModelConfig: one description of a model for every architecture."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ModelConfig:
 
     @property
     def arch(self) -> Architecture:
-        """What the architecture fixes, and where its weights are at Hugging Face."""
+        """The architecture's own part: what it fixes, and where its weights are at Hugging Face."""
         return architecture(self.architecture)
 
     def halves(self, layer: int) -> tuple[HalfSpec, ...]:
@@ -109,7 +109,7 @@ class ModelConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """What rows of the embedding are multiplied by; ops round it to their format."""
+        """The factor of the embedding's rows; ops round it to their format."""
         return math.sqrt(self.hidden_size) if self.arch.scaled_embedding else 1.0
 
     @property

@@ -20,7 +20,7 @@ class Qwen2(RopeFamily):
     own_tokenizer_class = True
     sliding_window = 4096
     max_window_layers = 28
-    """Where the config does not say."""
+    """It holds if the config does not say."""
 
     def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The window and its layers; none where it is as long as the positions."""
@@ -44,7 +44,7 @@ class Qwen2(RopeFamily):
         return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
 
     def fixed(self, model: Any) -> dict[str, Any]:
-        """Which layers have a window is up to the model."""
+        """The model says which layers have a window."""
         return {k: v for k, v in super().fixed(model).items() if k != "windowed_layers"}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:

@@ -35,11 +35,11 @@ class RopeFamily(Architecture):
     kv_heads_may_lack = False
     """A config without num_key_value_heads means as many as there are query heads."""
     norm_eps = 1e-6
-    """Where the config does not say."""
+    """It holds if the config does not say."""
     windowed = False
     """sliding_window of the config is that of all layers."""
     sliding_window: int | None = None
-    """Where the config does not say."""
+    """It holds if the config does not say."""
     rope_kinds: tuple[str, ...] = ("linear", "llama3")
     """How positions may be stretched."""
     modules: Mapping[str, tuple[str, ...]] = {
@@ -167,7 +167,7 @@ def layers_by_type(hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
 
-    Where both are given rope_scaling wins, as it does in transformers 5.
+    If both are given, rope_scaling wins, as it does in transformers 5.
     """
     outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = {f"{outer}.{name}": value for name, value in (get(hf, outer, dict, None) or {}).items()}

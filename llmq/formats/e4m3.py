@@ -1,8 +1,8 @@
 """e4m3: products multiply fp8 codes with one scale for each tensor, which it gets in two ways.
 
 Codes lie in two layouts, (rows, features) for products and (features, rows) for weights' gradients
-(`model/linear.py` says why). What is made again in backward has a scale from forward, so that the
-kernel which makes it writes its codes and no tensor, in both ways.
+(`model/linear.py` says why). A tensor that is made again in backward has a scale from forward, so
+that the kernel which makes it writes its codes and no tensor, in both ways.
 
 Scratch is a stack: codes of a tensor that is gone before them are taken before it.
 """
@@ -35,7 +35,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
-# By --fp8-fast-accumulation. What is lost grows with the length of the sums: over features in most
+# By --fp8-fast-accumulation. Precision is lost with the length of the sums: over features in most
 # products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
 # input.
 FAST = {

@@ -1,4 +1,5 @@
-"""What a number format has to say, as bf16 and fp32 say it: products take tensors as they are.
+"""The interface of a number format, with the answers of bf16 and fp32: products take tensors as
+they are.
 
 An *operand* (`base/operand.py`) is what a product takes: a tensor, or the *codes* of one with their
 *scale*. A half of a block says "here is a function that writes the tensor", and the format gives it
@@ -31,11 +32,11 @@ Write = Callable[[Target], None]
 InputAgain = Callable[..., Operand]
 """Makes the input of half a block again, for backward; `product` is as in Format.input_again."""
 Alloc = Callable[..., Tensor]
-"""Of a layer's tensor: (name, *shape, dtype=)."""
+"""Make a layer's tensor: (name, *shape, dtype=)."""
 
 
 class Fast(NamedTuple):
-    """Which fp8 products may sum with fewer bits."""
+    """The fp8 products that may sum with fewer bits."""
 
     forward: bool = False
     d_x: bool = False
@@ -108,13 +109,14 @@ class Format:
     def of_model(
         cls, dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
     ) -> Format:
-        """As `format_of`."""
+        """Make the format that `format_of` names."""
         return cls(dev, *between_blocks(config, options))
 
     # -- products --------------------------------------------------------------------------------
 
     def pair(self, which: str, a: Operand, b: Operand, salt: int) -> tuple[Operand, Operand]:
-        """What a product multiplies of its operands. which: FORWARD, BACKWARD or WEIGHT.
+        """The matrices that a product multiplies of its operands. which: FORWARD, BACKWARD or
+        WEIGHT.
 
         salt: a number of this weight's own, where operands are rounded stochastically.
         """
@@ -175,11 +177,12 @@ class Format:
     def of_tensor_again(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, product: bool
     ) -> Operand:
-        """As of_tensor, in backward, for an input of a product; product: as in input_again."""
+        """Make an operand as of_tensor does, in backward, for an input of a product; product: as in
+        input_again."""
         return x
 
     def measured(self, tensor_id: str, out: Tensor) -> Target:
-        """Where a kernel writes a tensor of which of_tensor makes an operand later."""
+        """The forms in which a kernel writes a tensor of which of_tensor makes an operand later."""
         return Target(out)
 
     # -- results and gradients -------------------------------------------------------------------
@@ -187,7 +190,7 @@ class Format:
     def result(
         self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
     ) -> Result | None:
-        """What a product writes to `out`, which may be of codes; multiply enqueues it.
+        """The forms in which a product writes `out`, which may be of codes; multiply enqueues it.
 
         out: None, once scales are ready, of a product that has the activation in it and whose
         result is not kept.
@@ -233,7 +236,8 @@ class Format:
         return self.of_tensor(temps, tensor_id, d_out, measured=True, transposed=True)
 
     def largest(self) -> dict[tuple[int, str], float]:
-        """What is recorded of the blocks' tensors, by layer and name; waits for the device.
+        """The largest values recorded of the blocks' tensors, by layer and name; waits for the
+        device.
 
         Nothing without fp8.
         """

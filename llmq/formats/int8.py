@@ -4,10 +4,10 @@
     d_x      = d_out   (rows, out) @ weight_t (in, out)^T
     d_weight = d_out_t (out, rows) @ x_t      (in, rows)^T
 
-What a product sums over has one scale. Weights, activations and gradients exist in BF16; codes of
-both operands are made just before a product, with a scale for each row as they lie here: for each
-token and output feature forward, and so on. Of a frozen weight that is kept as codes, these are
-multiplied. `ops/product.py` computes all of them.
+Elements that a product sums over have one scale. Weights, activations and gradients exist in BF16;
+codes of both operands are made just before a product, with a scale for each row as they lie here:
+for each token and output feature forward, and so on. A frozen weight that is kept as codes is
+multiplied as such. `ops/product.py` computes all of them.
 
 Codes of gradients are rounded stochastically, or what is always lost of small ones would add up
 over steps; others to nearest, so that what is computed again is the same.

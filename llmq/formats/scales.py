@@ -31,7 +31,7 @@ STATE = "fp8_abs_max."  # prefix of the names in a checkpoint
 
 
 class NoScales:
-    """What is to be done over the steps: nothing where there are no scales."""
+    """The work over the steps: nothing where there are no scales."""
 
     ready = True
     """Whether there are the scales that are needed: False for delayed ones before the first."""
@@ -49,7 +49,7 @@ class NoScales:
         """Before the update of an optimizer step; stats: F64 (10,), sums of this rank. Launches."""
 
     def state(self) -> dict[str, list[float]]:
-        """What a checkpoint holds of the scales, by tensor; the same on all ranks."""
+        """The part of a checkpoint that holds the scales, by tensor; the same on all ranks."""
         return {}
 
     def load_state(self, state: Mapping[str, list[float]]) -> None:
@@ -65,7 +65,7 @@ class Scales(NoScales):
         self.abs_maxes = self._alloc("abs_maxes", len(limits), STRIDE)
         self.scales = self._alloc("scales", len(limits), STRIDE)
         self._abs_max_of, self._scale_of = slots(self.abs_maxes, limits), slots(self.scales, limits)
-        # Of tensors that are made again: nobody reads it.
+        # Nobody reads the count of tensors that are made again.
         self._ignored = dev.alloc("fp8_saturated.again", (1,), I32, "Activations")
         dev.zero(self._ignored)
 
@@ -81,7 +81,7 @@ class Scales(NoScales):
         return self._scale_of[name]
 
     def fp8_out_again(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
-        """Where a kernel writes the codes of a tensor that it makes again.
+        """The place where a kernel writes the codes of a tensor that it makes again.
 
         The scale is that of the first time, when what saturates was counted.
         """
@@ -121,7 +121,7 @@ class DelayedScales(Scales):
     def _prepare_products(
         self, limits: Mapping[str, float], values: np.ndarray, products: Sequence[str]
     ) -> None:
-        """What cannot be had with one kernel over all slots: values as in _limits."""
+        """Allocate the slots that cannot be had with one kernel over all: values as in _limits."""
         n = len(limits)
         self._factors = self._alloc("fp8_factors", n, STRIDE)
         self.dev.upload(self._factors, np.ones((n, STRIDE), np.float32))
@@ -136,11 +136,12 @@ class DelayedScales(Scales):
         self.dev.zero(self._found)
 
     def fp8_out(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
-        """Where a kernel writes a tensor's codes when scales are known."""
+        """The place where a kernel writes a tensor's codes when scales are known."""
         return Fp8Out(codes, transposed, self.scale(name), self._saturated_of[name])
 
     def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
-        """Where a product writes a tensor's codes, and what its reader has to find out of it.
+        """The place where a product writes a tensor's codes, and what its reader has to find out of
+        it.
 
         codes: None as `Operands.result` has it. again: it was read before, or is made again.
         """

@@ -4,7 +4,7 @@
 v = (code * scale)^2.
 
 - The root of v is stored: E4M3 covers a range of 2^18, so that elements whose gradients differ by
-  up to 1e5 can share a scale. Of v itself it would be the root of that.
+  up to 1e5 can share a scale; with v itself these could differ by the root of that.
 - Codes are rounded stochastically, as a step changes v by less than the distance of two codes.
   Rounded to nearest, roots stay where they are: in a stationary state at 2.2 times the right value
   with beta2 = 0.95, at 0.4 times with 0.999.
@@ -13,9 +13,9 @@ v = (code * scale)^2.
 - A scale is the smallest power of two with which the block's largest number is at most 448: codes
   of what has not changed do not change with it, and scaling is exact.
 
-What rounding adds in a stationary state, as standard deviations: to the root of v 12 % of it with
-beta2 = 0.95 and 15 % with 0.999, beside 11 % and 1 % that it has as an average of few gradients; to
-m 9 % of m's own.
+In a stationary state rounding adds, as standard deviations: to the root of v 12 % of it with beta2
+= 0.95 and 15 % with 0.999, beside 11 % and 1 % that it has as an average of few gradients; to m 9 %
+of m's own.
 """
 
 from __future__ import annotations

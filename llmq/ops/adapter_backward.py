@@ -31,7 +31,8 @@ MULTIPLE = 8  # of columns: 16-byte copies of BF16
 WARPS = 8
 STEP_ROWS = 128  # of d_out that are in a stage of shared memory
 FINISH_THREADS = 256
-# Of GPUs whose blocks may have 163 KiB of shared memory or more; all others have 99.
+# These tiles are for GPUs whose blocks may have 163 KiB of shared memory or more; all others have
+# 99.
 LARGE_SHARED = (80, 87, 90, 100, 103, 110)
 FULL = 0.75  # of the multiprocessors that have to have work, for all of memory's bandwidth
 
@@ -88,7 +89,7 @@ class Layout(NamedTuple):
     ranks: int
 
     def partial_elements(self, rows: int, b_rows: int) -> int:
-        """Of both kinds of partial sums."""
+        """The elements of both kinds of partial sums."""
         return self.ranks * (self.ends[-1] * rows + self.groups * b_rows)
 
 
@@ -128,7 +129,8 @@ def stages(spec: DeviceSpec, tiles: Tiles) -> int:
 
 
 def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
-    """Of a block with so many stages: these, h, b's rows of chunks, and sums of warps."""
+    """The shared memory of a block with so many stages: these, h, b's rows of chunks, and sums of
+    warps."""
     units = 2 if rank <= 16 else 4 if rank <= 32 else 8  # of 8 ranks, in a row of h and b
     steps = tiles.block_rows // STEP_ROWS
     b_slots = (count - 1) // steps + 1
@@ -138,7 +140,7 @@ def shared_bytes(tiles: Tiles, rank: int, count: int) -> int:
 
 
 def _consts(tiles: Tiles, rank: int, spec: DeviceSpec) -> dict[str, int]:
-    """Of adapter_backward.cu."""
+    """The constants of adapter_backward.cu."""
     return {
         "RANK": rank,
         "BLOCK_ROWS": tiles.block_rows,

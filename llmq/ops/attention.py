@@ -299,8 +299,8 @@ def _backward_cudnn(
 ) -> None:
     """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv.
 
-    What query heads add to the gradients of one key/value head is summed in the order in which the
-    library does it where it has all of them, so that parts change no bit.
+    The parts that query heads add to the gradients of one key/value head are summed in the order in
+    which the library does it where it has all of them, so that parts change no bit.
     """
     d_qkv, *inputs = tensors
     batch, seq_len, _, head_dim = d_qkv.shape

@@ -1,4 +1,5 @@
-"""What the launchers of several operations share: rows spread over warps, sums over rows."""
+"""Functions that the launchers of several operations share: rows spread over warps, sums over
+rows."""
 
 from __future__ import annotations
 
@@ -297,17 +298,18 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
 
 
 def own_product_tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """Of a result. tile: rows and columns of what a cluster of two blocks computes at once."""
+    """The number of tiles of a result. tile: rows and columns of what a cluster of two blocks
+    computes at once."""
     return ceil_div(rows, tile[0]) * ceil_div(columns, tile[1])
 
 
 def num_sums(columns: int) -> int:
-    """Of a row of a result, by PRODUCT_TILE's columns."""
+    """The number of sums of a row of a result, by PRODUCT_TILE's columns."""
     return ceil_div(columns, PRODUCT_TILE[1])
 
 
 def own_product_blocks(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """Of a persistent grid, in clusters of two. tile: as own_product_tiles."""
+    """The size of a persistent grid, in clusters of two. tile: as own_product_tiles."""
     return 2 * min(own_product_tiles(rows, columns, tile), dev.spec.num_sms // 2)
 
 
@@ -318,7 +320,8 @@ def own_product_computed(dev: Device, rows: int, columns: int, tile: tuple[int, 
 
 
 def own_product_idle(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> float:
-    """Of what all clusters could compute in their turns, what is no result; the result is 1."""
+    """The share, of what all clusters could compute in their turns, that is no result; the result
+    is 1."""
     computed = own_product_computed(dev, rows, columns, tile)
     return computed * tile[0] * tile[1] / (rows * columns) - 1
 

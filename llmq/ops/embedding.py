@@ -12,8 +12,8 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 SORT_THREADS = 1024
-# Of cu/embedding.cu: channels per thread, channels and sorted tokens that one warp sums, and chunks
-# of them for which one block finishes what it must.
+# Constants of cu/embedding.cu: channels per thread, channels and sorted tokens that one warp sums,
+# and chunks of them for which one block finishes what it must.
 WIDTH = 8
 SLICE = 32 * WIDTH
 CHUNK = 32

@@ -1,4 +1,4 @@
-"""What rows of exponentials of logits need beside them to be the gradient of a cross-entropy.
+"""Exponentials of logits become the gradient of a cross-entropy with these factors of their rows.
 
 With e = exp(logits - shift), as `llmq.ops.matmul_exp` leaves it, a row's gradient is factor * e,
 once the target's element has been changed. It is never stored: the product with the weight has its

@@ -26,7 +26,8 @@ COUNT = Kernel(
 
 
 def slots(table: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Of a table of n * STRIDE elements: each tensor's own one (1,), by the tensor's name."""
+    """The slots of a table of n * STRIDE elements: each tensor's own one (1,), by the tensor's
+    name."""
     flat = table.view(table.size)
     return {name: flat.rows(i * STRIDE, i * STRIDE + 1) for i, name in enumerate(names)}
 

@@ -37,7 +37,8 @@ def num_partials(dev: Device, x: Tensor) -> int:
 
 
 def split(dev: Device, sums: Tensor, xs: list[Tensor]) -> list[Tensor]:
-    """Of sums, F64 (sum of num_partials,), the part (num_partials,) of each tensor, in order."""
+    """The part (num_partials,) that each tensor has of sums, F64 (sum of num_partials,), in
+    order."""
     ends = list(accumulate(num_partials(dev, x) for x in xs))
     return [sums.rows(start, end) for start, end in pairwise([0, *ends])]
 

@@ -181,7 +181,7 @@ def _choose(
 
 @cache  # the same few, launch after launch
 def _work(*product: Any) -> str:
-    """What tells this product's choice from others; arguments: those of Product."""
+    """The key that tells this product's choice from others; arguments: those of Product."""
     return f"matmul_fp8 {Product(*product)}"
 
 

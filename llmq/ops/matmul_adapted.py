@@ -65,7 +65,7 @@ def _kernel_of(columns: int, b_outside: bool, tail_outside: bool) -> Kernel:
 
 
 def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
-    """Of the tiles with which a product takes the least time. row_bytes: of a row of a.
+    """The columns of the tiles with which a product takes the least time. row_bytes: of a row of a.
 
     Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
     stored, others are multiplied; while wide ones are, nothing is.

@@ -1,7 +1,7 @@
 """The product of logits for Hopper, with their exponentials behind it: one launch.
 
-What the product leaves in registers is rounded as logits are kept, and their exponentials are
-stored in place of them, so that cross-entropy neither reads nor writes a matrix as large as the
+The results that the product has in registers are rounded as logits are kept, and their exponentials
+are stored in place of them, so that cross-entropy neither reads nor writes a matrix as large as the
 logits (`llmq.ops.exp_rows` says what is left of it).
 """
 

@@ -23,8 +23,8 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 
 OP = "matmul_gradient.add"
-# Where sums may not be fast: after so many steps of 128 the tensor cores' sum, of 14
-# significant bits, is added to one in F32.
+# If sums may not be fast, the tensor cores' sum, of 14 significant bits, is added to one in F32
+# after so many steps of 128.
 PART_STEPS = 4
 
 

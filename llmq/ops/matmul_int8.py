@@ -38,12 +38,12 @@ class Tiles(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block."""
+        """The shared memory of a block."""
         return self.stages * sum(self.shape) * STEP
 
     @property
     def consts(self) -> dict[str, int]:
-        """As the kernel's compile-time constants."""
+        """The tiles as the kernel's compile-time constants."""
         return {name.upper(): value for name, value in self._asdict().items()}
 
     def count(self, M: int, N: int) -> int:

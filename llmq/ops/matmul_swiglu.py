@@ -1,8 +1,8 @@
 """The up product of a gated MLP for Hopper, with the activation behind it: one launch.
 
-What the product leaves in registers is rounded as it would be kept, and the activation is computed
-of that, while the next tile is multiplied: no kernel reads it again. The adapters beside the matrix
-are in the product as in `llmq.ops.matmul_adapted`.
+The results that the product has in registers are rounded as they would be kept, and the activation
+is computed of that, while the next tile is multiplied: no kernel reads it again. The adapters
+beside the matrix are in the product as in `llmq.ops.matmul_adapted`.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def forward(
     """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
 
     The bits are those of `matmul_adapted` (fp8: with fast accumulation), which rounds up_gate, and
-    of `swiglu.forward`, which reads that. With gelu it is GeGLU. Of codes as up_gate the product is
-    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
+    of `swiglu.forward`, which reads that. With gelu it is GeGLU. If up_gate are codes, the product
+    is `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
 
     Args (contiguous; M and F multiples of 16, rows of multiples of 16 bytes):
         up_gate     out    BF16            (M,2F)  [up | gate] along the last dimension; or None; or

@@ -1,8 +1,8 @@
 """The down product's input gradient for Hopper, with the gradient of SwiGLU or GeGLU behind it.
 
-One launch: the gradient of the activation never reaches device memory. What the product leaves in
-registers is rounded as it would be kept, and the gradients of up and gate are computed of that
-while the next tile is multiplied. The adapters beside the matrix are in the product as in
+One launch: the gradient of the activation never reaches device memory. The results that the product
+has in registers are rounded as they would be kept, and the gradients of up and gate are computed of
+that while the next tile is multiplied. The adapters beside the matrix are in the product as in
 `llmq.ops.matmul_adapted`.
 """
 

@@ -36,7 +36,7 @@ WEIGHT = Kernel(
 
 
 def select(dev: Device, mask: Tensor, index: Tensor, column_max: Tensor, threshold: float) -> None:
-    """Which columns are outliers: those with an element beyond the threshold.
+    """Mark the columns that are outliers: those with an element beyond the threshold.
 
     Where there are more than index has room for, those that are beyond a larger one.
 
@@ -76,7 +76,7 @@ def take(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:
 
 
 def weight(dev: Device, out: Tensor, q: Tensor, scale: Tensor, index: Tensor) -> None:
-    """As `take`, of codes q times the scales of their rows.
+    """Do as `take` does, with codes q times the scales of their rows.
 
     Args:
         out    out  BF16 or F32 (rows, most)

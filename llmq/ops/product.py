@@ -73,7 +73,8 @@ GATED = ("swiglu", "geglu")
 
 
 class Sizes(NamedTuple):
-    """What a route goes by: out (M, N) of sums over K; F columns with a gated activation behind it.
+    """The sizes that a route goes by: out (M, N) of sums over K; F columns with a gated activation
+    behind it.
 
     a, out: formats. rank: columns of the adapters; 0: there are none.
     """
@@ -141,7 +142,7 @@ def _uses_turns(dev: Device, sizes: Sizes) -> bool:
 
 MANY_COLUMNS, MOST_IDLE = 8192, 2400
 MIN_DEPTH = 4096
-# Of the turns of all clusters that are work, and of the tiles' elements that are there.
+# The share of the turns of all clusters that is work, and of the tiles' elements that are there.
 LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
 # By the kind of the epilogue, and "adapters": what is added, without an epilogue.
@@ -242,7 +243,7 @@ class _Terms(NamedTuple):
 
     @property
     def added(self) -> dict[str, Tensor]:
-        """What the library's product adds."""
+        """The matrix that the library's product adds."""
         both = {"bias": self.bias, "addend": self.addend}
         return {name: tensor for name, tensor in both.items() if tensor is not None}
 
@@ -253,14 +254,14 @@ class _Terms(NamedTuple):
 
     @property
     def left(self) -> Tensor:
-        """What is multiplied of a: fp8 codes lie with K last."""
+        """The matrix that is multiplied of a: fp8 codes lie with K last."""
         if not isinstance(self.a, Fp8):
             return self.a
         return self.a.transposed if self.trans_a else self.a.codes
 
     @property
     def right(self) -> Tensor:
-        """What is multiplied of b."""
+        """The matrix that is multiplied of b."""
         if not isinstance(self.b, Fp8):
             return self.b
         return self.b.codes if self.trans_b else self.b.transposed
@@ -525,7 +526,7 @@ def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Non
 
 def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> None:
     name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
-    # Of codes, two kernels are faster.
+    # Two kernels are faster if these are codes.
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
     # With the activation's codes in it as well, one kernel takes longer than two.
     if route is not None and again.fp8 is None:

@@ -1,6 +1,6 @@
 """RMSNorm of queries and keys, in place in the packed QKV activation.
 
-Of every head, or wide: of all query and of all key channels of a token.
+Normalize the channels of every head, or wide: all query and all key channels of a token.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LANE_VECTORS = 4  # of a wide row, as in norm.py
 
 
 class Passes(NamedTuple):
-    """What differs between the passes: blocks on a multiprocessor, and warps of a wide block."""
+    """The differences between the passes: blocks on a multiprocessor, and warps of a wide block."""
 
     blocks: int
     wide_blocks: int

@@ -1,7 +1,7 @@
 """BF16 or F32 to signed bytes, with a scale for each row, or for each column of the transpose.
 
-What a product sums over must have one scale: rows are for operands as they lie (a token of an
-activation, an output feature of a weight), columns for those that a product takes transposed.
+Elements that a product sums over must have one scale: rows are for operands as they lie (a token of
+an activation, an output feature of a weight), columns for those that a product takes transposed.
 """
 
 from __future__ import annotations

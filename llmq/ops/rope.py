@@ -56,7 +56,8 @@ BLOCK_TILES = 2  # at most, side by side; share one load of the angles
 
 
 class Scaling(Protocol):
-    """What make_table reads of a RopeScaling, see llmq.arch.rope_family for the meanings."""
+    """The fields of a RopeScaling that make_table reads, see llmq.arch.rope_family for the
+    meanings."""
 
     kind: str
     factor: float

@@ -1,4 +1,4 @@
-"""What a run is: its options, presets of models, cards and their speeds.
+"""The description of a run: its options, presets of models, cards and their speeds.
 
 Imports base, runtime and arch.
 Start with `options.py` and `rules.py`.

@@ -21,7 +21,8 @@ from llmq.options.rule import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """What is trained of a model whose matrices stay as they are; decides about its weight table.
+    """The adapters that are trained beside matrices that stay as they are; they decide about the
+    model's weight table.
 
     targets: some of LORA_TARGETS. train: some of LORA_PARTS.
     """
@@ -55,7 +56,7 @@ class Adapted:
 
 
 def adapters_of(config: Options) -> Adapters | None:
-    """Of a run; None where all of the model is trained. config: normalized."""
+    """The adapters of a run; None where all of the model is trained. config: normalized."""
     if not config.lora_rank:
         return None
     targets = LORA_TARGETS if config.lora_targets == "all" else config.lora_targets.split(",")

@@ -1,4 +1,4 @@
-"""What `llmq rig` has measured of a machine's GPUs, kept for plans: one file for each machine.
+"""Measurements of a machine's GPUs by `llmq rig`, kept for plans: one file for each machine.
 
 It is JSON in the folder `cards` of the cache directory, with a checksum. Rates that were measured
 stand in place of a card's data sheet wherever a plan asks for them.
@@ -63,7 +63,7 @@ class CardFile:
 
     @property
     def day(self) -> str:
-        """Of the measurement."""
+        """The day of the measurement."""
         return self.date[:10]
 
     def spec(self) -> DeviceSpec:
@@ -82,12 +82,12 @@ class CardFile:
 
 
 def folder() -> Path:
-    """Where card files are kept."""
+    """The folder of card files."""
     return cache_dir() / "cards"
 
 
 def this_host() -> str:
-    """What tells this machine from others that share the folder; its name stays private."""
+    """A hash that tells this machine from others that share the folder; its name stays private."""
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
@@ -99,7 +99,7 @@ def path_of(device: str, gpus: int, host: str | None = None) -> Path:
 
 
 def record_of(file: CardFile) -> dict[str, Any]:
-    """What is written: the measurements, and by which they are known to be whole."""
+    """The record to write: the measurements, and the hash by which they are known to be whole."""
     card = asdict(file)
     return {"layout": LAYOUT, "format": FORMAT, "checksum": _checksum(card), "card": card}
 

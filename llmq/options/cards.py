@@ -1,7 +1,7 @@
-"""What is known of each card: its data sheet, and how much of that a training step gets.
+"""Cards: the data sheet of each, and how much of that a training step gets.
 
-Data sheets are NVIDIA's, the peaks as collected by llm.q. What products reach in a step was
-measured on one card, and follows for others from the speeds that llm.q publishes for them.
+Data sheets are NVIDIA's, the peaks as collected by llm.q. The share that products reach in a step
+was measured on one card, and follows for others from the speeds that llm.q publishes for them.
 """
 
 from __future__ import annotations
@@ -61,15 +61,17 @@ class Card:
 
     @property
     def driver_name(self) -> str:
-        """What its driver calls it, which may be the name of a card with other memory, too."""
+        """The name that its driver has for it, which may be that of a card with other memory,
+        too."""
         plain = _without_size(self.name)
         return plain if plain in CARDS else self.name
 
 
-# What cards are sold with, in GB.
+# Cards are sold with these memories, in GB.
 _SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 141, 180, 192, 288)
 
-# What copies between a card and pinned memory reach, in GB/s. PCIe 5 x16: measured on an H100.
+# Copies between a card and pinned memory reach these rates, in GB/s. PCIe 5 x16: measured on an
+# H100.
 _PCIE5, _PCIE4 = 55.0, 26.0
 _PCIE5_X8, _PCIE4_X8 = 27.0, 13.0
 _C2C = 350.0  # Grace Hopper
@@ -159,11 +161,11 @@ _SCALED: dict[str, tuple[int, int, float, float, float, tuple[str, int]]] = {
     "GeForce RTX 3050": (20, 1777, 7.6, 224, _PCIE4_X8, _RTX_3070),
     "GeForce RTX 3050 6GB": (18, 1470, 5.6, 168, _PCIE4_X8, _RTX_3070),
     "RTX A2000 6GB": (26, 1200, 5.6, 288, _PCIE4, _RTX_A6000),
-    # Of laptops: multiprocessors (CUDA cores / 128), the upper end of the boost clock, memory and
-    # the width of its bus from NVIDIA's table for GeForce laptops
+    # The laptops' multiprocessors (CUDA cores / 128), the upper end of the boost clock, memory and
+    # the width of its bus are from NVIDIA's table for GeForce laptops
     # (nvidia.com/geforce/gaming-laptops/compare); bandwidth is width x rate of its chips. Those of
-    # RTX Ada: the clock at which they have their data sheets' FP32 TFLOP/s. Of the generation
-    # after Ada no laptop gives the card more than 8 lanes for certain.
+    # RTX Ada: the clock at which they have their data sheets' FP32 TFLOP/s. No laptop of the
+    # generation after Ada gives the card more than 8 lanes for certain.
     "GeForce RTX 5090 Laptop GPU": (82, 2160, 23.5, 896, _PCIE5_X8, _RTX_5070),
     "GeForce RTX 5080 Laptop GPU": (60, 2287, 15.5, 896, _PCIE5_X8, _RTX_5070),
     "GeForce RTX 5070 Ti Laptop GPU": (46, 2220, 11.6, 672, _PCIE5_X8, _RTX_5070),
@@ -193,10 +195,10 @@ _SCALED: dict[str, tuple[int, int, float, float, float, tuple[str, int]]] = {
 MEASURED = "measured on this card"
 PUBLISHED = "from llm.q's published speeds on this card"
 
-# What products reach of the peaks in bf16 and fp8 (summed in F32), and how that is known. The
-# H100's from benchmarks/h100/. The others make predicted speeds equal to those of llm.q, by
-# the geometric mean over published runs that keep everything on the card (L40S, bf16: one that does
-# not). They can exceed 1: GeForce cards clock higher than their sheets say.
+# Products reach these shares of the peaks in bf16 and fp8 (summed in F32); the third word says how
+# that is known. The H100's from benchmarks/h100/. The others make predicted speeds equal to those
+# of llm.q, by the geometric mean over published runs that keep everything on the card (L40S, bf16:
+# one that does not). They can exceed 1: GeForce cards clock higher than their sheets say.
 _SUSTAINED: dict[str, tuple[float, float, str]] = {
     "H100 80GB HBM3": (0.71, 0.615, MEASURED),
     "H200": (0.71, 0.59, MEASURED),  # in bf16 as the H100: not measured

@@ -18,8 +18,8 @@ def flag(name: str, value: Any) -> str:
 def fewest_values(config: TrainConfig) -> dict[str, Any]:
     """The values, by field, without which it would be another configuration.
 
-    What is as by default is left out, and so is what others imply; so is a log that is called after
-    the time of a start. config: normalized.
+    Values that are as by default are left out, and so are those that others imply, and a log that
+    is called after the time of a start. config: normalized.
     """
     names = [field.name for field in dataclasses.fields(config)]
     if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):

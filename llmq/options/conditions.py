@@ -1,4 +1,4 @@
-"""What conditions of rules ask: the facts beside the options, and questions that several have.
+"""Conditions of rules ask these: the facts beside the options, and questions that several have.
 
 A rule (`rules.py`) about a fact has it as the third argument of its condition: the model
 (`ModelConfig`), the card of a plan (`Card`), or one of those here.
@@ -75,7 +75,7 @@ class Here:
 
     @property
     def or_less_shared(self) -> str:
-        """What else helps where too many ranks share a state."""
+        """The other advice where too many ranks share a state."""
         return ", or give --shard-over machine" if len(self.machines) > 1 else ""
 
     def shards(self, o: Options) -> int:
@@ -141,14 +141,14 @@ def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
 
 
 def instead_of_fp8(o: Options) -> str:
-    """What to take on a card without fp8. 8-bit bases imply their products' format."""
+    """The advice for a card without fp8. 8-bit bases imply their products' format."""
     if o.is_quantized and o.base_dtype == "e4m3":
         return "use --base-dtype int8, or --matmul-dtype bf16"
     return "use int8 or bf16"
 
 
 def error(function: Callable[..., Any], *args: Any) -> str | None:
-    """What the function says against its arguments."""
+    """The error that the function raises for its arguments, as text."""
     try:
         function(*args)
     except (ConfigError, ValueError) as problem:
@@ -230,7 +230,7 @@ def lacking_targets(o: Options, model: ModelConfig) -> str:
 
 
 def divided_modules(o: Options, model: ModelConfig) -> str | None:
-    """What is wrong where a part of a module is named, and another one is not."""
+    """The error where a part of a module is named, and another one is not."""
     if not o.has_adapters:
         return None
     return error(lambda: [*all_adapted(model, adapters_of(o).targets)])

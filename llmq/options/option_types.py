@@ -1,4 +1,4 @@
-"""What one option is: flags, help, limits, and how text or a YAML value becomes its value."""
+"""One option: its flags, help and limits, and how text or a YAML value becomes its value."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def parse_path(value: Any) -> Path:
 
 
 def parse_repeated(value: Any) -> tuple[str, ...]:
-    """As parse_texts, or none at all."""
+    """Parse as parse_texts does; there may be none at all."""
     return () if value in ((), []) else parse_texts(value)
 
 
@@ -226,7 +226,7 @@ def parse_size(value: Any) -> int:
 
 
 def parse_continue(value: Any) -> str | None:
-    """What to resume: NEWEST (also true), a step number or a path; false: nothing."""
+    """Parse --continue: NEWEST (also true), a step number or a path; false: nothing."""
     if isinstance(value, bool):
         return NEWEST if value else None
     return parse_str(value)

@@ -1,7 +1,7 @@
 """TrainConfig: every option of a training run, its name, default, help and limits.
 
-The command line, files of options, the log and checkpoints are made from this one class. What
-options mean for each other is in `rules.py`.
+The command line, files of options, the log and checkpoints are made from this one class. `rules.py`
+says what options mean for each other.
 """
 
 from __future__ import annotations
@@ -627,7 +627,7 @@ class TrainConfig:
 
     @property
     def eval_pattern(self) -> str:
-        """What --eval-file says without a name; NONE where all its patterns have one."""
+        """The pattern that --eval-file has without a name; NONE where all its patterns have one."""
         return self._eval_patterns.get("", NONE)
 
     @property
@@ -678,7 +678,7 @@ class TrainConfig:
 
     @property
     def wants_adapters(self) -> bool:
-        """As has_adapters, or they are to be read, with their rank, from --adapter."""
+        """Whether has_adapters holds, or they are to be read, with their rank, from --adapter."""
         return self.has_adapters or self.adapter is not None
 
     @property
@@ -719,7 +719,7 @@ class TrainConfig:
 
     @property
     def gathered(self) -> tuple[str, bool] | None:
-        """What blocks are gathered from where they are streamed: format, whether in host memory.
+        """The source that streamed blocks are gathered from: format, whether in host memory.
 
         None: codes are made from masters at each gather.
         """

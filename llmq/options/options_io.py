@@ -14,7 +14,7 @@ from llmq.options.rules import RULES
 from llmq.options.sizes import SIZES
 
 _FIELD_BY_FLAG = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
-# What `llmq train` takes beside the options of a run.
+# `llmq train` takes these beside the options of a run.
 COMMAND_LINE_ONLY = {"auto", "config", "dry-run", "help", "reserve", "restarts", "save-config"}
 
 # Rows of [Options] that have a name of their own, in llm.q's order: row, field of TrainConfig.
@@ -45,7 +45,7 @@ _AFTER_MODEL = "train-file eval-file checkpoint-dir out-dir log-file".split()
 
 
 Layers = tuple[dict[str, Any], dict[str, Any]]
-"""What a file says and what is given, by field name; what is given wins."""
+"""The values of a file and those given, by field name; what is given wins."""
 
 
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
@@ -59,7 +59,7 @@ def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConf
 
 
 def layers_of(given: Mapping[str, Any], file: Path | None = None) -> Layers:
-    """What the file says, which is read here, and what is given; both as of make_config."""
+    """The file's values, which is read here, and those given; both as of make_config."""
     return _of_file(file), _by_field(given, "")
 
 
@@ -69,7 +69,8 @@ def fields_of(layers: Layers) -> frozenset[str]:
 
 
 def config_of(layers: Layers, inherited: Mapping[str, Any] | None = None) -> TrainConfig:
-    """As make_config. inherited: values by field name that are used instead of defaults."""
+    """Make the config as make_config does. inherited: values by field name that are used instead of
+    defaults."""
     values = dict(inherited or {})
     for layer in layers:
         for one, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -165,7 +166,7 @@ def option_rows(
 
 
 def _label(row: str, value: Any) -> bool | int | float | str:
-    """As the log spells it: number formats as llm.q does, paths as text."""
+    """The text of a value in the log: number formats as llm.q spells them, paths as text."""
     from llmq.base.dtypes import parse_dtype  # here, because it loads NumPy
 
     if value is None:

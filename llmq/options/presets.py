@@ -115,7 +115,7 @@ def _windows(num_layers: int, window: int) -> dict[str, Any]:
 
 
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
-# What single models have besides.
+# Single models have these besides.
 _MORE = {
     "gemma-3-270m": _windows(18, 512),
     "gemma-3-1b": _windows(26, 512),
@@ -231,7 +231,7 @@ def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | No
 
 
 def model_warnings(directory: Path | None) -> list[str]:
-    """What training will leave out of the model in this directory, one line each."""
+    """The parts that training will leave out of the model in this directory, one line each."""
     return [] if directory is None else ignored_fields(_read_config_json(directory))
 
 

@@ -1,4 +1,5 @@
-"""Which measurements stand in place of a card's data sheet: of this machine, or of a report."""
+"""Choose the measurements that stand in place of a card's data sheet: of this machine, or of a
+report."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ def card_of_file(file: CardFile) -> Card:
 
 
 def card_from(path: Path) -> Card:
-    """Of --card-file. Raises ConfigError."""
+    """The card of --card-file. Raises ConfigError."""
     try:
         return card_of_file(read_card_file(path))
     except ConfigError as error:
@@ -30,7 +31,8 @@ def card_from(path: Path) -> Card:
 
 
 def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
-    """Of this machine's devices, with its own rates where they are GPUs that were measured."""
+    """The card of this machine's devices, with its own rates where they are GPUs that were
+    measured."""
     card = card_of(spec)
     return rig_card(card, gpus) if cuda else card
 

@@ -1,4 +1,4 @@
-"""What a rule about options is, and the one engine that evaluates them.
+"""A rule about options, and the one engine that evaluates rules.
 
 Everybody who asks about options asks `Rules`: normalization what is implied, validation what is
 refused, a command what is idle, --help what is said beside an option, `llmq plan --fit` what may be
@@ -67,7 +67,7 @@ class Rule:
                 yield replace(self, option=name, group="", given=True)
 
     def found(self, options: Options, *fact: Any) -> Any:
-        """What `when` says; true where there is no condition."""
+        """The value of `when`; true where there is no condition."""
         value = getattr(options, self.option)
         if self.given and value == getattr(_defaults(type(options)), self.option):
             return None

@@ -668,7 +668,7 @@ IDLE_WITH_RANKS = (
         lambda v, o, ranks: ranks.world_size == 1,
         "{shown} has no effect {ranks.alone}",
     ),
-    # What --zero-level implies counts as one option, which may do something in part.
+    # The options that --zero-level implies count as one, which may do something in part.
     *idle(
         "shard_weights",
         lambda v, o, ranks: o.zero_level < 3 and ranks.shards(o) == 1 and why_weights_stay(o, 1),
@@ -767,7 +767,7 @@ IDLE_IN_RUNS = (
         "--eval-num-steps {value} has no effect: the only validation is the final one, of all "
         "sequences",
     ),
-    # What a run measures, and a verification does not.
+    # A run measures these, and a verification does not.
     *idle(
         "debug_log_abs_max debug_log_allocations debug_time_breakdown measure_scaling",
         lambda v, o, measuring: True,

@@ -1,4 +1,4 @@
-"""What may be tried to save memory or time, and what must not change a bit: tables of rules."""
+"""Tables of rules say what may be tried to save memory or time, and what must not change a bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmq.options.rule import EXACT, SAVE, Changes, Options, Rule, each
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
 
 PLACES = tuple(f"offload_{name}" for name in ("residual", "opt_m", "opt_v", "master", "gradients"))
-"""What can be in host memory."""
+"""State that can be in host memory."""
 
 
 def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
@@ -41,7 +41,7 @@ def _smaller_batch(o: Options) -> Changes:
         "batch_size": fewer,
         "grad_accumulation": factor * o.grad_accumulation,
         "lmhead_chunks": math.gcd(o.lmhead_chunks, fewer * o.seq_len),
-        # As many as leave parts of attention no larger.
+        # The most parts that leave parts of attention no larger.
         "attn_bwd_chunks": math.gcd(o.attn_bwd_chunks, fewer) if rest else fewer * per_sequence,
     }
 

@@ -8,13 +8,13 @@ from llmq.ops.common import padded_columns
 from llmq.options.adapters import Adapted, Adapters, all_adapted
 
 PEFT_PREFIX = "base_model.model."
-"""Of the names of parameters in adapter_model.safetensors."""
+"""Names of parameters in adapter_model.safetensors begin so."""
 
 
 def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tuple]]:
     """By slab, "lora_a" and "lora_b": (block, key, full name, shape, kind, init, hf parts).
 
-    Of a matrix, the adapters' A (n * rank, in_features) lie below each other, padded with zeros as
+    The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
     `padded_columns` says; their B (rows of all, rank) do, too.
     """
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}

@@ -72,7 +72,7 @@ class Bases:
         return self.dev.alloc(f"{name}.base", (size,), U8, "Quants", self._store.memory)
 
     def first_byte(self, name: str) -> int:
-        """Of all that a block's layout has, where `packed` begins."""
+        """The first byte of all that a block's layout has, where `packed` begins."""
         return self.dev.mesh.index("shard") * self.packed[name].nbytes if self._store.sharded else 0
 
     def _alloc_transposed(self, slab: Slab, shared: dict[str, Tensor] | None) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Where the parameters of a slab lie so that shards of one size cut no matrix.
+"""Lay out the parameters of a slab so that shards of one size cut no matrix.
 
     shard 0                      | shard 1
     down, o, …          gap, gate|up, qkv, …      gap

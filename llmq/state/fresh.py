@@ -1,4 +1,4 @@
-"""What parameters begin as."""
+"""The first values of parameters."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ PIECE = 8 << 20
 
 
 class MicroStep(NamedTuple):
-    """What a micro-step does with gradients; a part of its graph's key.
+    """The use of gradients in a micro-step; a part of its graph's key.
 
     accumulate: add to them, else overwrite; False in the first of a step. last: they get reduced.
     """
@@ -62,7 +62,7 @@ class _Exchange:
         self.lane.add("resident")
 
     def parts(self, slab: Slab, buffer: Tensor, slot: Hashable) -> list[Tensor]:
-        """What this rank's shard is the sum of, in buffer (slab.size,) and in the spare."""
+        """The parts, in buffer (slab.size,) and in the spare, whose sum is this rank's shard."""
         if self.spare is None:
             self.dev.mesh.group("shard").reduce_scatter(buffer)
             return [slab.shard(buffer, self.dev.mesh.index("shard"))]
@@ -110,7 +110,7 @@ class _HostShards:
         self.lane.arrive(slot, *self._copies(slab, place, self._shard[slab.name]))
 
     def leave(self, slab: Slab, slot: Hashable, place: Tensor, *, last: bool) -> None:
-        """What the current stream has added up goes back."""
+        """Send back the sums that the current stream has made."""
         if last:
             sums = place.rows(0, slab.shard_size)
             global_norm.partials(self.dev, self._squares[slab.name], sums)
@@ -132,7 +132,8 @@ class _Whole:
         """Before `full`, to prepare it beside other work."""
 
     def full(self, slab: Slab, step: MicroStep) -> tuple[Tensor, bool]:
-        """Where products put a slab's gradients (slab.size,), and whether they add to them."""
+        """The place for products to put a slab's gradients (slab.size,), and whether they add to
+        them."""
         return self._whole[slab.name], step.accumulate
 
     def notify(self, slab: Slab, step: MicroStep) -> None:
@@ -291,7 +292,7 @@ class Gradients:
         return self._alloc(f"grad.slot.{index}", longest.size, longest)
 
     def _alloc_squares(self) -> dict[str, Tensor]:
-        """Of each shard the sums of squares that its blocks of threads make."""
+        """Allocate, for each shard, the sums of squares that its blocks of threads make."""
         shards = list(self.shard.values())
         count = sum(global_norm.num_partials(self.dev, x) for x in shards)
         self._all_squares = self.dev.alloc("grad.squares", (count,), F64, "Activations")
@@ -332,7 +333,7 @@ class Gradients:
             self._way(block).load(self.slabs[block], step)
 
     def full(self, block: str) -> dict[str, Accumulator]:
-        """Where the gradients of a block's parameters go in this micro-step, by key."""
+        """The places of the gradients of a block's parameters in this micro-step, by key."""
         step, where = self._now(f"full({block!r})"), {}
         for slab in [self.slabs[name] for name in (*SHARED, block) if name in self.slabs]:
             tensor, accumulate = self._way(slab.name).full(slab, step)

@@ -14,14 +14,14 @@ from llmq.runtime.lane import Lane
 
 
 class Mirrors:
-    """Of the blocks in the order in which forward gathers them."""
+    """Mirrors of the blocks in the order in which forward gathers them."""
 
     def __init__(self, dev: Device):
         self.dev = dev
         self._shards: dict[str, Tensor] = {}
         self._mirrors: dict[str, Tensor] = {}
         self._lane = Lane(dev, arrive="stage")
-        # Of capture time. next: the first of the blocks whose mirror is not written yet.
+        # These are of capture time. next: the first of the blocks whose mirror is not written yet.
         self._stale, self._next = False, 0
 
     def add(self, block: str, shard: Tensor, category: str) -> None:
@@ -37,9 +37,10 @@ class Mirrors:
         self._stale, self._next = stale, 0
 
     def get(self, block: str) -> Tensor | None:
-        """What peers may read in the gather that comes next on the current stream; None: nothing.
+        """The memory that peers may read in the gather that comes next on the current stream; None:
+        nothing.
 
-        Where mirrors are stale, that of the next block is written while this one is gathered.
+        If mirrors are stale, that of the next block is written while this one is gathered.
         """
         mirror = self._mirrors.get(block)
         if mirror is not None and self._stale:

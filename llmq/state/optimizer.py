@@ -1,10 +1,10 @@
 """The update of this rank's shards: global norm, clip, rule; state in host memory passes through.
 
-What is kept in host memory goes through three sets of buffers on the device, a few megabytes at a
-time: while one piece is updated, the next one arrives on the copy stream and the last one leaves
-on the store stream. fp8 codes need all of a master, because the scales depend on a whole matrix.
-Where blocks of gradients are streamed, their two slots are free now and hold a whole master each,
-which so need not arrive twice. A rule for matrices gets whole ones, one parameter at a time.
+State in host memory goes through three sets of buffers on the device, a few megabytes at a time:
+while one piece is updated, the next one arrives on the copy stream and the last one leaves on the
+store stream. fp8 codes need all of a master, because the scales depend on a whole matrix. Where
+blocks of gradients are streamed, their two slots are free now and hold a whole master each, which
+so need not arrive twice. A rule for matrices gets whole ones, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class Optimizer:
 
 
 def _parts(slab: Slab, shard: int, *, moved: bool) -> list[tuple[int, int, Matrices]]:
-    """What of a shard is updated at a time: elements [start, stop) of the slab, and the matrices
-    among them if the slab is cut between these. moved: it passes through buffers.
+    """The parts of a shard that are updated at a time: elements [start, stop) of the slab, and the
+    matrices among them if the slab is cut between these. moved: it passes through buffers.
     """
     first, end = shard * slab.shard_size, (shard + 1) * slab.shard_size
     if slab.whole_matrices:
@@ -254,7 +254,7 @@ class _Staging:
             self._pieces.follow()
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
-        """What of a slab's state goes through buffers, by name."""
+        """The state of a slab that goes through buffers, by name."""
         if self.optimizer.zero_copy:
             return {}
         return {name: tensor for name, tensor in state.movable.items() if tensor.on_host}
@@ -316,6 +316,6 @@ class _Staging:
         self._pieces.leave(slot, leave)
 
     def finish(self) -> None:
-        """What follows on the main stream comes after all that leaves."""
+        """Work that follows on the main stream comes after all that leaves."""
         self._pieces.join()
         self._wholes.join()

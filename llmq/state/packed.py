@@ -4,8 +4,8 @@
     int8    | codes of all matrices | a scale for each row of a matrix |
     nf4     | of each module: codes, codes of scales, groups, mean | ... | scale of fp8 codes | ...
 
-What a rank owns of it, what is gathered and what is streamed are parts of these bytes, wherever a
-tensor ends.
+A rank's part of it, and the parts that are gathered and streamed, are parts of these bytes,
+wherever a tensor ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Span:
 
 
 class Layout:
-    """Of one slab in one format. nbytes: of all, a multiple of PACKED_ALIGN for each rank."""
+    """The layout of one slab in one format. nbytes: of all, a multiple of PACKED_ALIGN for each
+    rank."""
 
     def __init__(self, slab: Slab, dtype: DType, shards: int = 1):
         """dtype: E4M3, I8 or NF4."""

@@ -31,7 +31,7 @@ NUMBER = 4  # elements of F32 from one number to the next, 16 bytes
 Write = Callable[[Tensor, int], None]
 """Fills a tensor (n,) with the elements of a parameter from this one on."""
 Source = Callable[[Param], tuple[Write, DType]]
-"""Of a parameter, how its elements are written, and in which format, F32 or BF16."""
+"""Returns the writer of a parameter's elements, and their format, F32 or BF16."""
 Elements = Callable[[Param, int, int], np.ndarray]
 """Elements [start, stop) of a parameter, flat, F32 or BF16."""
 
@@ -49,7 +49,7 @@ def of_host(dev: Device, elements: Elements) -> Source:
 
 
 def one_by_one(read: Callable[[Param], np.ndarray]) -> Elements:
-    """Of parameters that are read as a whole, the last of which is kept."""
+    """Read parameters that are read as a whole, the last of which is kept."""
     last: dict[str, np.ndarray] = {}
 
     def elements(param: Param, start: int, stop: int) -> np.ndarray:
@@ -123,7 +123,7 @@ class Packer:
         self.bases.filled(name)
 
     def _pieces(self, span: Span) -> Iterator[tuple[int, int]]:
-        """Where each piece begins in the span, and its elements."""
+        """The beginning of each piece in the span, and its elements."""
         for start in range(0, span.size, self._piece):
             yield start, min(self._piece, span.size - start)
 

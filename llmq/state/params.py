@@ -69,7 +69,7 @@ class Param:
 
     @property
     def transposed_shape(self) -> tuple[int, ...]:
-        """Of a matrix: (in, out), or (experts, in, out)."""
+        """The transposed shape of a matrix: (in, out), or (experts, in, out)."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2])
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank holds of a slab, and what of that it writes down."""
+"""The pieces of a slab that a rank holds, and those that it writes down."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ class Piece(NamedTuple):
 
 
 State = dict[str, list[Piece]]
-"""What a rank holds of the groups of a checkpoint."""
+"""The pieces of a checkpoint's groups that a rank holds."""

@@ -1,4 +1,4 @@
-"""Where everything of a slab lies and in which format: decided here, once, and read by all others.
+"""Decide here, once, where everything of a slab lies and in which format; all others read it.
 
 Weights, gradients, moments, checkpoints, plans and the warnings about options read a `Placement`,
 which `place` makes from the options of a run and the weight table. Whether an option about places
@@ -99,7 +99,8 @@ class SlabPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Of all slabs, by name. head: fp8 codes of the LM head's matrix beside it, in both layouts."""
+    """The placement of all slabs, by name. head: fp8 codes of the LM head's matrix beside it, in
+    both layouts."""
 
     slabs: Mapping[str, SlabPlacement]
     head: Store | None = None
@@ -136,12 +137,12 @@ def _memory(config: TrainConfig, offloaded: bool) -> str:
 
 
 def _shard(config: TrainConfig, dtype: str, *, offloaded: bool) -> Store:
-    """What each rank has its part of all the time."""
+    """The stores of which each rank has its part all the time."""
     return Store(dtype=parse_dtype(dtype), memory=_memory(config, offloaded), sharded=True)
 
 
 def _source(config: TrainConfig) -> Store | None:
-    """What blocks are gathered from where they are streamed, as SlabPlacement.source."""
+    """The store that streamed blocks are gathered from, as SlabPlacement.source."""
     if config.gathered is None:
         return None
     dtype, on_host = config.gathered
@@ -190,8 +191,8 @@ def place(
     shards: int = 1,
     frozen: Collection[str] = (),
 ) -> Placement:
-    """Of a run. config: normalized. table: for as many shards. frozen: further slabs that are not
-    trained.
+    """Decide the placement of a run. config: normalized. table: for as many shards. frozen: further
+    slabs that are not trained.
 
     A frozen slab has no gradient, no moments, and no master, except one in the model's format where
     fp8 codes are made from it.
@@ -231,13 +232,13 @@ def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool
 
 
 def _mirror(config: TrainConfig, source: Store | None, shards: int) -> Store | None:
-    """Of what ranks gather at each use, where they have one."""
+    """The mirror of what ranks gather at each use, where they have one."""
     mirrors = source and shards > 1 and config.mirror_weights and not why_no_mirrors(config)
     return Store(dtype=source.dtype, memory="pinned", sharded=True) if mirrors else None
 
 
 def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
-    """Of a frozen block that is kept as codes."""
+    """The placement of a frozen block that is kept as codes."""
     streams, source = config.streams_weights(shards), _source(config)
     base = source if streams else Store(dtype=source.dtype)
     codes = config.is_fp8 or config.matmul_dtype == config.base_dtype
@@ -291,7 +292,8 @@ def _group(slab: Slab) -> str:
 
 
 def resident(table: tuple[Slab, ...], dtype: DType) -> Placement:
-    """Of weights that are only read, all on the device and in one format: to sample from them."""
+    """A placement of weights that are only read, all on the device and in one format: to sample
+    from them."""
     return Placement(
         slabs={
             slab.name: SlabPlacement(trainable=False, group=_group(slab), work=Store(dtype=dtype))

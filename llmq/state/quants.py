@@ -21,7 +21,8 @@ from llmq.state.placement import Placement, Store
 
 
 class Quants:
-    """Of the blocks' matrices. Codes lie in tensors of a slab's layout, whole or a rank's shard."""
+    """The codes of the blocks' matrices. Codes lie in tensors of a slab's layout, whole or a rank's
+    shard."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
         """table: the slabs that have codes."""
@@ -124,9 +125,9 @@ class Quants:
     def turned(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
     ) -> dict[str, Operand]:
-        """As make_transposed, of a block of which only some codes are there; the operands then.
+        """Do as make_transposed, for a block of which only some codes are there; the operands then.
 
-        Of the other matrices transposed codes are made of the whole slab's master (n,).
+        The other matrices' transposed codes are made of the whole slab's master (n,).
         """
         made = dict(operands)
         for p in self.slabs[name].params:
@@ -146,7 +147,7 @@ class Quants:
 
 
 class HeadQuants:
-    """Of the LM head's matrix, which every rank quantizes as a whole."""
+    """The codes of the LM head's matrix, which every rank quantizes as a whole."""
 
     def __init__(self, dev: Device, matrix: Tensor, dtype: DType):
         self.dev = dev

@@ -24,7 +24,7 @@ class Snapshot:
     """
 
     def __init__(self, dev: Device, state: State):
-        """state: always the same tensors. What of it this rank writes down is copied."""
+        """state: always the same tensors. The parts of it that this rank writes down are copied."""
         self.dev = dev
         self._state = {group: [p.written_piece for p in of] for group, of in state.items()}
         self.copy: State = {group: [self._like(p) for p in of] for group, of in self._state.items()}

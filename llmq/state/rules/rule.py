@@ -1,4 +1,4 @@
-"""What an update rule declares, from which slabs, checkpoints and plans follow."""
+"""An update rule declares these; slabs, checkpoints and plans follow from them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Moment:
 
 
 Matrices = tuple[tuple[int, int, int], ...]
-"""Of a part: the first element of each matrix in it, its rows and its columns."""
+"""The matrices of a part: the first element of each in it, its rows and its columns."""
 
 
 class Part(NamedTuple):
-    """What one call of a rule updates: n elements of a slab from element `first` on.
+    """The elements that one call of a rule updates: n elements of a slab from element `first` on.
 
     master inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
     grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32
