@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmq.ops.product import ROUTES
+from tools import prose
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "llmq"
@@ -142,6 +143,11 @@ def test_cuda_sources(path):
         header = text[: text.index("#include")]
         for label in CU_LABELS:
             assert re.search(rf"^//\s+{label}\b", header, re.MULTILINE), f"header lacks {label}"
+
+
+def test_docstrings_and_comments_are_sentences():
+    for path in modules():
+        assert not prose.fragments(path), f"{path}: run tools/prose.py"
 
 
 def test_gpu_libraries_are_not_imported_at_the_top_level():

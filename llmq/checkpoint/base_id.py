@@ -1,4 +1,4 @@
-"""Which model adapters are of: a hash of its tensors, whatever files they are in."""
+"""Identify the model that adapters are of, by a hash of its tensors, whatever files they are in."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HASH_THREADS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseId:
-    """Of a model. name: as a person knows it. sha256: of names, types, shapes and values of its
-    tensors. nested: whether its files have other parts too, so that transformers loads all of them
-    as one model and has this one inside.
+    """The identity of a model. name: as a person knows it. sha256: of names, types, shapes and
+    values of its tensors. nested: whether its files have other parts too, so that transformers
+    loads all of them as one model and has this one inside.
     """
 
     name: str
@@ -38,7 +38,7 @@ class BaseId:
 
 
 def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
-    """Of a model directory; reads all of it. table: without adapters."""
+    """The identity of a model directory; reads all of it. table: without adapters."""
     params = [param for slab in table for param in slab.params]
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         digests = list(pool.map(weights.digest, params))
@@ -47,7 +47,7 @@ def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
 
 
 def random_base_id(name: str, seed: int) -> BaseId:
-    """Of random weights."""
+    """The identity of random weights."""
     digest = hashlib.sha256(f"{name} {seed}".encode()).hexdigest()
     return BaseId(name=f"{name}, random weights of --seed {seed}", sha256=digest)
 

@@ -25,7 +25,7 @@ Measured = dict[str, tuple[float, int]]
 class Best:
     """The best value of a metric so far, and the step of its checkpoint; step None: none yet.
 
-    metric None: nothing is kept. Of equal values the first counts, and NaN never does. Only values
+    metric None: nothing is kept. The first of equal values counts, and NaN never does. Only values
     that were measured on as much are compared: the last validation of a run takes all sequences,
     the others --eval-num-steps batches.
     """

@@ -27,7 +27,7 @@ class Changes(NamedTuple):
     """Lines about the options that were other ones in the checkpoint's run."""
 
     numbers: list[str]
-    """Of those that make other numbers."""
+    """The options that make other numbers."""
     others: list[str]
 
 
@@ -39,7 +39,8 @@ def changed_options(
     *,
     new_data: bool = False,
 ) -> Changes:
-    """What was changed. Options that change numbers by rounding only have one line together.
+    """The options that were changed. Options that change numbers by rounding only have one line
+    together.
 
     manifest: what its options lack is not compared. new_data: whether the data starts anew.
     """

@@ -1,7 +1,7 @@
 """`llmq check`: whether files are what they were when they were written.
 
 Every byte of checkpoints, of token files that have a `.sums` file, and of the weights that llmq has
-exported is compared with checksums. Of others it is said what can be told without.
+exported is compared with checksums. For other files it says what can be told without.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from llmq.state.params import weight_table
 _BLOCK = 1 << 22  # tokens that are read at once
 
 Check = Callable[[Path], str]
-"""What is right of a path, in a few words. LlmqError says what is wrong."""
+"""A few words on what is right of a path. LlmqError says what is wrong."""
 
 
 class Target(NamedTuple):
@@ -79,7 +79,7 @@ def _named(name: str) -> list[Path]:
 
 
 def _targets(path: Path) -> Iterator[Target]:
-    """What a path stands for. LlmqError if it is nothing that llmq reads."""
+    """The things that a path stands for. LlmqError if it is nothing that llmq reads."""
     if not path.is_dir():
         yield _file(path)
     elif is_complete(path):
@@ -171,7 +171,7 @@ def _adapter(path: Path) -> str:
 
 
 def _sums(directory: Path) -> str:
-    """What was found of the SHA-256 that an export's run has noted."""
+    """The findings on the SHA-256 that an export's run has noted."""
     recorded = recorded_sums(directory)
     for name, digest in recorded.items():
         if (directory / name).exists():

@@ -71,7 +71,7 @@ class FileEntry(NamedTuple):
 
 
 def slab_ranges(group: str, slab: Slab, start: int, stop: int) -> list[Range]:
-    """What of a group belongs to elements [start, stop) of a slab, gaps left out.
+    """The ranges of a group that belong to elements [start, stop) of a slab, gaps left out.
 
     Where the group is one of scales, start and stop are multiples of SCALE_BLOCK.
     """
@@ -308,7 +308,7 @@ class CheckpointReader:
         return out
 
     def dtype(self, group: str) -> np.dtype:
-        """Of every tensor of a group."""
+        """The dtype of every tensor of a group."""
         return self._dtypes[group]
 
     def _cover(

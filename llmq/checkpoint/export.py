@@ -116,7 +116,8 @@ def saved_config(manifest: Manifest) -> TrainConfig:
 
 
 def saved_slabs(manifest: Manifest) -> list[Slab]:
-    """What of the weight table a checkpoint holds: all, or with adapters what is trained."""
+    """The slabs of the weight table that a checkpoint holds: all, or with adapters those that are
+    trained."""
     if manifest.base is None:
         return [*weight_table(manifest.model)]
     adapters = adapters_of(saved_config(manifest))

@@ -1,4 +1,4 @@
-"""What an export is made of beside weights: its files, its tokenizer, and whose it is."""
+"""The parts of an export beside weights: its files, its tokenizer, and whose it is."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODEL_FILES = (CONFIG_FILE, SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors", RUN_FILE)
 MODEL_FILES += (ADAPTER_CONFIG, ADAPTER_FILE)
-"""What an export replaces. RUN_FILE says which run it is of; other readers do not look at it."""
+"""An export replaces these. RUN_FILE says which run it is of; other readers do not look at it."""
 
 
 def run_record(**origin: Any) -> dict[str, Any]:
-    """What llmq.json says of an export. made: what made the data's ids; run; base: of adapters."""
+    """The content of an export's llmq.json. made: what made the data's ids; run; base: of
+    adapters."""
     records = {name: known.record() for name, known in origin.items() if known is not None}
     return {"tokenizer" if name == "made" else name: record for name, record in records.items()}
 
 
 def tokenizer_files(tokenizer: Tokenizer | Path | None) -> tuple[str, ...]:
-    """What an export replaces if this tokenizer comes with it."""
+    """The files that an export replaces if this tokenizer comes with it."""
     brings = tokenizer_names(tokenizer) if isinstance(tokenizer, Path) else tokenizer is not None
     return tuple(HfTokenizer.WRITTEN) if brings else ()
 
@@ -49,7 +50,8 @@ def save_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Pat
 
 
 def exported_files(directory: Path) -> list[Path]:
-    """Of a model directory, what an export into it would replace; empty if there is no model."""
+    """The files of a model directory that an export into it would replace; empty if there is no
+    model."""
     found = [path for pattern in MODEL_FILES for path in sorted(directory.glob(pattern))]
     if not found:
         return []

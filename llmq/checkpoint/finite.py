@@ -11,7 +11,8 @@ from llmq.state.params import Param
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Of F32, F16 or BF16. By the bits, at several times the speed at which files are read."""
+    """Whether all of these F32, F16 or BF16 values are finite. By the bits, at several times the
+    speed at which files are read."""
     size = values.dtype.itemsize
     infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
     negative = infinity + (1 << (8 * size - 1))

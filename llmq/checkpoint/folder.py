@@ -27,12 +27,12 @@ _OWN_FILE = re.compile(r"(.+\.shard_\d+_of_\d+\.safetensors|[^.].*\.json)(\.tmp)
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The path of the checkpoint of a step."""
     return directory / f"step_{step:08d}"
 
 
 def unfinished(directory: Path, step: int) -> Path:
-    """Where it lies until it is complete."""
+    """The path at which it lies until it is complete."""
     return checkpoint_path(directory, step).with_suffix(".tmp")
 
 
@@ -84,7 +84,7 @@ def _expect(path: Path, seconds: float) -> None:
 
 
 def entries(directory: Path) -> list[Path]:
-    """What is in a directory, sorted; nothing where there is none.
+    """The content of a directory, sorted; nothing where there is none.
 
     LlmqError if it cannot be listed: what is in it must not pass for missing.
     """
@@ -107,7 +107,7 @@ def is_complete(path: Path) -> bool:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """What saves that were interrupted, or deletions, have left; so none may be under way.
+    """The rests of saves that were interrupted, or of deletions; so none may be under way.
 
     That is known by its name and by what is in it.
     """
@@ -189,7 +189,7 @@ def _link(path: Path, target: Path) -> bool:
 
 
 def _deleting(path: Path) -> Path:
-    """What a checkpoint is called while it is deleted."""
+    """The name of a checkpoint while it is deleted."""
     return path.with_name(f"{path.name.partition('.')[0]}.tmp")
 
 

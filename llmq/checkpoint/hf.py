@@ -72,7 +72,7 @@ class HfWeights:
 
     Tensors are read piece by piece when they are asked for. A checkpoint whose names lack their
     first component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
-    combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Of a model with other parts, such
+    combined matrices of llm.q's exports (self_attn.qkv, mlp.up). If a model has other parts, such
     as one that sees images, these are the tensors of its language model. Threads may share it.
 
     nested: whether there are such other parts.
@@ -254,9 +254,9 @@ class HfWeights:
 
 
 def _language_model(where: dict[str, HfTensor]) -> tuple[dict[str, HfTensor], bool]:
-    """Of a model that has other parts too, the tensors of its language model, as one without names
-    them, and True. Published files have the first prefix, those that transformers 5 may write the
-    second."""
+    """The tensors of the language model, as a model without other parts names them, and True if
+    there are such parts. Published files have the first prefix, those that transformers 5 may write
+    the second."""
     for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
         named = {n.removeprefix(prefix): t for n, t in where.items() if n.startswith(prefix)}
         if named:
@@ -282,7 +282,7 @@ def same_values(one: HfTensor, other: HfTensor) -> bool:
 
 
 def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
-    """Of what Hugging Face stores of a parameter."""
+    """The shape of the part that Hugging Face stores of a parameter."""
     shape = (part.stop - part.start, *param.row_shape)
     return shape[::-1] if part.transposed else shape
 

@@ -113,7 +113,8 @@ def _library() -> Any:
 
 
 def _files(flag: str, name: str, parts: Sequence[str], there: Sequence[str]) -> list[str]:
-    """What to fetch first of the files that are there; ConfigError if a part is not among them."""
+    """The files to fetch first, of those that are there; ConfigError if a part is not among
+    them."""
     wanted: list[str] = []
     for part in parts:
         names = {MODEL: _DESCRIPTION, TOKENIZER: HfTokenizer.FILES}.get(part)
@@ -143,7 +144,8 @@ def _mb(size: int) -> str:
 
 
 def find_tokenizer(name: str, fetch: bool) -> str:
-    """What --tokenizer names, where the files of a repository are wanted; fetch: with --download.
+    """The folder that --tokenizer names, where the files of a repository are wanted; fetch: with
+    --download.
 
     `bytes`, a folder and a name that can be neither stay as they are. ConfigError.
     """
@@ -163,7 +165,7 @@ def find_tokenizer(name: str, fetch: bool) -> str:
 
 
 def _said(hub: Any, name: str, error: Exception) -> str:
-    """What went wrong, and what to do about it."""
+    """The text on what went wrong, and what to do about it."""
     if isinstance(error, hub.errors.GatedRepoError):
         return f"{name} is gated: accept its terms on its page, then log in with `hf auth login`"
     if isinstance(error, hub.errors.RepositoryNotFoundError):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, in checkpoint.json."""
+"""The manifest of a checkpoint, checkpoint.json."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MANIFEST = "checkpoint.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds beside tensors. Dictionaries contain JSON types only."""
+    """The content of a checkpoint beside tensors. Dictionaries contain JSON types only."""
 
     model: ModelConfig
     loader: dict[str, Any]
-    """Where the training data goes on: DataLoader.state()."""
+    """The place where the training data goes on: DataLoader.state()."""
     state: dict[str, Any]
     """The trainer's own: random seeds, counters, histories. Opaque here."""
     options: dict[str, Any]
@@ -54,7 +54,7 @@ class Manifest:
         made: tuple[str | None, TokenizerId | None],
         base: BaseId | None = None,
     ) -> Manifest:
-        """Of a run with these options, which may go on: nothing of it is shared.
+        """The manifest of a run with these options, which may go on: nothing of it is shared.
 
         made: tokenizer and its identity. base: of adapters.
         """
@@ -134,7 +134,8 @@ _FILE = {"name": str, "group": str, "rank": int, "bytes": int, "sha256": str}
 
 
 def _wrong_shape(document: dict[str, Any]) -> str | None:
-    """What is not as `CheckpointWriter.document` makes it, if something is. The checksum agrees."""
+    """The field that is not as `CheckpointWriter.document` makes it, if there is one. The checksum
+    agrees."""
     problem = _wrong_types(document, _PARTS)
     if problem is not None:
         return problem

@@ -102,7 +102,7 @@ def open_merged(
 
 
 def tokenizer_folder(adapter: Path, directory: Path) -> Path:
-    """Of the two the one whose tokenizer belongs to the model with its adapters.
+    """The one of the two folders whose tokenizer belongs to the model with its adapters.
 
     That beside the adapters has the chat template that they were trained with.
     """
@@ -111,7 +111,8 @@ def tokenizer_folder(adapter: Path, directory: Path) -> Path:
 
 
 def _base(files: AdapterFiles, weights: HfWeights, param: Param) -> np.ndarray:
-    """As PEFT loads it: a copy beside the adapters is in place of what the model has."""
+    """The parameter as PEFT loads it: a copy beside the adapters is in place of what the model
+    has."""
     return (files if files.has(param) else weights).read(param)
 
 

@@ -40,7 +40,7 @@ from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS
 from llmq.state.params import Param, weight_table
 
-# What adapters may have that is not there here, by the fields of adapter_config.json.
+# Adapters may have these features that are not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 _UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
@@ -50,13 +50,13 @@ _NOT_AS_EXPECTED += (RecursionError,)
 _IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
 TIED_HEAD = "lm_head.weight"
 INSIDE = "model.language_model."
-"""What names begin with, instead of "model.", in a model that has other parts too."""
+"""Names begin with one of these, instead of "model.", in a model that has other parts too."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What adapter_config.json says of adapters; alpha: of the scaling, as `rs` says.
+    """The content of adapter_config.json; alpha: of the scaling, as `rs` says.
 
     base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
     split: whether they are `doubled` ones, of adapters that began as a part of the model.
@@ -79,13 +79,14 @@ class AdapterConfig:
 
     @property
     def doubled(self) -> AdapterConfig:
-        """Of adapters of twice the rank with the same scaling, which give back what was split."""
+        """The settings of adapters of twice the rank with the same scaling, which give back what
+        was split."""
         factor = 2**0.5 if self.rs else 2
         return replace(self, rank=2 * self.rank, alpha=factor * self.alpha, split=True)
 
     @classmethod
     def of(cls, config: TrainConfig) -> AdapterConfig:
-        """Of a run's adapters. config: normalized."""
+        """The settings of a run's adapters. config: normalized."""
         return cls(
             rank=config.lora_rank,
             alpha=config.lora_alpha,
@@ -152,8 +153,8 @@ class AdapterFiles(HfWeights):
     """The tensors of such a directory, by the names of the weight table.
 
     The file may also have copies of the embedding and the LM head, which were not trained: PEFT's
-    save_embedding_layers makes them. Of a part of which PEFT has trained some, such as one kind of
-    norm, what is there counts as a copy too, unless all of the part is to be trained.
+    save_embedding_layers makes them. If PEFT has trained some of a part, such as one kind of norm,
+    what is there counts as a copy too, unless all of the part is to be trained.
 
     ends: ids at which the model that was trained ends a sequence; [] if that is not known.
     """
@@ -202,7 +203,8 @@ class AdapterFiles(HfWeights):
         return noted is None or digest_of_file(self.directory / ADAPTER_FILE) == noted
 
     def adapters(self, model: ModelConfig, named: tuple[str, ...] = ()) -> Adapters:
-        """What of this model they adapt and train. LlmqError if it has none of it.
+        """The matrices and parts of this model that they adapt and train. LlmqError if it has none
+        of it.
 
         named: parts that are to be trained where the file has only copies of them, too.
         """
@@ -301,7 +303,8 @@ class AdapterFiles(HfWeights):
             raise LlmqError(f"'{path}': {part.name} is {tensor.dtype}, which cannot be read")
 
     def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
-        """What is here of the model's parts that are not trained, and which parts these are."""
+        """The copies that are here of the model's parts that are not trained, and which parts these
+        are."""
         parts = [part for part in LORA_PARTS if part not in adapters.train]
         return [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
 
@@ -334,9 +337,9 @@ class AdapterFiles(HfWeights):
 
 
 def _own_name(name: str) -> str:
-    """Of a tensor, in the weight table: a part of the model has no prefix there.
+    """The name of a tensor in the weight table: a part of the model has no prefix there.
 
-    Of a model inside one with other parts, what PEFT's names say of that is left out.
+    If the model lies inside one with other parts, PEFT's prefix of that is left out.
     """
     for inside, own in ((INSIDE, "model."), ("language_model.", "")):
         name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)

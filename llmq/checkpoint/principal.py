@@ -38,8 +38,8 @@ def principal(w: np.ndarray, rank: int, scale: float, seed: int) -> tuple[np.nda
     """A0 (rank, columns) and B0 (rows, rank) of a matrix w (rows, columns), all F32.
 
     scale * B0 @ A0 is w with its largest `rank` singular values alone; both have equal parts of
-    them. Of large matrices they are approximate: found by subspace iteration from random numbers of
-    this seed.
+    them. For large matrices they are approximate: found by subspace iteration from random numbers
+    of this seed.
     """
     if min(w.shape) <= max(EXACT, 2 * (rank + OVERSAMPLING)):
         u, values, vt = np.linalg.svd(w, full_matrices=False)
@@ -115,7 +115,7 @@ class Split:
         return {matrix.a.name: a, matrix.b.name: b}
 
     def rest(self, param: Param, values: np.ndarray) -> np.ndarray:
-        """What stays of a parameter of the model, in its shape: F32 if it is split, else as it is.
+        """The rest of a parameter of the model, in its shape: F32 if it is split, else as it is.
 
         values: of the parameter.
         """
@@ -182,7 +182,7 @@ def doubled(
 def _interleaved(
     param: Param, rank: int, count: int, now: np.ndarray, before: np.ndarray
 ) -> np.ndarray:
-    """Of each of the `count` adapters A, and A0 below it."""
+    """Interleave, for each of the `count` adapters, A and A0 below it."""
     out = np.zeros(param.shape, now.dtype)
     for number in range(count):
         own, at = slice(number * rank, (number + 1) * rank), 2 * number * rank
@@ -193,7 +193,8 @@ def _interleaved(
 def halved(
     model: ModelConfig, adapters: Adapters, read: Read
 ) -> tuple[Adapters, Read, dict[str, np.ndarray]]:
-    """What `doubled` made these from: adapters, their reader, and what they began as, by name."""
+    """The adapters that `doubled` made these from, their reader, and what they began as, by
+    name."""
     half = replace(adapters, rank=adapters.rank // 2)
     params = {p.name: p for slab in weight_table(model, 1, adapters) for p in slab.params}
     rank, own = half.rank, {each.a.name: each for each in _matrices(model, half)}

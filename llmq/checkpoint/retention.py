@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, by what is known of them.
+"""Decide which checkpoints of a run stay, by what is known of them.
 
 A checkpoint is good when the PROVEN steps after it were. One that a bad step followed before is bad
 until as many good steps have followed that one. Without a verdict it is not known yet.
@@ -40,7 +40,7 @@ def outdated(
     spared: Collection[int] = (),
     interval: int = 0,
 ) -> list[int]:
-    """Of a run's checkpoints by step, those that --ckpt-keep-n and --ckpt-major let go.
+    """The checkpoints of a run, by step, that --ckpt-keep-n and --ckpt-major let go.
 
     keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) stay and are not
     counted; of the others the keep_n newest, where `saved`, which was written last, counts as the
@@ -59,7 +59,7 @@ def outdated(
         for step, verdict in sorted(verdicts.items())
         if verdict and verdict.good
     }
-    # What is older has been judged, or is of steps that nobody goes on from.
+    # Older ones have been judged, or are of steps that nobody goes on from.
     recent = range(saved - PROVEN + 1, saved + 1)
     open_ = [step for step, verdict in verdicts.items() if verdict is None and step in recent]
     kept = {saved, *spared}
@@ -89,7 +89,7 @@ def _maturing(good: list[int], open_: list[int]) -> set[int]:
 
 
 def left_at_end(steps: list[int], keep_n: int, major: int, interval: int = 0) -> list[int]:
-    """Of the steps at which a healthy run writes checkpoints, ascending up to its end, those whose
+    """The steps, of those at which a healthy run writes checkpoints, ascending up to its end, whose
     checkpoints are there then, without majors. interval: as in outdated."""
     left: list[int] = []
     for saved in (step for step in steps if major <= 0 or step % major):

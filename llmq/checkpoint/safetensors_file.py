@@ -150,7 +150,7 @@ class TensorSpec(NamedTuple):
 
 
 class Sink(Protocol):
-    """What a file is written to."""
+    """A file that is written to."""
 
     def write(self, data: Any, /) -> object:
         """Append these bytes."""

@@ -82,7 +82,7 @@ def checkpoint_owner(path: Path) -> RunId | None:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Of a complete checkpoint, whatever it is called; 0 where it is damaged."""
+    """The step of a complete checkpoint, whatever it is called; 0 where it is damaged."""
     return _recorded(path).get("step", 0)
 
 
@@ -93,14 +93,16 @@ def saved_options(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved_log(path: Path) -> Path | None:
-    """Where the run of a complete checkpoint wrote its log; None where it does not say so."""
+    """The path at which the run of a complete checkpoint wrote its log; None where it does not say
+    so."""
     options = json_object(path / MANIFEST).get("options")
     log = options.get("log_file") if isinstance(options, dict) else None
     return Path(log) if isinstance(log, str) else None
 
 
 def recorded_tokenizer(path: Path) -> TokenizerId | None:
-    """What made the data of a complete checkpoint's run, None where it does not say so."""
+    """The tokenizer that made the data of a complete checkpoint's run, None where it does not say
+    so."""
     return TokenizerId.from_record(json_object(path / MANIFEST).get("tokenizer-id"))
 
 
@@ -142,9 +144,9 @@ class NoCheckpoint(ConfigError):
 def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
     """A complete checkpoint, whatever its directory is called, or the newest in a directory.
 
-    Of a directory the newest that is whole and not known to be bad; passed gets a line for each
-    newer one. If all are bad, the newest after which a step was good, or just the newest. LlmqError
-    if it is called like another step, or none is whole. All processes call it.
+    The newest checkpoint of a directory that is whole and not known to be bad; passed gets a line
+    for each newer one. If all are bad, the newest after which a step was good, or just the newest.
+    LlmqError if it is called like another step, or none is whole. All processes call it.
     """
     path = Path(os.path.expanduser(path))
     if processes().on_first(lambda: is_complete(path)):
@@ -154,7 +156,7 @@ def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
 
 
 def _newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
-    """As checkpoint_at, of checkpoints by step, which all processes know alike."""
+    """Choose as checkpoint_at does, of checkpoints by step, which all processes know alike."""
     problems, bad = [], []
     for _, path in sorted(found.items(), reverse=True):
         problem = problem_of(path)
@@ -178,7 +180,7 @@ def _newest_usable(found: dict[int, Path], passed: list[str]) -> Path | None:
 
 
 def _of_first(directory: Path) -> dict[int, Path]:
-    """As list_checkpoints, what the first process finds."""
+    """List as list_checkpoints does, what the first process finds."""
     return processes().on_first(lambda: list_checkpoints(directory))
 
 
@@ -188,7 +190,8 @@ def _of_first(directory: Path) -> dict[int, Path]:
 
 
 def read_verdict(checkpoint: Path) -> Verdict | None:
-    """Of a complete checkpoint; None if it is not known yet, or the note cannot be read."""
+    """The verdict on a complete checkpoint; None if it is not known yet, or the note cannot be
+    read."""
     note = json_object(checkpoint / VERDICT)
     found = values_of(note, steps=int, reason=str, level=int)
     return None if found is None or "good" not in note else Verdict(note["good"] is True, *found)
@@ -203,7 +206,7 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
 # Models
 
 
-# Of a model, what changes nothing in what its weights compute.
+# The parts of a model that change nothing in what its weights compute.
 _NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
 _NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id"}
 
@@ -232,8 +235,8 @@ def delete_old(directory: Path, run: RunId | None, steps: Collection[int]) -> li
     may be under way; returns the deleted directories.
 
     run: whose checkpoints; those of another run stay. None: those without an id. One that was
-    renamed to another step is the user's business: it stays. What cannot be deleted is warned of,
-    and links stay.
+    renamed to another step is the user's business: it stays. Checkpoints that cannot be deleted are
+    warned of, and links stay.
     """
     own = own_checkpoints(directory, run) if steps else {}
     return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])

@@ -86,7 +86,8 @@ class Chat:
         return turns[-1:] if self.train_on == "last" else turns
 
     def warnings(self) -> list[str]:
-        """What the template makes of any conversation, and a model should not learn unawares."""
+        """Warnings of what the template makes of any conversation, and a model should not learn
+        unawares."""
         if self.train_on != "assistant":
             return []
         talk = [{"role": role, "content": role} for role in ("user", "assistant")] * 2
@@ -104,7 +105,7 @@ class Chat:
         ]
 
     def notes(self, conversation: Conversation) -> Iterator[str]:
-        """What a conversation asks for and does not get, as the end of a sentence."""
+        """Requests of a conversation that are not met, as the end of a sentence."""
         names = self.template.texts(conversation.tools)
         for name in unread(conversation.messages, names):
             yield f"have the field '{name}' in a message, which neither llmq nor the template reads"
@@ -126,7 +127,7 @@ class Completion:
     train_on: str
 
     def texts(self, conversation: Conversation) -> list[tuple[str, Spans]]:
-        """As of Chat. DataError for messages, and for what only a template can write."""
+        """The texts, as of Chat. DataError for messages, and for what only a template can write."""
         if not conversation.is_text:
             raise DataError(
                 "this is more than the texts 'prompt' and 'completion', and there is no chat "
@@ -137,11 +138,11 @@ class Completion:
         return [(prompt + completion, [(start, len(prompt) + len(completion))])]
 
     def notes(self, conversation: Conversation) -> Iterator[str]:
-        """As of Chat: nothing is lost."""
+        """Notes as of Chat: nothing is lost."""
         yield from ()
 
     def warnings(self) -> list[str]:
-        """As of Chat."""
+        """Warnings as of Chat."""
         return []
 
 

@@ -195,7 +195,8 @@ def _forms(source: str) -> dict[str, _Reads]:
 
 
 def _written(source: str, messages: Sequence[Message]) -> str:
-    """What a template makes of a few messages, with no names for special tokens; "" if it fails."""
+    """The text that a template makes of a few messages, with no names for special tokens; "" if it
+    fails."""
     given = {"tools": None, "documents": None, "add_generation_prompt": False}
     with suppress(Exception):  # the template is a program that may raise anything
         return _render(source, messages, **given, **dict.fromkeys(_SPECIAL, "")).text

@@ -220,7 +220,7 @@ class DataSet:
         self.lost += int(targets[chosen].sum())
 
     def _kept_parts(self, file: TokenFile, pieces: Pieces) -> Pieces:
-        """Of longer documents those parts that --long keeps and that have something to train on."""
+        """The parts of longer documents that --long keeps and that have something to train on."""
         later = np.zeros(len(pieces), bool)  # parts behind the first one of their document
         ends = pieces.start + pieces.length
         later[1:] = pieces.goes_on[:-1] & (pieces.start[1:] == ends[:-1])

@@ -256,8 +256,8 @@ def _trained(
 def count_duplicates(train: Sequence[TokenFile], held_out: Sequence[TokenFile]) -> tuple[int, int]:
     """How many of the documents held out are in the training files too, id by id, and of how many.
 
-    A document that is cut between two files counts as its parts. Of the training files only
-    documents are read that have the length of one that is held out.
+    A document that is cut between two files counts as its parts. Only those documents of the
+    training files are read that have the length of one that is held out.
     """
     own: Counter[bytes] = Counter()
     for index, file in _indexed(held_out):
@@ -280,7 +280,8 @@ def _indexed(files: Sequence[TokenFile]) -> Iterator[tuple[DocumentIndex, TokenF
 
 
 def _hashes(file: TokenFile, index: DocumentIndex, numbers: np.ndarray) -> Iterator[bytes]:
-    """Of the documents with these numbers, which are read about _SCAN_TOKENS at a time."""
+    """The hashes of the documents with these numbers, which are read about _SCAN_TOKENS at a
+    time."""
     blocks = index.offsets[numbers] // _SCAN_TOKENS
     for block in np.split(numbers, np.flatnonzero(np.diff(blocks)) + 1):
         if not len(block):

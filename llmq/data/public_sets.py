@@ -75,7 +75,7 @@ def maker(pattern: str) -> str | None:
 
 
 def file_of(name: str) -> Path:
-    """Where the file of a set is kept."""
+    """The path at which the file of a set is kept."""
     return FOLDER / f"{name}{PurePosixPath(SETS[name].path).suffix}"
 
 
@@ -108,5 +108,5 @@ def fetch(name: str) -> Path:
 
 
 def blob_hash(content: bytes) -> str:
-    """What git calls a file of this content."""
+    """The name that git gives a file of this content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -283,8 +283,8 @@ class TokenFile:
 class TokenWriter:
     """Write one token file piece by piece; it appears under its name only when it is complete.
 
-    Until `close` the data is in `partial_path(path)`, not in memory. As a context manager it closes
-    at the end, or discards the partial file if the block raises.
+    Until `close` the data is in `partial_path(path)`, not in memory. A `with` block closes it at
+    the end, or discards the partial file if the block raises.
     """
 
     def __init__(

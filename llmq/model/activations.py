@@ -1,4 +1,4 @@
-"""What a block keeps from forward to backward, and from one token of a text to the next."""
+"""Tensors that a block keeps from forward to backward, and from one token of a text to the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 class Recompute(NamedTuple):
-    """What a layer computes again in the backward pass instead of keeping it: --recompute-…"""
+    """The tensors that a layer computes again in the backward pass instead of keeping them:
+    --recompute-…"""
 
     swiglu: bool = False
     norm: bool = False
@@ -68,7 +69,7 @@ class NormSite(NamedTuple):
 
 
 class Cache:
-    """What halves keep of one text that is continued, of at most `positions` tokens."""
+    """The tensors that halves keep of one text that is continued, of at most `positions` tokens."""
 
     def __init__(self, dev: Device, config: ModelConfig, dtype: DType, positions: int):
         self.positions = positions

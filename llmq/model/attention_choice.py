@@ -1,4 +1,4 @@
-"""Which kernels may compute a layer's attention, in each direction."""
+"""The kernels that may compute a layer's attention, in each direction."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MEASURED = 90  # compute capability, times 10, where this was: nothing is left t
 def directions(
     backend: str, head_dim: int, seq_len: int, window: int | None, capability: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The backends that may compute forward and backward, the first one where nothing is timed.
-    What one direction leaves to the other is the same for all.
+    """The backends that may compute forward and backward, the first one where nothing is timed. The
+    result that one direction leaves to the other is the same for all.
 
     backend: "native" or "cudnn" in both directions, or "auto" where cuDNN computes the case: it
     does so forward, and backward unless ours is faster: on Hopper in whole sequences, elsewhere,

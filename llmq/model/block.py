@@ -41,7 +41,7 @@ from llmq.runtime.device import Device
 
 
 class Reach(NamedTuple):
-    """Which gradients somebody wants, because there is a trained parameter in front of them.
+    """The gradients that somebody wants, because there is a trained parameter in front of them.
 
     first_in, second_in: of the halves' inputs. inside: of what leads to the product that makes the
     first half's output. first_out: of that output. Each of them wants all that follow in the block.
@@ -85,7 +85,7 @@ class Blocks:
         self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
         self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]
-        # Which halves add to the stream themselves.
+        # These halves add to the stream themselves.
         first_adds, self.last_adds = (
             not config.arch.post_norm
             and all(self._adds(layer, spec) for layer, spec in enumerate(of_position))
@@ -154,8 +154,8 @@ class Blocks:
 
         d_x (rows, C): scratch for the gradient of a half's input, or with post_norm that of the
         second half's output in. wanted: whether that of the block's input is; else both hold
-        anything afterwards. What was not kept is computed again first; scales are those of the
-        forward pass.
+        anything afterwards. Tensors that were not kept are computed again first; scales are those
+        of the forward pass.
         """
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         first, here = self.halves[index][0], layer.halves[0]

@@ -37,7 +37,7 @@ from llmq.runtime.device import Device
 
 
 class _Parts(NamedTuple):
-    """Of one matrix of one block. salt: of its dropout. hidden: h (rows, R)."""
+    """The parts of one matrix of one block. salt: of its dropout. hidden: h (rows, R)."""
 
     matrix: Adapted
     salt: int
@@ -79,7 +79,7 @@ class BlockLinear:
             hidden = dev.alloc(f"{name}_hidden.{layer}", (self._rows, width), dtype, "Activations")
             self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden)
             widest = max(widest, width)
-        # Of one matrix at a time: its gradients follow its input's.
+        # One matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), dtype, "Activations")
 
     def takes_addend(self, layer: int, key: str, out: Tensor) -> bool:
@@ -170,7 +170,8 @@ class BlockLinear:
         d_out: Operand,
         x: Operand | None,
     ) -> None:
-        """Of the weight, of the bias as far as d_bias asks for it, and of the adapters' A.
+        """Compute the gradients of the weight, of the bias as far as d_bias asks for it, and of the
+        adapters' A.
 
         Follows input_gradient. x: None where it is not needed.
         """

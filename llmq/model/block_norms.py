@@ -1,4 +1,4 @@
-"""Where the norms of a block stand: before each half, behind it, or both.
+"""The norms of a block stand before each half, behind it, or both.
 
     stream = before + branch        the residual stream, and the output of the half before
     x = norm(stream)                the input of the half, whose output is the next branch
@@ -95,7 +95,7 @@ class BlockNorms:
             self.norm.forward_residual(stream, to, here.stats, before, here.branch, weight, bias)
 
     def d_out(self, d_residual: Tensor, d_x: Tensor) -> Tensor:
-        """Where `backward` leaves the gradient of the output of the half before."""
+        """The place where `backward` leaves the gradient of the output of the half before."""
         return d_x if self.post else d_residual
 
     def backward(

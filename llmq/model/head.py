@@ -36,7 +36,7 @@ LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
 
 
 def gradient_scale(z_loss: float) -> float:
-    """Of E5M2 codes of d_logits, which are at most 1 + z_loss * lse: a power of two."""
+    """The scale of E5M2 codes of d_logits, which are at most 1 + z_loss * lse: a power of two."""
     return 2.0 ** math.ceil(math.log2((1 + z_loss * LARGEST_LSE) / E5M2_MAX))
 
 

@@ -97,7 +97,8 @@ class Normalization:
 
 @contextmanager
 def _results(dev: Device, to: Target, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Where a kernel's further results go: it writes codes row by row, others are made of those."""
+    """The places of a kernel's further results: it writes codes row by row, others are made of
+    those."""
     if to.fp8 is None or to.fp8.transposed is None:
         yield {"abs_max": to.abs_max, "fp8": to.fp8}
         return

@@ -27,8 +27,8 @@ class BlockParameters(dict[str, T]):
 
     Matrices are (out_features, in_features); biases (out_features,). Norms around the halves are
     (C,): ln1, ln2, of what goes into a half, and ln1_post, ln2_post, of what the half before has
-    put out. KEY_a, KEY_b are of adapters, as `state/adapter_rows.py` says. What there is not, or is
-    not needed, or is frozen, lacks its key: `get` gives None.
+    put out. KEY_a, KEY_b are of adapters, as `state/adapter_rows.py` says. A parameter that does
+    not exist, or is not needed, or is frozen, lacks its key: `get` gives None.
     """
 
     def bias(self, key: str) -> T | None:

@@ -18,7 +18,8 @@ SLOTS = 2
 
 
 class Residuals:
-    """Of all layers of a model, (rows, C) each. `tensors[layer]`: where it is while in use.
+    """The residuals of all layers of a model, (rows, C) each. `tensors[layer]`: where it is while
+    in use.
 
     final: behind the last layer.
     """

@@ -1,7 +1,7 @@
 """One optimizer step: micro-steps of forward and backward, then the update. Only calls.
 
-Nothing here waits for the device. What varies between steps goes to the device through a ring of
-pinned slots (scalars, tokens, targets), and comes back through another (losses, norms).
+Nothing here waits for the device. Values that vary between steps go to the device through a ring of
+pinned slots (scalars, tokens, targets), and come back through another (losses, norms).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a step or an evaluation measured; losses are means over unmasked target tokens.
+    """The measurements of a step or an evaluation; losses are means over unmasked target tokens.
 
     tokens counts these targets. lse_max and lse_mean describe the logits' log-sum-exp. norm is
     the gradient norm before clipping, 0 for evaluations. saturated: elements that were too large
@@ -142,7 +142,7 @@ class Step:
         self.snapshot = Snapshot(dev, self.stored_state()) if background else None
 
     def _open_inbox(self) -> int:
-        """Where the device finds what one micro-step reads; returns its words.
+        """Open the inbox from which the device reads one micro-step; returns its words.
 
         With documents that are masked, starts (B, T) follow tokens and targets.
         """
@@ -186,7 +186,7 @@ class Step:
         """Before the first micro-step of an optimizer step."""
         clock.start(self.dev, self.begin)
         self.dev.zero(self.stats)
-        # What ranks wait for after they have exchanged a step's sums counts in the next step.
+        # Waits of ranks after they have exchanged a step's sums count in the next step.
         if self._exposed is not None and not self._goes_on:
             self.dev.zero(self._exposed)
         self.model.operands.scales.start_step()
@@ -260,14 +260,14 @@ class Step:
     def score(self, batch: Batch) -> np.ndarray:
         """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
 
-        As an evaluation it changes nothing of the training; all ranks do as many.
+        It changes nothing of the training, as an evaluation does not; all ranks do as many.
         """
         self._goes_on = False
         self.evaluate_batch(batch)
         return self.dev.download(self.model.head.losses).reshape(self.targets.shape)
 
     def result(self, ticket: int) -> Result:
-        """What the step with this ticket measured; waits until it is done.
+        """The result of the step with this ticket; waits until it is done.
 
         A result can be read until RESULTS - 1 further ones have been enqueued.
         """
@@ -294,7 +294,8 @@ class Step:
         }
 
     def stored_state(self) -> State:
-        """What a checkpoint holds of `state`: with adapters not the model, which is elsewhere."""
+        """The part of `state` that a checkpoint holds: with adapters not the model, which is
+        elsewhere."""
         groups = self.state()
         if self.options.has_adapters:
             trained = self.optimizer.trained
@@ -302,7 +303,7 @@ class Step:
         return groups
 
     def extra_state(self) -> dict[str, list[float]]:
-        """What a checkpoint holds beside `state`, the same on all ranks."""
+        """The values that a checkpoint holds beside `state`, the same on all ranks."""
         return self.model.operands.scales.state()
 
     def load_extra_state(self, state: Mapping[str, list[float]]) -> None:

@@ -1,4 +1,4 @@
-"""What must be the same in all processes of a run is compared before its first step."""
+"""Values that must be the same in all processes of a run are compared before its first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says before its first step: options, machine, data, memory."""
+"""The lines of a run before its first step: options, machine, data, memory."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _ranks_line(world: World) -> str:
 
 
 def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
-    """What the links say for or against --mirror-weights; None where it is as it should be."""
+    """The advice of the links for or against --mirror-weights; None where it is as it should be."""
     if why_no_mirrors(config) is not None or config.mirror_weights == links.has_staged:
         return None
     if links.has_staged:
@@ -132,7 +132,7 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 
 
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
-    """Of every rank's GPU."""
+    """The system records of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
     them, pairs = processes(), list(zip(infos, gpus, strict=True))
     if them.count == 1:
@@ -171,7 +171,8 @@ def announce_data(
 
 
 def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
-    """What of validation files is trained on: files themselves, and documents that are the same."""
+    """The validation files that are trained on: files themselves, and documents that are the
+    same."""
     trained = [file.path.resolve() for file in train.files]
     paths = [file.path.resolve() for file in held_out.files]
     lines = [f"'{path}' is trained on, too" for path in paths if path in trained]
@@ -181,7 +182,8 @@ def _trained_on(train: DataLoader, held_out: DataLoader) -> list[str]:
 
 
 def _left_over(trainer: Trainer) -> str | None:
-    """What an epoch does not train on, because it fills no step; None for little, or no epoch."""
+    """The part of an epoch that is not trained on, because it fills no step; None for little, or no
+    epoch."""
     loader, config = trainer.train_loader, trainer.config
     total = loader.data.sequences
     used = loader.sequences(trainer.steps_per_epoch * config.grad_accumulation)
@@ -210,7 +212,7 @@ def announce_memory(
 
 
 def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict[str, int]:
-    """What is not ours of the device's memory, in bytes."""
+    """The bytes of the device's memory that are not ours."""
     if trainer.dev.kind == "host":
         needed = needed_bytes(trainer.plan, trainer.dev.spec)
         available = host_memory_before // trainer.machine.world.ranks_here
@@ -235,7 +237,7 @@ def _allocations(trainer: Trainer) -> list[str]:
 
 
 def announce_start(trainer: Trainer, reporter: Reporter, setup_seconds: float) -> None:
-    """What begins now."""
+    """Announce the run that begins now."""
     steps, done = trainer.total_steps, trainer.steps_done
     epochs = trainer.config.epochs or steps / trainer.steps_per_epoch
     lost = lost_tokenizer(trainer.config, trainer.tokenizer_id, trainer.tokenizer)

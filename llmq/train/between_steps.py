@@ -1,4 +1,4 @@
-"""What a run does between its steps beside training: validations, tasks and samples.
+"""The work of a run between its steps beside training: validations, tasks and samples.
 
 All of it runs the passes of an evaluation, in the memory and the graphs that the run has for one,
 on all ranks alike. So it works with every way to divide and to offload a model, and changes no bit
@@ -42,7 +42,7 @@ TEMPERATURE = Choice().temperature  # of samples, as of `llmq sample`
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the options ask about, read and checked before the run writes anything.
+    """The inputs that the options ask about, read and checked before the run writes anything.
 
     sets: loaders of each rank of this process, by name. prompts: texts and their ids. metrics: all
     that the run will measure, as --keep-best names it.
@@ -57,7 +57,7 @@ class Material:
 
     @property
     def loaders(self) -> list[DataLoader]:
-        """Of all sets."""
+        """The loaders of all sets."""
         return [loader for loaders in self.sets.values() for loader in loaders]
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class Evaluations:
     # -- tasks and samples -----------------------------------------------------------------------
 
     def due(self, *, at_end: bool = False) -> list[Callable[[], None]]:
-        """What is to be called now, of tasks and samples."""
+        """The functions to call now, of tasks and samples."""
         step, calls = self.trainer.steps_done, []
         for name, given, every, call in (
             ("tasks", self.material.asked, self.config.task_every, self.tasks),
@@ -246,7 +246,7 @@ class Evaluations:
         self.reporter.line("E", step, line, bold=True)
 
     def _likelihoods(self, asked: Asked) -> np.ndarray | None:
-        """Of a task's requests; None after a signal."""
+        """The likelihoods of a task's requests; None after a signal."""
         shape = self.config.batch_size, self.config.seq_len
         packs = self.config.document_mask
         if packs:  # attention sees where documents begin

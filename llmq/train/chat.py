@@ -44,7 +44,7 @@ class Conversation:
     def reply(self, prompt: list[int], new: Iterator[int], say: Callable[[str], None]) -> None:
         """Say the reply as it comes, up to the end of the turn, and add it to the messages.
 
-        What may be the beginning of the end is held back.
+        A piece that may be the beginning of the end is held back.
         """
         text, said = "", 0
         for piece in streamed(self.tokenizer, prompt, new):

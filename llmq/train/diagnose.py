@@ -1,4 +1,5 @@
-"""Which tensor an infinity or a NaN came from: a step's micro-steps run again, and looked through.
+"""Find the tensor that an infinity or a NaN came from: a step's micro-steps run again, and are
+looked through.
 
     weights -> activations of each micro-step, in order -> losses -> gradients, last layer first
 
@@ -98,7 +99,7 @@ class UpdateCheck:
         *,
         may_end: bool = True,
     ) -> None:
-        """Of a step and its result; ticket: the ranks', of this step. LlmqError: it is hopeless.
+        """Check a step and its result; ticket: the ranks', of this step. LlmqError: it is hopeless.
 
         unchanged: how many steps up to this one changed no weights, 0: it did. left_out: why the
         guard made no update. may_end: False where it knows what else to do about numbers; steps
@@ -134,7 +135,7 @@ class UpdateCheck:
 def abs_maxes(ranks: Ranks) -> dict[str, float]:
     """Largest values of what the last step has quantized, by llm.q's names; {} without fp8.
 
-    Of its last micro-step, or with delayed scales of all of them.
+    The largest values of its last micro-step, or with delayed scales of all of them.
     """
     of_ranks = ranks.everywhere("abs-maxes", lambda rank: rank.step.model.operands.largest())
     return {
@@ -186,7 +187,8 @@ def _measured_gradients(step: Step) -> list[_Entry]:
 
 
 def _activations(step: Step) -> list[_Entry]:
-    """What a forward pass leaves: activations that are kept or were quantized, and losses."""
+    """The tensors that a forward pass leaves: activations that are kept or were quantized, and
+    losses."""
     model, config, layers = step.model, step.config, step.config.num_layers
     kept = {tensor.name: tensor for _, tensor in step.dev.arenas["device"].tensors}
     entries, order = [], {}

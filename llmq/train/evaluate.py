@@ -95,7 +95,7 @@ def ask_model(
 
 
 def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any]]:
-    """What --out says of each task."""
+    """The record of each task for --out."""
     found: dict[str, dict[str, Any]] = {
         a.task.name: {"kind": a.task.kind, "file": str(a.task.path)} for a in asked
     }
@@ -191,7 +191,8 @@ class Fleet:
             raise
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
-        """Of all `count` requests, F64 in nats. report: told the tokens of a batch once it is done.
+        """The likelihoods of all `count` requests, F64 in nats. report: told the tokens of a batch
+        once it is done.
 
         They do not depend on which device computes which batch.
         """

@@ -1,4 +1,4 @@
-"""Which file is the log of a run: found by the run's identity, or by its name."""
+"""Find the log of a run, by the run's identity or by its name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
-    """Where a run that goes on finds its log: the file it wrote last, else its newest beside it.
+    """The log of a run that goes on: the file it wrote last, else its newest beside it.
 
     The file it wrote last, too, if there is none any more, or it is damaged and none is beside it.
     None if all that is there is of others.
@@ -77,8 +77,8 @@ def is_written(path: Path) -> bool:
 
 
 def has_writer(path: Path) -> bool | None:
-    """Whether the run whose lock is there goes on; None where there is no lock. Of a run on another
-    machine, whether it has written something of late.
+    """Whether the run whose lock is there goes on; None where there is no lock. For a run on
+    another machine it says whether that has written something of late.
     """
     found = holder(lock_beside(path.resolve()))
     if found is None:

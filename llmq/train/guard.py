@@ -41,8 +41,8 @@ LOWERED = 0.1  # of the learning rate directly after a rollback
 
 
 class Judgement(NamedTuple):
-    """Of one step. reason: why it is bad; None: it is not. left_out: whether a limit of the guard's
-    was why the device made no update."""
+    """The judgement of one step. reason: why it is bad; None: it is not. left_out: whether a limit
+    of the guard's was why the device made no update."""
 
     reason: str | None = None
     left_out: bool = False
@@ -140,7 +140,8 @@ class Guard:
     # -- after a step ----------------------------------------------------------------------------
 
     def judge(self, step: int, result: Result, limits: Limits) -> Judgement:
-        """Of a step and the limits that it had. A step without targets is neither good nor bad."""
+        """Judge a step by the limits that it had. A step without targets is neither good nor
+        bad."""
         judgement = Judgement() if result.tokens == 0 else self._judged(step, result, limits)
         no_update = judgement.left_out or result.tokens == 0 or not math.isfinite(result.norm)
         self.unchanged = self.unchanged + 1 if no_update else 0
@@ -165,7 +166,7 @@ class Guard:
         return Judgement()
 
     def _early(self, step: int, loss: float) -> str | None:
-        """What is wrong with the loss of a step for which there is no limit yet, if anything."""
+        """The fault of the loss of a step for which there is no limit yet, if it has any."""
         if self.mode == "off" or self.level > 0:
             return None
         lowest = min((value for _, value in self.loss.values), default=math.inf)
@@ -200,8 +201,8 @@ class Guard:
         return sum(target == to for target, _ in self.rollbacks) < ROLLBACKS
 
     def went_back(self, to: int, steps_done: int) -> None:
-        """After a rollback from so many steps. What is usual stays known: else the next divergence
-        would be the usual after one to the first steps."""
+        """After a rollback from so many steps. The usual values stay known: else the next
+        divergence would be the usual after one to the first steps."""
         self.rollbacks = [*self.rollbacks, [to, steps_done]]
         self.in_row, self.unchanged, self.last_bad = 0, 0, min(self.last_bad, to - 1)
         self.trouble, self.not_finite = None, None

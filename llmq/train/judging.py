@@ -1,4 +1,4 @@
-"""What becomes of each step of a run: judged, logged, and where nothing else helps undone."""
+"""The fate of each step of a run: judged, logged, and where nothing else helps undone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
 
 
 class History:
-    """What a checkpoint keeps of a run beside its state: reports, evaluations and the guard."""
+    """The history that a checkpoint keeps of a run beside its state: reports, evaluations and the
+    guard."""
 
     def __init__(self, reporter: Reporter, evaluations: Evaluations, guard: Guard):
         self.reporter, self.evaluations, self.guard = reporter, evaluations, guard
@@ -102,7 +103,7 @@ class Judging:
             ) from error
         self.reporter.total_steps = self.trainer.total_steps
         self.checkpoints.resume(self.trainer.steps_done)
-        # What a rollback goes back to if nothing else is there.
+        # A rollback goes back to this if nothing else is there.
         foreign = checkpoint.parent.resolve() != self.trainer.config.checkpoint_dir.resolve()
         if foreign or "guard" not in history:
             self.guard.origin = str(checkpoint.absolute())

@@ -204,7 +204,7 @@ class _Run:
     # -- before the first step -------------------------------------------------------------------
 
     def announce(self, argv: list[str], checkpoint: Path | None, notes: list[str]) -> None:
-        """What runs, and on what. notes: lines about its places."""
+        """Announce what runs, and on what. notes: lines about its places."""
         announce_options(self.trainer, self.reporter, argv, checkpoint)
         for line in notes:
             self.reporter.message(line)
@@ -348,7 +348,7 @@ class _Run:
         self.last_end = None
 
     def evaluate(self, max_batches: int | None, seconds: float = math.inf) -> None:
-        """As Evaluations.validate."""
+        """Evaluate as Evaluations.validate does."""
         self._pause()
         self.evaluations.validate(max_batches, seconds)
         self.checkpoints.keep_best(self.evaluations.take_measured())
@@ -361,7 +361,7 @@ class _Run:
             self.checkpoints.keep_best(self.evaluations.take_measured())
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
-        """As Checkpoints.save."""
+        """Save as Checkpoints.save does."""
         self._pause()
         start = time.monotonic()
         self.checkpoints.save(required=required, asked=asked)

@@ -1,4 +1,4 @@
-"""What a run reports: console lines in llm.q's shapes, and records in the JSON log."""
+"""The reports of a run: console lines in llm.q's shapes, and records in the JSON log."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Reporter:
 
     @property
     def history(self) -> dict[str, Any]:
-        """What later reports depend on, in JSON's types: for a checkpoint."""
+        """The values on which later reports depend, in JSON's types: for a checkpoint."""
         loss_sum = self._loss_sum if math.isfinite(self._loss_sum) else None
         return {
             "losses_since_evaluation": [loss_sum, self._loss_count],
@@ -154,7 +154,7 @@ class Reporter:
 
     @property
     def _percent(self) -> float:
-        """Of the epoch, which is what llm.q's lines show."""
+        """The percentage of the epoch, which llm.q's lines show."""
         return 100.0 * self.epoch[1]
 
     def _of_run(self, steps_done: int) -> str:
@@ -284,7 +284,7 @@ class Reporter:
         self.view.progress(scores=dict(self._scores))
 
     def line(self, tag: str, step: int, text: str, *, bold: bool = False) -> None:
-        """What was found before step `step`, on the console. tag: one letter for its kind."""
+        """Print what was found before step `step`. tag: one letter for its kind."""
         self.view.line(f"[{tag}] step {step:5d} [{self._percent:4.1f}%] | {text}", bold=bold)
 
     def sensors(
@@ -302,13 +302,13 @@ class Reporter:
         self.log.write("links", 0, links=table.records())
 
     def guard(self, step: int, action: str, text: str, *, shown: bool = True, **more: Any) -> None:
-        """What the guard decided about a step, counted from 0. action: one word."""
+        """Report the guard's decision about a step, counted from 0. action: one word."""
         if shown:
             self.view.line(text)
         self.log.write("guard", step, action=action, message=text, **more)
 
     def fast_products(self, step: int, chosen: dict[str, bool]) -> None:
-        """Which fp8 products sum with fewer bits, of those that may."""
+        """Report the fp8 products that sum with fewer bits, of those that may."""
         if chosen:
             fast = sum(chosen.values())
             self.view.line(f"  fast accumulation: {fast} of {len(chosen)} fp8 products that may")
@@ -330,7 +330,7 @@ class Reporter:
             self.log.write("choices", step, choices=chosen)
 
     def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
-        """What --measure-scaling found."""
+        """Report the findings of --measure-scaling."""
         self.view.line(line)
         self.log.write("scaling", step, **record)
 

@@ -36,7 +36,8 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """As model_of_run for a plan, where a preset's name means the trained model of its sizes.
+    """Choose as model_of_run does, for a plan, where a preset's name means the trained model of its
+    sizes.
 
     Returns the options of the run that it is a plan of, too: their --model can be trained.
     """
@@ -110,8 +111,8 @@ def _known_sizes(config: TrainConfig) -> set[int]:
 
 
 def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
-    """What to say of a new model's vocabulary beside that of its data; None: it fits, or there is
-    no such file yet.
+    """The line on a new model's vocabulary beside that of its data; None: it fits, or there is no
+    such file yet.
 
     model: of `model_of_run`. trains: on these data, so ConfigError where the model has fewer ids.
     """

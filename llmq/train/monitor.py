@@ -1,4 +1,4 @@
-"""What a run says about its card before it begins: what it is, and its speed of light."""
+"""The lines of a run about its card before it begins: its name and its speed of light."""
 
 from __future__ import annotations
 

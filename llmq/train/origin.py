@@ -1,4 +1,4 @@
-"""Where the weights of a run begin: random numbers or a model, and the adapters of one."""
+"""The first weights of a run: random numbers or a model, and the adapters of one."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
 
 
 def _targets(config: TrainConfig, model: ModelConfig) -> tuple[str, ...]:
-    """What of the model gets adapters, however it was named; () without adapters."""
+    """The matrices of the model that get adapters, however it was named; () without adapters."""
     adapters = adapters_of(config)
     named = () if adapters is None else adapters.targets
     return tuple(target for target in named if has_target(model, target))
 
 
 class Origin:
-    """Of one run; everything is checked when it is made.
+    """The origin of one run; everything is checked when it is made.
 
     weights: of the model's directory, None with random ones.
     """
@@ -112,7 +112,8 @@ class Origin:
 
     @cached_property
     def base(self) -> BaseId | None:
-        """What adapters are of, None of a run without any. The first time reads the whole model."""
+        """The model that adapters are of, None of a run without any. The first time reads the whole
+        model."""
         if self.adapters is None:
             return None
         if self.weights is None:
@@ -120,7 +121,7 @@ class Origin:
         return base_id(self.config.model, self.weights, weight_table(self.model))
 
     def _warn_of_base(self) -> None:
-        """Of adapters that were trained beside another model, or beside another form of it."""
+        """Warn of adapters that were trained beside another model, or beside another form of it."""
         before = self._files.config.base_dtype
         now = self.config.base_dtype
         if self._files.config.split and before is not None:
@@ -207,8 +208,8 @@ class Origin:
         made: TokenizerId | None,
         run: RunId,
     ) -> None:
-        """As export_model, or of a run with adapters as export_adapter. read: a parameter
-        of the run."""
+        """Export as export_model does, or a run with adapters as export_adapter does. read: a
+        parameter of the run."""
         config, origin = self.config, {"made": made, "run": run}
         if self.adapters is None:
             dtype = parse_dtype(config.model_dtype)

@@ -1,8 +1,8 @@
 """Where a run writes, whether it may, and from which checkpoint it goes on: before it begins.
 
-A run owns what carries its id. What another run wrote to the same places is refused, or moved aside
-with --overwrite; nothing of it is ever deleted. What is damaged is
-nobody's, and no reason to refuse: it gets another name.
+A run owns what carries its id. Files that another run wrote to the same places are refused, or
+moved aside with --overwrite; nothing of it is ever deleted. A damaged file is nobody's, and no
+reason to refuse: it gets another name.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def locked_places(config: TrainConfig) -> Iterator[None]:
 
 
 def checkpoint_to_continue(config: TrainConfig) -> Path | None:
-    """What --continue names; without one, or with none there to be the newest, None. All processes
-    call it."""
+    """The checkpoint that --continue names; without one, or with none there to be the newest, None.
+    All processes call it."""
     if config.continue_from is None:
         return None
     passed: list[str] = []
@@ -68,11 +68,11 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """Of the run that these options begin or continue.
+    """The id of the run that these options begin or continue.
 
     A continued run keeps its id, or gets one and adopts what has none; under another name it is a
-    fork. What ended before its first checkpoint has left its log: --continue, which then begins
-    anew or forks anew, goes on in it as the same run.
+    fork. A run that ended before its first checkpoint has left its log: --continue, which then
+    begins anew or forks anew, goes on in it as the same run.
     """
     new = RunId.new(config.name)
     if config.continue_from is None:
@@ -91,7 +91,8 @@ def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
 
 
 class ExistingOutput(NamedTuple):
-    """What is there already and would be mixed with what this run writes, or replaced by it."""
+    """Files that are there already and would be mixed with what this run writes, or replaced by
+    it."""
 
     flag: str
     paths: list[Path]
@@ -100,7 +101,7 @@ class ExistingOutput(NamedTuple):
 
 
 def everything_there(config: TrainConfig) -> Iterator[ExistingOutput]:
-    """What lies in the places of a run, whoever wrote it, but for damaged checkpoints and their
+    """The files in the places of a run, whoever wrote them, but for damaged checkpoints and their
     damaged note, which are nobody's."""
     damaged = damaged_checkpoints(config.checkpoint_dir)
     for path in checkpoints_by_name(config.checkpoint_dir).values():
@@ -129,7 +130,7 @@ def things_in_the_way(
     model_dir: Path | None,
     checkpoint: Path | None = None,
 ) -> list[ExistingOutput]:
-    """What another run wrote to the places of this one, to be moved aside.
+    """The files that another run wrote to the places of this one, to be moved aside.
 
     ConfigError names the first of them, unless there is --overwrite. The model that the run begins
     from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them,
@@ -178,8 +179,8 @@ def clear_places(
 def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
     """Give what is damaged in the places of a run another name beside it, with a warning for each.
 
-    Of a log only what lies where the run of `checkpoint` wrote its own: anything else may be a slip
-    of the user's. LlmqError where the disk refuses.
+    A log is moved only if it lies where the run of `checkpoint` wrote its own: anything else may be
+    a slip of the user's. LlmqError where the disk refuses.
     """
     found = damaged_checkpoints(config.checkpoint_dir)
     if note_is_damaged(config.checkpoint_dir):

@@ -23,7 +23,7 @@ from llmq.state.pieces import Piece
 
 
 class Rank:
-    """What one rank's thread owns. Used in that thread only, except for metadata."""
+    """The objects that one rank's thread owns. Used in that thread only, except for metadata."""
 
     def __init__(self, dev: Device, beat: Callable[[], None]):
         """beat: called to show that a long command goes on."""
@@ -59,7 +59,7 @@ class Rank:
                 self.dev.zero(tensor)
 
     def choices(self) -> tuple[dict[str, bool], dict[str, str]]:
-        """As its device's fast_products and choices."""
+        """The fast_products and choices of its device."""
         return self.dev.fast_products(), self.dev.choices()
 
     def finish(self) -> None:
@@ -77,7 +77,7 @@ class Rank:
             yield batch
 
     def pieces(self, group: str) -> list[Piece]:
-        """What this rank holds of a group of Step.state, or of the "gradients"."""
+        """The pieces that this rank holds of a group of Step.state, or of the "gradients"."""
         state = self.step.state()
         if group != "gradients":
             return state[group]

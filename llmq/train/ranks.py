@@ -104,7 +104,7 @@ class Ranks:
 
     @property
     def devices(self) -> list[Device]:
-        """Of this process, by rank."""
+        """The devices of this process, by rank."""
         return [rank.dev for rank in self._ranks]
 
     @property
@@ -167,7 +167,7 @@ class Ranks:
         return sum(processes().gather(own)) if self._pads else own
 
     def result(self, ticket: int) -> Result:
-        """What the step with this ticket measured on all ranks; waits until it is done."""
+        """The result of the step with this ticket on all ranks; waits until it is done."""
         command = self._commands.get(ticket)
         if command is None:
             raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
@@ -303,7 +303,7 @@ class Ranks:
         return {rank.dev.mesh.rank: rank.step.snapshot for rank in self._ranks}
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint's manifest holds: the same on all ranks."""
+        """The values that a checkpoint's manifest holds: the same on all ranks."""
         return self.run_first("reading scales", lambda rank: rank.step.extra_state())
 
     def read(self, reader: CheckpointReader) -> None:
@@ -355,7 +355,8 @@ class Ranks:
         return them.on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
-        """As `run`, with the results of the ranks of all processes, which must be picklable."""
+        """Call as `run` does, with the results of the ranks of all processes, which must be
+        picklable."""
         results = processes().gather(self.run(name, fn))
         return [result for of_process in results for result in of_process]
 

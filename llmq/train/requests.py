@@ -1,4 +1,4 @@
-"""What asks a run for a checkpoint or for its end, and what several processes agree on for it."""
+"""Requests for a checkpoint or for the end of a run, and how several processes agree on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPARE_SECONDS = 2.0  # for the end of the process
 
 
 class Requests:
-    """What asks this process for a checkpoint or for the end, beside ending signals.
+    """Requests to this process for a checkpoint or for the end, beside ending signals.
 
     Asked between two steps, in one thread.
 
@@ -44,7 +44,8 @@ class Requests:
         self.signal = SaveSignal()
 
     def for_checkpoint(self) -> str | None:
-        """What asks for one now, if anything does. Files and clock only ask the first process."""
+        """The reason to write a checkpoint now, if there is any. Files and clock only ask the first
+        process."""
         now, minutes = time.monotonic(), self._config.ckpt_every_minutes
         if self.signal.taken():
             return "SIGUSR1"
@@ -69,7 +70,7 @@ class Requests:
         return self._over
 
     def step_took(self, seconds: float) -> None:
-        """What the next step may take, too."""
+        """Note how long a step took: the next one may take as long."""
         self._step_seconds = seconds
 
     def save_took(self, seconds: float) -> None:

@@ -116,7 +116,7 @@ class _GpuErrors:
 
 
 class _Before:
-    """What was in the places of a run before it was first started."""
+    """The files in the places of a run before it was first started."""
 
     def __init__(self, config: TrainConfig):
         self._config = config
@@ -134,7 +134,7 @@ class _Before:
         return {path for path, stamp in now if self._manifests.get(path) != stamp}
 
     def arguments(self) -> list[str]:
-        """What the next attempt gets beside the command."""
+        """The arguments that the next attempt gets beside the command."""
         on = ["--no-overwrite", f"--continue={NEWEST}"]  # what is in the places now is its own
         if self.made():
             return [*on, "--no-new-data"]

@@ -1,4 +1,4 @@
-"""What a run that goes on takes over from its checkpoint: its options, and which log is its own."""
+"""The options and the log that a run takes over from its checkpoint when it goes on."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
 
 
 def _log_of(saved: dict[str, Any], owner: RunId | None) -> Path | None:
-    """Where the log of the checkpoint's run is now."""
+    """The place where the log of the checkpoint's run is now."""
     if not saved.get("log_file"):
         return None
     return log_of_run(owner or RunId("", "", adopts=True), Path(saved["log_file"]))
@@ -117,7 +117,7 @@ def _check_fork(given: Mapping[str, Any], inherited: dict[str, Any], parent: Run
 
 
 def fork_lines(run: RunId, checkpoint: Path | None) -> list[str]:
-    """What to say of a run that begins as a fork of another one now."""
+    """The lines on a run that begins as a fork of another one now."""
     if checkpoint is None or run.parent is None or run.owns(checkpoint_owner(checkpoint)):
         return []
     return [f"This is {run}, a fork of {run.parent}"]

@@ -148,7 +148,7 @@ class Sampler(Predictor):
         self._cached: list[int] = []  # the text that the cache is of
 
     def _next_logits(self, texts: list[list[int]]) -> list[np.ndarray]:
-        """Of one text; one that goes on with a single token is read from there."""
+        """The logits of one text; one that goes on with a single token is read from there."""
         (text,) = texts
         position = len(text) - 1 if text[:-1] == self._cached else 0
         self._cached = list(text)
@@ -285,7 +285,7 @@ def prompt_ids(
     flag: str = "--prompt",
     seq_len: int | None = None,
 ) -> list[int]:
-    """What the model is given of a text, at least one id. ConfigError if that does not go.
+    """The ids that the model is given of a text, at least one. ConfigError if that does not go.
 
     flag: that gave the text. seq_len: of the run whose memory is used; None: no run.
     """
@@ -364,7 +364,7 @@ def check_prompt(ids: list[int], config: ModelConfig, flag: str = "--prompt") ->
 
 
 def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
-    """What an empty prompt begins with."""
+    """The token with which an empty prompt begins."""
     config = config.without_foreign_tokens()
     for token in (config.bos_token_id, config.eos_token_id):
         if token is not None:

@@ -28,8 +28,8 @@ PATIENCE = 4.0  # seconds that a copy has to end when the run has failed
 
 
 class Cleaned(NamedTuple):
-    """What was deleted beside the newest checkpoint. problem: why that one could not be read back.
-    removed: how many went. read: whether it was read back."""
+    """The checkpoints that were deleted beside the newest. problem: why that one could not be read
+    back. removed: how many went. read: whether it was read back."""
 
     problem: str | None
     removed: int
@@ -41,7 +41,7 @@ Clean = Callable[[Processes], Cleaned]
 
 
 class Written(NamedTuple):
-    """What a thread has done. step: of the checkpoint; None: there was none to write. path: of it;
+    """The outcome of a thread. step: of the checkpoint; None: there was none to write. path: of it;
     None where error is why there is none. cleaned: beside it. seconds: from the copy on.
     """
 
@@ -76,7 +76,8 @@ class BackgroundWriter:
         self._ranks, self._directory = ranks, directory
         self._thread: threading.Thread | None = None
         self._outcome = Outcome(None, None)
-        # What follows when the threads of all processes have ended; gets the outcome of this one's.
+        # A function that follows when the threads of all processes have ended; it gets the outcome
+        # of this one's.
         self._then: Callable[[Outcome], Written | None] = self._shared
         self._given_up = self._copied = False
         self._step: int | None = None
@@ -141,7 +142,7 @@ class BackgroundWriter:
         return self._last(manifest, clean, files)
 
     def _last(self, manifest: Manifest, clean: Clean, files: list[FileEntry]) -> Written:
-        """What one process does for all of them."""
+        """The work of one process for all of them."""
         try:
             path = self._writer(self._ranks.world.base).commit(manifest, files)
         except DiskError as error:
@@ -195,8 +196,8 @@ class BackgroundWriter:
     # -- what is known of it ---------------------------------------------------------------------
 
     def ended(self, *, wait: bool = False) -> Written | None:
-        """What has become of it; None: it goes on, or there is nothing. Raises what is no failure
-        of the disk. wait: until it is known."""
+        """The outcome of it; None: it goes on, or there is nothing. Raises what is no failure of
+        the disk. wait: until it is known."""
         while self._thread is not None and self._all_have(wait):
             self._thread = None
             done = self._then(self._outcome)
@@ -205,7 +206,7 @@ class BackgroundWriter:
         return None
 
     def _shared(self, outcome: Outcome) -> Written:
-        """What the first process's thread has done."""
+        """The outcome of the first process's thread."""
         return processes().on_first(partial(_value, outcome))
 
     def _commit(self, manifest: Manifest, clean: Clean, outcome: Outcome) -> Written | None:

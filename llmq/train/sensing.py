@@ -1,4 +1,4 @@
-"""What a run reports about its GPUs while it trains: records, lines, rows of the live view."""
+"""The reports of a run about its GPUs while it trains: records, lines, rows of the live view."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ class Sensing:
 
     @property
     def panel(self) -> Panel | None:
-        """What the live view shows of it; None where nothing is read."""
+        """The panel of the live view; None where nothing is read."""
         return Panel(self._rows) if any(self.sensors.sensors) else None
 
     def after_step(self, step: int, result: Result, ms: float) -> None:
-        """What a step measured, and records if it is time for them. All processes call it."""
+        """Take the measurements of a step, and of the sensors if it is time for them. All processes
+        call it."""
         self.waits.add(result, ms)
         if self._every > 0 and step % self._every == 0:
             self._report(step)
@@ -114,7 +115,7 @@ class Sensing:
                 self._reporter.sensors(kind, step, rank, fields, label, record_line(fields))
 
     def _rows(self) -> list[Row]:
-        """Of this process; called by the thread that draws."""
+        """The rows of this process; called by the thread that draws."""
         shares, first = self.waits.shares(), self._world.base
         return [
             row_of(sensor, rank, shares[rank])

@@ -30,7 +30,7 @@ INTERVAL = 1.0  # seconds between two rounds of readings
 PATIENCE = 2.0  # seconds that the end of a run waits for a driver that does not answer
 _CAPS = ("power cap", "thermal cap", "other cap")
 
-# Of a window's samples the mean and the largest value, in fields NAME and NAME_max, ...
+# A window's samples become their mean and the largest value, in fields NAME and NAME_max, ...
 _MEANS = (
     "clock",
     "fan",
@@ -49,7 +49,7 @@ _LEAST = ("dram_free",)
 
 
 class Source(Protocol):
-    """What can be read: an NvmlGpu or a HostUsage."""
+    """A source of readings: an NvmlGpu or a HostUsage."""
 
     def read(self) -> dict[str, Any]:
         """Readings of this moment."""
@@ -193,11 +193,11 @@ class Sensors:
         return [gpu if isinstance(gpu, NvmlGpu) else None for gpu in gpus]
 
     def take(self) -> list[dict[str, Any] | None]:
-        """As Sensor.take, by rank."""
+        """Take as Sensor.take does, by rank."""
         return [sensor and sensor.take() for sensor in self.sensors]
 
     def take_news(self) -> list[str]:
-        """What is new."""
+        """The news since this was last called."""
         lines = []
         while self.news:
             lines.append(self.news.popleft())

@@ -1,4 +1,4 @@
-"""Which tokenizer a run's data, its model and its checkpoint have: it must be the same one."""
+"""The tokenizers of a run's data, its model and its checkpoint: it must be the same one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer i
 def agreed_tokenizer(
     config: TrainConfig, model_dir: Path | None, checkpoint: Path | None = None
 ) -> TokenizerId | None:
-    """What made the training data, as far as something says so.
+    """The tokenizer that made the training data, as far as something says so.
 
     model_dir: its tokenizer counts unless the run is from scratch. checkpoint: to go on from.
     DataError if one of those that are known is another one, without --allow-other-tokenizer.
@@ -49,7 +49,7 @@ def agreed_tokenizer(
 
 
 def unknown_tokenizer(config: TrainConfig) -> str | None:
-    """What to say of token files that do not name their tokenizer; None if all do."""
+    """The warning about token files that do not name their tokenizer; None if all do."""
     silent = [what for what, made in _of_files(config) if made is None]
     if not silent:
         return None
@@ -58,7 +58,7 @@ def unknown_tokenizer(config: TrainConfig) -> str | None:
 
 
 def lost_tokenizer(config: TrainConfig, made: TokenizerId | None, source: str | None) -> str | None:
-    """What to say where the tokenizer of the data is known, but its files are nowhere."""
+    """The warning if the tokenizer of the data is known, but its files are nowhere."""
     if made is None or source is not None:
         return None
     folder = find_token_files(config.train_patterns[0])[0].parent / "tokenizer"
@@ -123,7 +123,7 @@ def _with_tokens(
 def tokenizer_source(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> str | None:
-    """Where a run's tokenizer is: "bytes", a directory, or None if there is no trace of it.
+    """The place of a run's tokenizer: "bytes", a directory, or None if there is no trace of it.
 
     A model directory has its own; `llmq tokenize` leaves a copy beside the token files, which wins
     if it made conversations: it has their chat template. One that is known not to have made the

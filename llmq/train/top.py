@@ -36,7 +36,7 @@ _ENDS = (*DONE, "Stopped by ")
 
 
 class Follower:
-    """What a log has told of its run so far.
+    """The state of a run, as far as its log has told it.
 
     name: of the run. ended: it says that it has. supervised: started by --restarts. models, gpus,
     cpus: the newest records of that kind by rank.
@@ -68,7 +68,7 @@ class Follower:
                 raise self.refused(what, error) from error
 
     def refused(self, what: str, error: Exception) -> DataError:
-        """Of a log with something in it that a run does not write."""
+        """The error for a log with something in it that a run does not write."""
         told = f"{what} is not as it should be ({error!r})"
         return DataError(f"'{self.log}' is not a log of llmq train: {told}")
 
@@ -135,7 +135,7 @@ def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
 
 
 class Top:
-    """What is shown: of a log's run, or of the machine alone."""
+    """The content of the screen: a log's run, or the machine alone."""
 
     def __init__(self, log: Path | None):
         self.run = None if log is None else Follower(log)
@@ -183,7 +183,7 @@ class Top:
         return found or [Sensor(HostUsage(), "CPU")]
 
     def rows(self) -> list[Row]:
-        """Of this machine what is so now, of others what the log said last."""
+        """The rows of this machine say what is so now, those of others what the log said last."""
         run, rows = self.run, []
         for rank, sensor in enumerate(self._sensors.sensors):
             waits = None if run is None else run.waits(rank)

@@ -231,7 +231,7 @@ class Trainer:
         return ticket
 
     def result(self, ticket: int) -> Result:
-        """What the step with this ticket measured; at most three steps may follow it."""
+        """The result of the step with this ticket; at most three steps may follow it."""
         return self.ranks.result(ticket)
 
     @property
@@ -240,7 +240,7 @@ class Trainer:
         return self.config.grad_accumulation * self.dev.mesh.size(*DATA)
 
     def _next_batches(self) -> list[Batch]:
-        """Of this process; DataError in all if one cannot read its own."""
+        """The batches of this process; DataError in all if one cannot read its own."""
         self.advance_epoch_if_needed()
         turns = self.train_loaders * self.config.grad_accumulation
         return processes().each(lambda: [loader.next_batch() for loader in turns])
@@ -288,7 +288,7 @@ class Trainer:
 
     @cached_property
     def tokenizer(self) -> str | None:
-        """Where this run's tokenizer is: "bytes", a directory, or None if there is no trace."""
+        """The place of this run's tokenizer: "bytes", a directory, or None if there is no trace."""
         return tokenizer_source(self.config, self.model, self.model_dir, self.tokenizer_id)
 
     def save(self, directory: str | Path | None = None) -> Path:
@@ -299,7 +299,7 @@ class Trainer:
         return processes().on_first(lambda: writer.commit(manifest, files))
 
     def manifest(self) -> Manifest:
-        """What a checkpoint of this moment says of itself; all processes call it."""
+        """The manifest of a checkpoint of this moment; all processes call it."""
         loader = self.train_loader.state() if "train_loaders" in self.__dict__ else {}
         own = {"validated_at": self.validated_at, "history": self.history}
         state = self.ranks.extra_state() | own
@@ -353,8 +353,8 @@ class Trainer:
     def export(self, directory: str | Path | None = None) -> None:
         """Write the model as transformers loads it, with its tokenizer; None: --out-dir.
 
-        Of a run with adapters, these as peft loads them. LlmqError, and what is there stays, if a
-        weight is no finite number, unless with --force.
+        A run with adapters exports these as peft loads them. LlmqError, and what is there stays, if
+        a weight is no finite number, unless with --force.
         """
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer

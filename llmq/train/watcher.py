@@ -36,7 +36,7 @@ class Watcher:
         self._process: subprocess.Popen | None = None
         self._problem: str | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        # What it says is read while it writes, so the two have a place in the file each.
+        # Its output is read while it writes, so the two have a place in the file each.
         descriptor, path = tempfile.mkstemp()
         self._lines = open(path)  # noqa: SIM115
         os.unlink(path)
@@ -54,7 +54,7 @@ class Watcher:
             os.close(descriptor)
 
     def _news(self) -> list[str]:
-        """What it says since the last time, and once why it has failed."""
+        """The lines that it has written since the last time, and once why it has failed."""
         process = self._process
         if process is not None and process.poll() not in (None, 0):
             process.stdin.close()

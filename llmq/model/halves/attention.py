@@ -25,7 +25,7 @@ from llmq.ops import attention, attention_backward, qk_norm, rope
 
 
 class _Kept(NamedTuple):
-    """Of one layer.
+    """The tensors kept of one layer.
 
     qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows, (Hq+Hkv)*Hd), before qk_norm, and
     qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2); None without it. lse: F32
@@ -48,8 +48,8 @@ class _Tensors(NamedTuple):
 
 
 class AttentionAgain(NamedTuple):
-    """What backward needs. x: (rows, C), o_input: att as the output product's operand; None where
-    no gradient needs it."""
+    """The tensors that backward needs. x: (rows, C), o_input: att as the output product's operand;
+    None where no gradient needs it."""
 
     x: Operand | None
     tensors: _Tensors
@@ -108,7 +108,7 @@ class AttentionHalf:
         return tuple(key for key, again in keys.items() if again)
 
     def keep(self, here: HalfLayer) -> _Kept:
-        """What a layer keeps."""
+        """The tensors that a layer keeps."""
         spec, r, raw, rstd = here.spec, here.recompute, None, None
         heads = self.Hq + self.Hkv
         if spec.sizes["qk_norm"]:
@@ -181,7 +181,8 @@ class AttentionHalf:
         g: BlockGrads,
         x_again: InputAgain,
     ) -> AttentionAgain:
-        """What backward needs, kept or computed again; if the whole block is, here.out too."""
+        """The tensors that backward needs, kept or computed again; if the whole block is, here.out
+        too."""
         r, temps = here.recompute, frame.temps
         tensors = self._tensors(temps, here)
         x = None
@@ -211,8 +212,8 @@ class AttentionHalf:
         *,
         inside: bool,
     ) -> None:
-        """As `Half.backward`. inside: whether the gradient of queries, keys and values is wanted,
-        for d_x or else.
+        """Do as `Half.backward`. inside: whether the gradient of queries, keys and values is
+        wanted, for d_x or else.
         """
         dev, (qkv, qk_raw, att) = self.dev, again.tensors
         if not inside:

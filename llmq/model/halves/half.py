@@ -1,9 +1,9 @@
-"""What a half of a block does: in a step, in an evaluation, and when a text is continued.
+"""The work of a half of a block: in a step, in an evaluation, and when a text is continued.
 
 A kind of half is a class in a file of its own and a line of `HALVES`. One object computes the
 halves of its kind in all layers: what differs from layer to layer is in `here`, with what the
 architecture declares (`here.spec`), what `keep` has returned (`here.kept`), and the tensors of a
-text that is continued (`here.cache`). What differs from pass to pass is in its `Frame`.
+text that is continued (`here.cache`). Its `Frame` has the differences from pass to pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llmq.runtime.device import Device
 
 
 class Shared(NamedTuple):
-    """What all halves of a model work with.
+    """The objects with which all halves of a model work.
 
     backend: of attention, as `directions` takes it. positions: of the longest text. starts: I32
     (B,T), of documents; None: all are 0.
@@ -79,7 +79,8 @@ class Half(Protocol):
         g: BlockGrads,
         x_again: InputAgain,
     ) -> Any:
-        """What backward needs, kept or computed again; if the whole block is, here.out too."""
+        """The tensors that backward needs, kept or computed again; if the whole block is, here.out
+        too."""
 
     def backward(
         self,

@@ -26,15 +26,16 @@ NOWHERE = Target(None)
 
 
 class _Kept(NamedTuple):
-    """Of one layer. mlp_up: (rows, F), or of a gated MLP (rows, 2F). mlp_act: (rows, F)."""
+    """The tensors kept of one layer. mlp_up: (rows, F), or of a gated MLP (rows, 2F). mlp_act:
+    (rows, F)."""
 
     mlp_up: Activation
     mlp_act: Activation
 
 
 class MlpAgain(NamedTuple):
-    """What backward needs. x: (rows, C), None where no gradient needs it. mlp_up: (rows, F), or of
-    a gated MLP (rows, 2F)."""
+    """The tensors that backward needs. x: (rows, C), None where no gradient needs it. mlp_up:
+    (rows, F), or of a gated MLP (rows, 2F)."""
 
     x: Operand | None
     mlp_up: Result
@@ -56,7 +57,7 @@ class MlpHalf:
         return ("up",) if recompute.ffn else ()
 
     def keep(self, here: HalfLayer) -> _Kept:
-        """What a layer keeps."""
+        """The tensors that a layer keeps."""
         up, down, r = here.spec["up"], here.spec["down"], here.recompute
         dtype, kept = self.operands.result_dtype("mlp_up"), not r.swiglu and here.needs(down.input)
         return _Kept(
@@ -87,7 +88,7 @@ class MlpHalf:
     def again(
         self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
     ) -> MlpAgain:
-        """What backward needs: kept, or computed again."""
+        """The tensors that backward needs, kept or computed again."""
         computed = here.recompute.ffn
         place = here.kept.mlp_up.place(self.dev, frame.temps)
         mlp_up = self.operands.result_again(here.kept.mlp_up.tensor_id, place)
@@ -110,7 +111,7 @@ class MlpHalf:
         *,
         inside: bool,
     ) -> None:
-        """As `Half.backward`, which leaves nothing out; overwrites mlp_up, but for codes."""
+        """Do as `Half.backward`, which leaves nothing out; overwrites mlp_up, but for codes."""
         mlp_up = again.mlp_up
 
         def write(to: Target) -> None:
