@@ -489,7 +489,7 @@ def test_a_rank_that_hangs_is_found(monkeypatch, capsys):
     def micro_step(self, number, *args):
         if self.dev.mesh.rank == 1 and number == 2:
             release.wait(20)
-        real(self, number, *args)
+        return real(self, number, *args)
 
     error = pytest.raises(LlmqError, match=r"no rank has made progress for 1 seconds; .*--watchdog")
     with error, trainer(2, watchdog=1, zero_level=3) as t:
@@ -513,7 +513,7 @@ def test_progress_within_a_long_command_is_seen(monkeypatch, capsys):
 
     def slow(self, *args):
         time.sleep(0.2)
-        real(self, *args)
+        return real(self, *args)
 
     def read(param):
         time.sleep(0.15)

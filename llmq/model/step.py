@@ -6,7 +6,7 @@ pinned slots (scalars, tokens, targets), and come back through another (losses, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -179,7 +179,7 @@ class Step:
         self.start()
         for micro_step, batch in enumerate(batches):
             scalars = self.scalars_of(step, micro_step, lr, grad_clip, limits)
-            self.micro_step(micro_step, scalars, batch)
+            self.dev.graph(*self.micro_step(micro_step, scalars, batch))
         return self.update()
 
     def start(self) -> None:
@@ -191,20 +191,25 @@ class Step:
             self.dev.zero(self._exposed)
         self.model.operands.scales.start_step()
 
-    def micro_step(self, micro_step: int, scalars: np.ndarray, batch: Batch) -> None:
-        """Enqueue forward and backward over one batch, the micro_step-th of an optimizer step."""
+    def micro_step(
+        self, micro_step: int, scalars: np.ndarray, batch: Batch
+    ) -> tuple[tuple, Callable[[], None]]:
+        """Send one batch, the micro_step-th of an optimizer step.
+
+        Returns what Device.graph takes: forward and backward over it.
+        """
         self._send(scalars, batch)
         if not self.model.operands.scales.ready:
             self.calibrate()
         last = self.grads.has_last and micro_step == self.options.grad_accumulation - 1
         key = (micro_step > 0, last, self.weights.take_stale())
-        self.dev.graph(("micro_step", *key), lambda: self._micro_step(*key))
+        return ("micro_step", *key), partial(self._micro_step, *key)
 
     def calibrate(self) -> None:
         """The first delayed scales, from a micro-step over the inbox that is done twice."""
         stale = self.weights.take_stale()
         with self.dev.range("calibration"):
-            self._forward_backward(accumulate=False, last=False, stale=stale)
+            self._micro_step(accumulate=False, last=False, stale=stale, counts=False)
             self.model.operands.scales.calibrate()
 
     def rehearse(self) -> None:
@@ -220,7 +225,8 @@ class Step:
         self._rehearse(0)  # as the first one after an evaluation
 
     def _rehearse(self, micro_step: int) -> None:
-        self.micro_step(micro_step, self.scalars_of(0, micro_step, 0.0, 0.0), self._nothing)
+        scalars = self.scalars_of(0, micro_step, 0.0, 0.0)
+        self.dev.graph(*self.micro_step(micro_step, scalars, self._nothing))
 
     def rehearse_evaluation(self) -> None:
         """Evaluation directly after an update, and once more."""
@@ -255,7 +261,7 @@ class Step:
         self._send(self.scalars_of(0, 0, 0.0, 0.0), batch)
         stale = self.weights.take_stale()
         key = ("evaluate", stale, self.model.operands.scales.ready)
-        self.dev.graph(key, lambda: self._evaluate(stale))
+        self.dev.graph(key, partial(self._evaluate, stale))
 
     def score(self, batch: Batch) -> np.ndarray:
         """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
@@ -310,13 +316,13 @@ class Step:
         """Take what extra_state gave; on all ranks."""
         self.model.operands.scales.load_state(state)
 
-    def _micro_step(self, accumulate: bool, last: bool, stale: bool) -> None:
-        self._forward_backward(accumulate=accumulate, last=last, stale=stale)
-        self._add_stats()
-
-    def _forward_backward(self, *, accumulate: bool, last: bool, stale: bool) -> None:
+    def _micro_step(
+        self, accumulate: bool, last: bool, stale: bool, *, counts: bool = True
+    ) -> None:
         self.model.forward(self.tokens, stale=stale, keep=True)
         self.model.backward(self.grads, self.tokens, self.targets, accumulate=accumulate, last=last)
+        if counts:
+            self._add_stats()
 
     def _evaluate(self, stale: bool) -> None:
         self.model.forward(self.tokens, stale=stale, keep=False)

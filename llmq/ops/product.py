@@ -250,7 +250,14 @@ class _Terms(NamedTuple):
     @property
     def library(self) -> Multiply:
         """The product alone, by a kernel that has no other epilogue."""
-        return partial(_LIBRARY[type(self.b)], self)
+        if isinstance(self.b, Tensor):
+            laid = {"trans_a": self.trans_a, "trans_b": self.trans_b}
+            return partial(matmul, self.dev, a=self.a, b=self.b, **laid)
+        if isinstance(self.b, Fp8):
+            operands = {"a": self.left, "b": self.right, "fast_accumulation": self.fast}
+            scale_a, scale_b = self.scales
+            return partial(matmul_fp8, self.dev, **operands, scale_a=scale_a, scale_b=scale_b)
+        return partial(_matmul_rounded if isinstance(self.b, Rounded) else _matmul_int8, self)
 
     @property
     def left(self) -> Tensor:
@@ -361,16 +368,6 @@ def takes_addend(
     return hidden.dtype == BF16 and taken(dev, "adapters", sizes, fast=fast) is not None
 
 
-def _matmul(terms: _Terms, out: Result, **added: Any) -> None:
-    laid = {"trans_a": terms.trans_a, "trans_b": terms.trans_b}
-    matmul(terms.dev, out, terms.a, terms.b, **laid, **added)
-
-
-def _matmul_fp8(terms: _Terms, out: Result, **added: Any) -> None:
-    operands = (terms.left, terms.right, *terms.scales)
-    matmul_fp8(terms.dev, out, *operands, fast_accumulation=terms.fast, **added)
-
-
 @contextmanager
 def _signed(dev: Device, x: Rounded, *, columns: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Codes of x or of its transpose, I8, and the scales of their rows."""
@@ -427,15 +424,6 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
         outliers.take(dev, large, x, index)
         outliers.weight(dev, part, weight.codes, weight.scale, index)
         matmul(dev, out, large, part, trans_b=True, accumulate=True)
-
-
-# By the format of the second operand.
-_LIBRARY: dict[type, Callable[..., None]] = {
-    Tensor: _matmul,
-    Fp8: _matmul_fp8,
-    Rounded: _matmul_rounded,
-    Int8: _matmul_int8,
-}
 
 
 def _adapted(terms: _Terms, out: Tensor) -> None:

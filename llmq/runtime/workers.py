@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -60,10 +60,11 @@ class Workers:
 
 
 class Command(Generic[T]):
-    """A function that some ranks run. results: by rank, as far as they have; waiting: the rest."""
+    """A function that some ranks run, each on what it is given. results: by rank, as far as they
+    have; waiting: the rest."""
 
-    def __init__(self, name: str, fn: Callable[[int], T], ranks: Iterable[int]):
-        self.name, self.fn = name, fn
+    def __init__(self, name: str, fn: Callable[[Any], T], ranks: Iterable[int], given: Sequence):
+        self.name, self.fn, self.given = name, fn, given
         self.results: dict[int, T] = {}
         self.waiting = set(ranks)
 
@@ -122,20 +123,33 @@ class RankPool:
 
     # -- commands --------------------------------------------------------------------------------
 
-    def run(self, name: str, fn: Callable[[int], T], ranks: Iterable[int] | None = None) -> list[T]:
-        """fn(rank) on these ranks, None for all; their results. name: for diagnosis."""
-        return self.wait(self.post(name, fn, ranks))
+    def run(
+        self,
+        name: str,
+        fn: Callable[[Any], T],
+        ranks: Iterable[int] | None = None,
+        given: Sequence[Any] | None = None,
+    ) -> list[T]:
+        """fn(given[rank]) on these ranks, None for all; their results. name: for diagnosis. given:
+        None for the rank itself.
+        """
+        return self.wait(self.post(name, fn, ranks, given))
 
     def post(
-        self, name: str, fn: Callable[[int], T], ranks: Iterable[int] | None = None
+        self,
+        name: str,
+        fn: Callable[[Any], T],
+        ranks: Iterable[int] | None = None,
+        given: Sequence[Any] | None = None,
     ) -> Command[T]:
         """Like `run`, without waiting, except where a rank is QUEUE commands behind."""
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed")
-        command = Command(name, fn, range(self.world_size) if ranks is None else ranks)
+        every = range(self.world_size)
+        command = Command(name, fn, every if ranks is None else ranks, given or every)
         if self._alone:
             self._failed = True  # unless it returns
-            command.results[0] = fn(0)
+            command.results[0] = fn(command.given[0])
             self._failed, self._progress = False, time.monotonic()
             command.waiting.clear()
             return command
@@ -191,7 +205,7 @@ class RankPool:
             if not self.workers.stopped.is_set():
                 self._running[rank] = (command.name, time.monotonic())
                 try:
-                    command.results[rank] = command.fn(rank)
+                    command.results[rank] = command.fn(command.given[rank])
                 except Stopped:
                     self._stop()
                 except BaseException as error:

@@ -76,7 +76,8 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
     def backward(rank: Rank) -> list[_Entry]:
         rank.step.start()
         for i, batch in enumerate(rank.counted(batches[rank.dev.mesh.rank - ranks.world.base])):
-            rank.step.micro_step(i, rank.step.scalars_of(step, i, 0.0, 0.0), batch)
+            scalars = rank.step.scalars_of(step, i, 0.0, 0.0)
+            rank.dev.graph(*rank.step.micro_step(i, scalars, batch))
         return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 
     bad = _first_bad(ranks, backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -128,11 +129,11 @@ class Ranks:
     def run(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
         """fn on every rank of this process, in its thread; the results by rank. name: for
         diagnosis."""
-        return self.pool.run(name, lambda rank: fn(self._ranks[rank]))
+        return self.pool.run(name, fn, given=self._ranks)
 
     def run_first(self, name: str, fn: Callable[[Rank], T]) -> T:
         """fn on the first rank of this process."""
-        return self.pool.run(name, lambda rank: fn(self._ranks[rank]), [0])[0]
+        return self.pool.run(name, fn, [0], self._ranks)[0]
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -148,12 +149,11 @@ class Ranks:
 
         batches: the micro-batches of each rank of this process.
         """
-
-        def enqueue(index: int) -> int:
-            rank = self._ranks[index]
-            return rank.step.train(step, lr, grad_clip, rank.counted(batches[index]), limits)
-
-        ticket = self._ticket(self.pool.post(f"step {step}", enqueue))
+        calls = [
+            partial(rank.step.train, step, lr, grad_clip, rank.counted(own), limits)
+            for rank, own in zip(self._ranks, batches, strict=True)
+        ]
+        ticket = self._ticket(self.pool.post(f"step {step}", operator.call, given=calls))
         self._batches[ticket] = batches
         return ticket
 
@@ -175,7 +175,10 @@ class Ranks:
 
     def evaluate(self, batches: Sequence[Iterable[Batch]]) -> Result:
         """The mean loss over the batches of all ranks; each rank's thread takes its own."""
-        command = self.pool.post("evaluation", lambda r: self._ranks[r].evaluate(batches[r]))
+        calls = [
+            partial(rank.evaluate, own) for rank, own in zip(self._ranks, batches, strict=True)
+        ]
+        command = self.pool.post("evaluation", operator.call, given=calls)
         self._ticket(command)
         return self.pool.wait(command)[0]
 

@@ -205,7 +205,7 @@ class Trainer:
         micro-steps does the same. None takes them from the training files, where such a step has
         the same sequences for any W. The loss is the mean over all target tokens of the step.
         """
-        return self.result(self.enqueue_step(batches))
+        return self.ranks.result(self.ranks.train(*self._next_step(batches)))
 
     def enqueue_step(
         self,
@@ -218,6 +218,15 @@ class Trainer:
 
         lr: another learning rate than the schedule's. limits: beyond which no update is made.
         """
+        return self.ranks.train(*self._next_step(batches, lr, limits))
+
+    def _next_step(
+        self,
+        batches: Sequence[Batch] | None,
+        lr: float | None = None,
+        limits: Limits = NO_LIMITS,
+    ) -> tuple[Any, ...]:
+        """What `Ranks.train` takes for the next step, which counts as done from now on."""
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         meshes = [dev.mesh for dev in self.ranks.devices]
         if batches is None:
@@ -226,9 +235,8 @@ class Trainer:
             size, places = meshes[0].size(*DATA), [mesh.index(*DATA) for mesh in meshes]
             taken = checked_batches(batches, self.config, self.model, size)
         of_ranks = [taken[place::size] for place in places]
-        ticket = self.ranks.train(self.steps_done, lr, self.config.grad_clip, of_ranks, limits)
         self.steps_done += 1
-        return ticket
+        return self.steps_done - 1, lr, self.config.grad_clip, of_ranks, limits
 
     def result(self, ticket: int) -> Result:
         """The result of the step with this ticket; at most three steps may follow it."""
