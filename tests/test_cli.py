@@ -295,6 +295,8 @@ COMMANDS = [
                 "train_on": "assistant",
                 "chat_template": None,
                 "seq_len": None,
+                "max_record": 64 << 20,
+                "record_seconds": 10.0,
             },
         ),
     ),
@@ -424,7 +426,8 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         "field",
         "download",
         "tokenizer",
-    ):  # of what may be given several times, or not at all
+        "max_record",
+    ):  # of what may be given several times, or not at all, or is spelled in another way
         del command[made]
     assert command == {name: real[name] for name in command}
 

@@ -499,7 +499,8 @@ def test_packed_files_standard_input_and_data_sets(tmp_path, chatml, monkeypatch
     folder.mkdir()
     plain = write_records(folder / "a.jsonl", talks).read_bytes()
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain))
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(plain)))
+    given = SimpleNamespace(buffer=io.BytesIO(plain), close=lambda: None)
+    monkeypatch.setattr("sys.stdin", given)
     for name, inputs, dataset in (
         ("packed", [tmp_path / "b.jsonl.gz"], None),
         ("piped", ["-"], None),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +16,16 @@ import pytest
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.errors import DataError
+from llmq.base.errors import ConfigError, DataError
+from llmq.base.worker import Bounds, in_worker
 from llmq.checkpoint.hf_export import export_model
+from llmq.commands.cli import _run
+from llmq.data.loader import DataLoader
+from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE, HfTokenizer
+from llmq.data.tokens import TokenWriter
 from tests.runs import CONFIG
-from tests.text_data import write_bpe
+from tests.text_data import write_bpe, zst
 
 FOREIGN_MAP = {"AutoTokenizer": [None, "tokenization_exact.Theirs"]}
 
@@ -82,3 +92,174 @@ def test_links_of_the_hubs_cache_are_followed(tokenizer, tmp_path):
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
     out = export(tmp_path / "out", HfTokenizer(snapshot))
     assert (out / "tokenizer.json").is_file() and not (out / "tokenizer.json").is_symlink()
+
+
+# Programs of others: templates and tokenizers
+
+TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+# Of each what it does, and what is said of it. The first ones never came to an end.
+TEMPLATES = {
+    "product": ("{{ 'a' * 10**12 }}", "MemoryError|more memory"),
+    "power": ("{{ (10**9)**(10**9) }}", "more than 0.3 s of processor"),
+    "words": ("{{ lipsum(n=10**7) }}", "'lipsum' is undefined"),
+    "long": ("{% for i in range(999) %}{{ 'a' * 10**5 }}{% endfor %}", "more than 64 MiB of text"),
+    "nested loops": (
+        "".join(f"{{% for i{n} in [1] %}}" for n in range(25)) + "{% endfor %}" * 25,
+        "is no template: too many statically nested blocks",
+    ),
+    "nested ifs": ("{% if a %}" * 120 + "{% endif %}" * 120, "is no template"),
+    "half a character": ("{{ '\\ud800' }}{{ messages[1].content }}", "half a character, U.D800"),
+}
+
+
+@pytest.fixture
+def chats(tokenizer, tmp_path, monkeypatch):
+    """A folder with a tokenizer of others, and conversations whose second one is the last."""
+    monkeypatch.chdir(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    Path("chats.jsonl").write_text((json.dumps(TALK) + "\n") * 2)
+    return tmp_path
+
+
+def tokenized(*inputs, **options):
+    options = {"tokenizer": "theirs", "record_seconds": 0.3} | options
+    return tokenize([*inputs], out="out", eval_fraction=0, progress=False, **options)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_of_others_has_bounds(chats, name):
+    text, said = TEMPLATES[name]
+    Path("theirs.jinja").write_text(text)
+    with pytest.raises(DataError, match=said) as error:
+        tokenized("chats.jsonl", chat_template="theirs.jinja")
+    assert "theirs.jinja" in str(error.value) and "\n" not in str(error.value)
+    assert not list(Path().glob("out/*"))
+
+
+def test_the_record_is_named_for_which_a_template_takes_too_much(chats):
+    talk = {"messages": [*TALK["messages"], {"role": "user", "content": "for ever"}]}
+    with Path("chats.jsonl").open("a") as file:
+        file.write(json.dumps(talk) + "\n")
+    loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    Path("theirs.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% if m.content == 'for ever' %}"
+        + loop
+        + "{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"^chats\.jsonl:3: it took more than 0.3 s of processor"):
+        tokenized("chats.jsonl", chat_template="theirs.jinja")
+
+
+def split_by(folder, pattern=None, normalizer=None):
+    document = json.loads((folder / "tokenizer.json").read_text())
+    if pattern is not None:
+        split = {"type": "Split", "behavior": "Isolated", "invert": False}
+        document["pre_tokenizer"] = split | {"pattern": {"Regex": pattern}}
+    if normalizer is not None:
+        document["normalizer"] = {"type": "Sequence", "normalizers": normalizer}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+
+
+def test_a_pattern_that_explodes_is_one_line(chats, tokenizer):
+    split_by(tokenizer, r"(a+)+$")
+    Path("a.jsonl").write_text('{"text": "b"}\n{"text": "%s!"}\n' % ("a" * 60))
+    with pytest.raises(DataError, match=r"'theirs' fails: .*retry-limit") as error:
+        tokenized("a.jsonl", record_seconds=10)
+    assert "\n" not in str(error.value)
+
+
+def test_a_normalizer_that_explodes_ends_with_its_record(chats, tokenizer):
+    ten = {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 100}
+    split_by(tokenizer, normalizer=[ten] * 6)
+    Path("a.jsonl").write_text('{"text": "b"}\n{"text": "zzz"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .*(memory|processor time)"):
+        tokenized("a.jsonl")
+
+
+def test_workers_that_are_killed_name_the_record():
+    """As the system kills what takes too much memory of all."""
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: a worker process was killed, perhaps"):
+        in_worker(killed, "a.jsonl:1", Bounds())
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_lost_terminal_ends_a_run_with_workers_in_silence(chats, workers):
+    Path("long.jsonl").write_text('{"text": "some words of a text"}\n' * 300_000)
+    command = [sys.executable, "-m", "llmq", "tokenize", "long.jsonl", "--tokenizer", "theirs"]
+    command += ["--out", "out", "--workers", str(workers)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_for(lambda: list(Path().glob("out/*train*")) or process.poll() is not None)
+        os.killpg(process.pid, signal.SIGHUP)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (128 + signal.SIGHUP, "", "")
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "jsonl.gz", "jsonl.zst", "json.gz"])
+def test_a_record_that_is_too_long_is_refused_before_it_is_read(chats, kind):
+    record = json.dumps({"text": "a b " * 5000})
+    good = json.dumps({"text": "good"})
+    text = f"{good}\n{record}\n" if kind.startswith("jsonl") else f"[{good}, {record}]"
+    pack = {"gz": gzip.compress, "zst": zst}.get(kind.rpartition(".")[2], bytes)
+    Path(f"a.{kind}").write_bytes(pack(text.encode()))
+    with pytest.raises(
+        DataError, match=rf"a\.{kind}(:2|' at byte \d+): a record of more than 20,0"
+    ):
+        tokenized(f"a.{kind}", max_record=20_000, tokenizer="bytes")
+    assert tokenized(f"a.{kind}", max_record=20_012, tokenizer="bytes").documents == 2
+
+
+@pytest.mark.parametrize("ending", ["txt.gz", "txt.zst", "jsonl.gz", "jsonl.zst"])
+def test_a_bomb_is_one_line(chats, ending):
+    pack = gzip.compress if ending.endswith("gz") else zst
+    Path(f"bomb.{ending}").write_bytes(pack(bytes(90 << 20)))
+    start = time.process_time()
+    with pytest.raises(DataError, match=rf"bomb\.{ending}(' holds more than|:1: a record of more)"):
+        tokenized(f"bomb.{ending}", tokenizer="bytes")
+    assert time.process_time() - start < 5
+
+
+def test_vast_options_and_sizes_end_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("o.yaml").write_text("model: '" + "x" * (20 << 20) + "'")
+    config = CONFIG | {"num_attention_heads": 10_000_000, "num_key_value_heads": 10_000_000}
+    Path("vast").mkdir()
+    Path("vast/config.json").write_text(
+        json.dumps(config | {"hidden_size": 10_000_000, "head_dim": 1})
+    )
+    start = time.process_time()
+    assert _run(["plan", "--config", "o.yaml"]) == 2
+    assert "o.yaml is too large" in capsys.readouterr().err
+    assert _run(["plan", "--model", "vast", "--from-scratch"]) == 2
+    assert "num_attention_heads: must be at most" in capsys.readouterr().err
+    assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 10**9])
+def test_key_value_heads_are_one_or_more(wrong):
+    with pytest.raises(ConfigError, match="num_key_value_heads"):
+        ModelConfig.from_hf(CONFIG | {"num_key_value_heads": wrong})
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_token_file_without_a_pair_is_told_so(tmp_path, count):
+    with TokenWriter(tmp_path / "a.bin", 100) as writer:
+        writer.write(np.zeros(count, np.int32))
+    with pytest.raises(DataError, match=r"has 0 sequences of 8 tokens, but one batch needs 1"):
+        DataLoader(tmp_path / "a.bin", seq_len=8, micro_batch=1, seed=0, vocab_size=100)

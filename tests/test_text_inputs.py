@@ -254,7 +254,8 @@ def test_without_zstandard(tmp_path, monkeypatch):
 @pytest.fixture
 def piped(monkeypatch):
     def pipe(data):
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        given = SimpleNamespace(buffer=io.BytesIO(data), close=lambda: None)
+        monkeypatch.setattr(sys, "stdin", given)
 
     return pipe
 

@@ -144,12 +144,15 @@ def test_error_in_a_worker(tmp_path):
 KILLED = """
 import time
 from llmq.data.documents import Block, DocumentPart, Position
-from llmq.data.encode import Recipe, encode_in_workers
+from llmq.base.worker import Bounds
+from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.record_text import RecordText
+from llmq.data.tokenizer import ByteTokenizer
 if __name__ == "__main__":
     block = Block([DocumentPart("text", False, True, "")], Position())
     recipe = Recipe("bytes", RecordText("text", None), ([], []))
-    encoded = encode_in_workers(iter([block] * 9), recipe, 2)
+    encoder = Encoder(ByteTokenizer(), recipe)
+    encoded = encode_in_workers(iter([block] * 9), encoder, 2, Bounds())
     next(encoded)
     print("ready", flush=True)
     time.sleep(60)

@@ -219,9 +219,10 @@ def get(hf: Mapping[str, Any], name: str, kind: type, default: Any = REQUIRED) -
 
 
 def size(hf: Mapping[str, Any], name: str) -> int:
-    """hf[name], a positive int; a small one where it counts layers, of which there are lists."""
+    """hf[name], a positive int; a small one where it counts layers or heads, of which there are
+    lists."""
     value = get(hf, name, int)
-    largest = 1 << 16 if "layer" in name else 2**31 - 1
+    largest = 1 << 16 if "layer" in name or "head" in name else 2**31 - 1
     if value > largest:
         raise ConfigError(f"config.json: {name}: must be at most {largest}, got {value}")
     if value <= 0:

@@ -50,6 +50,9 @@ _GAP = re.compile(rb"[%b]*(\[?)[%b]*([,\]]?)[%b]*" % (_BLANK, _BLANK, _BLANK))
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[\[\]{}]', re.DOTALL)  # a string may be cut off
 
 
+MAX_RECORD = 64 << 20  # bytes, as long as nobody gives --max-record
+
+
 def json_layout(path: str) -> str | None:
     """The layout of records in a JSON file: "jsonl", one on each line, or "json", in one array.
 
@@ -59,10 +62,11 @@ def json_layout(path: str) -> str | None:
         first = _next_byte(file)
         if first == b"[":
             return "json" if _next_byte(file) in (b"{", b"]") else None
+        line = file.readline(MAX_RECORD)
         try:
-            is_record = not first or isinstance(json.loads(first + file.readline()), dict)
-        except ValueError:
-            return None
+            is_record = not first or isinstance(json.loads(first + line), dict)
+        except ValueError:  # reading it will report one that is too long
+            return "jsonl" if len(line) == MAX_RECORD and first == b"{" else None
         return "jsonl" if is_record else None
 
 
@@ -73,30 +77,53 @@ def _next_byte(file: BinaryIO) -> bytes:
     return byte
 
 
-def read_json(path: str, layout: str, offset: int, line: int) -> Iterator[Item]:
-    """The records as bytes. layout: of json_layout. offset, line: as in the Item read before."""
+def read_json(
+    path: str, layout: str, offset: int, line: int, max_record: int = MAX_RECORD
+) -> Iterator[Item]:
+    """The records as bytes. layout: of json_layout. offset, line: as in the Item read before.
+
+    max_record: bytes of a record; DataError for a longer one, which is not read.
+    """
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
         is_array = layout == "json"
-        for text, end in elements(path, file, offset) if is_array else _lines(file, offset):
+        lines = _lines(file, offset, max_record)
+        found = elements(path, file, offset, max_record=max_record) if is_array else lines
+        for text, end in found:
             line += 1
+            where = f"{path}: record {line}" if is_array else f"{path}:{line}"
+            if len(text.rstrip(b"\r\n")) > max_record:
+                raise too_long(where, max_record)
             if text.strip():
-                where = f"{path}: record {line}" if is_array else f"{path}:{line}"
                 yield Item(text, True, end, line, end if file is raw else raw.tell(), where)
 
 
-def _lines(file: BinaryIO, offset: int) -> Iterator[tuple[bytes, int]]:
-    for text in file:
+def too_long(where: str, max_record: int) -> DataError:
+    """Of a record that has more bytes than it may."""
+    return DataError(
+        f"{where}: a record of more than {max_record:,} bytes: leave it out, or raise --max-record"
+    )
+
+
+def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes, int]]:
+    """Each line, and where it ends; of one that is too long as much as shows that it is."""
+    while text := file.readline(max_record + 3):  # with \r\n
         offset += len(text)
         yield text, offset
 
 
 def elements(
-    path: str, file: BinaryIO, offset: int, *, growing: bool = False
+    path: str,
+    file: BinaryIO,
+    offset: int,
+    *,
+    growing: bool = False,
+    max_record: int = MAX_RECORD,
 ) -> Iterator[tuple[bytes, int]]:
     """The objects in an array and where each ends. offset: of the file's start or such an end.
 
     growing: the array may stop anywhere, as one does that is still written. path: for messages.
+    DataError where something else begins, or an object has more than max_record bytes.
     """
     data, start = b"", 0  # what was read last, and how much of it is done with
     bracket, comma = (b"", b",") if offset else (b"[", b"")
@@ -106,6 +133,9 @@ def elements(
         next_byte = data[gap.end() : gap.end() + 1]
         begins = next_byte == b"{" and gap.groups() == (bracket, comma)
         end = _end_of_object(data, gap.end()) if begins else 0
+        read = (end or len(data)) - (gap.end() if begins else start)
+        if read > max_record and (begins or not next_byte):
+            raise too_long(f"'{path}' at byte {offset + start}", max_record)
         if end:
             yield data[gap.end() : end], offset + end
             start, bracket, comma = end, b"", b","

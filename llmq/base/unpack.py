@@ -11,7 +11,9 @@ from llmq.base.errors import DataError
 _MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # RFC 1952, RFC 8878
 PACKED = tuple(_MAGIC)
 READ_BYTES = 1 << 18  # of a file at once
-_PACKED_BYTES = 1 << 14  # of Zstandard at once, whose content may be many times as long
+_PACKED_BYTES = 1 << 12  # of Zstandard at once, whose content may be thousands of times as long
+MOST_RATIO = 500  # bytes of content for each that is packed; text has 2 to 20
+_FREE_BYTES = 64 << 20  # of content, which may have any ratio
 
 
 def is_packed(path: str) -> bool:
@@ -28,18 +30,20 @@ def unpack(path: str, raw: BinaryIO) -> BinaryIO:
     """The content of an open file, whose path says how it is packed; `raw` itself if it is not.
 
     Reading raises OSError, EOFError or zlib.error where it is damaged or ends too early. DataError
-    where the library for it is missing.
+    where the library for it is missing, and for what is no text but a bomb: MOST_RATIO.
     """
     if path.lower().endswith(".gz"):
-        return gzip.GzipFile(fileobj=raw)
-    if path.lower().endswith(".zst"):
-        return io.BufferedReader(_Zstd(path, raw), READ_BYTES)
-    return raw
+        content = gzip.GzipFile(fileobj=raw)
+    elif path.lower().endswith(".zst"):
+        content = _Zstd(path, raw)
+    else:
+        return raw
+    return io.BufferedReader(_Measured(path, raw, content), READ_BYTES)
 
 
 def skip(file: BinaryIO, count: int) -> None:
     """Go on `count` bytes behind the start of what was just opened, by reading if it must be."""
-    if file.seekable():  # gzip's reads, too
+    if file.seekable():
         file.seek(count)
         return
     for skipped in range(0, count, READ_BYTES):
@@ -53,6 +57,26 @@ def unpacked_size(path: str) -> int:
         while block := file.read(READ_BYTES):
             size += len(block)
     return size
+
+
+class _Measured(io.RawIOBase):
+    """The content of a packed file, as long as it is not too long for what it is packed in."""
+
+    def __init__(self, path: str, raw: BinaryIO, content: Any) -> None:
+        self._path, self._raw, self._content, self._bytes = path, raw, content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        count = self._content.readinto(target)
+        self._bytes += count
+        if self._bytes > max(_FREE_BYTES, MOST_RATIO * self._raw.tell()):
+            raise DataError(
+                f"'{self._path}' holds more than {MOST_RATIO} times its own size, as no text does: "
+                "leave it out, or unpack it"
+            )
+        return count
 
 
 class _Zstd(io.RawIOBase):

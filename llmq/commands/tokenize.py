@@ -9,6 +9,7 @@ import typer
 
 from llmq.base.errors import ConfigError
 from llmq.base.signals import ending_children
+from llmq.commands.common import size_of
 from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
 
 Tokenizer = Annotated[
@@ -31,6 +32,12 @@ TrainOn = Annotated[
 ChatTemplate = Annotated[
     str | None, typer.Option(help="File, or name of one of the tokenizer's; none; its own.")
 ]
+MaxRecord = Annotated[
+    str, typer.Option(metavar="SIZE", help="Refuse a record of more bytes, such as 64MiB.")
+]
+RecordSeconds = Annotated[
+    float, typer.Option(min=0.1, help="Processor time for a record, and 1 s more for each 100 kB.")
+]
 SeqLen = Annotated[int | None, typer.Option(min=1, help="Count the documents that are longer.")]
 
 
@@ -52,6 +59,8 @@ def tokenize(
     train_on: TrainOn = "assistant",
     chat_template: ChatTemplate = None,
     seq_len: SeqLen = None,
+    max_record: MaxRecord = "64MiB",
+    record_seconds: RecordSeconds = 10.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
     download: Annotated[
         bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
@@ -86,5 +95,7 @@ def tokenize(
             train_on=train_on,
             chat_template=chat_template,
             seq_len=seq_len,
+            max_record=size_of("--max-record", max_record),
+            record_seconds=record_seconds,
         )
     print(summary.describe())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable
+from llmq.base.records import MAX_RECORD
 from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokenizer, read_json
 from llmq.data.tokenizer_config import OWN_TOKENS
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 _PROBE = "probe"  # a reply, to see what the template writes behind it
+_HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one and the same field
 
@@ -109,8 +112,18 @@ class ChatTemplate:
                 "filter or a set block, where its place in the text is unknown: move it out"
             ) from None
         except Exception as error:  # the template is a program that may raise anything
-            reason = str(error) or type(error).__name__
-            raise DataError(f"the chat template of {self.origin} says: {reason}") from error
+            raise DataError(f"the chat template of {self.origin} says: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _refuse_half_characters(text: str, *given: Any) -> None:
+    """ValueError for a lone surrogate, which no UTF-8 can hold, unless a record has brought it."""
+    found = _HALF.search(text)
+    if found is not None and not _HALF.search(json.dumps(given, ensure_ascii=False, default=str)):
+        raise ValueError(f"it writes half a character, U+{ord(found[0]):04X}")
 
 
 class _MarkError(Exception):
@@ -126,7 +139,10 @@ def _render(source: str, messages: Sequence[Message], **given: Any) -> Rendered:
     for piece in template.generate(messages=[*map(_as_template_sees, messages)], **given):
         pieces.append(piece)
         environment.written += len(piece)
+        if environment.written > MAX_RECORD:
+            raise ValueError(f"it writes more than {MAX_RECORD >> 20} MiB of text")
     text = "".join(pieces)
+    _refuse_half_characters(text, messages, given)
     generated = environment.generated if environment.marks else None
     for start, part in generated or ():
         if text[start : start + len(part)] != part:
@@ -226,10 +242,10 @@ def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTe
     for name, source in sources.items():
         try:
             _compiled(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # also Python's compiler has its limits
             what = "" if name == "default" else f" '{name}'"
             raise DataError(
-                f"the chat template{what} of {origin} is no template: {error}"
+                f"the chat template{what} of {origin} is no template: {_said(error)}"
             ) from None
     return template if sources else None
 
@@ -344,9 +360,11 @@ def _compiled(source: str) -> jinja2.Template:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
+        optimized=False,  # else products of constants are computed here, whatever it takes
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
+    del environment.globals["lipsum"]  # text for web pages, in any amount
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(source)

@@ -15,7 +15,16 @@ from fractions import Fraction
 from typing import BinaryIO, NamedTuple
 
 from llmq.base.errors import DataError
-from llmq.base.records import Item, Wanted, read_csv, read_json, read_parquet
+from llmq.base.records import (
+    MAX_RECORD,
+    TABLES,
+    Item,
+    Wanted,
+    read_csv,
+    read_json,
+    read_parquet,
+    too_long,
+)
 from llmq.base.unpack import is_packed, skip, unpack, unpacked_size
 from llmq.data.inputs import InputSource, is_html
 
@@ -99,11 +108,16 @@ class EvalSplit:
 
 
 def read_blocks(
-    sources: Sequence[InputSource], wanted: Wanted, split: EvalSplit, start: Position
+    sources: Sequence[InputSource],
+    wanted: Wanted,
+    split: EvalSplit,
+    start: Position,
+    max_record: int = MAX_RECORD,
 ) -> Iterator[Block]:
     """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
 
-    wanted: the reader of a table's rows. DataError if a source cannot be read.
+    wanted: the reader of a table's rows. max_record: bytes of one record. DataError if a source
+    cannot be read, or has a longer one.
     """
     pieces: list[DocumentPart] = []
     size = 0
@@ -112,7 +126,9 @@ def read_blocks(
     for number in range(start.source, len(sources)):
         source = sources[number]
         try:
-            for item in _read(source, wanted, at, split.offset):
+            for item in _read(source, wanted, at, split.offset, max_record):
+                if len(item.text) > max_record and source.kind in (*TABLES, "dataset"):
+                    raise too_long(item.where, max_record)
                 is_eval = split.is_eval(at.document)
                 if split.offset is not None:
                     is_eval = item.offset > split.offset
@@ -139,7 +155,9 @@ def read_blocks(
     yield Block(pieces, at)
 
 
-def _read(source: InputSource, wanted: Wanted, at: Position, cut: int | None) -> Iterator[Item]:
+def _read(
+    source: InputSource, wanted: Wanted, at: Position, cut: int | None, max_record: int
+) -> Iterator[Item]:
     if source.kind == "text":
         return _read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
     if source.kind in ("csv", "tsv"):
@@ -148,7 +166,7 @@ def _read(source: InputSource, wanted: Wanted, at: Position, cut: int | None) ->
         return read_parquet(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
         return source.dataset.read(wanted, source.size, at.offset)
-    return read_json(source.path, source.kind, at.offset, at.line)
+    return read_json(source.path, source.kind, at.offset, at.line, max_record)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import signal
-import threading
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.base.worker import Answer, Begin, Bounds, Worker, forks
 from llmq.data.chat_masks import Chat, Completion, token_mask
 from llmq.data.chat_template import text_of
 from llmq.data.conversations import TEXT, Conversation, RecordConversation
@@ -77,68 +73,62 @@ class Encoder:
         self.tokenizer, self.recipe = tokenizer, recipe
         before, after = recipe.added
         end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
-        self._added = [before, [*after, *end]]
+        self._added = [np.array(ids, np.int32) for ids in (before, [*after, *end])]
         controls = sorted(tokenizer.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
 
-    def encode(self, pieces: list[DocumentPart]) -> tuple[Ids, Ids]:
-        """Ids for training and for evaluation; an empty document has none. DataError."""
-        if self.recipe.chat is not None:
-            return self._encode_conversations(pieces, self.recipe.chat)
-        texts = [
-            piece.text
-            if isinstance(piece.text, str)
-            else self.recipe.wanted.of_json(piece.text, piece.where)
-            for piece in pieces
-        ]
-        # An empty text gets no added tokens, which would be a document without text.
-        before, after = (np.array(ids, np.int32) for ids in self._added)
-        parts = _Parts(), _Parts()
-        all_ids = self.tokenizer.encode_batch(texts)
-        for piece, text, ids in zip(pieces, texts, all_ids, strict=True):
-            of_split = parts[piece.is_eval]
-            if piece.is_start and text:
-                of_split.add(before)
-            of_split.add(ids)
-            if piece.is_end and text:
-                of_split.add(after)
-                of_split.end()
-        return parts[0].joined(), parts[1].joined()
-
-    def _encode_conversations(
-        self, pieces: list[DocumentPart], chat: Chat | Completion
+    def encode(
+        self, pieces: list[DocumentPart], begin: Begin = lambda number, size: None
     ) -> tuple[Ids, Ids]:
-        """Encode conversations; what is added to a completion is trained behind it."""
-        before, after = [], []
-        if not self.recipe.is_chat:
-            before, after = self._added
+        """Ids for training and for evaluation; an empty document has none. DataError.
+
+        begin: called before each of them, with its number and size.
+        """
+        parts, chat = (_Parts(), _Parts()), self.recipe.chat
+        for number, piece in enumerate(pieces):
+            begin(number, len(piece.text))
+            if chat is None:
+                self._add_text(piece, parts[piece.is_eval])
+            else:
+                self._add_conversation(piece, chat, parts[piece.is_eval])
+        return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
+
+    def _add_text(self, piece: DocumentPart, parts: _Parts) -> None:
+        """Encode a text. An empty one gets no added tokens, which would be one without text."""
+        is_text = isinstance(piece.text, str)
+        text = piece.text if is_text else self.recipe.wanted.of_json(piece.text, piece.where)
+        before, after = self._added
+        if piece.is_start and text:
+            parts.add(before)
+        parts.add(self.tokenizer.encode_batch([text])[0])
+        if piece.is_end and text:
+            parts.add(after)
+            parts.end()
+
+    def _add_conversation(
+        self, piece: DocumentPart, chat: Chat | Completion, parts: _Parts
+    ) -> None:
+        """Encode a conversation; what is added to a completion is trained behind it."""
+        before, after = self._added if not self.recipe.is_chat else ([], [])
+        conversation = self.recipe.wanted.of_json(piece.text, piece.where)
+        try:
+            rendered = chat.texts(conversation)
+        except DataError as error:
+            raise DataError(f"{piece.where}: {error}") from error
+        parts.notes += [(note, piece.where) for note in dict.fromkeys(chat.notes(conversation))]
+        if forged := self._forged(conversation):
+            parts.notes.append((_FORGED, f"{piece.where} ({forged})"))
+        texts = [whole_characters(text, piece.text) for text, _ in rendered]
         whole = chat.train_on == "all"
-        rendered = []
-        parts = _Parts(), _Parts()
-        for piece in pieces:
-            conversation = self.recipe.wanted.of_json(piece.text, piece.where)
-            try:
-                texts = chat.texts(conversation)
-            except DataError as error:
-                raise DataError(f"{piece.where}: {error}") from error
-            notes = parts[piece.is_eval].notes
-            notes += [(note, piece.where) for note in dict.fromkeys(chat.notes(conversation))]
-            if forged := self._forged(conversation):
-                notes.append((_FORGED, f"{piece.where} ({forged})"))
-            rendered += [
-                (piece, whole_characters(text, piece.text), spans) for text, spans in texts
-            ]
-        encoded = self.tokenizer.encode_with_offsets([text for _, text, _ in rendered])
-        for (piece, _, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
+        encoded = self.tokenizer.encode_with_offsets(texts)
+        for (_, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
             mask = token_mask(offsets, spans)
             ids = np.concatenate([before, ids, after]).astype(np.int32)
             mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)]).astype(bool)
             if not mask.any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
-            of_split = parts[piece.is_eval]
-            of_split.add(ids, mask if self.recipe.with_masks else None)
-            of_split.end()
-        return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
+            parts.add(ids, mask if self.recipe.with_masks else None)
+            parts.end()
 
     def _forged(self, conversation: Conversation) -> str | None:
         """The first control token that a message writes out, perhaps without meaning it."""
@@ -178,44 +168,42 @@ class _Parts:
 # Worker processes
 
 
-_worker: Encoder
+def encode_in_workers(
+    blocks: Iterator[Block], encoder: Encoder, workers: int, bounds: Bounds
+) -> Iterator[Encoded]:
+    """Encode in other processes, in the order of the blocks, a few of them in flight.
 
-
-def _start_worker(recipe: Recipe) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
-    global _worker
-    _worker = Encoder(load_tokenizer(recipe.tokenizer), recipe)
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot say so, and the pool's queue never ends."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _encode_in_worker(pieces: list[DocumentPart]) -> tuple[Ids, Ids]:
-    return _worker.encode(pieces)
-
-
-def encode_in_workers(blocks: Iterator[Block], recipe: Recipe, workers: int) -> Iterator[Encoded]:
-    """Encode in other processes, in the order of the blocks, a few of them in flight."""
-    spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (recipe,))
-    waiting: deque[tuple[Position, Future]] = deque()
+    DataError names the record of which the tokenizer or the template takes more than the bounds.
+    """
+    make = partial(_answering, encoder.recipe, encoder if forks() else None)
+    pool = [Worker(make, bounds) for _ in range(workers)]
+    idle, busy = [*pool], {}
+    ends: dict[int, Position] = {}
+    done: dict[int, tuple[Ids, Ids]] = {}
+    numbered, next_one, is_over = enumerate(blocks), 0, False
     try:
-        for block in blocks:
-            waiting.append((block.end, pool.submit(_encode_in_worker, block.pieces)))
-            if len(waiting) > 2 * workers:
-                end, future = waiting.popleft()
-                yield end, future.result()
-        for end, future in waiting:
-            yield end, future.result()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process died, perhaps for lack of memory: run it again with fewer --workers "
-            "to go on where it was"
-        ) from error
+        while True:
+            while idle and not is_over and len(ends) < 3 * workers:
+                number, block = next(numbered, (-1, None))
+                if is_over := block is None:
+                    break
+                worker, ends[number] = idle.pop(), block.end
+                worker.send(block.pieces, [piece.where for piece in block.pieces])
+                busy[worker.connection] = worker, number
+            if not busy:
+                return
+            for connection in wait([*busy]):
+                worker, number = busy.pop(connection)
+                done[number] = worker.result()
+                idle.append(worker)
+            while next_one in done:
+                yield ends.pop(next_one), done.pop(next_one)
+                next_one += 1
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        for worker in pool:
+            worker.close()
+
+
+def _answering(recipe: Recipe, encoder: Encoder | None) -> Answer:
+    """Called in a worker; encoder: None where it does not come along with a fork."""
+    return (encoder or Encoder(load_tokenizer(recipe.tokenizer), recipe)).encode

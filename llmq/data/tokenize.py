@@ -11,14 +11,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
+from llmq.base.records import MAX_RECORD
+from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.conversations import RecordConversation
@@ -58,43 +61,77 @@ def tokenize(
     train_on: str = "assistant",
     chat_template: str | None = None,
     seq_len: int | None = None,
+    max_record: int = MAX_RECORD,
+    record_seconds: float = 10.0,
 ) -> TokenizeSummary:
     """Write the documents of `inputs` to `out`, texts with the tokenizer's end-of-text token.
 
-    inputs: files, folders, globs, and `-`, standard input. tokenizer: see load_tokenizer.
-    field, template: see RecordText; files of folders that lack a field are left out, if others have
-    it. dataset: instead of inputs. eval_fraction: the part of the documents, at least one of two or
-    more (the last part of a single text); 0: none. workers: processes; 1 encodes in this one, None
-    chooses. special_tokens: "auto" adds to each text what transformers' AutoTokenizer adds, and the
-    end of the text unless it is among that; "none": only that end. format: one of FORMATS. The
-    tokenizer's chat template or chat_template (see load_chat_template) renders conversations.
-    train_on: one of TRAIN_ON, the trained part of them. seq_len: the summary says how many
-    documents are longer. Continues an interrupted run with the same arguments; does nothing if it
-    was complete. DataError or ConfigError for what the user can mend.
-    With workers, a script that calls this needs the usual `if __name__ == "__main__":`.
+    inputs: files, folders, globs, and `-`, standard input. tokenizer: see load_tokenizer. field,
+    template: see RecordText; files of folders without the field are left out if others have it.
+    dataset: instead of inputs. eval_fraction: the part of the documents, at least one of two or
+    more (the last part of a single text); 0: none. workers: processes, None chooses. format: one of
+    FORMATS. special_tokens: "auto" adds to a text what transformers' AutoTokenizer adds, and the
+    end of the text unless it is among that; "none": only that end. chat_template: renders
+    conversations, see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
+    longer documents. max_record: bytes of a record. record_seconds: see Bounds. Goes on where the
+    same arguments were interrupted. DataError or ConfigError for what the user can mend. Where
+    threads run, a script needs `if __name__ == "__main__":`.
     """
-    _check_options(eval_fraction, shard_tokens, workers, special_tokens, train_on, seq_len)
+    numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
+    numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
+    _check_options(eval_fraction, special_tokens, train_on, numbers)
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
-    loaded = load_tokenizer(tokenizer)
-    recipe = _recipe(loaded, tokenizer, wanted, special_tokens, train_on, chat_template)
-    warnings += _warnings(recipe, special_tokens, train_on, chat_template)
-    options = {
-        "tokenizer": loaded.fingerprint,
-        "eval_fraction": eval_fraction,
-        "shard_tokens": shard_tokens,
-        "seed": seed,
-        **recipe.record(),
-    }
+    bounds = Bounds(seconds=record_seconds)
+    how = (special_tokens, train_on, chat_template)
+    recipe, said, stop = _prepared(tokenizer, wanted, *how, bounds)
+    loaded, warnings = load_tokenizer(tokenizer), warnings + said
+    options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
+    options |= {"shard_tokens": shard_tokens, "seed": seed, **recipe.record()}
     with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
-        _note_chat(manifest, recipe, loaded, was_given=chat_template is not None)
+        if recipe.is_chat:  # what a training needs of it: a given one, and the end of a turn
+            manifest.chat_template = chat_template and recipe.chat.template.source()
+            manifest.data["end_of_turn"] = stop
         was_complete = manifest.data["complete"]
         was_resumed = not was_complete and manifest.data["position"] != asdict(Position())
         if not was_complete:
             workers = workers or _default_workers(sources, loaded)
-            _run_or_discard(manifest, sources, Encoder(loaded, recipe), workers, progress)
+            limits = (workers, max_record, bounds, progress)
+            _run_or_discard(manifest, sources, Encoder(loaded, recipe), *limits)
         return manifest.summary(warnings, was_complete, was_resumed, seq_len)
+
+
+def _prepared(
+    spec: str, wanted: RecordText | RecordConversation, *how: Any
+) -> tuple[Recipe, list[str], int | None]:
+    """The recipe, warnings, and the id that ends a turn of conversations, found where the files of
+    others can do no harm. how: special_tokens, train_on, --chat-template, and the bounds.
+
+    DataError for what cannot be loaded, or takes more than the bounds.
+    """
+    *options, bounds = how
+    prepare = partial(_prepare, spec, wanted, *options)
+    if spec == ByteTokenizer.fingerprint and isinstance(wanted, RecordText):
+        return prepare()
+    given = options[-1]
+    what = f"the tokenizer '{spec}'" + (f" or the chat template '{given}'" if given else "")
+    return in_worker(prepare, what, bounds)
+
+
+def _prepare(
+    spec: str,
+    wanted: RecordText | RecordConversation,
+    special_tokens: str,
+    train_on: str,
+    given: str | None,
+) -> tuple[Recipe, list[str], int | None]:
+    """given: --chat-template."""
+    tokenizer = load_tokenizer(spec)
+    recipe = _recipe(tokenizer, spec, wanted, special_tokens, train_on, given)
+    stop = end_of_turn(recipe.chat.template, tokenizer) if recipe.is_chat else None
+    ends = None if stop is None or stop.text is not None else next(iter(stop.ids), None)
+    return recipe, _warnings(recipe, special_tokens, train_on, given), ends
 
 
 def _recipe(
@@ -105,7 +142,6 @@ def _recipe(
     train_on: str,
     given: str | None,
 ) -> Recipe:
-    """given: --chat-template."""
     chat = (
         None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, train_on, given, wanted)
     )
@@ -138,18 +174,6 @@ def _chat(
     )
 
 
-def _note_chat(
-    manifest: Manifest, recipe: Recipe, tokenizer: Tokenizer, *, was_given: bool
-) -> None:
-    """Record what a training needs of the template: a given one, and the end of a turn."""
-    if not recipe.is_chat:
-        return
-    template = recipe.chat.template
-    manifest.chat_template = template.source() if was_given else None
-    stop = end_of_turn(template, tokenizer)
-    manifest.data["end_of_turn"] = next(iter(stop.ids), None) if stop.text is None else None
-
-
 def _warnings(
     recipe: Recipe, special_tokens: str, train_on: str, chat_template: str | None
 ) -> list[str]:
@@ -174,24 +198,23 @@ def _warnings(
 
 def _check_options(
     eval_fraction: float,
-    shard_tokens: int,
-    workers: int | None,
     special_tokens: str,
     train_on: str,
-    seq_len: int | None,
+    numbers: Mapping[str, float | None],
 ) -> None:
+    """numbers: others, by flag."""
     if not 0 <= eval_fraction < 1:
         raise ConfigError(f"--eval-fraction is {eval_fraction}: give at least 0 and less than 1")
-    if not 0 < shard_tokens <= MAX_TOKENS:
-        raise ConfigError(f"--shard-tokens is {shard_tokens}: give 1 to {MAX_TOKENS}")
-    if workers is not None and workers < 1:
-        raise ConfigError(f"--workers is {workers}: give at least 1")
+    for flag, number in numbers.items():
+        if (
+            number is not None
+            and not (1 if isinstance(number, int) else 1e-3) <= number <= MAX_TOKENS
+        ):
+            raise ConfigError(f"{flag} is {number}: give 1 to {MAX_TOKENS}")
     if special_tokens not in ("auto", "none"):
         raise ConfigError(f"--special-tokens is {special_tokens}: give auto or none")
     if train_on not in TRAIN_ON:
         raise ConfigError(f"--train-on is {train_on}: give {', '.join(TRAIN_ON)}")
-    if seq_len is not None and seq_len < 1:
-        raise ConfigError(f"--seq-len is {seq_len}: give at least 1")
 
 
 def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> int:
@@ -217,6 +240,8 @@ def _run(
     sources: Sequence[InputSource],
     encoder: Encoder,
     workers: int,
+    max_record: int,
+    bounds: Bounds,
     progress: bool,
 ) -> None:
     """Encode from the manifest's position to the end, saving the state now and then."""
@@ -231,9 +256,9 @@ def _run(
     }
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
-    blocks = read_blocks(sources, recipe.wanted, split, start)
-    if workers > 1:
-        encoded = encode_in_workers(blocks, recipe, workers)
+    blocks = read_blocks(sources, recipe.wanted, split, start, max_record)
+    if workers > 1 or recipe.chat is not None or not isinstance(encoder.tokenizer, ByteTokenizer):
+        encoded = encode_in_workers(blocks, encoder, workers, bounds)
     else:
         encoded = ((block.end, encoder.encode(block.pieces)) for block in blocks)
     report = _Report(sum(source.size for source in sources), progress)

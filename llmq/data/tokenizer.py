@@ -10,8 +10,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmq.base import json_file
-from llmq.base.errors import DataError, warn
+from llmq.base.errors import DataError, LlmqError, warn
 from llmq.base.files import check_readable, disk_errors, write_file
 from llmq.options.presets import find_directory
 
@@ -35,7 +35,7 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
     fast, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    try:
+    with _library_errors(f"cannot read the tokenizer in '{folder}'", Exception):
         for path in (fast, vocab, merges):
             if path.exists():
                 check_readable(path)
@@ -45,18 +45,28 @@ def open_tokenizer(folder: Path) -> tokenizers.Tokenizer:
             return Tokenizer.from_file(str(fast))
         if vocab.exists() and merges.exists():
             return _from_vocab_and_merges(folder)
-    except DataError:
-        raise
-    except BaseException as error:
-        # The library raises plain Exception for files that it cannot read, and for a panic of its
-        # Rust code not even that.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise DataError(f"cannot read the tokenizer in '{folder}': {error}") from error
     raise DataError(
         f"'{folder}' has neither tokenizer.json nor vocab.json with merges.txt: write them there "
         "with transformers' AutoTokenizer.save_pretrained, or copy them from the model"
     )
+
+
+@contextmanager
+def _library_errors(what: str, kind: type[Exception] | None = None) -> Iterator[None]:
+    """Turn errors of the library into DataError. kind: all of these; else plain Exception alone.
+
+    It raises that for files that it cannot read, and for a panic of its Rust code not even that.
+    """
+    try:
+        yield
+    except (LlmqError, MemoryError):
+        raise
+    except BaseException as error:
+        known = type(error) is Exception if kind is None else isinstance(error, kind)
+        if not known and type(error).__name__ != "PanicException":
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise DataError(f"{what}: {said}") from error
 
 
 # Qwen2's tokenizers cut a text into words by this expression. The library knows that of GPT-2.
@@ -354,8 +364,9 @@ class HfTokenizer:
                 for name in ("bos", "eos")
             )
             return [i for i in bos if i is not None], [i for i in eos if i is not None]
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        own = len(self._tokenizer.encode("a", add_special_tokens=False).ids)
+        with self._errors():
+            encoding = self._tokenizer.encode("a", add_special_tokens=True)
+            own = len(self._tokenizer.encode("a", add_special_tokens=False).ids)
         first = next((i for i, x in enumerate(encoding.special_tokens_mask) if not x), 0)
         return encoding.ids[:first], encoding.ids[first + own :]
 
@@ -391,16 +402,22 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with self._errors():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return _library_errors(f"the tokenizer in '{self.folder}' fails")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, int32 (n,)."""
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with self._errors():
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ids of each text, and (n, 2): which of its characters each token stands for."""
-        encodings = self._with_offsets.encode_batch(texts, add_special_tokens=False)
+        with self._errors():
+            encodings = self._with_offsets.encode_batch(texts, add_special_tokens=False)
         return [
             (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2))
             for encoding in encodings
@@ -431,7 +448,8 @@ class HfTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens written out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        with self._errors():
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
         """Copy the tokenizer's files."""

@@ -17,6 +17,8 @@ from llmq.options.command_line import fewest_values
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 
 YAML_SUFFIXES = (".yaml", ".yml")
+MOST_YAML = 1 << 17  # characters of a file: YAML takes up to 50 µs for each
+MOST_JSON = 1 << 24
 _WIDTH = 98  # of a comment
 _HEAD = """\
 # Options of `llmq train`, as --save-config writes them: `--config FILE` reads them, and what the
@@ -67,7 +69,10 @@ def read_option_file(file: Path) -> dict[str, Any]:
     """
     try:
         check_readable(file)
-        text = file.read_text(encoding="utf-8")
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read(MOST_JSON + 1)
+        if len(text) > (MOST_JSON if file.suffix in (".json", ".toml") else MOST_YAML):
+            raise ConfigError(f"--config: {file} is too large: no options take so much")
         if file.suffix == ".json":
             content = json.loads(text, object_pairs_hook=_json_object)
         elif file.suffix == ".toml":

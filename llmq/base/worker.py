@@ -1,0 +1,194 @@
+"""A process for code of others, such as chat templates and tokenizers: it may use only so much
+processor time and memory for each item, and whatever it does ends no other process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from llmq.base.errors import DataError, LlmqError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an item may take. seconds: of processor time, and one more for each 100 kB of it.
+    memory: bytes more than the process has before it begins."""
+
+    seconds: float = 10.0
+    memory: int = 3 << 30
+
+
+def forks() -> bool:
+    """Whether a worker is a fork, which has at once all that is loaded here: not where there are
+    other threads, which may hold locks."""
+    return threading.active_count() == 1 and sys.platform == "linux"
+
+
+class Worker:
+    """A process that answers one task after the other: `answer(task, begin)`.
+
+    It calls begin(n, size) before it looks at item n of a task, of so many bytes.
+    """
+
+    def __init__(self, make: Callable[[], Answer], bounds: Bounds) -> None:
+        """make: called in the process; picklable where this one has several threads."""
+        context = multiprocessing.get_context("fork" if forks() else "spawn")
+        self.bounds = bounds
+        self.connection, there = context.Pipe()
+        self._item = context.RawValue("q", -1)
+        args = (make, bounds, there, self._item)
+        self._process = context.Process(target=_serve, args=args, daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # BLAS's threads hold no lock
+            self._process.start()
+        there.close()
+
+    def send(self, task: Any, places: Sequence[str]) -> None:
+        """Give it a task. places: of its items, for messages."""
+        self._places, self._item.value = places, -1
+        with contextlib.suppress(OSError):  # it has ended, which `result` tells
+            self.connection.send(task)
+
+    def result(self) -> Any:
+        """What it answers to the task. DataError, with the item's place, if it cannot."""
+        try:
+            value, error = self.connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            raise self._named(_why(self._process.exitcode, self.bounds)) from None
+        if isinstance(error, str):
+            raise self._named(error)
+        if error is not None:
+            raise error
+        return value
+
+    def _named(self, problem: str) -> DataError:
+        item = self._item.value
+        place = self._places[item] if item >= 0 else ", ".join(self._places[:1])
+        return DataError(f"{place}: {problem}" if place else problem)
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+
+Begin = Callable[[int, int], None]
+Answer = Callable[[Any, Begin], Any]
+
+
+def in_worker(fn: Callable[[], T], what: str, bounds: Bounds) -> T:
+    """What fn() returns in a process of its own. DataError, with `what`, if it cannot."""
+    worker = Worker(partial(_once, fn), bounds)
+    try:
+        worker.send(None, [what])
+        return worker.result()
+    finally:
+        worker.close()
+
+
+def _once(fn: Callable[[], T]) -> Answer:
+    return lambda task, begin: fn()
+
+
+def _why(status: int | None, bounds: Bounds) -> str:
+    """Why a process has ended with this status."""
+    if status == -signal.SIGXCPU:
+        return (
+            f"it took more than {bounds.seconds:g} s of processor time: leave the record out, use "
+            "another tokenizer or template, or raise --record-seconds"
+        )
+    if status == -signal.SIGKILL:
+        return (
+            "a worker process was killed, perhaps for lack of memory: run it again with fewer "
+            "--workers to go on where it was"
+        )
+    return (
+        f"the tokenizer or template has ended its process (status {status}), or wanted more than "
+        f"{bounds.memory >> 20} MiB of memory: leave the record out, or use another one"
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# In the process
+
+
+def _serve(make: Callable[[], Answer], bounds: Bounds, there: Connection, item: Any) -> None:
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # they are the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per worker
+    with open(os.devnull, "wb") as null:  # libraries that give up say so at length
+        os.dup2(null.fileno(), 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory(bounds.memory)
+
+    def begin(number: int, size: int) -> None:
+        item.value = number
+        seconds = time.process_time() + bounds.seconds + size / 1e5
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (_lower(math.ceil(seconds), hard), hard))
+
+    begin(-1, 0)
+    try:
+        answer = make()
+    except Exception as error:
+        answer = partial(_fail, error)
+    while True:
+        try:
+            task = there.recv()
+        except EOFError:
+            return
+        there.send(_outcome(answer, task, begin))
+
+
+def _fail(error: Exception, task: Any, begin: Begin) -> None:
+    raise error
+
+
+def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | str | None]:
+    """The answer, or an error: of ours, or what is wrong with the item."""
+    try:
+        return answer(task, begin), None
+    except LlmqError as error:
+        return None, type(error)(error.headline, error.details)
+    except MemoryError:
+        return None, "it wants more memory than a record may have: leave it out"
+    except Exception:  # a bug, which the parent shows
+        return None, RuntimeError(traceback.format_exc())
+
+
+def _limit_memory(more: int) -> None:
+    """Where the system tells how much this process has."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        most = int(file.read().split()[0]) * resource.getpagesize() + more
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (_lower(most, hard), hard))
+
+
+def _lower(limit: int, hard: int) -> int:
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot say so."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
