@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.batch import Batch
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.comm.connect import connect
-from llmq.model.step import Batch, Result, Step
+from llmq.model.results import Result
+from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset

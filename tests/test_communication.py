@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import llmq
+from llmq.model.results import Results
 from llmq.model.step import Step
 from llmq.runtime.host_device import HostDevice
 from llmq.state.weights import Weights
@@ -145,6 +146,6 @@ def test_only_several_ranks_launch_the_clock(world, monkeypatch):
 def test_all_else_is_the_same_without_it(dtype, sharded, monkeypatch):
     changes = dtype | {"shard_weights": sharded, "shard_gradients": sharded}
     measured = run(2, 2, **changes)
-    monkeypatch.setattr(Step, "_open_clock", lambda step: None)
+    monkeypatch.setattr(Results, "_open_clock", lambda results: None)
     assert_same_run(measured, run(2, 2, **changes))
     assert measured.results[0].communication > 0

@@ -77,7 +77,7 @@ def test_losses_are_those_of_training(name, tmp_path):
     with trainer_for(tmp_path, batch_size=1, seq_len=LENGTH) as trainer:
         result = trainer.step([(sequence[None, :-1].copy(), sequence[None, 1:].copy())])
     np.testing.assert_allclose(losses.mean(), result.loss, rtol=1e-5)
-    np.testing.assert_allclose(lse.mean(), result.lse_mean, rtol=1e-5)
+    np.testing.assert_allclose(lse.mean(), result.numbers["lse_mean"], rtol=1e-5)
 
 
 def test_bf16_is_near(tmp_path):

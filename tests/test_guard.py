@@ -17,7 +17,7 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.checkpoint.retention import PROVEN
 from llmq.checkpoint.store import read_verdict
 from llmq.commands.cli import _run
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
 from llmq.train.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
@@ -36,7 +36,7 @@ def guard(mode="warn"):
 
 
 def result(loss=3.0, norm=1.0, tokens=8):
-    return Result(loss=loss, loss_1k=loss, tokens=tokens, norm=norm, lse_max=0.0, lse_mean=0.0)
+    return Result(loss=loss, tokens=tokens, norm=norm)
 
 
 def healthy(seed=0):

@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import LlmqError
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import PlainView
 from llmq.train.metrics import Reporter, count_tokens, duration, tokens_per_second
 
-RESULT = Result(
-    loss=3.25, loss_1k=3.5, tokens=100, norm=0.123456789, lse_max=9.0, lse_mean=7.0
-)  # fmt: skip
+NUMBERS = {"lse_max": 9.0, "lse_mean": 7.0, "loss_1k": 3.5}
+RESULT = Result(loss=3.25, tokens=100, norm=0.123456789, numbers=NUMBERS)
 
 
 # ------------------------------------------------------------------------------------------------

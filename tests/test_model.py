@@ -156,6 +156,6 @@ def test_z_loss_pulls_the_log_sum_exp_towards_zero(tmp_path):
         with trainer_for(tmp_path, z_loss=z_loss, learning_rate=1e-2) as trainer:
             for _ in range(19):
                 trainer.step([batch])
-            return abs(trainer.step([batch]).lse_mean)
+            return abs(trainer.step([batch]).numbers["lse_mean"])
 
     assert run(0.5) < 0.5 * run(0.0)

@@ -74,7 +74,7 @@ def assert_close(results, others):
         # F32 sums in another order: 1e-6 in the first step, and a little more in each later one.
         np.testing.assert_allclose(ours.loss, theirs.loss, rtol=2e-6)
         np.testing.assert_allclose(ours.norm, theirs.norm, rtol=1e-5)
-        np.testing.assert_allclose(ours.lse_max, theirs.lse_max, rtol=1e-5)
+        np.testing.assert_allclose(*(r.numbers["lse_max"] for r in (ours, theirs)), rtol=1e-5)
 
 
 # -- the numbers ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from llmq.base.errors import LlmqError
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, load_nvml, reason, xid_text
 from llmq.runtime.world import World
@@ -255,7 +255,7 @@ class Notes:
 
 
 def result(*waits):
-    return Result(loss=1.0, loss_1k=1.0, tokens=8, norm=1.0, lse_max=0.0, lse_mean=0.0, waits=waits)
+    return Result(loss=1.0, tokens=8, norm=1.0, waits=waits)
 
 
 def device(index, rank=None, kind="cuda"):

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from llmq.base.errors import LlmqError
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.options.card_file import record_of
 from llmq.options.options_io import make_config
 from llmq.runtime.machine import choose_machine
@@ -632,8 +632,8 @@ def test_fingerprints_have_nothing_that_takes_time(tool, monkeypatch):
     for name in ("COLUMNS", "OPENBLAS_NUM_THREADS"):  # which the import sets
         monkeypatch.setenv(name, "1")
     fingerprint = tool("fingerprint")
-    numbers = dict.fromkeys(("loss", "loss_1k", "norm", "lse_max", "lse_mean"), 1.0)
-    result = Result(**numbers, tokens=1, communication=0.5, waits=(0.5, 0.25), begin=1, end=2)
+    times = {"communication": 0.5, "waits": (0.5, 0.25), "begin": 1, "end": 2}
+    result = Result(loss=1.0, norm=1.0, tokens=1, numbers={"lse_max": 1.0}, **times)
     never_the_same = {field.name for field in fields(Result) if not field.compare}
     assert "waits" in never_the_same
     assert fingerprint.measured(result).keys().isdisjoint(never_the_same)

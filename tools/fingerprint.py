@@ -137,7 +137,9 @@ def masked_batches(count: int, config: Any) -> list[tuple[np.ndarray, ...]]:
 def measured(result: Any) -> dict[str, Any]:
     """The fields of a result but its time."""
     times = ("communication", "waits", "begin", "end")
-    return {k: v for k, v in dataclasses.asdict(result).items() if k not in times}
+    found = dataclasses.asdict(result)
+    found |= found.pop("numbers", {})  # which older versions have as fields
+    return {k: v for k, v in found.items() if k not in times}
 
 
 def trained(trainer: Any) -> dict[str, Any]:

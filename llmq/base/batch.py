@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,12 @@ class Batch(NamedTuple):
              attention sees nothing before it, and RoPE counts from it. 0 <= starts[b, t] <= t,
              never falling along a row. None: every row is one document.
     padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
-             do not count them. Such a position is a document of its own, and masked.
+             do not count them. What stands there is a document of its own, and masked.
+    more     what the loss reads beside them (`Loss.inputs`), float32 (B, T), by name; None: nothing
     """
 
     inputs: np.ndarray
     targets: np.ndarray
     starts: np.ndarray | None = None
     padding: int = 0
+    more: Mapping[str, np.ndarray] | None = None

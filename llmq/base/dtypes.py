@@ -97,17 +97,10 @@ class Limits(NamedTuple):
 
 NO_LIMITS = Limits()
 
-# Sums over one optimizer step, kept in F64 on the device: cross_entropy, fp8_scale and global_norm
-# add, the trainer reads them one step late. exposed: milliseconds in which the main stream stood
-# still for other ranks.
-STATS = (
-    "loss", "tokens", "loss_1k", "tokens_1k", "lse_max", "lse_sum", "norm_squared", "norm",
-    "saturated", "exposed",
-)  # fmt: skip
+# Statistics of one optimizer step, F64 on the device: the loss, fp8_scale and global_norm add to
+# them, the trainer reads them one step late. Gradients are divided by count, and loss / count is
+# the loss that is reported. exposed: milliseconds in which the main stream stood still for other
+# ranks. Sums of a loss's own follow (`llmq.model.losses`).
+STATS = ("loss", "count", "norm_squared", "norm", "saturated", "exposed")
 STAT = {name: index for index, name in enumerate(STATS)}
-
-# The report of a step has the stats, and behind them, where tensors of kernels may begin, two I64:
-# nanoseconds on the device's own clock when the step began and when it ended.
-STEP_BEGIN, STEP_END = len(STATS), len(STATS) + 2
-STEP_REPORT_WORDS = STEP_END + 1
-STEP_OF_RANKS = STEP_END + 2  # with several ranks: their stats (W, 10) as they were exchanged
+TOKEN_STATS = (*STATS, "loss_1k", "tokens_1k", "lse_sum", "lse_max")  # as cross_entropy adds

@@ -111,7 +111,8 @@ class CrossEntropy(Epilogue):
     """The losses of logits (M, N), which out is; N is at least vocab_size.
 
     losses, lse: F32 (M,). targets: I32 (M,). gradient: whether out becomes the gradient of the
-    logits, or codes, if they are given, with code_scale.
+    logits, or codes, if they are given, with code_scale. weights: F32 (M,), by which the gradient's
+    rows are multiplied; None: all are 1.
     factors: F32 (M,), and `route` says where they are needed: a row of the gradient is then that of
     out times its factor. scale_a: whether a's rows are multiplied by them.
     """
@@ -123,6 +124,7 @@ class CrossEntropy(Epilogue):
     vocab_size: int
     z_loss: float = 0.0
     gradient: bool = True
+    weights: Tensor | None = None
     codes: Tensor | None = None
     code_scale: float = 1.0
     factors: Tensor | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import warn
 from llmq.bench.measure import random_batches
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.options.command_line import flag
 from llmq.options.conditions import Ranks
 from llmq.options.options import OPTIONS, TrainConfig
@@ -56,8 +56,9 @@ class Comparison:
 
 
 def numbers(result: Result) -> dict[str, float]:
-    """The numbers by which a result is compared: all but times."""
-    return {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
+    """What a result is compared by: all but times."""
+    found = {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
+    return found | found.pop("numbers")
 
 
 def run_verify(

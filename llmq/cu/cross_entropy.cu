@@ -1,14 +1,14 @@
 // cross_entropy.cu -- loss and log-sum-exp of rows of logits, the gradient in place, statistics.
 //
 //   lse = log sum_v exp(x[v])         loss = lse - x[target]
-//   d_x[v] = exp(x[v] - lse) * (1 + z_loss * lse) - (v == target)
+//   d_x[v] = weight * (exp(x[v] - lse) * (1 + z_loss * lse) - (v == target))
 //   codes[v] = fp8(d_x[v] * code_factor)        instead of d_x in place, with CODES = 1
 //
 // Data     logits: (rows, padded_vocab) of T, 16-byte aligned, rows a multiple of one 16-byte
 //          vector; columns >= vocab are ignored on entry and 0 on return. losses, lse: F32
 //          (rows). targets: I32 (rows); negative is masked: loss 0, gradient 0. codes: Q as
-//          logits, which are then BF16 and stay as they are; else null. stats: F64 (9),
-//          llmq.base.dtypes.STATS.
+//          logits, which are then BF16 and stay as they are; else null. weights: F32 (rows), with
+//          WEIGHTED = 1; else all are 1. stats: F64, first llmq.base.dtypes.TOKEN_STATS.
 // Launch   forward_backward_registers: THREADS threads, ceil(rows / ROWS) * CLUSTER blocks; the
 //          CLUSTER blocks of a cluster share a row, each thread holds VECTORS 16-byte vectors of
 //          it, and they do ROWS rows one after the other. forward, forward_backward: 512 threads,
@@ -88,14 +88,28 @@ __device__ __forceinline__ u32 max_of_words(u32 a, u32 b) {
 
 // What the second half of the work needs to know of a row.
 struct RowResult {
-    float max, factor;  // d_x = exp(x - max) * factor - onehot
+    float max, factor;  // d_x = exp(x - max) * factor - onehot * weight
     float lse;
     int target;
+    float weight;
 };
 
-__device__ __forceinline__ RowResult finish(const Softmax& row, int target, float z_loss) {
+// The weights of rows, as a last argument of kernels that are compiled with WEIGHTED = 1.
+#ifndef WEIGHTED
+#define WEIGHTED 0
+#endif
+#if WEIGHTED
+#define WEIGHTS_ARG , const f32* __restrict__ weights
+#define WEIGHT_OF(row) weights[row]
+#else
+#define WEIGHTS_ARG
+#define WEIGHT_OF(row) 1.0f
+#endif
+
+__device__ __forceinline__ RowResult finish(const Softmax& row, int target, float z_loss,
+                                            float weight) {
     const float lse = row.lse();
-    return {row.max, (1.0f + z_loss * lse) / row.sum, lse, target};
+    return {row.max, weight * (1.0f + z_loss * lse) / row.sum, lse, target, weight};
 }
 
 // What a gradient is stored as: the logits' own vectors, or eight codes.
@@ -137,7 +151,7 @@ __device__ __forceinline__ Stored gradient(uint4 packed, int i, const RowResult&
     for (int k = 0; k < N; ++k) { d[k] = exp_below(to_f32(x[k]), row.max) * row.factor; }
     if (row.target / N == i) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) { d[k] -= k == row.target % N ? 1.0f : 0.0f; }
+        for (int k = 0; k < N; ++k) { d[k] -= k == row.target % N ? row.weight : 0.0f; }
     }
     return stored(d, code_factor);
 }
@@ -166,7 +180,7 @@ __launch_bounds__(THREADS, RESIDENT_BLOCKS)
 cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __restrict__ losses,
                                          f32* __restrict__ lse, const i32* __restrict__ targets,
                                          Q* __restrict__ codes, i64 rows, i32 vocab,
-                                         i32 padded_vocab, f32 z_loss, f32 code_factor) {
+                                         i32 padded_vocab, f32 z_loss, f32 code_factor WEIGHTS_ARG) {
     constexpr int WARPS = THREADS / 32, STEP = CLUSTER * THREADS;
     __shared__ float2 partial[2][WARPS];  // by turns, so that one barrier per row is enough
     const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -222,7 +236,7 @@ cross_entropy_forward_backward_registers(Logits* __restrict__ logits, f32* __res
             all.add(other.x, other.y);
         }
         all.reduce_warp();
-        const RowResult result = finish(all, target, z_loss);
+        const RowResult result = finish(all, target, z_loss, WEIGHT_OF(r));
         if (writes) {
             lse[r] = result.lse;
             losses[r] = target < 0 ? 0.0f : result.lse - logit;
@@ -289,14 +303,14 @@ __device__ __forceinline__ Softmax read_row(const uint4* row, int vocab) {
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 cross_entropy_forward_backward(Logits* logits, f32* __restrict__ losses, f32* __restrict__ lse,
                                const i32* __restrict__ targets, Q* codes, i64 rows, i32 vocab,
-                               i32 padded_vocab, f32 z_loss, f32 code_factor) {
+                               i32 padded_vocab, f32 z_loss, f32 code_factor WEIGHTS_ARG) {
     const i64 r = blockIdx.x;
     const uint4* const row = reinterpret_cast<const uint4*>(logits + r * padded_vocab);
     Stored* const out = first_stored(logits, codes, r * padded_vocab);
     const int target = targets[r];
     // Read here: read_row's barrier keeps the other threads from overwriting it.
     const float logit = target < 0 ? 0.0f : to_f32(logits[r * padded_vocab + target]);
-    const RowResult result = finish(read_row(row, vocab), target, z_loss);
+    const RowResult result = finish(read_row(row, vocab), target, z_loss, WEIGHT_OF(r));
     if (threadIdx.x == 0) {
         lse[r] = result.lse;
         losses[r] = target < 0 ? 0.0f : result.lse - logit;
@@ -336,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 cross_entropy_stats(f64* __restrict__ stats, const f32* __restrict__ losses,
                     const f32* __restrict__ lse, const i32* __restrict__ targets, i64 n,
                     i32 seq_len) {
-    constexpr int LOSS = 0, TOKENS = 1, LOSS_1K = 2, TOKENS_1K = 3, LSE_MAX = 4, LSE_SUM = 5;
+    constexpr int LOSS = 0, TOKENS = 1, LOSS_1K = 6, TOKENS_1K = 7, LSE_SUM = 8, LSE_MAX = 9;
     __shared__ f64 shared[32];
     __shared__ float shared_max[32];
     f64 loss = 0.0, tokens = 0.0, loss_1k = 0.0, tokens_1k = 0.0, lse_sum = 0.0;

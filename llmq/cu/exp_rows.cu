@@ -3,8 +3,9 @@
 //   shift     = x @ weight[target] + margin           of a masked row: with column 0
 //   sum       = the sum of the row's sums              lse = shift + log sum
 //   loss      = lse - target_logit                     0 of masked rows
-//   factor    = (1 + z_loss * lse) / sum               0 of masked rows
-//   e[target] = exp(target_logit - shift) - 1 / factor
+//   share     = (1 + z_loss * lse) / sum
+//   e[target] = exp(target_logit - shift) - 1 / share
+//   factor    = share * weight                         0 of masked rows
 //   x         = x * factor                             with SCALED = 1
 //
 // So that factor * e is the gradient of the row's logits, which stands in no memory: the rows of the
@@ -13,11 +14,12 @@
 //
 // A sum above `limit`, or below 1 / limit, says that the row's exponentials are too large or too small
 // for bf16 and F32, or nearly so: its block computes the row's gradient again, from its logits, and
-// its factor is 1 or 0.
+// its factor is its weight or 0.
 //
 // Data     e: bf16 (rows, columns), as matmul_exp.cu writes it. losses, lse, factors, shift,
 //          target_logits: F32 (rows). sums: F32 (tiles, rows). x, d: bf16 (rows, K). weight: bf16
-//          (columns, K). targets: I32 (rows); negative: masked.
+//          (columns, K). targets: I32 (rows); negative: masked. weights: F32 (rows), with
+//          WEIGHTED = 1; else all are 1.
 // Launch   shift: 256 threads, a warp for each row. finish: 256 threads, a block for 32 rows. scale:
 //          256 threads, a warp for each row.
 // Cost     shift reads x and as many rows of weight; finish sums, and with SCALED = 1 reads and
@@ -72,6 +74,16 @@ exp_rows_scale(bf16* __restrict__ d, const f32* __restrict__ factors, i32 rows, 
 #ifndef SCALED  // compiled for another entry
 #define SCALED 0
 #endif
+#ifndef WEIGHTED
+#define WEIGHTED 0
+#endif
+#if WEIGHTED
+#define WEIGHTS_ARG , const f32* __restrict__ weights
+#define WEIGHT_OF(row) weights[row]
+#else
+#define WEIGHTS_ARG
+#define WEIGHT_OF(row) 1.0f
+#endif
 
 // A row's loss, and its gradient in place of e, from its logits: by all threads of a block, which get
 // the log-sum-exp. loss: by the first one.
@@ -109,7 +121,7 @@ exp_rows_finish(bf16* e, bf16* x, f32* __restrict__ losses, f32* __restrict__ ls
                 f32* __restrict__ factors, const f32* __restrict__ sums,
                 const f32* __restrict__ shift, const f32* __restrict__ target_logits,
                 const bf16* __restrict__ weight, const i32* __restrict__ targets, i32 rows,
-                i32 columns, i32 vocab, i32 K, i32 tiles, f32 z_loss, f32 limit) {
+                i32 columns, i32 vocab, i32 K, i32 tiles, f32 z_loss, f32 limit WEIGHTS_ARG) {
     __shared__ float parts[ROW_WARPS][BLOCK_ROWS], found[BLOCK_ROWS];
     const int first = blockIdx.x * BLOCK_ROWS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     float part = 0.0f;
@@ -130,11 +142,13 @@ exp_rows_finish(bf16* e, bf16* x, f32* __restrict__ losses, f32* __restrict__ ls
         if (target >= 0 && !again) {
             const float logit = target_logits[row], share = 1.0f + z_loss * row_lse;
             factor = (fabsf(share) < LEAST ? copysignf(LEAST, share) : share) / sum;
+            const float onehot = 1.0f / factor;
             loss = row_lse - logit;
             const float own = exp2_approx(fmaf(logit, LOG2E, -shift[row] * LOG2E));
-            e[(i64)row * columns + target] = __float2bfloat16(own - 1.0f / factor);
+            e[(i64)row * columns + target] = __float2bfloat16(own - onehot);
+            factor *= WEIGHT_OF(row);
         } else if (target >= 0) {
-            factor = 1.0f;
+            factor = WEIGHT_OF(row);
         }
         losses[row] = loss, lse[row] = row_lse, factors[row] = factor;
         found[lane] = again ? INFINITY : factor;
@@ -146,7 +160,7 @@ exp_rows_finish(bf16* e, bf16* x, f32* __restrict__ losses, f32* __restrict__ ls
         const i64 row = first + i;
         const float row_lse = row_again(e + row * columns, losses + row, x + row * K, weight,
                                         targets[row], columns, vocab, K, z_loss);
-        if (threadIdx.x == 0) { lse[row] = row_lse, found[i] = targets[row] < 0 ? 0.0f : 1.0f; }
+        if (threadIdx.x == 0) { lse[row] = row_lse, found[i] = targets[row] < 0 ? 0.0f : WEIGHT_OF(row); }
         __syncthreads();
     }
     if constexpr (SCALED) {

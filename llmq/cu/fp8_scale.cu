@@ -9,7 +9,7 @@
 // Data     scales, factors, abs_maxes: F32 (n, 4), saturated: I32 (n, 4); of each row the first
 //          counts, the others keep addresses multiples of 16 bytes. history: F32 (length, n),
 //          oldest first. limits: F32 (n). factors may be null, and abs_maxes: then history stays as
-//          it is. stats: F64 (10), llmq.base.dtypes.STATS.
+//          it is. stats: F64, first llmq.base.dtypes.STATS.
 // Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block.
 // Cost     history read and written once; launches of some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
@@ -17,7 +17,7 @@
 #include "common.cuh"
 
 constexpr int THREADS = 256, STRIDE = 4;
-constexpr int NORM_SQUARED = 6, SATURATED = 8;  // llmq.base.dtypes.STAT
+constexpr int NORM_SQUARED = 2, SATURATED = 4;  // llmq.base.dtypes.STAT
 constexpr float LEAST_ABS_MAX = 1e-10f;         // as in cu/quantize.cu
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,24 +1,25 @@
 // global_norm.cu -- the norm of all gradients and what AdamW makes of it.
 //
 //   partials[block] = sum of x^2 over the block's part      stats[norm_squared] += sum(partials)
-//   combine: stats[k] = sum of gathered[rank, k] in the order of the ranks; of lse_max the largest
-//   norm = sqrt(norm_squared) / tokens
-//   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
-//   skip_update = norm is not finite or tokens == 0 or a limit above 0 is not kept:
-//                 norm <= norm_limit, loss / tokens <= loss_limit
+//   combine: stats[k] = sum of gathered[rank, k] in the order of the ranks; the largest if maxima has
+//            bit k
+//   norm = sqrt(norm_squared) / count
+//   grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / count
+//   skip_update = norm is not finite or count == 0 or a limit above 0 is not kept:
+//                 norm <= norm_limit, loss / count <= loss_limit
 //
-// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (10,).
-//          gathered: F64 (world_size, 10).
-// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: 10 threads.
+// Data     x: n elements of G, F32 or BF16, n >= 1. partials: one F64 per block. stats: F64 (n,).
+//          gathered: F64 (world_size, n).
+// Launch   partials: 256 threads, any grid. sum: 1024 threads, 1 block. combine: n threads.
 //          finish: one thread.
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
 //          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
-// Needs    finish: loss, tokens and norm_squared final on the same stream.
+// Needs    finish: loss, count and norm_squared final on the same stream.
 // Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
 #include "common.cuh"
 
 // Of llmq.base.dtypes.STAT.
-constexpr int LOSS = 0, TOKENS = 1, LSE_MAX = 4, NORM_SQUARED = 6, NORM = 7, STATS = 10;
+constexpr int LOSS = 0, COUNT = 1, NORM_SQUARED = 2, NORM = 3;
 constexpr int UNROLL = 4;
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -67,28 +68,29 @@ global_norm_sum(f64* __restrict__ stats, const f64* __restrict__ partials, i32 n
     if (threadIdx.x == 0) { stats[NORM_SQUARED] += total; }
 }
 
-extern "C" __global__ void __launch_bounds__(STATS)
-global_norm_combine(f64* __restrict__ stats, const f64* __restrict__ gathered, i32 world_size) {
+extern "C" __global__ void __launch_bounds__(64)
+global_norm_combine(f64* __restrict__ stats, const f64* __restrict__ gathered, i32 world_size,
+                    i64 maxima) {
     const int k = threadIdx.x;
     f64 total = gathered[k];
     for (int rank = 1; rank < world_size; ++rank) {
-        const f64 other = gathered[rank * STATS + k];
-        total = k == LSE_MAX ? fmax(total, other) : total + other;
+        const f64 other = gathered[rank * blockDim.x + k];
+        total = maxima >> k & 1 ? fmax(total, other) : total + other;
     }
     stats[k] = total;
 }
 
 extern "C" __global__ void global_norm_finish(f64* __restrict__ stats,
                                               StepScalars* __restrict__ scalars) {
-    const f64 tokens = stats[TOKENS];
-    const f64 norm = tokens > 0.0 ? sqrt(stats[NORM_SQUARED]) / tokens : 0.0;
+    const f64 count = stats[COUNT];
+    const f64 norm = count > 0.0 ? sqrt(stats[NORM_SQUARED]) / count : 0.0;
     stats[NORM] = norm;
     const f64 norm_limit = scalars->norm_limit, loss_limit = scalars->loss_limit;
     const bool over = (norm_limit > 0.0 && !(norm <= norm_limit)) ||
-                      (loss_limit > 0.0 && !(stats[LOSS] / tokens <= loss_limit));
-    const bool skip = tokens == 0.0 || !isfinite(norm) || over;
+                      (loss_limit > 0.0 && !(stats[LOSS] / count <= loss_limit));
+    const bool skip = count == 0.0 || !isfinite(norm) || over;
     const f64 clip = scalars->grad_clip;
     const f64 factor = clip > 0.0 && norm > clip ? clip / norm : 1.0;
-    scalars->grad_scale = skip ? 0.0f : (float)(factor / tokens);
+    scalars->grad_scale = skip ? 0.0f : (float)(factor / count);
     scalars->skip_update = skip;
 }

@@ -35,9 +35,10 @@ from llmq.runtime.device import Device
 LARGEST_LSE = 64.0  # of logits, for the bound of their gradient with a z-loss
 
 
-def gradient_scale(z_loss: float) -> float:
-    """The scale of E5M2 codes of d_logits, which are at most 1 + z_loss * lse: a power of two."""
-    return 2.0 ** math.ceil(math.log2((1 + z_loss * LARGEST_LSE) / E5M2_MAX))
+def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
+    """The scale of E5M2 codes of d_logits, which are at most weight * (1 + z_loss * lse): a power
+    of two."""
+    return 2.0 ** math.ceil(math.log2(weight * (1 + z_loss * LARGEST_LSE) / E5M2_MAX))
 
 
 class Head:
@@ -54,8 +55,9 @@ class Head:
         operands: Format,
         options: TrainConfig,
         residual: Tensor,
+        largest: float = 1.0,
     ):
-        """residual: (rows, C), the stream behind the last block."""
+        """residual: (rows, C), the stream behind the last block. largest: of the rows' weights."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
@@ -72,8 +74,9 @@ class Head:
         self.operands = operands if self.fp8 else Format(dev, shape, dtype)
         self.linear = Linear(dev, self.operands, self.operands.fast.head)
         if self.fp8:
+            self._code_scale = gradient_scale(z_loss, largest)
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")
-            dev.upload(self.gradient_scale, np.array([gradient_scale(z_loss)], np.float32))
+            dev.upload(self.gradient_scale, np.array([self._code_scale], np.float32))
 
     def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor | None) -> None:
         """The final norm, of the last block's residual_att + branch, both (rows, C).
@@ -91,7 +94,7 @@ class Head:
                 residual, to, stats, residual_att, branch, w.norm, w.norm_bias
             )
 
-    def loss(self, lm_head: Operand, targets: Tensor) -> None:
+    def token_losses(self, lm_head: Operand, targets: Tensor) -> None:
         """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked."""
         for start, stop in self._chunks():
             with ExitStack() as temps:
@@ -102,7 +105,7 @@ class Head:
     def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
 
-        Whole chunks are multiplied, as `loss` does, so that nothing needs memory of its own.
+        Whole chunks are multiplied, as `token_losses` does, so that nothing needs memory of its own.
         """
         for start, stop in self._chunks():
             inside = [row - start for row in rows if start <= row < stop]
@@ -118,6 +121,7 @@ class Head:
         w: HeadWeights,
         g: HeadGrads,
         targets: Tensor,
+        weights: Tensor | None,
         branch: Tensor | None,
         to: Target,
         d_residual: Tensor,
@@ -125,14 +129,15 @@ class Head:
     ) -> None:
         """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
 
-        branch: as in forward. to: the branch's gradient, in d_residual or, with post_norm, d_norm,
-        which is scratch before. The loss is the sum over tokens; nothing is divided here.
+        weights: F32 (rows,), of the gradients; None: all are 1. branch: as in forward. to: the
+        branch's gradient, in d_residual or, with post_norm, d_norm, which is scratch before.
+        Gradients are sums over rows; nothing is divided here.
         """
         d_weight, trained = g.lm_head, g.lm_head is not None
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=trained)
-                epilogue = self._cross_entropy(start, stop, targets, scale_a=trained)
+                epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
                 make = self._fp8_gradient if self.fp8 else self._gradient
                 gradient, after = make(temps, start, stop, x, w.lm_head, epilogue)
                 d_x = d_norm.rows(start, stop)
@@ -184,8 +189,7 @@ class Head:
         the place of the logits, which are twice as large."""
         shape, transposed = (stop - start, lm_head.codes.shape[0]), None
         codes = temps.enter_context(self.dev.scratch("d_logits.q", shape, E5M2))
-        code_scale = gradient_scale(self.z_loss)
-        coded = replace(epilogue, codes=codes, code_scale=code_scale)
+        coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
         with self._logits(start, stop, x, lm_head, coded):
             pass
         if epilogue.scale_a:
@@ -196,7 +200,14 @@ class Head:
         return Fp8(source=None, codes=codes, transposed=transposed, scale=scale), STORE
 
     def _cross_entropy(
-        self, start: int, stop: int, targets: Tensor, *, gradient: bool = True, scale_a=False
+        self,
+        start: int,
+        stop: int,
+        targets: Tensor,
+        weights: Tensor | None = None,
+        *,
+        gradient: bool = True,
+        scale_a: bool = False,
     ) -> CrossEntropy:
         return CrossEntropy(
             losses=self.losses.rows(start, stop),
@@ -205,6 +216,7 @@ class Head:
             vocab_size=self.config.vocab_size,
             z_loss=self.z_loss,
             gradient=gradient,
+            weights=weights and weights.rows(start, stop),
             scale_a=scale_a,
         )
 

@@ -31,7 +31,7 @@ class Inference:
     ):
         """weights: as placement.resident has them. backend: see directions. cache: as of Model."""
         self.dev, self.config, self.weights = dev, config, weights
-        self._how = {"backend": backend, "cache": cache, "trains": False}
+        self._how = {"backend": backend, "cache": cache}
         self._dtype = weights.placement["embed"].work.dtype
         self._shape = (0, 0)
         self._temps = ExitStack()
@@ -85,7 +85,7 @@ class Scorer(Inference):
         return losses
 
     def _loss(self) -> None:
-        self._model.loss(self._targets)
+        self._model.token_losses(self._targets)
 
 
 class Decoder(Inference):

@@ -12,6 +12,7 @@ from llmq.formats import format_of
 from llmq.model.activations import Cache
 from llmq.model.block import Blocks
 from llmq.model.head import Head
+from llmq.model.losses.loss import Loss, Rows
 from llmq.model.parameters import (
     BlockGrads,
     BlockWeights,
@@ -41,22 +42,24 @@ class Model:
         starts: Tensor | None = None,
         *,
         scalars: Tensor | None = None,
-        trains: bool = True,
+        loss: Loss | None = None,
         cache: Cache | None = None,
     ):
         """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
 
-        scalars: StepScalars, which adapters need. trains: False without backward passes. cache: of
-        one text that passes continue; None: they see whole sequences.
+        scalars: StepScalars, which adapters need. loss: what is trained; None without backward
+        passes. cache: of one text that passes continue; None: they see whole sequences.
         """
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
+        self.loss, trains = loss, loss is not None
         self.operands = format_of(dev, config, options, scalars)
         shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
         shared = (self.residuals, self.operands, options, backend, starts, scalars, cache)
         self.blocks = Blocks(dev, config, *shared)
-        self.head = Head(dev, config, self.operands, options, self.residuals.final)
+        largest = loss.largest if trains else 1.0
+        self.head = Head(dev, config, self.operands, options, self.residuals.final, largest)
         if trains:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
             self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
@@ -96,11 +99,11 @@ class Model:
         self.head.forward(HeadWeights(**weights.get("head")), last.between, last.branch)
         weights.release("head")
 
-    def loss(self, targets: Tensor) -> None:
+    def token_losses(self, targets: Tensor) -> None:
         """Per-token losses after `forward`, without gradients."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        self.head.loss(self.weights.lm_head(), targets.view(targets.size))
+        self.head.token_losses(self.weights.lm_head(), targets.view(targets.size))
         self.weights.release(slab)
 
     def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
@@ -111,6 +114,11 @@ class Model:
         """The same on the host, F32 (len(rows), V); waits for the device."""
         found = [self.dev.download(row)[0, : self.config.vocab_size] for row in self.logits(rows)]
         return np.array(found, np.float32)
+
+    def rows(self, targets: Tensor) -> Rows:
+        """What the head knows of the micro-batch with these targets."""
+        losses, lse = (t.view(*targets.shape) for t in (self.head.losses, self.head.lse))
+        return Rows(targets, losses, lse)
 
     def backward(
         self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool
@@ -169,7 +177,11 @@ class Model:
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
         to = self.operands.half_gradient_target(last.halves[-1].out_id, d_out)
         flat = targets.view(targets.size)
-        self.head.loss_and_backward(w, g, flat, last.branch, to, d_residual, d_norm)
+        if self.loss.ahead:
+            self.head.token_losses(w.lm_head, flat)
+        of_rows = self.loss.weights(self.rows(targets))
+        of_rows = of_rows and of_rows.view(flat.size)
+        self.head.loss_and_backward(w, g, flat, of_rows, last.branch, to, d_residual, d_norm)
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

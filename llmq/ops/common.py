@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
@@ -35,6 +35,32 @@ PRODUCT_TILE = (256, 192)
 
 # column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
+
+
+def expect_stats(op: str, stats: Tensor, names: Sequence[str] = STATS) -> None:
+    """Raise TypeError or ValueError unless these are statistics that begin with those names."""
+    expect(op, "stats", stats, F64, (max(stats.size, len(names)),))
+
+
+@cache
+def _weighted(kernel: Kernel) -> Kernel:
+    return Kernel(kernel.file, kernel.entry, f"{kernel.args}, const f32* weights")
+
+
+def launch_weighted(
+    dev: Device,
+    kernel: Kernel,
+    blocks: int,
+    threads: int,
+    args: tuple,
+    consts: dict[str, int],
+    weights: Tensor | None,
+) -> None:
+    """Launch a kernel whose rows may have weights: then it is compiled with WEIGHTED = 1, and they
+    are its last argument. weights: F32 (rows,); None: all are 1."""
+    if weights is not None:
+        kernel, args, consts = _weighted(kernel), (*args, weights), consts | {"WEIGHTED": 1}
+    dev.launch(kernel, blocks, threads, args, consts=consts)
 
 
 @dataclass(frozen=True, slots=True)

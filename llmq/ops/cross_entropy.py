@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, TOKEN_STATS
 from llmq.base.tensor import Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_float
+from llmq.ops.common import VECTOR_BYTES, expect_float, expect_stats, launch_weighted
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -71,10 +71,12 @@ def forward_backward(
     *,
     codes: Tensor | None = None,
     code_scale: float = 1.0,
+    weights: Tensor | None = None,
 ) -> None:
     """Replaces logits by d_logits = softmax(logits) * (1 + z_loss * lse) - onehot(target).
 
-    That is the gradient of loss + z_loss / 2 * lse^2, not divided by any count of tokens.
+    That is the gradient of loss + z_loss / 2 * lse^2, not divided by any count of tokens. Rows of
+    weights have it times theirs.
 
     Args (X is BF16 or F32; BF16 with codes):
         logits   inout  X   (rows, Vp)   Vp a multiple of 16 bytes; columns >= vocab_size are
@@ -84,6 +86,7 @@ def forward_backward(
         targets  in     I32 (rows,)      ids in [0, vocab_size); negative: masked, gradient 0
         codes    out    FP8 (rows, Vp)   or None; E4M3 or E5M2: d_logits / code_scale, rounded to
                                          nearest even and clamped, instead of d_logits in logits
+        weights  in     F32 (rows,)      or None: all are 1; losses and lse have none
 
     Cost:    logits read once where registers hold a row, else twice; d_logits or codes written.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
@@ -98,11 +101,13 @@ def forward_backward(
     args += (z_loss, 1.0 / code_scale)
     consts = {"CODES": int(codes is not None)}
     layout = register_layout(padded_vocab * logits.dtype.itemsize, dev.spec.capability)
+    if weights is not None:
+        expect(op, "weights", weights, F32, (rows,))
     if layout is None:
-        dev.launch(kernels[0], rows, THREADS, args, consts=consts)
-    else:
-        blocks = ceil_div(rows, layout["ROWS"]) * layout["CLUSTER"]
-        dev.launch(kernels[1], blocks, layout["THREADS"], args, consts=layout | consts)
+        launch_weighted(dev, kernels[0], rows, THREADS, args, consts, weights)
+        return
+    blocks = ceil_div(rows, layout["ROWS"]) * layout["CLUSTER"]
+    launch_weighted(dev, kernels[1], blocks, layout["THREADS"], args, layout | consts, weights)
 
 
 def forward(
@@ -126,11 +131,11 @@ def forward(
 def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tensor) -> None:
     """Adds a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
 
-    loss, tokens, lse_sum, lse_max: over targets that are not masked; loss_1k, tokens_1k: of these
+    loss, count, lse_sum, lse_max: over targets that are not masked; loss_1k, tokens_1k: of these
     the positions < 1024. The caller zeroes stats at the start of the step, so lse_max is never < 0.
 
     Args:
-        stats    inout  F64 (10,)    entries llmq.base.dtypes.STAT
+        stats    inout  F64 (s,)     begins with llmq.base.dtypes.TOKEN_STATS
         losses   in     F32 (B, T)   0 where masked
         lse      in     F32 (B, T)
         targets  in     I32 (B, T)   negative: masked
@@ -138,7 +143,7 @@ def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tens
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "cross_entropy.stats"
-    expect(op, "stats", stats, F64, (len(STATS),))
+    expect_stats(op, stats, TOKEN_STATS)
     if len(targets.shape) != 2:
         raise ValueError(f"{op}: targets must have shape (B, T), got {targets.shape}")
     expect(op, "targets", targets, I32, targets.shape)

@@ -11,7 +11,7 @@ import math
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import WARP
+from llmq.ops.common import WARP, launch_weighted
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -84,8 +84,10 @@ def finish(
     *,
     scale_x: bool,
     limit: float = LIMIT,
+    weights: Tensor | None = None,
 ) -> None:
-    """Losses; factor * e becomes softmax(logits) * (1 + z_loss * lse) - onehot(target).
+    """Losses; factor * e becomes softmax(logits) * (1 + z_loss * lse) - onehot(target), times the
+    row's weight.
 
     scale_x: x is multiplied by the factors, for the gradient of the weight, e^T @ x.
 
@@ -101,6 +103,7 @@ def finish(
         target_logits  in     F32   (rows,)     not read of masked rows
         weight         in     BF16  (N, K)
         targets        in     I32   (rows,)     ids in [0, vocab_size); negative: masked
+        weights        in     F32   (rows,)     or None: all are 1; losses and lse have none
 
     Cost:    sums read, x read and written; a row that is computed again reads all of weight.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
@@ -120,9 +123,10 @@ def finish(
         )
     results, operands = (e, x, losses, lse, factors), (sums, shift, target_logits, weight, targets)
     sizes = (rows, columns, vocab_size, K, sums.shape[0], z_loss, limit)
-    consts = {"SCALED": int(scale_x)}
-    blocks = ceil_div(rows, FINISH_ROWS)
-    dev.launch(FINISH, blocks, THREADS, (*results, *operands, *sizes), consts=consts)
+    if weights is not None:
+        expect(op, "weights", weights, F32, (rows,))
+    args, consts = (*results, *operands, *sizes), {"SCALED": int(scale_x)}
+    launch_weighted(dev, FINISH, ceil_div(rows, FINISH_ROWS), THREADS, args, consts, weights)
 
 
 def scale(dev: Device, d: Tensor, factors: Tensor) -> None:

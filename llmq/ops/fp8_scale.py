@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llmq.base.dtypes import F32, F64, I32, STATS
+from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_stats
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -76,13 +77,13 @@ def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> N
     The norm becomes NaN where a largest value is not finite: codes do not show an infinity.
 
     Args (of each row of four only the first element is used):
-        stats      inout  F64 (10,)   entries llmq.base.dtypes.STAT
+        stats      inout  F64 (s,)    begins with llmq.base.dtypes.STATS
         saturated  in     I32 (n, 4)  counts of 32 bits, no sign
         abs_maxes  in     F32 (n, 4)  of the step
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect("fp8_scale", "stats", stats, F64, (len(STATS),))
+    expect_stats("fp8_scale", stats)
     n = saturated.shape[0]
     expect("fp8_scale", "saturated", saturated, I32, (n, STRIDE))
     expect("fp8_scale", "abs_maxes", abs_maxes, F32, (n, STRIDE))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from llmq.base.dtypes import BF16, F32, F64, I32, STATS, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, F32, F64, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_stats
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -13,6 +15,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 THREADS = 256
 PER_BLOCK = 4 * 16 * THREADS  # bytes: four 16-byte loads in flight per thread
 SUM_THREADS = 1024
+MOST_STATS = 63  # of which a number of 64 bits says which are maxima
 
 PARTIALS = Kernel("global_norm.cu", "global_norm_partials", args="f64* partials, const G* x, i64 n")
 SUM = Kernel(
@@ -23,7 +26,7 @@ SUM = Kernel(
 COMBINE = Kernel(
     "global_norm.cu",
     "global_norm_combine",
-    args="f64* stats, const f64* gathered, i32 world_size",
+    args="f64* stats, const f64* gathered, i32 world_size, i64 maxima",
 )
 FINISH = Kernel("global_norm.cu", "global_norm_finish", args="inout f64* stats, inout i32* scalars")
 
@@ -65,51 +68,55 @@ def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
     """stats[norm_squared] += sum(sums), in a fixed order.
 
     Args:
-        stats  inout  F64 (10,)  llmq.base.dtypes.STAT
+        stats  inout  F64 (s,)   begins with llmq.base.dtypes.STATS
         sums   in     F64 (n,)   of all tensors
 
     Cost:    one launch of one block.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect("global_norm", "stats", stats, F64, (len(STATS),))
+    expect_stats("global_norm", stats)
     expect("global_norm", "sums", sums, F64, (sums.size,))
     dev.launch(SUM, 1, SUM_THREADS, (stats, sums, sums.size))
 
 
-def combine(dev: Device, stats: Tensor, gathered: Tensor) -> None:
-    """The statistics of all ranks: sums, added in the order of the ranks; of lse_max the largest.
+def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] = ()) -> None:
+    """The statistics of all ranks: sums, added in the order of the ranks.
 
     Args:
-        stats     out  F64 (10,)             llmq.base.dtypes.STAT
-        gathered  in   F64 (world_size, 10)  each rank's own
+        stats     out  F64 (s,)             begins with llmq.base.dtypes.STATS; s <= 63
+        gathered  in   F64 (world_size, s)  each rank's own
+        maxima         indices of those of which the largest is taken instead
 
-    Cost:    one launch of 10 threads.
+    Cost:    one launch of s threads.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect("global_norm", "stats", stats, F64, (len(STATS),))
+    expect_stats("global_norm", stats)
+    if stats.size > MOST_STATS:
+        raise ValueError(f"global_norm: at most {MOST_STATS} statistics, got {stats.size}")
     world_size = gathered.shape[0]
-    expect("global_norm", "gathered", gathered, F64, (world_size, len(STATS)))
-    dev.launch(COMBINE, 1, len(STATS), (stats, gathered, world_size))
+    expect("global_norm", "gathered", gathered, F64, (world_size, stats.size))
+    bits = sum(1 << index for index in maxima)
+    dev.launch(COMBINE, 1, stats.size, (stats, gathered, world_size, bits))
 
 
 def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
     """From the sum of squares to what AdamW needs.
 
-        tokens = stats[tokens]            norm = sqrt(stats[norm_squared]) / tokens
+        count = stats[count]              norm = sqrt(stats[norm_squared]) / count
         stats[norm] = norm
-        scalars.grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / tokens
-        scalars.skip_update = norm is not finite, or tokens == 0, or a limit above 0 is not kept:
-                              norm <= scalars.norm_limit, loss / tokens <= scalars.loss_limit
+        scalars.grad_scale = (grad_clip / norm if 0 < grad_clip < norm else 1) / count
+        scalars.skip_update = norm is not finite, or count == 0, or a limit above 0 is not kept:
+                              norm <= scalars.norm_limit, loss / count <= scalars.loss_limit
 
-    Without tokens the norm is 0. A skipped update has grad_scale 0.
+    Without a count the norm is 0. A skipped update has grad_scale 0.
 
     Args:
-        stats    inout  F64 (10,)   loss, tokens and norm_squared are final
+        stats    inout  F64 (s,)    loss, count and norm_squared are final
         scalars  inout  I32 (16,)   StepScalars
 
     Cost:    one launch of one thread.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect("global_norm", "stats", stats, F64, (len(STATS),))
+    expect_stats("global_norm", stats)
     expect("global_norm", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
     dev.launch(FINISH, 1, 1, (stats, scalars))

@@ -548,7 +548,7 @@ def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
         return
     cross_entropy.forward_backward(
         dev, out, e.losses, e.lse, e.targets, e.vocab_size, e.z_loss,
-        codes=e.codes, code_scale=e.code_scale,
+        codes=e.codes, code_scale=e.code_scale, weights=e.weights,
     )  # fmt: skip
 
 
@@ -567,7 +567,7 @@ def _exponentials(terms: _Terms, out: Tensor, e: CrossEntropy) -> None:
         matmul_exp.forward(dev, out, sums, picked, x, weight, shift, e.targets, e.vocab_size)
         exp_rows.finish(
             dev, out, x, e.losses, e.lse, e.factors, sums, shift, picked, weight, e.targets,
-            e.vocab_size, e.z_loss, scale_x=e.scale_a,
+            e.vocab_size, e.z_loss, scale_x=e.scale_a, weights=e.weights,
         )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.base.dtypes import STAT
+from llmq.base.dtypes import TOKEN_STATS
 from llmq.ref.common import compute, encode_fp8, row_blocks
 
 # rows, V, Vp
@@ -50,15 +50,19 @@ def cross_entropy_forward_backward(
     padded_vocab: int,
     z_loss: float,
     code_factor: float,
+    weights: np.ndarray | None = None,
 ) -> None:
-    """The gradient goes to codes, as d * code_factor, where there are codes; else to logits."""
+    """The gradient goes to codes, as d * code_factor, where there are codes; else to logits.
+    weights: of the rows; None: all are 1."""
     for block in row_blocks(rows, padded_vocab):
         x = compute(logits[block, :vocab])
         sums, counted, picked = _softmax(x, losses[block], lse[block], targets[block])
         factor = np.zeros_like(sums)
         factor[counted] = (1 + z_loss * lse[block][counted]) / sums[counted]
+        weight = 1 if weights is None else weights[block][counted]
+        factor[counted] *= weight
         x *= factor[:, None]
-        x[counted, picked] -= 1
+        x[counted, picked] -= weight
         if len(counted) < len(x):
             x[targets[block] < 0] = 0
         if codes is not None:
@@ -100,10 +104,13 @@ def cross_entropy_stats(
 ) -> None:
     losses, lse = losses.reshape(-1, seq_len), lse.reshape(-1, seq_len)
     counted = targets.reshape(-1, seq_len) >= 0
-    stats[STAT["loss"]] += losses.sum(dtype=np.float64)
-    stats[STAT["tokens"]] += np.count_nonzero(counted)
-    stats[STAT["loss_1k"]] += losses[:, :1024].sum(dtype=np.float64)
-    stats[STAT["tokens_1k"]] += np.count_nonzero(counted[:, :1024])
-    counted_lse = lse[counted]
-    stats[STAT["lse_max"]] = np.fmax.reduce(counted_lse, initial=stats[STAT["lse_max"]])
-    stats[STAT["lse_sum"]] += counted_lse.sum(dtype=np.float64)
+    named = dict.fromkeys(TOKEN_STATS, 0.0)
+    named["loss"] = losses.sum(dtype=np.float64)
+    named["count"] = np.count_nonzero(counted)
+    named["loss_1k"] = losses[:, :1024].sum(dtype=np.float64)
+    named["tokens_1k"] = np.count_nonzero(counted[:, :1024])
+    named["lse_sum"] = lse[counted].sum(dtype=np.float64)
+    largest = TOKEN_STATS.index("lse_max")
+    most = np.fmax.reduce(lse[counted], initial=stats[largest])
+    stats[: len(named)] += list(named.values())
+    stats[largest] = most

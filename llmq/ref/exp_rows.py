@@ -54,11 +54,12 @@ def exp_rows_finish(
     tiles: int,
     z_loss: float,
     limit: float,
+    weights: np.ndarray | None = None,
     *,
     scaled: int,
 ) -> None:
     """losses, lse and factors (rows), and the targets' elements of e (rows,columns), so that
-    factor * e = softmax * (1 + z_loss * lse) - onehot; scaled: x (rows,K) *= factors.
+    factor * e = weight * (softmax * (1 + z_loss * lse) - onehot); scaled: x (rows,K) *= factors.
 
     A row whose sum is above limit or below its inverse has its gradient computed from logits.
     """
@@ -77,6 +78,8 @@ def exp_rows_finish(
     e[normal, targets[normal]] = own - 1 / factors[normal]
     for row in np.flatnonzero(again):
         _row_again(row, e, losses, lse, factors, x, weight, targets[row], vocab, z_loss)
+    if weights is not None:
+        np.multiply(factors, weights, out=factors, where=targets >= 0)
     if scaled:
         exp_rows_scale(x, factors, rows, K)
 

@@ -35,26 +35,29 @@ def global_norm_sum(stats: np.ndarray, partials: np.ndarray, num_partials: int) 
     stats[STAT["norm_squared"]] += partials[:num_partials].sum()
 
 
-def global_norm_combine(stats: np.ndarray, gathered: np.ndarray, world_size: int) -> None:
-    """stats = sums over the ranks in their order; of lse_max the largest."""
+def global_norm_combine(
+    stats: np.ndarray, gathered: np.ndarray, world_size: int, maxima: int
+) -> None:
+    """stats = sums over the ranks in their order; of those with a bit in maxima the largest."""
     stats[:] = 0
     for one in gathered:
         stats += one
-    stats[STAT["lse_max"]] = np.fmax.reduce(gathered[:, STAT["lse_max"]])
+    largest = [k for k in range(stats.size) if maxima >> k & 1]
+    stats[largest] = np.fmax.reduce(gathered[:, largest])
 
 
 def global_norm_finish(stats: np.ndarray, scalars: np.ndarray) -> None:
-    """Norm of the mean gradient, clip factor over token count, and whether to skip the update."""
+    """Norm of the mean gradient, clip factor over count, and whether to skip the update."""
     s = step_scalars(scalars)
-    tokens = stats[STAT["tokens"]]
-    norm = np.sqrt(stats[STAT["norm_squared"]]) / tokens if tokens > 0 else np.float64(0)
+    count = stats[STAT["count"]]
+    norm = np.sqrt(stats[STAT["norm_squared"]]) / count if count > 0 else np.float64(0)
     stats[STAT["norm"]] = norm
-    skip = tokens == 0 or not np.isfinite(norm)
+    skip = count == 0 or not np.isfinite(norm)
     if not skip:
-        loss = stats[STAT["loss"]] / tokens
+        loss = stats[STAT["loss"]] / count
         for value, limit in ((norm, s["norm_limit"]), (loss, s["loss_limit"])):
             skip = skip or (limit > 0 and not value <= np.float64(limit))
     clip = np.float64(s["grad_clip"])
     factor = clip / norm if clip > 0 and norm > clip else 1.0
-    s["grad_scale"] = 0 if skip else factor / tokens
+    s["grad_scale"] = 0 if skip else factor / count
     s["skip_update"] = skip

@@ -1,4 +1,4 @@
-"""The update of this rank's shards: global norm, clip, rule; state in host memory passes through.
+"""The update of this rank's shards by the rule; state in host memory passes through.
 
 State in host memory goes through three sets of buffers on the device, a few megabytes at a time:
 while one piece is updated, the next one arrives on the copy stream and the last one leaves on the
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
-from llmq.ops import global_norm
 from llmq.ops.adamw import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -69,11 +68,8 @@ class Optimizer:
         table: tuple[Slab, ...],
         placement: Placement,
         options: TrainConfig,
-        gathered: Tensor | None = None,
     ):
-        """options: of the rule. gathered: F64 (W, 10), where the stats of all ranks come; None with
-        one rank.
-        """
+        """options: of the rule."""
         self.dev, self.placement, self.rule = dev, placement, rule_of(options)
         self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
@@ -83,9 +79,6 @@ class Optimizer:
         self.segments: dict[str, Tensor] = {}
         for slab in self.table:
             self._alloc_slab(slab)
-        self._gathered = gathered
-        if gathered is not None:
-            dev.zero(gathered)  # sums over silent ranks must be numbers, too
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
     def _alloc_slab(self, slab: Slab) -> None:
@@ -118,15 +111,8 @@ class Optimizer:
         found = {m.scales_group: self.scales[m.name] for m in self.rule.moments}
         return {group: scales for group, scales in found.items() if scales}
 
-    def update(self, weights: Weights, grads: Gradients, stats: Tensor, scalars: Tensor) -> None:
-        """Norm of all gradients, clip factor, then every slab's update. Only launches.
-
-        stats: F64 (10,), this rank's sums in, those of all ranks out.
-        """
-        if self.dev.mesh.index("replica") == 0:  # the others have the same sums
-            grads.norm_squared(stats)
-        self.combine(stats)
-        global_norm.finish(self.dev, stats, scalars)
+    def update(self, weights: Weights, grads: Gradients, scalars: Tensor) -> None:
+        """Every slab's update. Only launches. scalars: as `global_norm.finish` leaves them."""
         weights.start_update()
         states = [self._state(weights, grads, slab) for slab in self.table]
         with ExitStack() as temps:
@@ -135,12 +121,6 @@ class Optimizer:
                 self._update_slab(slab, state, weights, scalars, staging)
             staging.finish()
         weights.finish_update()
-
-    def combine(self, stats: Tensor) -> None:
-        """Sums of this rank become sums of all ranks."""
-        if self._gathered is not None:
-            self.dev.mesh.group().all_gather(self._gathered.view(self._gathered.size), stats)
-            global_norm.combine(self.dev, stats, self._gathered)
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
         name = slab.name

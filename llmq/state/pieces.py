@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from llmq.base.tensor import Tensor
@@ -49,4 +50,14 @@ class Piece(NamedTuple):
 
 
 State = dict[str, list[Piece]]
-"""The pieces of a checkpoint's groups that a rank holds."""
+"""What a rank holds of the groups of a checkpoint."""
+
+
+def state_of(
+    dev: Device, table: Iterable[Slab], groups: Mapping[str, Mapping[str, Tensor]]
+) -> State:
+    """The pieces of groups, whose tensors are this rank's shards by name of the slab."""
+    return {
+        group: [Piece.of(dev, slab, of[slab.name]) for slab in table if slab.name in of]
+        for group, of in groups.items()
+    }

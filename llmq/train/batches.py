@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.data.tokens import MASKED_TARGET
+from llmq.model.losses import loss_class
 from llmq.options.options import TrainConfig
 
 DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have
@@ -37,7 +38,7 @@ def checked_batches(
     """The batches, of which each may also be a tuple of as many of Batch's fields as are needed.
 
     ValueError for a wrong number of micro-batches, for wrong shapes, dtypes or ids in one, for
-    starts where documents are not masked, and for none where they are.
+    starts where documents are not masked, and for none where they are; so of what the loss reads.
     """
     batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
@@ -47,8 +48,9 @@ def checked_batches(
             f"step: grad_accumulation is {config.grad_accumulation}{of_ranks}, got "
             f"{len(batches)} batches"
         )
-    for inputs, targets, starts, _ in batches:
+    for inputs, targets, starts, _, more in batches:
         _check_starts(starts, shape, config)
+        _check_more(more or {}, shape)
         for name, array in (("inputs", inputs), ("targets", targets)):
             if array.shape != shape or array.dtype != np.int32:
                 raise ValueError(
@@ -60,6 +62,17 @@ def checked_batches(
                 allowed = f"token ids in 0..{model.vocab_size - 1}, targets also {MASKED_TARGET}"
                 raise ValueError(f"step: {name} must be {allowed}, got {array[bad][0]}")
     return batches
+
+
+def _check_more(more: Mapping[str, np.ndarray], shape: tuple[int, int]) -> None:
+    names = loss_class().inputs
+    if set(more) != set(names):
+        raise ValueError(f"step: the loss reads {list(names)} beside tokens, got {list(more)}")
+    for name, array in more.items():
+        if array.shape != shape or array.dtype != np.float32:
+            raise ValueError(
+                f"step: {name} must be float32 {shape}, got {array.dtype} {array.shape}"
+            )
 
 
 def _check_starts(starts: np.ndarray | None, shape: tuple[int, int], config: TrainConfig) -> None:

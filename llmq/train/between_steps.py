@@ -26,7 +26,7 @@ from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
 from llmq.runtime.processes import processes

@@ -20,7 +20,8 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.model.step import Result, Step
+from llmq.model.results import Result
+from llmq.model.step import Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
 from llmq.train.metrics import Reporter

@@ -10,7 +10,7 @@ from typing import Any
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.store import checkpoint_step
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.train.between_steps import Evaluations
 from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import UpdateCheck

@@ -10,7 +10,7 @@ from llmq.base.batch import Batch
 from llmq.data.dataset import Layout
 from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.options.options import TrainConfig
 from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World

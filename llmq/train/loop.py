@@ -19,7 +19,7 @@ from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import check_shared
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.options.conditions import Length, Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES

@@ -11,7 +11,8 @@ from typing import Any
 
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
-from llmq.model.step import Result
+from llmq.model.losses import loss_class
+from llmq.model.results import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import View
 
@@ -201,9 +202,7 @@ class Reporter:
             norm=result.norm,
             loss=result.loss,
             lr=lr,
-            lse_max=result.lse_max,
-            lse_mean=result.lse_mean,
-            loss_1k=result.loss_1k,
+            **result.numbers,
             saturated=result.saturated,
             **({} if waited is None else {"communication": waited}),
         )
@@ -273,7 +272,7 @@ class Reporter:
             eval_tokens=tokens,
             duration_ms=int(ms),
             loss=result.loss,
-            loss_1k=result.loss_1k,
+            **{key: result.numbers[key] for key in loss_class().validated},
             **({"name": name} if name else {}),
         )
         self.score(f"{name}/loss" if name else "eval", result.loss)

@@ -15,7 +15,8 @@ from llmq.checkpoint.checkpoint import (
 )
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
-from llmq.model.step import Result, Step
+from llmq.model.results import Result
+from llmq.model.step import Step
 from llmq.runtime.device import Device
 from llmq.state.packing import Elements
 from llmq.state.params import Param
@@ -40,12 +41,12 @@ class Rank:
         """
         with silenced(self.dev), self.dev.without_graphs():
             self.step.weights.init(model, seed)
-            self.step.rehearse()
+            _rehearse(self.step)
             self.dev.synchronize()
         with self.dev.capture_only():
-            self.step.rehearse()
+            _rehearse(self.step)
             self.reset()
-            self.step.rehearse_evaluation()  # as before the first step
+            _rehearse_evaluation(self.step)  # as before the first step
             self.dev.synchronize()
 
     def reset(self) -> None:
@@ -116,3 +117,32 @@ class Rank:
 
         fresh = (self.step.config, self.step.options.seed)
         self.step.weights.load(noted, fresh, elements and noted_elements)
+
+
+def _rehearse(step: Step) -> None:
+    """Do every kind of micro-step, evaluation and update once, over token 0."""
+    count = step.options.grad_accumulation
+    _rehearse_evaluation(step)
+    step.start()
+    step.weights.updated()
+    for micro_step in sorted({0, min(1, count - 1), count - 1}):
+        _rehearse_micro_step(step, micro_step)
+    step.update()
+    _rehearse_evaluation(step)
+    _rehearse_micro_step(step, 0)  # as the first one after an evaluation
+
+
+def _rehearse_evaluation(step: Step) -> None:
+    """Evaluation directly after an update, and once more."""
+    step.weights.updated()
+    step.evaluate([_nothing(step)] * 2)
+
+
+def _rehearse_micro_step(step: Step, micro_step: int) -> None:
+    scalars = step.scalars_of(0, micro_step, 0.0, 0.0)
+    step.dev.graph(*step.micro_step(micro_step, scalars, _nothing(step)))
+
+
+def _nothing(step: Step) -> Batch:
+    shape = step.tokens.shape
+    return Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))

@@ -21,7 +21,8 @@ from llmq.checkpoint.shards import assemble, parts_of
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.data.tokens import MASKED_TARGET
-from llmq.model.step import RESULTS, Result, Step
+from llmq.model.results import RESULTS, Result
+from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options
 from llmq.runtime.device import Device

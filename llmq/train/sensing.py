@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from llmq.base.errors import LlmqError
-from llmq.model.step import Result
+from llmq.model.results import Result
 from llmq.report.gauges import Panel, Row, record_line
 from llmq.runtime.device import Device
 from llmq.runtime.host_usage import HostUsage

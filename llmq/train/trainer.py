@@ -24,7 +24,8 @@ from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
-from llmq.model.step import Result, Step
+from llmq.model.results import Result
+from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STAT, STATS
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STAT, TOKEN_STATS
 from llmq.ops import cross_entropy as op
 from llmq.ref.cross_entropy import CASES
 from llmq.runtime.device import HOST_SPEC
@@ -109,6 +109,39 @@ def test_codes(dev, rng, rows, vocab, padded_vocab, dtype, two_passes, monkeypat
     np.testing.assert_allclose(got["losses"], want["losses"], rtol=0, **LOSS)
 
 
+def weighted_gradient(dev, arrays, weights, vocab, codes=None):
+    """F32, decoded; losses and lse have no weights."""
+
+    def call(dev, codes=None, **tensors):
+        scale = {} if codes is None else {"codes": codes, "code_scale": 2.0**-7}
+        op.forward_backward(dev, **tensors, vocab_size=vocab, z_loss=1e-2, **scale)
+
+    arrays = arrays if weights is None else arrays | {"weights": weights}
+    got = run(dev, call, arrays if codes is None else arrays | {"codes": codes})
+    if codes is None:
+        return got, got["logits"].astype(np.float32)
+    return got, got["codes"].astype(np.float32) * np.float32(2.0**-7)
+
+
+@pytest.mark.parametrize("two_passes", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16, E5M2], ids=str)
+def test_rows_have_their_gradient_times_their_weight(dev, rng, dtype, two_passes, monkeypatch):
+    """A negative one, 0, and one on a masked row among them. A power of two rounds alike."""
+    if two_passes:
+        monkeypatch.setattr(op, "register_layout", lambda *args: None)
+    rows, vocab, padded_vocab = SMALL["full"]
+    codes = np.zeros((rows, padded_vocab), dtype.numpy) if dtype is E5M2 else None
+    arrays = _arrays(rng, rows, vocab, padded_vocab, BF16 if dtype is E5M2 else dtype)
+    weights = np.array([-2, 8, 0.5, 0, 1], np.float32)
+    plain, gradient = weighted_gradient(dev, arrays, None, vocab, codes)
+    found, weighted = weighted_gradient(dev, arrays, weights, vocab, codes)
+    counted = weights[:, None] * gradient
+    np.testing.assert_allclose(weighted, counted, rtol=2**-18, atol=LEAST[E5M2] / 64)
+    for name in ("losses", "lse"):
+        np.testing.assert_array_equal(found[name], plain[name])
+    assert counted[0].any() and not weighted[arrays["targets"] < 0].any()
+
+
 def test_codes_of_extremes(dev):
     """NaN stays NaN; what exceeds the largest code becomes it."""
     x = np.zeros((3, 64), BF16.numpy)
@@ -175,7 +208,7 @@ def test_nan_is_not_hidden(dev):
 def test_stats(dev, rng, B, T):
     targets = rng.integers(-2, 5, (B, T)).astype(np.int32)
     arrays = {
-        "stats": np.arange(len(STATS), dtype=np.float64),
+        "stats": np.arange(len(TOKEN_STATS), dtype=np.float64),
         # Multiples of 1/64: exact in any order.
         "losses": (rng.integers(0, 640, (B, T)) / 64 * (targets >= 0)).astype(np.float32),
         "lse": (rng.integers(0, 640, (B, T)) / 64).astype(np.float32),
@@ -183,12 +216,12 @@ def test_stats(dev, rng, B, T):
     }
     got, want = run(dev, op.stats, arrays), run(host_device(), op.stats, arrays)
     np.testing.assert_array_equal(got["stats"], want["stats"])
-    assert got["stats"][STAT["tokens"]] == 1 + (targets >= 0).sum()
+    assert got["stats"][STAT["count"]] == 1 + (targets >= 0).sum()
 
 
 def test_stats_of_masked_rows_change_nothing(dev):
     arrays = {
-        "stats": np.arange(len(STATS), dtype=np.float64),
+        "stats": np.arange(len(TOKEN_STATS), dtype=np.float64),
         "losses": np.zeros((2, 40), np.float32),
         "lse": np.full((2, 40), 50, np.float32),
         "targets": np.full((2, 40), -100, np.int32),
@@ -238,7 +271,9 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"cross_entropy\.forward: lse must have shape \(4,\)"):
         op.forward(dev, row, make((5,), F32), x, targets, 60)
     with pytest.raises(ValueError, match=r"cross_entropy\.stats: targets must have shape"):
-        op.stats(dev, make((len(STATS),), F64), row, row, targets)
+        op.stats(dev, make((len(TOKEN_STATS),), F64), row, row, targets)
+    with pytest.raises(ValueError, match=name + r"weights must have shape \(4,\)"):
+        op.forward_backward(dev, x, row, row, targets, 60, 0.0, weights=make((5,), F32))
     with pytest.raises(ValueError, match=name + r"codes must have shape \(4, 64\)"):
         op.forward_backward(dev, x, row, row, targets, 60, 0.0, codes=make((4, 60), E4M3))
     with pytest.raises(TypeError, match=name + "codes must be E4M3 or E5M2, got BF16"):

@@ -98,6 +98,25 @@ def test_gradient_is_that_of_cross_entropy(dev, rng, again):
     assert set(found["factors"]) == {0, 1} if again else (found["factors"] != 1).all()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_rows_have_their_gradient_times_their_weight(dev, rng, again):
+    """The gradient itself, and x, which is multiplied by the factors; e, losses and lse have
+    none."""
+    rows, *_, vocab = case = SMALL["blocks"]
+    arrays, limit = arrays_of(rng, *case), {"limit": 1.0 if again else exp_rows.LIMIT}
+    weights = 2.0 ** rng.integers(-2, 3, rows).astype(np.float32) * rng.choice([-1, 1], rows)
+    weights = weights.astype(np.float32)
+    plain = finished(dev, arrays, vocab, 1e-2, **limit)
+    found = finished(dev, arrays | {"weights": weights}, vocab, 1e-2, **limit)
+    for name in ("e", "losses", "lse"):
+        np.testing.assert_array_equal(found[name], plain[name], err_msg=name)
+    np.testing.assert_array_equal(found["factors"], plain["factors"] * weights)
+    want = plain["x"].astype(np.float32) * weights[:, None]
+    np.testing.assert_array_equal(found["x"].astype(np.float32), want)
+    on_host = finished(host_device(), arrays | {"weights": weights}, vocab, 1e-2, **limit)
+    check(found, on_host)
+
+
 def test_rows_that_are_computed_again(dev, rng):
     """Losses that are too large for exponentials, and a shift far from all logits."""
     rows, *_, vocab = case = SMALL["blocks"]

@@ -55,7 +55,7 @@ def test_infinity_and_nan_reach_the_sum(dev):
 )
 def test_finish(dev, norm_squared, tokens, clip):
     stats = np.arange(len(STATS), dtype=np.float64)
-    stats[STAT["norm_squared"]], stats[STAT["tokens"]] = norm_squared, tokens
+    stats[STAT["norm_squared"]], stats[STAT["count"]] = norm_squared, tokens
     arrays = {"stats": stats, "scalars": step_scalars(grad_clip=clip, lr=3, skip_update=7)}
     got = run(dev, global_norm.finish, arrays)
     want = run(host_device(), global_norm.finish, arrays)
@@ -73,7 +73,7 @@ def test_finish(dev, norm_squared, tokens, clip):
 def test_limits_are_kept_or_nothing_changes(dev, limits, skipped):
     """A norm of 3 and a loss of 0.5, of 10 tokens."""
     stats = np.zeros(len(STATS))
-    stats[[STAT["norm_squared"], STAT["tokens"], STAT["loss"]]] = 900, 10, 5
+    stats[[STAT["norm_squared"], STAT["count"], STAT["loss"]]] = 900, 10, 5
     values = dict(zip(("norm_limit", "loss_limit"), limits, strict=True))
     arrays = {"stats": stats, "scalars": step_scalars(grad_clip=1, **values)}
     for device in (dev, host_device()):
@@ -84,7 +84,7 @@ def test_limits_are_kept_or_nothing_changes(dev, limits, skipped):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_loss_that_is_no_number_is_beyond_any_limit(dev, value):
     stats = np.zeros(len(STATS))
-    stats[[STAT["norm_squared"], STAT["tokens"], STAT["loss"]]] = 900, 10, value
+    stats[[STAT["norm_squared"], STAT["count"], STAT["loss"]]] = 900, 10, value
     for limit, skipped in ((0, 0), (1e30, 1)):
         arrays = {"stats": stats, "scalars": step_scalars(loss_limit=limit)}
         for device in (dev, host_device()):
@@ -92,17 +92,23 @@ def test_a_loss_that_is_no_number_is_beyond_any_limit(dev, value):
             assert got["skip_update"] == skipped
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_combine(dev, rng, world_size):
-    shape = (world_size, len(STATS))
+@pytest.mark.parametrize("world_size, size", [(1, 10), (2, 63), (5, 33)])
+def test_combine(dev, rng, world_size, size):
+    """Statistics of a loss of its own stand behind those of all."""
+    shape = (world_size, size)
     gathered = rng.normal(size=shape) * 10.0 ** rng.uniform(-8, 8, shape)
-    arrays = {"stats": np.full(len(STATS), np.nan), "gathered": gathered}
-    want = np.zeros(len(STATS))
+    arrays = {"stats": np.full(size, np.nan), "gathered": gathered}
+    want = np.zeros(size)
     for one in gathered:  # in this order: F64 sums of such numbers depend on it
         want += one
-    want[STAT["lse_max"]] = gathered[:, STAT["lse_max"]].max()
+    maxima = [7, size - 1]
+    want[maxima] = gathered[:, maxima].max(axis=0)
+
+    def combine(dev, **tensors):
+        global_norm.combine(dev, **tensors, maxima=maxima)
+
     for device in (dev, host_device()):
-        np.testing.assert_array_equal(run(device, global_norm.combine, arrays)["stats"], want)
+        np.testing.assert_array_equal(run(device, combine, arrays)["stats"], want)
 
 
 @pytest.mark.parametrize(
@@ -137,5 +143,8 @@ def test_wrong_arguments():
         global_norm.finish(dev, stats, dev.alloc("scalars", (16,), F32, "Gradients"))
     with pytest.raises(TypeError, match="global_norm: gathered must be F64, got F32"):
         global_norm.combine(dev, stats, dev.alloc("gathered", (2, len(STATS)), F32, "Gradients"))
+    with pytest.raises(ValueError, match="global_norm: at most 63 statistics, got 64"):
+        many = dev.alloc("many", (64,), F64, "Gradients")
+        global_norm.combine(dev, many, dev.alloc("gathered", (2, 64), F64, "Gradients"))
     with pytest.raises(ValueError, match="global_norm: gathered must have shape"):
         global_norm.combine(dev, stats, dev.alloc("gathered", (2, 7), F64, "Gradients"))

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, STAT
+from llmq.base.dtypes import BF16, E4M3, E5M2, TOKEN_STATS
 from llmq.ref import cross_entropy as ref
+
+STAT = {name: index for index, name in enumerate(TOKEN_STATS)}
 
 
 def _rows(rows, V, Vp, seed=0):
@@ -17,9 +19,10 @@ def _rows(rows, V, Vp, seed=0):
     return logits, targets
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("rows, V, Vp", [(4, 61, 64), (9, 20000, 20032)])
-def test_loss_and_gradient_equal_torch(rows, V, Vp, z_loss):
+def test_loss_and_gradient_equal_torch(rows, V, Vp, z_loss, weighted):
     logits, targets = _rows(rows, V, Vp)
     x = torch.tensor(logits[:, :V], requires_grad=True)
     counted = torch.tensor(targets) >= 0
@@ -27,12 +30,15 @@ def test_loss_and_gradient_equal_torch(rows, V, Vp, z_loss):
         x, torch.tensor(targets).long(), reduction="none", ignore_index=-100
     )
     want_lse = torch.logsumexp(x, dim=1)
-    objective = want_losses.sum() + z_loss / 2 * (want_lse[counted] ** 2).sum()
+    weights = np.random.default_rng(1).normal(size=rows) if weighted else None
+    weight = torch.tensor(np.ones(rows) if weights is None else weights)
+    objective = want_losses + z_loss / 2 * want_lse**2
+    objective = (objective * weight)[counted].sum()
     (gradient,) = torch.autograd.grad(objective, x)
 
     losses, lse, only_losses, only_lse = (np.full(rows, np.nan) for _ in range(4))
     ref.cross_entropy_forward(only_losses, only_lse, logits, targets, rows, V, Vp)
-    args = (targets, None, rows, V, Vp, z_loss, 1.0)
+    args = (targets, None, rows, V, Vp, z_loss, 1.0, weights)
     ref.cross_entropy_forward_backward(logits, losses, lse, *args)
     # F64 on both sides: rounding in another order; p - 1 cancels, hence the absolute part.
     np.testing.assert_allclose(losses, want_losses.detach().numpy(), rtol=1e-12, atol=1e-13)
@@ -89,11 +95,11 @@ def test_stats_add_and_take_the_maximum():
     losses = rng.random((B, T)).astype(np.float32) * counted
     lse = rng.random((B, T)).astype(np.float32) + 1
     lse[~counted] = 100  # masked rows do not count
-    stats = np.arange(8, dtype=np.float64)
+    stats = np.arange(len(TOKEN_STATS), dtype=np.float64)
     ref.cross_entropy_stats(stats, losses, lse, targets, B * T, T)
-    want = np.arange(8, dtype=np.float64)
+    want = np.arange(len(TOKEN_STATS), dtype=np.float64)
     want[STAT["loss"]] += losses.astype(np.float64).sum()
-    want[STAT["tokens"]] += counted.sum()
+    want[STAT["count"]] += counted.sum()
     want[STAT["loss_1k"]] += losses[:, :1024].astype(np.float64).sum()
     want[STAT["tokens_1k"]] += counted[:, :1024].sum()
     want[STAT["lse_max"]] = max(want[STAT["lse_max"]], lse[counted].max())

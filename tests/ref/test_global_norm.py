@@ -37,7 +37,7 @@ def test_partials_add_up_to_torchs_norm(rng, dtype):
 )
 def test_finish(squared, tokens, clip, norm, scale, skip):
     stats = np.zeros(len(STATS))
-    stats[STAT["norm_squared"]], stats[STAT["tokens"]] = squared, tokens
+    stats[STAT["norm_squared"]], stats[STAT["count"]] = squared, tokens
     words = step_scalars(grad_clip=clip, lr=7, skip_update=1 - skip, grad_scale=9)
     ref.global_norm_finish(stats, words)
     assert stats[STAT["norm"]] == norm or np.isnan(norm)

@@ -1,0 +1,36 @@
+"""The mean cross-entropy of tokens that are not masked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmq.base.dtypes import STATS, TOKEN_STATS
+from llmq.base.tensor import Tensor
+from llmq.model.losses.loss import Loss, Rows
+from llmq.ops import cross_entropy
+
+
+class TokenCrossEntropy(Loss):
+    """Each target token counts 1.
+
+    Its numbers: lse_max, lse_mean of the logits' log-sum-exp; loss_1k, the mean loss of tokens at
+    the first 1024 positions of their sequences.
+    """
+
+    sums = TOKEN_STATS[len(STATS) :]
+    maxima = ("lse_max",)
+    validated = ("loss_1k",)
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """One launch."""
+        cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets)
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """NaN without tokens."""
+        tokens, tokens_1k = sums["count"], sums["tokens_1k"]
+        return {
+            "lse_max": sums["lse_max"],
+            "lse_mean": sums["lse_sum"] / tokens if tokens else float("nan"),
+            "loss_1k": sums["loss_1k"] / tokens_1k if tokens_1k else float("nan"),
+        }

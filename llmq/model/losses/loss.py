@@ -1,0 +1,72 @@
+"""What a loss declares, from which the head's gradients, statistics and reports follow."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
+
+from llmq.base.dtypes import STATS
+from llmq.base.tensor import Tensor
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+
+
+class Rows(NamedTuple):
+    """What the head knows of a micro-batch, (B, T) each.
+
+    targets: I32, negative where masked. losses: F32, each token's cross-entropy, 0 where masked.
+    lse: F32, the log-sum-exp of its logits.
+    """
+
+    targets: Tensor
+    losses: Tensor
+    lse: Tensor
+
+
+class Loss(ABC):
+    """What a run minimizes: a sum over rows, of which each has a weight, divided by a count.
+
+    The gradient of row r is weights[r] times that of its token's cross-entropy (z-loss included),
+    and 0 where its target is masked. All of it is divided once, by the "count" of the whole step;
+    "loss" / "count" is the loss that is reported, and what a limit of the guard is for.
+
+    sums: names of statistics of its own, added over micro-batches and ranks. maxima: those of them
+    of which the largest counts, at least 0. inputs: F32 (B, T) arrays that it reads of each batch
+    (`Batch.more`). ahead: whether weights need the losses of the whole micro-batch, so that the
+    head makes its logits twice. neighbours: sequences that follow each other in the data and stay
+    together in one micro-batch, (b, b + 1, ...), with b a multiple of so many. largest: the largest
+    absolute value of a weight, for codes of gradients, which are clamped beyond it. validated: the
+    numbers that validations report, too.
+    """
+
+    sums: ClassVar[tuple[str, ...]] = ()
+    maxima: ClassVar[tuple[str, ...]] = ()
+    inputs: ClassVar[tuple[str, ...]] = ()
+    ahead: ClassVar[bool] = False
+    neighbours: ClassVar[int] = 1
+    largest: ClassVar[float] = 1.0
+    validated: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
+        """options: normalized. inputs: by name, of the micro-batch that the device is at."""
+        self.dev, self.options, self.inputs = dev, options, inputs
+
+    @classmethod
+    def stat(cls) -> dict[str, int]:
+        """Where each statistic of a step is, those of all losses first."""
+        return {name: index for index, name in enumerate((*STATS, *cls.sums))}
+
+    def weights(self, rows: Rows) -> Tensor | None:
+        """F32 (B, T); None: all are 1. Only launches. rows: losses and lse are those of the
+        micro-batch before, unless the loss looks ahead."""
+        return None
+
+    @abstractmethod
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """Add a micro-batch to the statistics, F64 as `stat` says. Only launches."""
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """What reports have beside the loss, from the statistics of a step or a validation."""
+        return {}

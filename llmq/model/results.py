@@ -1,0 +1,154 @@
+"""What steps and evaluations measured: summed on the device, and read one step late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from llmq.base.dtypes import F64, I64
+from llmq.base.tensor import Tensor
+from llmq.model.losses.loss import Loss
+from llmq.ops import clock, global_norm
+from llmq.runtime.device import Clock, Device
+from llmq.runtime.ring import Ring
+
+RESULTS = 4  # steps whose results can be read; older ones are overwritten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a step or an evaluation measured.
+
+    loss: the mean over what the loss counts, NaN where that is nothing. tokens: what it counts, or
+    its own sum of that name: targets that are not masked. norm: the gradient norm before clipping,
+    0 for evaluations. numbers: what else the loss says (`Loss.numbers`). saturated: elements that
+    were too large for their fp8 scales, with delayed ones. communication: milliseconds of the step
+    in which a rank did nothing but wait for others, the mean of all; None with one rank, 0 for
+    evaluations. waits: the same of each rank; () with one.
+    begin, end: of a step, nanoseconds on the clock of the rank's device, from some time in the past
+    on; end is that of the update.
+    """
+
+    loss: float
+    tokens: int
+    norm: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    saturated: int = 0
+    communication: float | None = field(default=None, compare=False)  # a time is never the same
+    waits: tuple[float, ...] = field(default=(), compare=False)
+    begin: int = field(default=0, compare=False)
+    end: int = field(default=0, compare=False)
+
+
+class Results:
+    """The statistics of the step that runs, and those of the last RESULTS steps for the host.
+
+    stats: F64, as Loss.stat names them.
+    """
+
+    def __init__(self, dev: Device, loss: type[Loss]):
+        self.dev, self._loss, self._stat = dev, loss, loss.stat()
+        count, W = len(self._stat), dev.mesh.size()
+        # Behind the stats, where tensors of kernels may begin, are two I64: nanoseconds on the
+        # device's own clock. With several ranks the stats of each follow, as they were exchanged.
+        self._begin_at = count + count % 2
+        self._end_at, self._ranks_at = self._begin_at + 2, self._begin_at + 4
+        words = self._end_at + 1 if W == 1 else self._ranks_at + W * count
+        self._report = dev.alloc("stats", (words,), F64, "Activations")
+        self.stats = self._report.rows(0, count)
+        self._begin, self._end = (
+            self._report.rows(i, i + 1).view_as(I64) for i in (self._begin_at, self._end_at)
+        )
+        self._of_ranks: Tensor | None = None
+        self._waited: Tensor | None = None  # milliseconds since the last sums of all ranks
+        self._goes_on = False  # whether this is directly after another step
+        if W > 1:
+            self._of_ranks = self._report.rows(self._ranks_at, words).view(W, count)
+            dev.zero(self._of_ranks)  # sums over silent ranks must be numbers, too
+            self._open_clock()
+        self._ring = Ring(dev, "stats", RESULTS, words, F64)
+        self.last_read = -1
+
+    def _open_clock(self) -> None:
+        """Let the device measure how long it waits for other ranks."""
+        at = self.dev.alloc("clock", (1,), I64, "Activations")
+        total = self._waited = self.dev.alloc("exposed", (1,), F64, "Activations")
+        start, stop = partial(clock.start, self.dev, at), partial(clock.stop, self.dev, total, at)
+        self.dev.clock = Clock(start, stop)
+
+    @property
+    def next_ticket(self) -> int:
+        """What the next `post` returns."""
+        return self._ring.used
+
+    def start(self, *, of_step: bool) -> None:
+        """Before the first micro-step of a step, or the first batch of an evaluation."""
+        if of_step:
+            clock.start(self.dev, self._begin)
+        self.dev.zero(self.stats)
+        # What ranks wait for after they have exchanged a step's sums counts in the next step.
+        if of_step and self._waited is not None and not self._goes_on:
+            self.dev.zero(self._waited)
+        self._goes_on = of_step
+
+    def interrupt(self) -> None:
+        """Something else than a step comes next."""
+        self._goes_on = False
+
+    def take_waits(self) -> None:
+        """Put what this rank has waited into its statistics."""
+        if self._waited is not None:
+            at = self._stat["exposed"]
+            self.dev.copy(self.stats.rows(at, at + 1), self._waited)
+            self.dev.zero(self._waited)
+
+    def combine(self) -> None:
+        """Sums of this rank become sums of all ranks."""
+        if self._of_ranks is not None:
+            flat = self._of_ranks.view(self._of_ranks.size)
+            self.dev.mesh.group().all_gather(flat, self.stats)
+            maxima = [self._stat[name] for name in self._loss.maxima]
+            global_norm.combine(self.dev, self.stats, self._of_ranks, maxima)
+
+    def end(self) -> None:
+        """Behind the update of a step."""
+        clock.start(self.dev, self._end)
+
+    def post(self) -> int:
+        """Start copying the stats to the next pinned slot; returns its ticket."""
+        ticket = self._ring.used
+        index = self._ring.advance()
+        self.dev.copy(self._ring.slots[index], self._report)
+        self.dev.record(self._ring.events[index])
+        return ticket
+
+    def result(self, ticket: int) -> Result:
+        """What was measured before `post` gave this ticket; waits until it is done.
+
+        It can be read until RESULTS - 1 further ones have been enqueued.
+        """
+        if not self._ring.used - RESULTS <= ticket < self._ring.used:
+            raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
+        index = ticket % RESULTS
+        self._ring.events[index].synchronize()
+        self.last_read = max(self.last_read, ticket)
+        return self._read(self._ring.slots[index].numpy())
+
+    def _read(self, report: np.ndarray) -> Result:
+        times, W = report.view(np.int64), self.dev.mesh.size()
+        sums = {name: float(report[i]) for name, i in self._stat.items()}
+        of_ranks = report[self._ranks_at :].reshape(-1, len(self._stat))
+        return Result(
+            loss=sums["loss"] / sums["count"] if sums["count"] else float("nan"),
+            tokens=int(sums.get("tokens", sums["count"])),
+            norm=sums["norm"],
+            numbers=self._loss.numbers(sums),
+            saturated=int(sums["saturated"]),
+            communication=sums["exposed"] / W if W > 1 else None,
+            waits=tuple(of_ranks[:, self._stat["exposed"]].tolist()),
+            begin=int(times[self._begin_at]),
+            end=int(times[self._end_at]),
+        )
