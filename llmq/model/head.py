@@ -105,7 +105,7 @@ class Head:
     def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
 
-        Whole chunks are multiplied, as `token_losses` does, so that nothing needs memory of its own.
+        Whole chunks are multiplied, as for losses, so that nothing needs memory of its own.
         """
         for start, stop in self._chunks():
             inside = [row - start for row in rows if start <= row < stop]

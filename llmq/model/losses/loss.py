@@ -34,17 +34,15 @@ class Loss(ABC):
     sums: names of statistics of its own, added over micro-batches and ranks. maxima: those of them
     of which the largest counts, at least 0. inputs: F32 (B, T) arrays that it reads of each batch
     (`Batch.more`). ahead: whether weights need the losses of the whole micro-batch, so that the
-    head makes its logits twice. neighbours: sequences that follow each other in the data and stay
-    together in one micro-batch, (b, b + 1, ...), with b a multiple of so many. largest: the largest
-    absolute value of a weight, for codes of gradients, which are clamped beyond it. validated: the
-    numbers that validations report, too.
+    head makes its logits twice. largest: the largest absolute value of a weight, for an fp8 head,
+    whose codes of gradients are clamped beyond it, and round weights that are no powers of two to
+    within 1/8. validated: the numbers that validations report, too.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
     maxima: ClassVar[tuple[str, ...]] = ()
     inputs: ClassVar[tuple[str, ...]] = ()
     ahead: ClassVar[bool] = False
-    neighbours: ClassVar[int] = 1
     largest: ClassVar[float] = 1.0
     validated: ClassVar[tuple[str, ...]] = ()
 
