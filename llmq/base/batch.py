@@ -17,8 +17,8 @@ class Batch(NamedTuple):
              attention sees nothing before it, and RoPE counts from it. 0 <= starts[b, t] <= t,
              never falling along a row. None: every row is one document.
     padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
-             do not count them. What stands there is a document of its own, and masked.
-    more     what the loss reads beside them (`Loss.inputs`), float32 (B, T), by name; None: nothing
+             do not count them. Such a position is a document of its own, and masked.
+    more     arrays that the loss reads besides (`Loss.inputs`), float32 (B, T), by name; or None
     """
 
     inputs: np.ndarray

@@ -56,7 +56,7 @@ class Comparison:
 
 
 def numbers(result: Result) -> dict[str, float]:
-    """What a result is compared by: all but times."""
+    """The numbers by which a result is compared: all but times."""
     found = {f.name: getattr(result, f.name) for f in fields(result) if f.compare}
     return found | found.pop("numbers")
 

@@ -1,4 +1,4 @@
-"""What one micro-step reads, on its way to the device: one copy, from the next pinned slot."""
+"""The way of a micro-step's tokens to the device: one copy, from the next pinned slot."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that to
 
 
 class Inbox:
-    """Where the device finds what a micro-step reads.
+    """The memory from which the device reads a micro-step.
 
     scalars: I32 (16,) StepScalars. tokens, targets: I32 (B, T). starts: the same, with documents
-    that are masked, else None. more: F32 (B, T), what the loss reads, by name.
+    that are masked, else None. more: F32 (B, T), the arrays that the loss reads, by name.
     """
 
     def __init__(self, dev: Device, options: TrainConfig, loss: type[Loss]):

@@ -116,7 +116,7 @@ class Model:
         return np.array(found, np.float32)
 
     def rows(self, targets: Tensor) -> Rows:
-        """What the head knows of the micro-batch with these targets."""
+        """The head's knowledge of the micro-batch with these targets."""
         losses, lse = (t.view(*targets.shape) for t in (self.head.losses, self.head.lse))
         return Rows(targets, losses, lse)
 

@@ -1,4 +1,4 @@
-"""What steps and evaluations measured: summed on the device, and read one step late."""
+"""Measurements of steps and evaluations: summed on the device, and read one step late."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RESULTS = 4  # steps whose results can be read; older ones are overwritten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a step or an evaluation measured.
+    """The measurements of a step or an evaluation.
 
     loss: the mean over what the loss counts, NaN where that is nothing. tokens: what it counts, or
     its own sum of that name: targets that are not masked. norm: the gradient norm before clipping,
-    0 for evaluations. numbers: what else the loss says (`Loss.numbers`). saturated: elements that
+    0 for evaluations. numbers: others of the loss (`Loss.numbers`). saturated: elements that
     were too large for their fp8 scales, with delayed ones. communication: milliseconds of the step
     in which a rank did nothing but wait for others, the mean of all; None with one rank, 0 for
     evaluations. waits: the same of each rank; () with one.
@@ -81,7 +81,7 @@ class Results:
 
     @property
     def next_ticket(self) -> int:
-        """What the next `post` returns."""
+        """The ticket that the next `post` returns."""
         return self._ring.used
 
     def start(self, *, of_step: bool) -> None:
@@ -89,7 +89,7 @@ class Results:
         if of_step:
             clock.start(self.dev, self._begin)
         self.dev.zero(self.stats)
-        # What ranks wait for after they have exchanged a step's sums counts in the next step.
+        # Waits of ranks after they have exchanged a step's sums count in the next step.
         if of_step and self._waited is not None and not self._goes_on:
             self.dev.zero(self._waited)
         self._goes_on = of_step
@@ -126,7 +126,7 @@ class Results:
         return ticket
 
     def result(self, ticket: int) -> Result:
-        """What was measured before `post` gave this ticket; waits until it is done.
+        """The measurements up to the `post` that gave this ticket; waits until it is done.
 
         It can be read until RESULTS - 1 further ones have been enqueued.
         """

@@ -1,7 +1,7 @@
 """One optimizer step: micro-steps of forward and backward, then the update. Only calls.
 
-Nothing here waits for the device, but for results that are asked for. What varies between steps
-goes to the device through the inbox, and what was measured comes back through results.
+Nothing here waits for the device, but for results that are asked for. Values that vary between
+steps go to the device through the inbox, and measurements come back through results.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Step:
         self.results.end()
 
     def result(self, ticket: int) -> Result:
-        """What the step with this ticket measured, see `Results.result`."""
+        """The measurements of the step with this ticket, see `Results.result`."""
         return self.results.result(ticket)
 
     # -- an evaluation ---------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Step:
         return groups
 
     def extra_state(self) -> dict[str, list[float]]:
-        """What a checkpoint holds beside `state`, the same on all ranks."""
+        """The values that a checkpoint holds beside `state`, the same on all ranks."""
         return self.scales.state()
 
     def load_extra_state(self, state: Mapping[str, list[float]]) -> None:

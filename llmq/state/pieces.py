@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 State = dict[str, list[Piece]]
-"""What a rank holds of the groups of a checkpoint."""
+"""The pieces of a checkpoint's groups that a rank holds."""
 
 
 def state_of(

@@ -1,4 +1,4 @@
-"""What a loss declares, from which the head's gradients, statistics and reports follow."""
+"""The declaration of a loss, from which gradients, statistics and reports follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmq.runtime.device import Device
 
 
 class Rows(NamedTuple):
-    """What the head knows of a micro-batch, (B, T) each.
+    """The head's knowledge of a micro-batch, (B, T) each.
 
     targets: I32, negative where masked. losses: F32, each token's cross-entropy, 0 where masked.
     lse: F32, the log-sum-exp of its logits.
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class Loss(ABC):
-    """What a run minimizes: a sum over rows, of which each has a weight, divided by a count.
+    """The objective of a run: a sum over rows, of which each has a weight, divided by a count.
 
     The gradient of row r is weights[r] times that of its token's cross-entropy (z-loss included),
     and 0 where its target is masked. All of it is divided once, by the "count" of the whole step;
@@ -66,5 +66,5 @@ class Loss(ABC):
 
     @classmethod
     def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
-        """What reports have beside the loss, from the statistics of a step or a validation."""
+        """Numbers that reports have beside the loss, from statistics of a step or a validation."""
         return {}
