@@ -9,7 +9,7 @@ from typing import Any
 
 from llmq.bench import bench
 from llmq.bench.bench import run_bench
-from llmq.bench.how import How
+from llmq.bench.bench_options import BenchOptions
 
 MACHINE = {"device": "CPU", "gpu": None, "versions": {"llmq": "0.1", "NumPy": "2"}}
 GRID = "device: cpu\nmodel: [tiny, tiny-gpt2]\nbatch-size: [1, 2, 4]\n"
@@ -59,7 +59,7 @@ class Sweeps:
 
     def make(self, **how: Any) -> None:
         """`llmq bench` with this file."""
-        run_bench({}, self.file, How(out=self.out, **how), ["llmq", "bench"])
+        run_bench({}, self.file, BenchOptions(out=self.out, **how), ["llmq", "bench"])
 
     def _run(self, options: dict[str, Any], steps: int, repeats: int, timeout: float) -> Any:
         name = name_of(options)

@@ -18,8 +18,8 @@ from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import bench, child, measure, peers, report_file, sweep_file
 from llmq.bench.bench import run_bench
+from llmq.bench.bench_options import BenchOptions
 from llmq.bench.child import run_child
-from llmq.bench.how import How
 from llmq.bench.measure import (
     host_work,
     idle_share,
@@ -184,7 +184,7 @@ def test_wrong_peers(tmp_path, text):
     path = tmp_path / "peers.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--peers"):
-        run_bench({"model": "tiny"}, None, How(out=tmp_path / "x", peers=path), [])
+        run_bench({"model": "tiny"}, None, BenchOptions(out=tmp_path / "x", peers=path), [])
 
 
 # -- one run -------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_child_that_hangs(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "predict", lambda runs: ([{}] * len(runs), None))
     file = suite(tmp_path, json.dumps(TINY | {"seed": [1, 2], "watchdog": 1}))
     with pytest.raises(LlmqError, match="2 of 2 runs failed"):
-        run_bench({}, file, How(out=tmp_path / "out", steps=1, repeats=1), [])
+        run_bench({}, file, BenchOptions(out=tmp_path / "out", steps=1, repeats=1), [])
     report = (tmp_path / "out.md").read_text()
     words = "\n\n  ```text\n  began\n"
     assert f"- tiny fp32 1 x 2 --seed=1: hung: {HUNG}{words}  in stuck\n  ```\n" in report
@@ -311,7 +311,7 @@ def test_the_report_says_where_a_run_hung_and_not_how_it_began(monkeypatch, tmp_
     )
     child_runs(monkeypatch, code)
     monkeypatch.setattr(child, "LAST_WORDS", 0.5)
-    how = How(out=tmp_path / "out", steps=1, repeats=1, timeout=1)
+    how = BenchOptions(out=tmp_path / "out", steps=1, repeats=1, timeout=1)
     with pytest.raises(LlmqError, match="1 of 1 runs failed"):
         run_bench(TINY, None, how, [])
     shown = (tmp_path / "out.md").read_text().partition("```text\n")[2].partition("```")[0]
@@ -551,7 +551,7 @@ def bench_with(monkeypatch, tmp_path, outcomes, file, given=None, add=False):
     outcomes = iter(outcomes)
     monkeypatch.setattr(bench, "run_child", lambda *_: next(outcomes))
     monkeypatch.setattr(bench, "predict", lambda runs: ([{}] * len(runs), None))
-    how = How(out=tmp_path / "h100.v1", peers=BENCHMARKS / "peers.json", add=add)
+    how = BenchOptions(out=tmp_path / "h100.v1", peers=BENCHMARKS / "peers.json", add=add)
     run_bench(given or {}, file, how, ["/usr/bin/llmq", "bench", "--config", "a b.yaml"])
 
 
@@ -739,5 +739,7 @@ def test_command_line(monkeypatch, tmp_path):
     args = ["--config", str(file), "--timed-steps", "2", "--out", "there", "--batch", "8"]
     args += ["--plan-first", "--resume", "--retry", "--timeout", "60"]
     assert _run(["bench", *args]) == 0
-    how = How(out=Path("there"), steps=2, plan_first=True, resume=True, retry=True, timeout=60.0)
+    how = BenchOptions(
+        out=Path("there"), steps=2, plan_first=True, resume=True, retry=True, timeout=60.0
+    )
     assert calls == [({"batch-size": "8"}, file, how, sys.argv)]

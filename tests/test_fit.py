@@ -22,13 +22,13 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
 from llmq.plan import advice
-from llmq.plan.coarser import coarser
 from llmq.plan.cost import Network
+from llmq.plan.eight_bit_gain import eight_bit_gain
 from llmq.plan.estimate import FEW_LAYERS, Planner
 from llmq.plan.fit import Fit
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan, make_plan
-from llmq.plan.report import CONTEXT_WHEN_ASKED, Found, choose
+from llmq.plan.report import CONTEXT_WHEN_ASKED, SearchResult, choose
 from llmq.plan.shrink import REARRANGING, ROUNDING, Shrinker, having
 from llmq.plan.target import target
 from llmq.runtime.device import HOST_SPEC
@@ -291,7 +291,7 @@ def test_command_prints_command_lines(capsys):
 @pytest.mark.parametrize("gpus", [None, 2])
 def test_command_lines_are_for_as_many_gpus(capsys, monkeypatch, gpus):
     """Without --gpus training would take all there are, and not the one that was planned for."""
-    monkeypatch.setattr("llmq.plan.report.coarser", lambda *_: [])  # has tests of its own
+    monkeypatch.setattr("llmq.plan.report.eight_bit_gain", lambda *_: [])  # has tests of its own
     assert _run([*PLAN, "--card=4090", *([f"--gpus={gpus}"] if gpus else [])]) == 0
     commands = [line for line in capsys.readouterr().out.splitlines() if "llmq train " in line]
     assert commands and all(f" --gpus={gpus or 1}" in command for command in commands)
@@ -399,7 +399,7 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("llmq.plan.report.choose_machine", lambda *_: machine)
     monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "cudnn")
     monkeypatch.setattr("llmq.plan.memory.available_host_memory", lambda: 9 * GIB)
-    monkeypatch.setattr("llmq.plan.report.coarser", lambda *_: [])  # has tests of its own
+    monkeypatch.setattr("llmq.plan.report.eight_bit_gain", lambda *_: [])  # has tests of its own
     config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 16})
     sizes = []
     for free in (20 * GIB, 5 * GIB):
@@ -437,7 +437,7 @@ def test_what_stays_free_for_a_desktop(monkeypatch, name, asked, display, left):
         searched.append(where)
         raise OutOfMemory("none")
 
-    monkeypatch.setattr(Found, "of", search)
+    monkeypatch.setattr(SearchResult, "of", search)
     free = 4 * GIB + CONTEXT_WHEN_ASKED
     for limit, device in ((None, free - left), (2 * GIB, 2 * GIB)):
         config = make_config({"model": "tiny", "memory-limit": limit})
@@ -505,7 +505,7 @@ def test_coarser_numbers_that_are_faster(card, options, flags):
     planner = Planner(preset("gpt2"), spec_of(card), "native", card)
     fit = Fit(make_config(given), planner, Limits(device=20 * GIB), frozenset({"model_dtype"}))
     best = fit.search()[0]
-    found = coarser(fit, best)
+    found = eight_bit_gain(fit, best)
     assert [way.flags for way in found] == flags
     speeds = [best.need.speed, *(way.speed for way in found)]
     assert all(after > 1.05 * before for before, after in itertools.pairwise(speeds))
@@ -517,7 +517,7 @@ def test_moments_of_8_bits_where_they_make_room():
     given = FULL | {"model": model, "batch-size": 8, "grad-accumulation": 1}
     planner = Planner(preset(model), spec_of(card), "cudnn", card)
     fit = Fit(make_config(given), planner, Limits(device=int(3.4 * GIB)), frozenset())
-    (way,) = coarser(fit, fit.search()[0])
+    (way,) = eight_bit_gain(fit, fit.search()[0])
     assert way.flags == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import E4M3_MAX
-from llmq.formats.scales import HISTORY
-from llmq.formats.scales import SCALE_MARGIN as MARGIN
+from llmq.formats.scales import HISTORY, SCALE_MARGIN
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
@@ -60,7 +59,9 @@ def test_history_has_the_largest_values_of_each_step(path):
         column = seen[-1][name]
         assert (column > 0).all() and len(column) == HISTORY
         np.testing.assert_array_equal(column[:-1], seen[-2][name][1:])
-        assert scales[i] == np.float32(column.max()) * np.float32(MARGIN) / np.float32(E4M3_MAX)
+        assert scales[i] == np.float32(column.max()) * np.float32(SCALE_MARGIN) / np.float32(
+            E4M3_MAX
+        )
     newest = np.array([seen[-1][name][-1] for name in names[:-1]], np.float32)
     assert list(blocks) == [(layer, name) for layer in range(2) for name in NAMES]
     np.testing.assert_array_equal(newest, [*blocks.values()])
@@ -119,7 +120,7 @@ def test_saturated_elements_are_counted_once_and_scales_recover(path, recompute)
             assert trainer.step(step).saturated == 0
         state = trainer._step.extra_state()
     counts = []
-    for factor in (MARGIN * 0.75, 8, 1e6):
+    for factor in (SCALE_MARGIN * 0.75, 8, 1e6):
         with trainer_on(path, **recompute) as trainer:
             trainer._step.load_extra_state(shrunk(state, factor))
             counts.append(trainer.step(steps[0]).saturated)

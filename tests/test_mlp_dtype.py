@@ -7,8 +7,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2
 from llmq.base.errors import ConfigError
-from llmq.formats.scales import HISTORY
-from llmq.formats.scales import SCALE_MARGIN as MARGIN
+from llmq.formats.scales import HISTORY, SCALE_MARGIN
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
@@ -143,7 +142,9 @@ def test_history_and_scales_of_products():
             history = state[f"fp8_abs_max.layers.0.{name}"]
             assert len(history) == HISTORY and history[-1] > 0
             scale = scales.scale(f"layers.0.{name}").numpy()[0]
-            assert scale == np.float32(max(history)) * np.float32(MARGIN) / np.float32(limit[name])
+            assert scale == np.float32(max(history)) * np.float32(SCALE_MARGIN) / np.float32(
+                limit[name]
+            )
             product = scales.product(f"layers.0.{name}", None)
             assert product.factor.numpy()[0] == np.float32(1) / scale
         logged = abs_maxes(trainer.ranks)

@@ -20,8 +20,8 @@ from llmq.options.presets import preset
 from llmq.options.rule import EXACT, IDLE, IMPLY, REFUSE, SAVE, Rule, Rules, each, idle, refused
 from llmq.options.rules import RULES
 from llmq.plan.advice import advice
-from llmq.plan.coarser import coarser
 from llmq.plan.cost import PARTS, Network, StepTime
+from llmq.plan.eight_bit_gain import eight_bit_gain
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.fit import Fit
 from llmq.plan.fit_bases import search_bases
@@ -108,7 +108,7 @@ def searched(card: str, memory: int, machines: int = 1, **given: object) -> None
     limits = Limits(device=memory, host=GIB)
     try:
         fit, found = search_bases(Fit(config, planner, limits, frozenset()))
-        coarser(fit, found[0])
+        eight_bit_gain(fit, found[0])
     except OutOfMemory:
         pass
     advice(config, planner, limits)

@@ -18,7 +18,7 @@ from llmq.base import files
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import bench, child, plan_runs, predict, report_file
 from llmq.bench.bench import run_bench
-from llmq.bench.how import How
+from llmq.bench.bench_options import BenchOptions
 from llmq.bench.predict import Forecast
 from llmq.commands.cli import _run
 from tests.conftest import gpu_problem
@@ -119,7 +119,9 @@ def test_a_run_is_on_the_disk_before_it_is_told(sweeps, monkeypatch):
 
 
 def test_names_that_are_not_utf8(sweeps):
-    run_bench({}, sweeps.file, How(out=sweeps.out), ["llmq", "bench", "--out", "night\udcff"])
+    run_bench(
+        {}, sweeps.file, BenchOptions(out=sweeps.out), ["llmq", "bench", "--out", "night\udcff"]
+    )
     assert list(sweeps.statuses()) == TABLE
     assert all("udcff" in sweeps.text(suffix) for suffix in ("json", "md", "html"))
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.signals import Interrupted
+from llmq.bench.bench_options import BenchOptions
 from llmq.bench.child import EXTRA_STEPS, WARM_UP, run_child
-from llmq.bench.how import How
 from llmq.bench.peers import floor_of, peers_of, read_facts
 from llmq.bench.predict import Forecast, Prediction, predict
 from llmq.bench.report import describe, full_title, markdown, shared_flags
@@ -30,7 +30,9 @@ FAILED = ("failed", "hung")
 PATIENCE, SLOWER = 900, 20
 
 
-def run_bench(given: Mapping[str, Any], file: Path | None, how: How, argv: list[str]) -> None:
+def run_bench(
+    given: Mapping[str, Any], file: Path | None, how: BenchOptions, argv: list[str]
+) -> None:
     """Measure every configuration, write the report after each, and print its table.
 
     given, file: as for read_runs. argv: the command, for the report. Raises LlmqError at the end if
@@ -55,7 +57,7 @@ def run_bench(given: Mapping[str, Any], file: Path | None, how: How, argv: list[
     sweep.raise_failed()
 
 
-def _earlier(file: ReportFile, how: How) -> Report | None:
+def _earlier(file: ReportFile, how: BenchOptions) -> Report | None:
     """The report that is there already and stays. ConfigError if it is not to be lost."""
     if how.add or how.resume:
         return file.read("--resume" if how.resume else "--add")
@@ -77,7 +79,7 @@ class Sweep:
     def __init__(
         self,
         runs: list[Row],
-        how: How,
+        how: BenchOptions,
         file: ReportFile,
         earlier: Report | None,
         facts: dict[str, Any],

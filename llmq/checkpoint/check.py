@@ -40,7 +40,7 @@ Check = Callable[[Path], str]
 """A few words on what is right of a path. LlmqError says what is wrong."""
 
 
-class Target(NamedTuple):
+class Checkable(NamedTuple):
     """Something that can be checked on its own."""
 
     path: Path
@@ -78,33 +78,33 @@ def _named(name: str) -> list[Path]:
     return paths
 
 
-def _targets(path: Path) -> Iterator[Target]:
+def _targets(path: Path) -> Iterator[Checkable]:
     """The things that a path stands for. LlmqError if it is nothing that llmq reads."""
     if not path.is_dir():
         yield _file(path)
     elif is_complete(path):
-        yield Target(path, _checkpoint)
+        yield Checkable(path, _checkpoint)
     elif any((path / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
-        yield Target(path, _model)
+        yield Checkable(path, _model)
     elif (path / ADAPTER_FILE).exists():
-        yield Target(path, _adapter)
+        yield Checkable(path, _adapter)
     elif steps := list_checkpoints(path):
-        yield from (Target(step, _checkpoint) for step in steps.values())
+        yield from (Checkable(step, _checkpoint) for step in steps.values())
     elif (path / MANIFEST).exists():
-        yield Target(path, _tokenized)
-        yield from (Target(file, _token_file) for file in token_files(path))
+        yield Checkable(path, _tokenized)
+        yield from (Checkable(file, _token_file) for file in token_files(path))
     else:
         raise LlmqError(
             f"'{path}' holds no checkpoint, no model and no token files: name the files themselves"
         )
 
 
-def _file(path: Path) -> Target:
+def _file(path: Path) -> Checkable:
     if path.suffix == ".safetensors":
-        return Target(path, _safetensors)
+        return Checkable(path, _safetensors)
     if path.suffix in (document_file.SUFFIX, checksums.SUFFIX):
-        return Target(path.with_suffix(".bin"), _token_file)
-    return Target(path, _token_file)
+        return Checkable(path.with_suffix(".bin"), _token_file)
+    return Checkable(path, _token_file)
 
 
 # ------------------------------------------------------------------------------------------------

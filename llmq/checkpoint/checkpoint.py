@@ -208,7 +208,7 @@ class CheckpointWriter:
         discard(self.path.parent, self.step)
 
 
-class _Piece(NamedTuple):
+class _FileRange(NamedTuple):
     start: int
     stop: int
     size: int
@@ -242,14 +242,14 @@ class CheckpointReader:
             base=document.get("base"),
         )
         self._files: list[SafetensorsFile] = []
-        self._pieces: dict[str, dict[str, list[_Piece]]] = {}
+        self._pieces: dict[str, dict[str, list[_FileRange]]] = {}
         self._dtypes: dict[str, np.dtype] = {}
         for entry in (FileEntry(**entry) for entry in document["files"]):
             file = SafetensorsFile(path / entry.name)
             self._files.append(file)
             group = self._pieces.setdefault(entry.group, {})
             for name, (start, stop, size) in _ranges_of(file).items():
-                group.setdefault(name, []).append(_Piece(start, stop, size, file))
+                group.setdefault(name, []).append(_FileRange(start, stop, size, file))
             for tensor in file.tensors.values():
                 self._dtypes[entry.group] = NUMPY_DTYPES[tensor.dtype]
         for group in self._pieces.values():
@@ -313,7 +313,7 @@ class CheckpointReader:
 
     def _cover(
         self, group: str, param: Param, start: int, stop: int
-    ) -> list[tuple[_Piece, int, int]]:
+    ) -> list[tuple[_FileRange, int, int]]:
         """The pieces that hold values [start, stop) without padding, and which of them each."""
         size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)

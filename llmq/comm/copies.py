@@ -21,7 +21,7 @@ from typing import NamedTuple
 from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import part, same_memory
 from llmq.comm.flags import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
-from llmq.comm.staged import Piece, Queue, Rings, Staging
+from llmq.comm.staged import Incoming, Queue, Rings, Staging
 from llmq.runtime.device import Device, Event
 
 # So many transfers are enqueued for sending before the receiving starts: with three operations for
@@ -193,7 +193,7 @@ class Copies:
                 self._send(piece, reader, k)
             if source not in self._direct.sources:
                 position = (k - 1) * self._staging.chunks(piece.nbytes)
-                self._staging.receive([Piece(source, targets[k].ptr, position)], piece.nbytes)
+                self._staging.receive([Incoming(source, targets[k].ptr, position)], piece.nbytes)
             self._queue.pace()
         self._wait_sent(self._world_size - 1)
         for source in self._direct.sources:
@@ -226,7 +226,7 @@ class Copies:
                 with self._dev.on("stage"):
                     self._staging.send(src.ptr + start, nbytes, self._staged_readers, position)
             targets = [(p, self._part(dst, p).ptr + start) for p in self._staged_sources]
-            self._staging.receive([Piece(*target, position) for target in targets], nbytes)
+            self._staging.receive([Incoming(*target, position) for target in targets], nbytes)
             self._queue.pace()
         if self._staged_readers:
             with self._dev.on("stage"):

@@ -42,7 +42,7 @@ class Rings:
     count: int
 
 
-class Piece(NamedTuple):
+class Incoming(NamedTuple):
     """The data to receive from one source: to which address, from which position of its ring on."""
 
     source: int
@@ -90,7 +90,7 @@ class Staging:
             for reader in readers:
                 queue.write(self._flag(index, self._rank, reader), FULL)
 
-    def receive(self, pieces: Sequence[Piece], nbytes: int) -> None:
+    def receive(self, pieces: Sequence[Incoming], nbytes: int) -> None:
         """Copy nbytes from each source's ring, one chunk of each in turn."""
         queue, chunk = self._queue, self.chunk
         for i in range(self.chunks(nbytes)):

@@ -11,7 +11,7 @@ import typer
 from llmq.base.errors import ConfigError
 from llmq.base.files import report_path
 from llmq.base.signals import ending_children
-from llmq.bench.how import How
+from llmq.bench.bench_options import BenchOptions
 from llmq.commands.common import SaveConfig, save_config, train_options
 
 ConfigFile = Annotated[
@@ -69,10 +69,10 @@ def bench(
     given: dict[str, Any],
     config_file: ConfigFile = None,
     save: SaveConfig = None,
-    out: Out = How.out,
+    out: Out = BenchOptions.out,
     peers: Peers = None,
-    timed_steps: TimedSteps = How.steps,
-    repeats: Repeats = How.repeats,
+    timed_steps: TimedSteps = BenchOptions.steps,
+    repeats: Repeats = BenchOptions.repeats,
     add: Add = False,
     plan_first: PlanFirst = False,
     resume: Resume = False,
@@ -81,7 +81,7 @@ def bench(
     compare: Compare = None,
 ) -> None:
     """Measure the speed of one or many configurations on random tokens."""
-    how = How(
+    how = BenchOptions(
         out=out,
         peers=peers,
         steps=timed_steps,
@@ -95,7 +95,7 @@ def bench(
     if compare is not None:
         from llmq.bench.compare import run_compare
 
-        if given or config_file or save or how != How():
+        if given or config_file or save or how != BenchOptions():
             raise ConfigError("--compare: reads two reports and makes no runs: leave out the rest")
         run_compare(*compare)
         return

@@ -18,8 +18,8 @@ from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan
 from llmq.plan.shrink import (
+    ESTIMATE_MARGIN,
     FP8,
-    MARGIN,
     REARRANGING,
     ROUNDING,
     STAYING,
@@ -89,7 +89,9 @@ def check_fits(config: TrainConfig, planner: Planner, plan: Plan, limits: Limits
     """Raise OutOfMemory unless the plan, of config by planner, fits."""
     problems = shortages(plan, planner.spec, limits)
     if problems:
-        raise OutOfMemory("; ".join(problems), advice(config, planner, limits.less(MARGIN)))
+        raise OutOfMemory(
+            "; ".join(problems), advice(config, planner, limits.less(ESTIMATE_MARGIN))
+        )
 
 
 def whole_command(config: TrainConfig, planner: Planner) -> str:
@@ -212,7 +214,7 @@ def refusal(
     if boundless.excess(least):
         ways.append(_with_shorter_sequences(config, shrinker, changes))
     else:
-        enough = mib(planner.estimate(least).host + 2 * MARGIN)
+        enough = mib(planner.estimate(least).host + 2 * ESTIMATE_MARGIN)
         ways.append(Way(text=f"{enough} of host memory"))
     ways.append(_with_a_smaller_model(config, shrinker, changes))
     useful = [way for way in ways if way]

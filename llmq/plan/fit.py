@@ -11,7 +11,7 @@ from llmq.options.savers import PLACES
 from llmq.plan.advice import refusal
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
-from llmq.plan.shrink import MARGIN, REARRANGING, Shrinker, having, savers
+from llmq.plan.shrink import ESTIMATE_MARGIN, REARRANGING, Shrinker, having, savers
 from llmq.runtime.device import HOST_SPEC
 
 SHOWN = 5  # configurations
@@ -39,7 +39,7 @@ class Fit:
             base = replace(base, gpus=planner.gpus)
         self.base, self.planner, self.limits = base, planner, limits
         self.fixed = fixed - PRODUCT
-        self.shrinker = Shrinker(planner, limits.less(MARGIN), self.fixed)
+        self.shrinker = Shrinker(planner, limits.less(ESTIMATE_MARGIN), self.fixed)
         self._found: dict[int, Candidate | None] = {}  # by micro-batch
         self._changes: dict[int, list[Changes]] = {}
 
@@ -143,7 +143,7 @@ class Fit:
         """With recomputation in as few layers as will do; None if it does not fit."""
         for choice in (self._fewer_layers(config), config):
             rough = self.planner.estimate(choice)
-            if self.limits.excess(rough.device, rough.host) > 2 * MARGIN:
+            if self.limits.excess(rough.device, rough.host) > 2 * ESTIMATE_MARGIN:
                 continue  # hopeless, and an exact plan takes fifty times as long
             need = self.planner.exact(choice)
             if not self.limits.excess(need.device, need.host):

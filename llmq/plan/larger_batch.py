@@ -15,7 +15,7 @@ from llmq.options.savers import MIN_CHUNK_ROWS
 from llmq.plan.advice import spelled
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits
-from llmq.plan.shrink import MARGIN, Shrinker, changed
+from llmq.plan.shrink import ESTIMATE_MARGIN, Shrinker, changed
 
 WORTH = 0.01  # by how much it must be faster to be worth a word
 MOST_TIMES = 8  # as large
@@ -37,7 +37,7 @@ def larger_batch(config: TrainConfig, planner: Planner, limits: Limits) -> Large
     Nothing else is arranged otherwise, but chunks of the head, and parts of attention's backward
     that divide the heads of a sequence, which stay as large as they are.
     """
-    shrinker = Shrinker(planner, limits.less(MARGIN))
+    shrinker = Shrinker(planner, limits.less(ESTIMATE_MARGIN))
     best, speed = None, planner.estimate(config).speed * (1 + WORTH)
     for times in range(2, min(config.grad_accumulation, MOST_TIMES) + 1):
         if config.grad_accumulation % times:

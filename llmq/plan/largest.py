@@ -16,8 +16,8 @@ from llmq.options.sizes import SIZES
 from llmq.plan.fit import Fit
 from llmq.plan.fit_bases import fits_of
 from llmq.plan.memory import Limits, OutOfMemory
-from llmq.plan.report import Found, fit_record, fit_report
-from llmq.plan.target import Target, target
+from llmq.plan.report import SearchResult, fit_record, fit_report
+from llmq.plan.target import PlanTarget, target
 from llmq.state.params import parameter_count
 
 ALONE = 1024 * MIB  # of host memory, which a run has where a model is on its card alone
@@ -49,7 +49,7 @@ def run_largest(
         config, lambda m: target(config, m, *given, **how), fixed
     ):
         try:
-            found = Found.of(fit, where)
+            found = SearchResult.of(fit, where)
         except OutOfMemory:  # it was not as quickly seen
             continue
         parameters = parameter_count(fit.planner.model)
@@ -72,8 +72,8 @@ def _check_largest(fields: Collection[str]) -> None:
 
 
 def _fits_by_size(
-    config: TrainConfig, target: Callable[[ModelConfig], Target], fixed: frozenset[str]
-) -> Iterator[tuple[str, Fit, Target]]:
+    config: TrainConfig, target: Callable[[ModelConfig], PlanTarget], fixed: frozenset[str]
+) -> Iterator[tuple[str, Fit, PlanTarget]]:
     """Searches for presets that may fit, the one with most parameters first, with their names.
 
     target: the machine, for a model. Without a limit of host memory all has to be on the card, but

@@ -21,10 +21,10 @@ from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
-from llmq.plan.coarser import Coarser, coarser
 from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, step_time
 from llmq.plan.data_report import data_record, data_report
 from llmq.plan.disk import DiskUse, disk_use
+from llmq.plan.eight_bit_gain import EightBitGain, eight_bit_gain
 from llmq.plan.estimate import Planner
 from llmq.plan.fit import SHOWN, Candidate, Fit
 from llmq.plan.fit_bases import search_bases
@@ -32,7 +32,7 @@ from llmq.plan.larger_batch import larger_batch
 from llmq.plan.memory import kept_free, memory_limit, needed_bytes
 from llmq.plan.placement_table import placement_record, placement_table
 from llmq.plan.plan import Plan, fewest_attention_parts
-from llmq.plan.target import Target, target
+from llmq.plan.target import PlanTarget, target
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.world import World
@@ -107,11 +107,11 @@ def run_plan(
     return config
 
 
-def _search(fit: Fit, where: Target, json: bool) -> TrainConfig:
+def _search(fit: Fit, where: PlanTarget, json: bool) -> TrainConfig:
     """--fit: print what is found, and return the fastest."""
     if where.limits.device is None:
         raise ConfigError("--fit: how much memory is there? Give --gpu-memory or --card")
-    found = Found.of(fit, where)
+    found = SearchResult.of(fit, where)
     if json:
         print(json_module.dumps(fit_record(found, where), indent=2))
     else:
@@ -120,7 +120,7 @@ def _search(fit: Fit, where: Target, json: bool) -> TrainConfig:
 
 
 def plan_report(
-    plan: Plan, record: dict[str, Any], where: Target, disk: Sequence[str]
+    plan: Plan, record: dict[str, Any], where: PlanTarget, disk: Sequence[str]
 ) -> list[str]:
     """The plan for people. record: as for programs. disk: lines of its own."""
     needed, limit, host_limit = record["needed_bytes"], where.limits.device, where.limits.host
@@ -176,7 +176,7 @@ def plan_report(
 
 
 def plan_record(
-    plan: Plan, model: ModelConfig, where: Target, time: StepTime | None
+    plan: Plan, model: ModelConfig, where: PlanTarget, time: StepTime | None
 ) -> dict[str, Any]:
     """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
 
@@ -208,7 +208,7 @@ def plan_record(
     }
 
 
-def _kinds(plan: Plan, where: Target) -> list[dict[str, Any]]:
+def _kinds(plan: Plan, where: PlanTarget) -> list[dict[str, Any]]:
     """The launches of a step of one rank, by kind; its cost for programs."""
     card = where.card if where.named else None
     costs = cost_by_kind(plan, card, where.visible_share, where.network)
@@ -224,7 +224,7 @@ def _kinds(plan: Plan, where: Target) -> list[dict[str, Any]]:
     ]
 
 
-def _predicted(tokens: int, time: StepTime, where: Target) -> dict[str, Any]:
+def _predicted(tokens: int, time: StepTime, where: PlanTarget) -> dict[str, Any]:
     return {
         "tokens_per_second": tokens / time.total,
         "step_seconds": time.total,
@@ -233,7 +233,7 @@ def _predicted(tokens: int, time: StepTime, where: Target) -> dict[str, Any]:
     }
 
 
-def _exposed(plan: Plan, where: Target) -> dict[str, float]:
+def _exposed(plan: Plan, where: PlanTarget) -> dict[str, float]:
     """The lines that a plan of several GPUs has besides."""
     if plan.world_size == 1:
         return {}
@@ -241,7 +241,9 @@ def _exposed(plan: Plan, where: Target) -> dict[str, float]:
     return {"exposed_seconds": exposed_seconds(plan, where.card, *shares)}
 
 
-def _larger_batch(config: TrainConfig, planner: Planner, where: Target) -> dict[str, Any] | None:
+def _larger_batch(
+    config: TrainConfig, planner: Planner, where: PlanTarget
+) -> dict[str, Any] | None:
     """For programs. It leaves room for a desktop, as a search does."""
     if not where.named or where.limits.device is None:
         return None
@@ -270,15 +272,15 @@ def _larger_batch_line(record: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """The result of a search, the fastest first, and the number formats that would be faster."""
 
     candidates: list[Candidate]
-    coarser: list[Coarser]
+    gains: list[EightBitGain]
     disk: DiskUse
 
     @classmethod
-    def of(cls, fit: Fit, where: Target) -> Found:
+    def of(cls, fit: Fit, where: PlanTarget) -> SearchResult:
         """Search. Nothing is known of the speed of a CPU. Raises OutOfMemory if nothing fits."""
         (fit, candidates), model = search_bases(fit), fit.planner.model
         config = candidates[0].config
@@ -286,12 +288,12 @@ class Found:
         placement = place(config, table_of(config, model, shards), shards)
         return cls(
             candidates=candidates,
-            coarser=[] if where.card is None else coarser(fit, candidates[0]),
+            gains=[] if where.card is None else eight_bit_gain(fit, candidates[0]),
             disk=disk_use(config, model, placement),
         )
 
 
-def fit_report(found: Found, where: Target, shown: int = SHOWN) -> list[str]:
+def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> list[str]:
     """For people: the fastest first, each with its command line. shown: so many of them."""
     host = "not limited" if where.limits.host is None else room(where.limits.host)
     lines = [
@@ -313,13 +315,13 @@ def fit_report(found: Found, where: Target, shown: int = SHOWN) -> list[str]:
             facts.append(f"{mib(need.host)} of host memory")
         command = shlex.join(command_line(config))
         lines += ["", f"{number}. {', '.join(facts)}", f"   {command}"]
-    if found.coarser:
-        ways = [f"{way.speed:,.0f} tokens/s with {way.flags}" for way in found.coarser]
+    if found.gains:
+        ways = [f"{way.speed:,.0f} tokens/s with {way.flags}" for way in found.gains]
         lines += ["", f"Faster, with coarser numbers: about {', '.join(ways)}"]
     return lines
 
 
-def fit_record(found: Found, where: Target) -> dict[str, Any]:
+def fit_record(found: SearchResult, where: PlanTarget) -> dict[str, Any]:
     """For programs; sizes in bytes."""
     return {
         "device": where.spec.name,
@@ -339,7 +341,7 @@ def fit_record(found: Found, where: Target) -> dict[str, Any]:
             for candidate in found.candidates
         ],
         "coarser": [
-            {"flags": way.flags.split(), "tokens_per_second": way.speed} for way in found.coarser
+            {"flags": way.flags.split(), "tokens_per_second": way.speed} for way in found.gains
         ],
     } | found.disk.record()
 
@@ -367,7 +369,7 @@ def choose(
         reserve = kept_free(machine.spec.name, free, reserve, drives_display=display)
         limits = replace(limits, device=min(limits.device, free - reserve))
     on_gpus = machine.kind == "cuda"
-    where = Target(
+    where = PlanTarget(
         spec=machine.spec,
         backend=attention_backend(config, model, machine),
         limits=limits,
@@ -375,7 +377,7 @@ def choose(
         reserve=reserve,
         card=rig_card(card_of(machine.spec), machine.world_size) if on_gpus else None,
     )
-    found = Found.of(Fit(config, where.planner(model), where.limits, given), where)
+    found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
     print("\n".join(fit_report(found, where, shown=1)))
     print()
     return found.candidates[0].config

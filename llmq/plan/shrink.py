@@ -20,7 +20,7 @@ from llmq.runtime.cudnn import backward_scratch_bytes
 from llmq.runtime.head_groups import divisions
 
 MIN_ATTENTION = 256 * MIB  # of attention's backward, below which advice divides no heads
-MARGIN = MIB  # by which estimates may be wrong
+ESTIMATE_MARGIN = MIB  # by which estimates may be wrong
 TROUBLE = 1e-3  # part of a step's time that any change must be worth
 NEARLY = 0.9  # by what part of it the least memory is not the same wherever it is
 TRIES = 3  # choices of what is in host memory that are followed up

@@ -22,7 +22,7 @@ from llmq.runtime.machine import PLAN_SPEC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class PlanTarget:
     """The machine that a plan is for.
 
     reserve: bytes of each device that are to stay free, which the limits leave out. card: whose
@@ -60,7 +60,7 @@ def target(
     machines: int = 1,
     network: int | None = None,
     card_file: Path | None = None,
-) -> Target:
+) -> PlanTarget:
     """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions.
 
     search: --fit, which leaves room for a desktop on a card where nobody has said how much is free.
@@ -78,7 +78,7 @@ def target(
         least = min(filter(None, (host_memory, available_host_memory()))) // here
         limits = Limits(device=min(least, config.memory_limit or least))
         rest = {"world_size": world_size, "network": joined}
-        return Target(spec=HOST_SPEC, backend="native", limits=limits, **rest)
+        return PlanTarget(spec=HOST_SPEC, backend="native", limits=limits, **rest)
     card = _card(card_words, card_file, world_size // machines)
     if card is not None:
         RULES.check(config, card=card)
@@ -93,7 +93,7 @@ def target(
         reserve = kept_free(spec.name, memory, default if reserve is None else reserve)
         memory -= reserve
     device = min(filter(None, (memory, config.memory_limit)), default=None)
-    return Target(
+    return PlanTarget(
         spec=spec,
         backend=installed_attention(config, model, spec),
         limits=Limits(device=device, host=host_memory),

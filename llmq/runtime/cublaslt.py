@@ -17,7 +17,7 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.algorithm_file import CHOICE_BYTES, algorithm_file
 from llmq.runtime.block_scales import BETA, computes_right
 from llmq.runtime.kernel import POINTER_ALIGN
-from llmq.runtime.product import Choice, Operands, Product
+from llmq.runtime.product import Algorithm, Operands, Product
 from llmq.runtime.product_plan import Plan, describe, free, set_attribute
 from llmq.runtime.tuning import Unsupported, fastest
 
@@ -200,19 +200,19 @@ class CublasLt:
         if not self._block_scales_work:
             raise Unsupported(f"matmul: {self._name} does not compute block-scaled products")
 
-    def _choose(self, stream: int, plan: Plan, operands: Operands) -> Choice:
+    def _choose(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
         """Choose the algorithm to run: remembered, or tuned, or the heuristic's first."""
         if not self._tune_new:
             return self._candidates(plan, 1, plan.product.fast_accumulation)[0]
         key = f"{self._name}, {plan.product}"
         remembered = self._file.get(key)
         if remembered is not None and len(remembered) == CHOICE_BYTES:
-            choice = Choice.frombytes(remembered)
+            choice = Algorithm.frombytes(remembered)
             if self._accepts(plan, choice):
                 return choice
         fastest = self._tune(stream, plan, operands)
         chosen = self._file.publish(key, fastest.tobytes(), instead_of=remembered)
-        return Choice.frombytes(chosen)
+        return Algorithm.frombytes(chosen)
 
     def _accumulate_fast(self, plan: Plan, fast: bool) -> None:
         """Describe an FP8 product as one that accumulates fast, or not."""
@@ -220,7 +220,7 @@ class CublasLt:
             name = self._lt.MatmulDescAttribute.FAST_ACCUM
             set_attribute(self._lt, "matmul_desc", plan.desc, name, fast)
 
-    def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Choice]:
+    def _candidates(self, plan: Plan, count: int, fast: bool) -> list[Algorithm]:
         """Up to `count` ways to compute it, best first by the heuristic's estimate."""
         lt = self._lt
         self._accumulate_fast(plan, fast)
@@ -254,9 +254,9 @@ class CublasLt:
         usable = [r["algo"].tobytes() for r in results[: found[0]] if r["state"] == 0]
         if not usable:
             raise Unsupported(self._no_algorithm(plan))
-        return [Choice(np.frombuffer(algorithm, np.uint8), fast) for algorithm in usable]
+        return [Algorithm(np.frombuffer(algorithm, np.uint8), fast) for algorithm in usable]
 
-    def _tune(self, stream: int, plan: Plan, operands: Operands) -> Choice:
+    def _tune(self, stream: int, plan: Plan, operands: Operands) -> Algorithm:
         """The fastest of the heuristic's candidates, each timed on the operands of this call."""
         cuda = self._cuda
         if cuda.streamIsCapturing(stream):
@@ -270,7 +270,7 @@ class CublasLt:
         if plan.product.fast_accumulation:
             candidates += self._candidates(plan, CANDIDATES, True)
 
-        def run(choice: Choice) -> None:
+        def run(choice: Algorithm) -> None:
             self._accumulate_fast(plan, choice.fast)
             self._run(stream, plan, choice.algorithm, operands)
 
@@ -280,7 +280,7 @@ class CublasLt:
             raise Unsupported(self._no_algorithm(plan))
         return best
 
-    def _accepts(self, plan: Plan, choice: Choice) -> bool:
+    def _accepts(self, plan: Plan, choice: Algorithm) -> bool:
         """Whether cuBLASLt accepts a remembered choice for this product and workspace."""
         lt = self._lt
         self._accumulate_fast(plan, choice.fast)

@@ -71,7 +71,7 @@ class Operands(NamedTuple):
     scalars: Tensor | None = None  # alpha and beta, of block-scaled products
 
 
-class Choice(NamedTuple):
+class Algorithm(NamedTuple):
     """How a product is computed: algorithm uint8 (64,), and whether it accumulates fast (FP8)."""
 
     algorithm: np.ndarray
@@ -82,6 +82,6 @@ class Choice(NamedTuple):
         return self.algorithm.tobytes() + bytes([self.fast])
 
     @classmethod
-    def frombytes(cls, content: bytes) -> Choice:
+    def frombytes(cls, content: bytes) -> Algorithm:
         """The inverse of tobytes."""
         return cls(np.frombuffer(content[:-1], np.uint8), bool(content[-1]))

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.runtime.kernel import POINTER_ALIGN
-from llmq.runtime.product import Choice, Product
+from llmq.runtime.product import Algorithm, Product
 from llmq.runtime.tuning import Unsupported
 
 COMPUTE_32F = 68  # cublasComputeType_t: products summed in F32, and no TF32 for F32 operands
@@ -24,7 +24,7 @@ class Plan:
         self.product = product
         self.desc = desc
         self.layouts = layouts  # of b, a, what is added, out
-        self.choice: Choice | None = None
+        self.choice: Algorithm | None = None
         adds = product.accumulate or product.addend
         self.beta = np.array([1.0 if adds else 0.0], np.float32)
         self.address = np.zeros(1, np.int64)  # on its way into desc

@@ -34,10 +34,10 @@ from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
 from llmq.train.rank import Rank
 from llmq.train.ranks import CutShort
-from llmq.train.sampling import Choice, Predictor, choose_token, prompt_ids
+from llmq.train.sampling import Predictor, Sampling, choose_token, prompt_ids
 from llmq.train.trainer import Trainer
 
-TEMPERATURE = Choice().temperature  # of samples, as of `llmq sample`
+TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 
 
 @dataclass(frozen=True, slots=True)

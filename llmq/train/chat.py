@@ -16,7 +16,7 @@ from llmq.data.detokenize import streamed
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
 from llmq.runtime.machine import choose_machine
-from llmq.train.sampling import Choice, Sampler, check_prompt, clean_text, open_model
+from llmq.train.sampling import Sampler, Sampling, check_prompt, clean_text, open_model
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
 
@@ -85,9 +85,9 @@ def run_chat(
     """Print replies to the prompt, separated by lines of three dashes.
 
     Without a prompt each line of standard input is a message of one conversation. adapter: as of
-    open_model. how: fields of `Choice`.
+    open_model. how: fields of `Sampling`.
     """
-    choice = Choice(**how)
+    choice = Sampling(**how)
     if num_samples > 1 and not prompt:
         raise ConfigError("--num-samples: with --chat it needs --prompt")
     warn(choice.idle(num_samples))

@@ -17,7 +17,7 @@ from llmq.runtime.processes import processes
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
 LOOK_SECONDS = 1.0  # between two looks for that file: a directory may be far away
 BYTES_PER_SECOND = 100e6  # of writing a checkpoint, as long as none has been timed
-MARGIN = 1.5  # what a checkpoint may take longer than the longest so far
+SAVE_MARGIN = 1.5  # what a checkpoint may take longer than the longest so far
 SPARE_SECONDS = 2.0  # for the end of the process
 
 
@@ -65,7 +65,9 @@ class Requests:
         if self._config.max_hours > 0 and not self._over:
             left = self._begin + 3600 * self._config.max_hours - time.monotonic()
             saves = 2 if self._config.ckpt_background else 1  # one may be under way
-            needed = MARGIN * (saves * self._save_seconds + 2 * self._step_seconds) + SPARE_SECONDS
+            needed = (
+                SAVE_MARGIN * (saves * self._save_seconds + 2 * self._step_seconds) + SPARE_SECONDS
+            )
             self._over = left < needed
         return self._over
 

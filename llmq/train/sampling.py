@@ -231,7 +231,7 @@ def _check_model(model: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Sampling:
     """How a text is continued: by at most max_new_tokens; the rest is that of `choose_token`.
 
     seed: of the choice of tokens; each further sample of one seed has another text.
@@ -313,9 +313,9 @@ def run_sample(
 ) -> None:
     """Print samples that continue the prompt as they come, separated by lines of three dashes.
 
-    adapter: as of open_model. how: fields of `Choice`.
+    adapter: as of open_model. how: fields of `Sampling`.
     """
-    choice = Choice(**how)
+    choice = Sampling(**how)
     warn(choice.idle(num_samples))
     machine = choose_machine(device, 1)
     prompt = clean_text(prompt)

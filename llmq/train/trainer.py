@@ -42,7 +42,7 @@ from llmq.train.loaders import mean_loss, move_loaders, open_loaders
 from llmq.train.model_of_run import model_of_run
 from llmq.train.origin import Origin, with_adapter
 from llmq.train.ranks import Ranks
-from llmq.train.sampling import Choice, Predictor
+from llmq.train.sampling import Predictor, Sampling
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -381,11 +381,11 @@ class Trainer:
     def sample(self, prompt: str = "", **how: Any) -> str:
         """The prompt and its continuation by the weights of this moment, at most --seq-len tokens.
 
-        how: fields of `sampling.Choice`. Each token is a validation's pass, in the run's formats:
+        how: fields of `sampling.Sampling`. Each token is a validation's pass, in the run's formats:
         in fp32 the text is that of `llmq sample` of an export. Nothing of the training changes.
         LlmqError where the prompt is too long, or the run's tokenizer is not known.
         """
-        choice, seq_len = Choice(**how), self.config.seq_len
+        choice, seq_len = Sampling(**how), self.config.seq_len
         if self.tokenizer is None:
             raise LlmqError(
                 "it is not known which tokenizer made the training data, so there is no text of "

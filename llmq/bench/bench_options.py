@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class BenchOptions:
     """The options of `llmq bench` that are not of the runs.
 
     out: of the report, without a suffix. peers: JSON with `runs` of other programs and `floors`.

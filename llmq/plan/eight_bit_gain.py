@@ -12,14 +12,14 @@ from llmq.plan.shrink import FP8, REARRANGING, Shrinker, having, savers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coarser:
+class EightBitGain:
     """Number formats that would be faster: as flags, and tokens per second by an estimate."""
 
     flags: str
     speed: float
 
 
-def coarser(fit: Fit, best: Candidate) -> list[Coarser]:
+def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
     """Those of fp8 products, an fp8 LM head beside them, MLPs that keep codes, and 8-bit moments by
     which a step gets noticeably faster. best: what fit has found. Formats are tried though they
     were given.
@@ -55,7 +55,7 @@ class _Tried:
         if self._differs:
             computes = "matmul_dtype" not in change or fit.planner.card.fp8 > 0
             self.speed = self._searched(best, change) if computes else 0.0
-        self.told = Coarser(flags=spelled(fit.base, change), speed=self.speed)
+        self.told = EightBitGain(flags=spelled(fit.base, change), speed=self.speed)
 
     def gains_over(self, other: _Tried) -> bool:
         """Whether it is worth a word."""
