@@ -99,7 +99,7 @@ def read_json(
 
 
 def too_long(where: str, max_record: int) -> DataError:
-    """Of a record that has more bytes than it may."""
+    """The error for a record that has more bytes than it may."""
     return DataError(
         f"{where}: a record of more than {max_record:,} bytes: leave it out, or raise --max-record"
     )

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an item may take. seconds: of processor time, and one more for each 100 kB of it.
+    """The limits of an item. seconds: of processor time, and one more for each 100 kB of it.
     memory: bytes more than the process has before it begins."""
 
     seconds: float = 10.0
@@ -67,7 +67,7 @@ class Worker:
             self.connection.send(task)
 
     def result(self) -> Any:
-        """What it answers to the task. DataError, with the item's place, if it cannot."""
+        """The worker's answer to the task. DataError, with the item's place, if it cannot."""
         try:
             value, error = self.connection.recv()
         except (EOFError, OSError):
@@ -96,7 +96,7 @@ Answer = Callable[[Any, Begin], Any]
 
 
 def in_worker(fn: Callable[[], T], what: str, bounds: Bounds) -> T:
-    """What fn() returns in a process of its own. DataError, with `what`, if it cannot."""
+    """The result of fn() in a process of its own. DataError, with `what`, if it cannot."""
     worker = Worker(partial(_once, fn), bounds)
     try:
         worker.send(None, [what])
@@ -177,7 +177,7 @@ def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | 
 
 
 def _limit_memory(more: int) -> None:
-    """Where the system tells how much this process has."""
+    """Set the limit, if the system tells how much this process has."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as file:
         most = int(file.read().split()[0]) * resource.getpagesize() + more
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]

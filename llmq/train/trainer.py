@@ -227,7 +227,7 @@ class Trainer:
         lr: float | None = None,
         limits: Limits = NO_LIMITS,
     ) -> tuple[Any, ...]:
-        """What `Ranks.train` takes for the next step, which counts as done from now on."""
+        """The arguments of `Ranks.train` for the next step, which counts as done from now on."""
         lr = self.learning_rate(self.steps_done) if lr is None else lr
         meshes = [dev.mesh for dev in self.ranks.devices]
         if batches is None:
