@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.text import Text
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.console import doors, print_text, printable_console
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.worker import Bounds, in_worker
@@ -24,6 +27,7 @@ from llmq.data.loader import DataLoader
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE, HfTokenizer
 from llmq.data.tokens import TokenWriter
+from llmq.report.views import PlainView
 from tests.runs import CONFIG
 from tests.text_data import write_bpe, zst
 
@@ -263,3 +267,77 @@ def test_a_token_file_without_a_pair_is_told_so(tmp_path, count):
         writer.write(np.zeros(count, np.int32))
     with pytest.raises(DataError, match=r"has 0 sequences of 8 tokens, but one batch needs 1"):
         DataLoader(tmp_path / "a.bin", seq_len=8, micro_batch=1, seed=0, vocab_size=100)
+
+
+# The terminal
+
+STEERING = "\x1b[2J\x1b]0;x\x07\x9b1m\x7f\u202e"  # clears it, names its window, colours, turns
+ODD = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def shown(capsys, *args):
+    """The status of a command that prints the name which the test has put somewhere."""
+    capsys.readouterr()
+    status = _run([*map(str, args)])
+    out, err = capsys.readouterr()
+    assert not ODD.search(out + err), ascii(out + err)
+    assert "ODD" in out + err, out + err
+    return status
+
+
+def test_no_text_of_others_steers_the_terminal(chats, capsys, monkeypatch):
+    odd = f"ODD{STEERING}"
+    # Names of tensors in an index, and a dtype
+    export(chats / "model", chats / "theirs")
+    path = chats / "model/model.safetensors"
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    norm = header.pop("model.norm.weight")
+    moved = norm | {"data_offsets": [at + 4 for at in norm["data_offsets"]]}
+    for changed in ({odd: moved}, {"model.norm.weight": norm | {"dtype": odd}}):
+        text = json.dumps(header | changed, ensure_ascii=False).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+        assert shown(capsys, "check", "model") == 2
+    path.rename(chats / "model/a.safetensors")
+    index = {"weight_map": {odd: "a.safetensors"}}
+    (chats / "model/model.safetensors.index.json").write_text(json.dumps(index))
+    assert shown(capsys, "check", "model") == 2
+    # Words of a template, fields of records, and keys of options
+    Path("odd.jinja").write_text(f"{{{{ raise_exception('{odd}') }}}}")
+    more = ["--tokenizer", "theirs", "--out", "out"]
+    assert shown(capsys, "tokenize", "chats.jsonl", "--chat-template", "odd.jinja", *more) == 2
+    Path("a.jsonl").write_text(json.dumps({odd: 1}) + "\n")
+    assert shown(capsys, "tokenize", "a.jsonl", "--field", "b", *more) == 2
+    Path("o.yaml").write_text(
+        f'"{odd}": 1\n'.encode("unicode_escape").decode().replace("\\n", "\n")
+    )
+    assert shown(capsys, "plan", "--config", "o.yaml") == 2
+    # What a log says of a run and of GPUs
+    gpu = {"log": "gpu-model", "time": "2026-01-01T00:00:00", "step": 0, "name": odd, "rank": 0}
+    gpu |= {"uuid": odd, "machine": odd}
+    start = {"log": "cmd", "time": "2026-01-01T00:00:00", "step": 0, "cmd": "x"}
+    start["run"] = {"id": "0" * 12, "name": odd}
+    Path("log.json").write_text("[\n" + ",\n".join(map(json.dumps, (start, gpu))) + "\n]\n")
+    assert shown(capsys, "top", "log.json", "--once") == 0
+    assert shown(capsys, "plot", f"{odd}.json") == 2
+
+
+def test_colours_of_ours_reach_the_terminal(monkeypatch):
+    read, write = os.openpty()
+    with open(write, "w", closefd=False) as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setenv("TERM", "xterm")
+        with doors():
+            PlainView().line(f"ODD{STEERING}", bold=True)
+            printable_console().print(Text(f"ODD{STEERING}", "red"))
+            print_text(STEERING)
+            print(STEERING)
+    got = b""
+    while got.count(b"\n") < 3:
+        got += os.read(read, 10_000)
+    os.close(read), os.close(write)
+    got = got.decode()
+    assert "\x1b[1mODD\ufffd[2J" in got and "\x1b[31mODD\ufffd[2J" in got
+    assert set(re.findall(r"\x1b\[\d*\w", got)) == {"\x1b[1m", "\x1b[22m", "\x1b[31m", "\x1b[0m"}
+    assert not ODD.search(re.sub(r"\x1b\[\d+m|\r", "", got))

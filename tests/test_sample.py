@@ -16,6 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 
+from llmq.base.console import printable
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
 from llmq.data.detokenize import continuation
@@ -28,7 +29,6 @@ from llmq.train.sampling import (
     choose_token,
     first_token,
     open_model,
-    printable,
     prompt_ids,
 )
 from llmq.train.trainer import Trainer
@@ -333,14 +333,14 @@ def test_text_is_printed_while_it_is_made(trained, monkeypatch):
         events.append("token")
         return next(chosen)
 
-    def write(text):
-        if text:
-            events.append(text)
+    def write(text, end="\n"):
+        if text + end:
+            events.append(text + end)
 
     monkeypatch.setattr("llmq.train.sampling.choose_token", choose)
-    monkeypatch.setattr(sys.stdout, "write", write)
+    monkeypatch.setattr("llmq.base.console.print_own", write)
     assert sample(trained / "out", "--prompt=ab", "--max-new-tokens=4", "--temperature=1") == 0
-    assert events == ["token", "token", "abé", "token", "!", "token", "x", "\n"]
+    assert events == ["token", "token", "abé", "token", "!", "token", "x"]
 
 
 def test_a_text_that_cannot_be_begun_is_not_printed(trained, monkeypatch, capsys):

@@ -331,7 +331,7 @@ def test_locks_of_others(tmp_path):
 def test_on_a_terminal_it_is_drawn_until_the_run_ends(machine, tmp_path, monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=80, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(top_module, "Console", lambda: console)
+    monkeypatch.setattr(top_module, "printable_console", lambda: console)
     monkeypatch.setattr(top_module, "LOOKS", 0.01)
     path = tmp_path / "run.json"
     write(path, ("step", step(0)))
@@ -356,6 +356,6 @@ def test_ctrl_c_is_how_one_leaves_it(machine, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "xterm"})
-    monkeypatch.setattr(top_module, "Console", lambda: console)
+    monkeypatch.setattr(top_module, "printable_console", lambda: console)
     monkeypatch.setattr(top_module.time, "sleep", interrupt)
     assert _run(["top"]) == 0

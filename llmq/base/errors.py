@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from llmq.base.console import printable
+
 
 class LlmqError(Exception):
     """An error of the user's or the machine's: its text says in one line what is wrong, where, and
@@ -61,7 +63,7 @@ def status_of(error: BaseException) -> int:
 
 def warn(lines: Iterable[str]) -> None:
     """Tell the user of what may not be as meant, without stopping: one line each."""
-    for line in lines:
+    for line in (printable(line.replace("\n", " ")) for line in lines):
         _warnings.append(line)
         if not _kept:
             print(f"warning: {line}", file=sys.stderr)

@@ -223,14 +223,16 @@ def open_file(path: Path) -> BinaryIO:
     """Open a regular file for reading, without a buffer. ConfigError for anything else, which is
     neither opened nor waited for, also where it has just taken the file's place. OSError."""
     check_readable(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return open(path, "rb", buffering=0, opener=_open_at_once)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return open(descriptor, "rb", buffering=0)
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise ConfigError(f"'{path}' is no file: give a file")
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # `open` refuses a folder
+        os.close(descriptor)
+        raise ConfigError(f"'{path}' is no file: give a file")
+    return descriptor
 
 
 def read_own(path: Path) -> bytes:

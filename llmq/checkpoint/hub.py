@@ -6,7 +6,6 @@ that are complete stay after an interruption, so that the same command fetches t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, warn
+from llmq.base.json_file import read_json
 from llmq.checkpoint.export_files import INDEX_FILE, SINGLE_FILE
 from llmq.data.tokenizer import HfTokenizer
 from llmq.options.presets import find_directory, hub_cache
@@ -53,8 +53,9 @@ def _has(directory: Path, part: str) -> bool:
 def _indexed(index: Path) -> list[str]:
     """The files that an index names; none where it is damaged, of which reading it will tell."""
     try:
-        return sorted({*json.loads(index.read_bytes())["weight_map"].values()})
-    except (ValueError, LookupError, AttributeError, TypeError):
+        found = {*read_json(index)["weight_map"].values()}
+        return sorted(found) if all(Path(name).name == name for name in found) else []
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         return []
 
 
@@ -83,7 +84,7 @@ def download(flag: str, name: str, parts: Sequence[str]) -> None:
         for file in files:
             folder = _fetch(hub, name, file)
         if WEIGHTS in parts and SINGLE_FILE not in sizes:
-            files = [file for file in _indexed(folder / INDEX_FILE) if file in sizes]
+            files = [f for f in _indexed(folder / INDEX_FILE) if f in sizes and f.isprintable()]
             size = sum(sizes[file] for file in files)
             print(f"  {len(files)} files of weights, {_mb(size)}", file=sys.stderr, flush=True)
             for file in files:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,6 +131,7 @@ def manifest_damage(path: Path) -> str | None:
 
 _PARTS = {"distributed": dict, "run": dict, "data-loader": dict, "model": dict, "options": dict}
 _PARTS |= {"files": list}
+_NAME, _HASH = re.compile(r"[\w.+-]+", re.ASCII), re.compile(r"[0-9a-f]{64}")
 _FILE = {"name": str, "group": str, "rank": int, "bytes": int, "sha256": str}
 
 
@@ -151,8 +153,11 @@ def _wrong_shape(document: dict[str, Any]) -> str | None:
     if not isinstance(document["run"]["state"].get("history", {}), dict):
         return "the history of its run is no mapping"
     names = [entry["name"] for entry in document["files"]]
-    if outside := [name for name in names if Path(name).name != name]:
-        return f"it names '{outside[0]}', which is not in its directory"
+    if outside := [name for name in names if not _NAME.fullmatch(name) or name in (".", "..")]:
+        return f"it names {outside[0]!r}, which is no file of a checkpoint"
+    hashes = [entry["sha256"] for entry in document["files"]]
+    if odd := [value for value in hashes if not _HASH.fullmatch(value)]:
+        return f"it has {odd[0][:70]!r} as SHA-256"
     others = [name for entry in document["files"] for name in entry.keys() - _FILE.keys()]
     return f"a file of it has a field '{others[0]}'" if others else None
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq import __version__
+from llmq.base.console import doors
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands import (
@@ -110,9 +111,11 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
     prog_name: the console script, by which completion finds it.
     """
     _open_standard_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # else a console without UTF-8 is an error
-            stream.reconfigure(errors="backslashreplace")
+    with doors():
+        return _status(args, prog_name)
+
+
+def _status(args: list[str], prog_name: str) -> int:
     try:
         if not args and prog_name != TRAIN:
             args = ["--help"]

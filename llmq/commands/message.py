@@ -11,6 +11,7 @@ from llmq.base.errors import LlmqError
 from llmq.commands.common import TrainCommand
 
 # The base of all errors of the command-line parser, whose own module is not public.
+LONGEST = 2000  # characters of an error: values of others may have millions
 UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
@@ -46,4 +47,5 @@ def one_line(error: BaseException) -> str:
         text = error.headline if isinstance(error, LlmqError) else str(error)
         text = text or type(error).__name__
     notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
-    return " ".join([*text.split(), *([f"({notes})"] if notes else [])])
+    text = " ".join([*text.split(), *([f"({notes})"] if notes else [])])
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"

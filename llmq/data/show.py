@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmq.base.console import printable
+from llmq.base.console import print_own, printable
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.detokenize import continuation
 from llmq.data.document_index import DocumentIndex, count_documents
@@ -77,7 +77,7 @@ def run_show(
         print(_head(found, counts.documents))
         body = _table(found, decoder, seq_len) if ids else _text(found, decoder, marks, seq_len)
         for line in body:
-            print(line)
+            print_own(line)
     if limit:
         shown = "green" if marks is COLOURS else "between {} and {}".format(*marks.trained)
         print(f"trained tokens: {'lines with +' if ids else shown}")
@@ -163,4 +163,5 @@ def _table(found: Document, tokenizer: Tokenizer, seq_len: int | None) -> Iterat
         if position == seq_len:
             yield _cut_line(seq_len)
         mark = "+" if is_trained else "-"
-        yield f"{position:6d}  {token:{width}d}  {mark}  {tokenizer.decode([token])!r}"
+        text = printable(repr(tokenizer.decode([token])))
+        yield f"{position:6d}  {token:{width}d}  {mark}  {text}"

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmq.base.console import printable_console
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
 from llmq.base.records import MAX_RECORD
@@ -323,14 +324,14 @@ class _Report:
 
 
 def _progress_bar(total_bytes: int) -> Any:
-    from rich import console, progress
+    from rich import progress
 
     bar = progress.Progress(
         progress.TextColumn("tokenize"),
         *(progress.BarColumn(), progress.TaskProgressColumn(), progress.DownloadColumn()),
         progress.TextColumn("{task.fields[tokens]}"),
         progress.TimeRemainingColumn(),
-        console=console.Console(stderr=True),
+        console=printable_console(stderr=True),
     )
     bar.add_task("tokenize", total=total_bytes, tokens="")
     return bar

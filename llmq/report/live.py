@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from llmq.base.console import printable_console
 from llmq.report.gauges import Panel
 from llmq.report.views import PlainView, View, optional_console
 from llmq.runtime.processes import processes
@@ -187,7 +188,7 @@ class LiveView:
 
 def view_of_run(steps_done: int, total_steps: int, panel: Panel | None) -> View:
     """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs."""
-    console = Console()
+    console = printable_console()
     if processes().count > 1:  # a launcher lets the first one see a terminal where there is none
         return PlainView()
     if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from llmq.base.console import print_own, printable
 from llmq.base.errors import discard, warn
 
 PROGRESS_SECONDS = 3  # between lines about a validation that takes longer
@@ -58,7 +59,8 @@ class PlainView:
     def line(self, text: str, *, bold: bool = False) -> None:
         with optional_console():
             bold = bold and sys.stdout.isatty()
-            print(f"\033[1m{text}\033[22m" if bold else text, flush=True)
+            text = printable(text)
+            print_own(f"\033[1m{text}\033[22m" if bold else text)
 
     def progress(self, **state: Any) -> None:
         part, now = state.get("validated"), time.monotonic()

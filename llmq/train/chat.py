@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from llmq.base.console import printable
+from llmq.base.console import print_text
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, warn
 from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
@@ -126,7 +126,7 @@ def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | No
 def _answer(talk: Conversation, ids: list[int], count: int, generate: Generate) -> None:
     """Several replies to one question."""
     for number in range(count):
-        talk.reply(ids, generate(ids, number), _say)
+        talk.reply(ids, generate(ids, number), print_text)
         print(flush=True)
         if number + 1 < count:
             print("---")
@@ -142,7 +142,7 @@ def _converse(talk: Conversation, positions: int, generate: Generate) -> None:
                 f"the conversation has {len(ids)} tokens, and there is room for {positions}: begin "
                 "another one"
             )
-        talk.reply(ids, _until_interrupted(generate(ids, number)), _say)
+        talk.reply(ids, _until_interrupted(generate(ids, number)), print_text)
         print(flush=True)
 
 
@@ -159,7 +159,3 @@ def _typed() -> Iterator[str]:
 def _until_interrupted(new: Iterator[int]) -> Iterator[int]:
     with suppress(KeyboardInterrupt):
         yield from new
-
-
-def _say(text: str) -> None:
-    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)

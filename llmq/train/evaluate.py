@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.console import printable_console
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
@@ -232,9 +233,8 @@ def _progress(batches: list[Batch]) -> Iterator[Callable[[int], None]]:
     if not sys.stderr.isatty():
         yield lambda tokens: None
         return
-    from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=printable_console(stderr=True), transient=True) as bar:
         task = bar.add_task("eval", total=sum(math.prod(batch.shape) for batch in batches))
         yield lambda tokens: bar.advance(task, tokens)

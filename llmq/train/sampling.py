@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.console import printable
+from llmq.base.console import print_text
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.checkpoint.checkpoint import CheckpointReader
@@ -335,11 +334,10 @@ def run_sample(
 
 def _show(prompt: str, pieces: Iterator[str]) -> None:
     """Print a text while it is made; nothing of it if it cannot even be begun."""
-    shown = printable if sys.stdout.isatty() else str
-    print(shown(prompt + next(pieces, "")), end="", flush=True)
+    print_text(prompt + next(pieces, ""))
     try:
         for piece in pieces:
-            print(shown(piece), end="", flush=True)
+            print_text(piece)
     finally:
         print(flush=True)
 

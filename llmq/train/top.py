@@ -10,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from llmq.base.console import printable_console
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.run_id import RunId
 from llmq.report.gauges import WIDE, Panel, Row, panel_lines
@@ -246,7 +247,7 @@ def run_top(log: Path | None, *, once: bool = False) -> None:
 
     once: show it once, as without a terminal. DataError where the log cannot be read or is none.
     """
-    console = Console()
+    console = printable_console()
     top = Top(log)
     try:
         if once or not console.is_terminal or console.is_dumb_terminal or not top.goes_on:
