@@ -12,7 +12,7 @@ import llmq
 from llmq.base.tensor import Tensor
 from llmq.runtime.host_device import HostDevice
 from llmq.train import diagnose
-from llmq.train.diagnose import MAX_SKIPPED, Origin, find_origin
+from llmq.train.diagnose import MAX_SKIPPED, NanOrigin, find_origin
 from tests.conftest import gpu_problem
 from tests.runs import T, make_workplace, options, records, train
 
@@ -86,7 +86,7 @@ def test_a_weight():
         param = next(p for p in piece.slab.params if p.name == name)
         element = piece.tensor.rows(param.offset + 5, param.offset + 6)
         t.dev.upload(element, np.array([np.inf], np.float32))
-        assert origin(t) == Origin(f"the weight {name}", in_weights=True)
+        assert origin(t) == NanOrigin(f"the weight {name}", in_weights=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_weight():
 def test_an_activation(spoiling, entry, argument, name, found):
     spoiling(entry, argument, name)
     with trainer() as t:
-        assert origin(t) == Origin(f"{found}, micro-step 0")
+        assert origin(t) == NanOrigin(f"{found}, micro-step 0")
 
 
 def test_the_micro_step(spoiling):
@@ -112,7 +112,7 @@ def test_the_micro_step(spoiling):
     with trainer() as t:
         ticket = t.enqueue_step(batches())
         found = find_origin(t.ranks, 0, t.ranks.batches_of(ticket))
-        assert found == Origin("mlp_act of layer 1, micro-step 1")
+        assert found == NanOrigin("mlp_act of layer 1, micro-step 1")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_micro_step(spoiling):
 def test_a_gradient(spoiling, name):
     spoiling("matmul", "out", name)  # of this name are the weight, never written, and its gradient
     with trainer(grad_accumulation=1) as t:
-        assert origin(t, batches(1)) == Origin(f"the gradient of {name}")
+        assert origin(t, batches(1)) == NanOrigin(f"the gradient of {name}")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_what_fp8_products_measure(spoiling, entry, argument, found):
     """Nothing but the slots of largest values has seen these tensors."""
     spoiling(entry, argument, before=True)
     with trainer(**FP8, recompute_block=True) as t:
-        assert origin(t) == Origin(found)
+        assert origin(t) == NanOrigin(found)
 
 
 FORMATS = {
@@ -160,7 +160,7 @@ def test_an_infinite_weight(name, formats, device):
                     element = piece.tensor.rows(param.offset + 7, param.offset + 8)
                     t.dev.upload(element, np.array([-np.inf], element.dtype.numpy))
         t.ranks.first.step.weights.refresh()
-        assert origin(t) == Origin(f"the weight {name}", in_weights=True)
+        assert origin(t) == NanOrigin(f"the weight {name}", in_weights=True)
 
 
 @pytest.mark.parametrize("recipe", ["jit", "delayed"])
@@ -177,7 +177,7 @@ def test_an_infinity_that_only_fp8_products_see(spoiling, recipe, entry, argumen
         t.step(batches())
         before = t.weights()
         spoiling(entry, argument, before=True, value=np.inf)
-        assert origin(t) == Origin(found)
+        assert origin(t) == NanOrigin(found)
         after = t.weights()
     assert all(np.array_equal(before[key], after[key]) for key in before)
 
@@ -219,7 +219,7 @@ def test_it_is_the_batch_of_the_step_that_failed(spoiling, monkeypatch):
         failing, good = t.enqueue_step(bad), t.enqueue_step(batches())
         assert math.isnan(t.result(failing).norm) and math.isfinite(t.result(good).norm)
         found = find_origin(t.ranks, 0, t.ranks.batches_of(failing))
-        assert found == Origin("the input of layer 0, micro-step 1")
+        assert found == NanOrigin("the input of layer 0, micro-step 1")
 
 
 def test_the_first_of_all_ranks(spoiling):
@@ -228,10 +228,10 @@ def test_the_first_of_all_ranks(spoiling):
         piece = t.ranks._ranks[1].pieces("weights")[0]  # the upper half of the embedding
         piece.tensor.numpy()[-1] = np.nan
         found = origin(t)
-        assert found == Origin("the weight model.embed_tokens.weight", in_weights=True)
+        assert found == NanOrigin("the weight model.embed_tokens.weight", in_weights=True)
     spoiling("matmul", "out", f"{LAYER}.mlp.up.weight")
     with trainer(gpus=2, grad_accumulation=1, zero_level=2) as t:
-        assert origin(t) == Origin(f"the gradient of {LAYER}.mlp.up.weight")
+        assert origin(t) == NanOrigin(f"the gradient of {LAYER}.mlp.up.weight")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
@@ -247,7 +247,7 @@ def test_finite_weights_that_overflow(device, formats):
                     values[[0, len(values) // 2]] = 1e30
                     t.dev.upload(piece.slab.view(piece.tensor, param), values)
         t.ranks.first.step.weights.refresh()
-        found = Origin("mlp_act of layer 1, micro-step 0")
+        found = NanOrigin("mlp_act of layer 1, micro-step 0")
         assert origin(t) == origin(t) == found
         assert t.usage == t.plan.usage
 

@@ -246,11 +246,9 @@ def test_a_run_that_is_stopped_among_nans_ends_as_the_whole_one(steps, monkeypat
 
 
 def test_a_validation_that_is_not_finite_keeps_the_model(monkeypatch, capsys):
-    from llmq.train import between_steps
+    from llmq.train import evaluations
 
-    monkeypatch.setattr(
-        between_steps.Evaluations, "_timed", spoiled(between_steps.Evaluations._timed)
-    )
+    monkeypatch.setattr(evaluations.Evaluations, "_timed", spoiled(evaluations.Evaluations._timed))
     last = {"ckpt_interval": 1, "save_training_state": True, "eval_every_n_steps": 0}
     assert train(steps=2, **last) == 2
     assert "no model is written, because the validation loss is nan" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from llmq.train.trainer import Trainer
 from tests.covering import covering
 from tests.mpi import ENVIRONMENT, case, machines, run, start
 from tests.runs import flags, make_workplace, records, train, write_tokens
-from tests.test_between_steps import EVERYTHING, OPTIONS, write_questions
+from tests.test_evaluations import EVERYTHING, OPTIONS, write_questions
 from tests.test_guard import ROLLBACK
 from tests.test_training import digests, measured
 

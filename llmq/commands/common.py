@@ -190,7 +190,7 @@ def load_run(
     """
     # They load NumPy, which --help does without.
     from llmq.train import model_of_run as of_run
-    from llmq.train.origin import with_adapter
+    from llmq.train.initial_weights import with_adapter
 
     them = processes()
     layers = them.each(lambda: layers_of(given, file))  # once: the file may be a pipe

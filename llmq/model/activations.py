@@ -45,7 +45,7 @@ class HalfOut(NamedTuple):
     addend: Tensor | None = None
 
 
-class NormSite(NamedTuple):
+class NormTensors(NamedTuple):
     """The norms in front of a half of one layer, and the residual stream there; see block_norms.py.
 
     stream: (rows, C). branch: (rows, C), what the half before has put out; None where it has added
@@ -96,7 +96,7 @@ class HalfLayer:
     cache: its tensors of a text that is continued; None: a pass sees whole sequences.
     """
 
-    norm: NormSite
+    norm: NormTensors
     out: HalfOut
     kept: Any
 

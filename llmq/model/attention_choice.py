@@ -31,7 +31,7 @@ def directions(
         return (backend,), (backend,)
     library = ("cudnn",) if capability == MEASURED else ("cudnn", "native")
     whole = sees_all_before(window, seq_len)
-    if whole and attention_backward.serves(capability, seq_len, head_dim):
+    if whole and attention_backward.is_supported(capability, seq_len, head_dim):
         return library, ("native",)
     limit = next((share for size, share in NATIVE_BACKWARD.items() if head_dim <= size), 0.0)
     seen = Sight(window=min(window or seq_len, seq_len)).pairs(seq_len) / seq_len**2

@@ -12,7 +12,7 @@ norm, that of the second half in front of the next block or in the head: a block
 into the stream between its halves and a branch.
 Activations are (rows, features), rows = B*T.
 
-Backward ends at the first parameter that is trained: `Reach`.
+Backward ends at the first parameter that is trained: `WantedGradients`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
 from llmq.model.halves import HALVES
 from llmq.model.halves.half import Frame, Shared
-from llmq.model.layer import Layer, Stream
+from llmq.model.layer import Layer, LayerStreams
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals
@@ -40,7 +40,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 
-class Reach(NamedTuple):
+class WantedGradients(NamedTuple):
     """The gradients that somebody wants, because there is a trained parameter in front of them.
 
     first_in, second_in: of the halves' inputs. inside: of what leads to the product that makes the
@@ -53,7 +53,7 @@ class Reach(NamedTuple):
     second_in: bool
 
     @classmethod
-    def of(cls, halves: tuple[HalfSpec, ...], g: BlockGrads, *, block_in: bool) -> Reach:
+    def of(cls, halves: tuple[HalfSpec, ...], g: BlockGrads, *, block_in: bool) -> WantedGradients:
         """block_in: whether the gradient of the block's input is wanted."""
         first, second = halves
         inner = [module for module in first.modules if module.key != first.output]
@@ -107,7 +107,7 @@ class Blocks:
         self.layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             residual, after = residuals.tensors[index], residuals.after(index)
-            stream = Stream(residual, after, between, first_branch, last_branch, before)
+            stream = LayerStreams(residual, after, between, first_branch, last_branch, before)
             of_layer = (index, kind, stream, self.halves[index], cache)
             layer = Layer(dev, config, options, operands, *of_layer)
             self.layers.append(layer)
@@ -159,7 +159,7 @@ class Blocks:
         """
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         first, here = self.halves[index][0], layer.halves[0]
-        reach = Reach.of(tuple(half.spec for half in layer.halves), g, block_in=wanted)
+        reach = WantedGradients.of(tuple(half.spec for half in layer.halves), g, block_in=wanted)
         with ExitStack() as temps:
             if layer.recompute.block:  # the stream between is needed first, and needs the half
                 again = self._first_again(temps, layer, w, g)

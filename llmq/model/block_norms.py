@@ -21,7 +21,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.operand import Operand, Target
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
-from llmq.model.activations import NormSite
+from llmq.model.activations import NormTensors
 from llmq.model.norm import Normalization
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops.add import add
@@ -36,7 +36,7 @@ class BlockNorms:
         self.pre, self.post = config.arch.pre_norm, config.arch.post_norm
 
     def forward(
-        self, temps: ExitStack, here: NormSite, before: Tensor | None, w: BlockWeights
+        self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: BlockWeights
     ) -> Operand:
         """The input of a half.
 
@@ -55,7 +55,7 @@ class BlockNorms:
     def again(
         self,
         temps: ExitStack,
-        here: NormSite,
+        here: NormTensors,
         before: Tensor | None,
         w: BlockWeights,
         *,
@@ -77,7 +77,7 @@ class BlockNorms:
         write = partial(self._run, here, before, w)
         return self.operands.input_again(temps, here.out, write, product=product)
 
-    def _run(self, here: NormSite, before: Tensor | None, w: BlockWeights, to: Target) -> None:
+    def _run(self, here: NormTensors, before: Tensor | None, w: BlockWeights, to: Target) -> None:
         """The stream if `before` and a branch are given, and the half's input; without a norm of
         its own, the stream is that."""
         stream, (weight, bias) = here.stream, here.parameters(w)
@@ -100,7 +100,7 @@ class BlockNorms:
 
     def backward(
         self,
-        here: NormSite,
+        here: NormTensors,
         id_before: str | None,
         d_residual: Tensor,
         d_x: Tensor,

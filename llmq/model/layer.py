@@ -9,7 +9,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.model import norm
-from llmq.model.activations import Cache, HalfLayer, HalfOut, NormSite, Recompute
+from llmq.model.activations import Cache, HalfLayer, HalfOut, NormTensors, Recompute
 from llmq.model.halves.half import Half
 from llmq.model.norm import Stats
 from llmq.options.adapters import needed_inputs
@@ -17,7 +17,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
 
-class Stream(NamedTuple):
+class LayerStreams(NamedTuple):
     """The buffers that a layer shares with its neighbours, (rows, C) each; see block_norms.py.
 
     before, after: the residual stream in front of the layer and behind it. between: that between
@@ -50,7 +50,7 @@ class Layer:
         format: Format,
         index: int,
         recompute: Recompute,
-        stream: Stream,
+        stream: LayerStreams,
         halves: Sequence[Half],
         cache: Cache | None,
     ):
@@ -83,7 +83,7 @@ class Layer:
             name = here.spec.norm
             kept = pre and half.keeps_input(recompute) and here.needs(name)
             x = here.activation(name, C, kept=kept, may_be_codes=True)
-            here.norm = NormSite(*site, *_site_stats(dev, config, f"{name}.{index}", rows), x)
+            here.norm = NormTensors(*site, *_site_stats(dev, config, f"{name}.{index}", rows), x)
             here.kept = half.keep(here)
         again = (half.multiplied_again(recompute) for half in halves)
         self.multiplied_again = frozenset(key for keys in again for key in keys)
@@ -92,7 +92,7 @@ class Layer:
 def _site_stats(
     dev: Device, config: ModelConfig, name: str, rows: int
 ) -> tuple[Stats | None, Stats | None]:
-    """Those of a NormSite."""
+    """Those of NormTensors."""
     pre, post = config.arch.pre_norm, config.arch.post_norm
     stats = norm.alloc_stats(dev, config, name, rows) if pre else None
     return stats, norm.alloc_stats(dev, config, f"{name}.post", rows) if post else None

@@ -48,11 +48,11 @@ def chosen(dev: Device, qkv: Tensor, sight: Sight) -> Callable[..., None] | None
     """
     batch, seq_len, _, head_dim = qkv.shape
     sees_all = sight.starts is None and sees_all_before(sight.window, seq_len)
-    fits = qkv.dtype == BF16 and serves(dev.spec.capability, seq_len, head_dim)
+    fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
     return partial(backward, micro_batch=batch) if fits and sees_all else None
 
 
-def serves(capability: int, seq_len: int, head_dim: int) -> bool:
+def is_supported(capability: int, seq_len: int, head_dim: int) -> bool:
     """Whether backward() computes such sequences, in BF16. capability: of the device, times 10."""
     return capability == CAPABILITY and head_dim in STAGES and seq_len % ROWS == 0
 

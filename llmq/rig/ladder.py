@@ -148,7 +148,7 @@ def cases(spec: DeviceSpec) -> Iterator[Case]:
         ways = [
             (b, backward, False) for b in attention.BACKENDS[::-1] for backward in (False, True)
         ]
-        if attention_backward.serves(spec.capability, length, head[0]):
+        if attention_backward.is_supported(spec.capability, length, head[0]):
             ways.append(("native", True, True))
         for backend, backward, own in ways:
             name = f"attention {'backward' if backward else 'forward'}, {backend}"

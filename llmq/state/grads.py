@@ -6,7 +6,7 @@ target tokens of the whole step. There are three ways there:
     _Whole      a slab's gradients are resident; ranks reduce them in the last micro-step
     _Streamed   (--shard-gradients) blocks take turns in two slots; in every micro-step ranks reduce
                 a slot and add it to their shards
-    _InPlace    blocks of one rank take turns in two slots, where products add to its shards
+    _AddToShard blocks of one rank take turns in two slots, where products add to its shards
 
 So it is among the ranks that share a replica of the state. Where there are several replicas, one on
 each machine, the shards are summed over these once in a step, after the last micro-step.
@@ -148,7 +148,7 @@ class _Whole:
         self._exchange.across(self._shard[slab.name])
 
 
-class _InPlace:
+class _AddToShard:
     """Blocks of one rank, with shards in host memory: products add to them in a slot."""
 
     def __init__(self, exchange: _Exchange, slots: list[Tensor], host: _HostShards):
@@ -264,8 +264,8 @@ class Gradients:
         host = _HostShards(dev, self.shard, self._squares) if self._on_host else None
         self._lanes = [exchange.lane, *([host.lane] if host else [])]
         self._resident = _Whole(exchange, self._whole, self.shard)
-        self._streams: _InPlace | _Streamed = (
-            _InPlace(exchange, self.slots, host)
+        self._streams: _AddToShard | _Streamed = (
+            _AddToShard(exchange, self.slots, host)
             if host is not None and dev.mesh.size("shard") == 1
             else _Streamed(exchange, self.slots, self.shard, host)
         )
@@ -319,7 +319,7 @@ class Gradients:
             raise AssertionError(f"grads: {call} outside of a micro-step")
         return self._step
 
-    def _way(self, name: str) -> _Whole | _InPlace | _Streamed:
+    def _way(self, name: str) -> _Whole | _AddToShard | _Streamed:
         return self._resident if name in self._whole else self._streams
 
     def wants(self, block: str) -> bool:

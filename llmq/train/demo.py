@@ -24,8 +24,8 @@ from llmq.options.presets import resolve_model
 from llmq.report.plot import run_plot
 from llmq.runtime.machine import choose_machine
 from llmq.train.loop import run_training
-from llmq.train.places import everything_there, locked_places
 from llmq.train.resume import inherited_options
+from llmq.train.run_paths import everything_there, locked_places
 from llmq.train.sampling import Sampler, open_model
 
 PROMPT = "def __init__(self"

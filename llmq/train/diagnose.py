@@ -40,7 +40,7 @@ _LOGGED = {  # llm.q's names, in the log, of what is quantized; others: act.NAME
 }
 
 
-class Origin(NamedTuple):
+class NanOrigin(NamedTuple):
     """text: goes on after "first seen in". in_weights: no step can go well any more."""
 
     text: str
@@ -55,7 +55,7 @@ class _Entry(NamedTuple):
     value: Tensor | float
 
 
-def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> Origin | None:
+def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> NanOrigin | None:
     """Run the micro-steps of a step (counted from 0) again; the first tensor that is not finite.
 
     batches: of each rank of this process. The weights stay as they are, gradients and losses of
@@ -63,7 +63,7 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
     """
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
-        return Origin(f"the weight {bad.name}", in_weights=True)
+        return NanOrigin(f"the weight {bad.name}", in_weights=True)
 
     def forward(rank: Rank, micro_step: int) -> list[_Entry]:
         rank.step.evaluate_batch(batches[rank.dev.mesh.rank - ranks.world.base][micro_step])
@@ -72,7 +72,7 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
     for micro_step in range(len(batches[0])):
         bad = _first_bad(ranks, lambda rank, i=micro_step: forward(rank, i))
         if bad is not None:
-            return Origin(f"{bad.name}, micro-step {micro_step}")
+            return NanOrigin(f"{bad.name}, micro-step {micro_step}")
 
     def backward(rank: Rank) -> list[_Entry]:
         rank.step.start()
@@ -82,7 +82,7 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
         return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 
     bad = _first_bad(ranks, backward)
-    return None if bad is None else Origin(f"the gradient of {bad.name}")
+    return None if bad is None else NanOrigin(f"the gradient of {bad.name}")
 
 
 class UpdateCheck:

@@ -11,9 +11,9 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.store import checkpoint_step
 from llmq.model.results import Result
-from llmq.train.between_steps import Evaluations
 from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import UpdateCheck
+from llmq.train.evaluations import Evaluations
 from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
 from llmq.train.metrics import Reporter
 from llmq.train.trainer import Trainer

@@ -39,14 +39,16 @@ from llmq.train.announce import (
     check_data,
     load_state,
 )
-from llmq.train.between_steps import Evaluations, Material, read_material
 from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import abs_maxes
+from llmq.train.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.train.guard import Guard
 from llmq.train.judging import History, Judging
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import speed_of_light
-from llmq.train.places import (
+from llmq.train.requests import Ending, Requests
+from llmq.train.resume import fork_lines
+from llmq.train.run_paths import (
     checkpoint_to_continue,
     clear_places,
     locked_places,
@@ -55,8 +57,6 @@ from llmq.train.places import (
     things_in_the_way,
     undone_checkpoints,
 )
-from llmq.train.requests import Ending, Requests
-from llmq.train.resume import fork_lines
 from llmq.train.scaling import SKIPPED, Scaling, time_alone
 from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
@@ -108,7 +108,9 @@ def _run_locked(
         trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
         trainer.run = identity
         them.each(lambda: check_data(trainer))
-        material = run_end.enter_context(closing(them.each(lambda: read_material(trainer))))
+        material = run_end.enter_context(
+            closing(them.each(lambda: read_evaluation_inputs(trainer)))
+        )
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
         kept = (config.keep_best, config.checkpoint_dir)
         best = them.each(lambda: Best(*kept, material.metrics))
@@ -167,7 +169,7 @@ class _Run:
         self,
         trainer: Trainer,
         reporter: Reporter,
-        material: Material,
+        material: EvaluationInputs,
         best: Best,
         final_seconds: float,
         start: float,

@@ -48,7 +48,7 @@ _NO_MAX = ("fan",)
 _LEAST = ("dram_free",)
 
 
-class Source(Protocol):
+class SensorSource(Protocol):
     """A source of readings: an NvmlGpu or a HostUsage."""
 
     def read(self) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Sensor:
     there is none. at: when the last sample was taken, as time.monotonic().
     """
 
-    def __init__(self, source: Source, name: str, index: int | None = None):
+    def __init__(self, source: SensorSource, name: str, index: int | None = None):
         self.source, self.name, self.index = source, name, index
         self.newest: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}

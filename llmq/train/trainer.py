@@ -38,9 +38,9 @@ from llmq.runtime.processes import processes, refuse_several
 from llmq.state.params import Param
 from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
+from llmq.train.initial_weights import InitialWeights, with_adapter
 from llmq.train.loaders import mean_loss, move_loaders, open_loaders
 from llmq.train.model_of_run import model_of_run
-from llmq.train.origin import Origin, with_adapter
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Predictor, Sampling
 from llmq.train.tokenizers import (
@@ -121,7 +121,7 @@ class Trainer:
         planning = processes().each(lambda: plan_run(config, model, self.machine))
         self.plan, planned, backend = planning
         self.machine.compile_ahead(self.plan.sources)
-        self._origin = processes().each(lambda: Origin(config, model, model_dir))
+        self._origin = processes().each(lambda: InitialWeights(config, model, model_dir))
         chosen = (backend, planned.attn_bwd_chunks, self.plan.usage.sizes)
         check_start(config, model, chosen, self._origin.weights)
         self.ranks = Ranks(self.machine, self.plan, planned, model, backend)

@@ -91,7 +91,7 @@ def _targets(config: TrainConfig, model: ModelConfig) -> tuple[str, ...]:
     return tuple(target for target in named if has_target(model, target))
 
 
-class Origin:
+class InitialWeights:
     """The origin of one run; everything is checked when it is made.
 
     weights: of the model's directory, None with random ones.

@@ -21,7 +21,7 @@ from llmq.options.command_line import command_line
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
 from llmq.report.watch import numbers, text
-from llmq.train import between_steps
+from llmq.train import evaluations
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens
 
 QUESTIONS = [("a", "bc", "d", "A"), ("ö", "x", "yz", "B"), ("no", "1", "22", "B")]
@@ -98,7 +98,7 @@ def test_numbers_are_those_of_the_exported_model(mask, monkeypatch, capsys):
     With documents that are masked (by token 51, which is in all files), tasks put several sequences
     into a row.
     """
-    monkeypatch.setattr(between_steps, "TEMPERATURE", 0.0)
+    monkeypatch.setattr(evaluations, "TEMPERATURE", 0.0)
     assert run(*EVERYTHING, *mask, steps=3) == 0
     args = ["--task=questions.jsonl", "--task=words.txt", "--seq-len=32", "--out=eval.json"]
     assert _run(["eval", "out", *args, "--device=cpu", "--model-dtype=fp32"]) == 0

@@ -41,7 +41,7 @@ TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class EvaluationInputs:
     """The inputs that the options ask about, read and checked before the run writes anything.
 
     sets: loaders of each rank of this process, by name. prompts: texts and their ids. metrics: all
@@ -66,7 +66,7 @@ class Material:
             loader.close()
 
 
-def read_material(trainer: Trainer) -> Material:
+def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
     """LlmqError names what cannot be read, or does not fit into the run."""
     config, model = trainer.config, trainer.model
     shape = (config, model.vocab_size, trainer.machine.world)
@@ -76,7 +76,7 @@ def read_material(trainer: Trainer) -> Material:
     }
     metrics = ["loss"] * config.validates + [f"{name}/loss" for name in sets]
     if not config.eval_task and not config.sample_prompt:
-        return Material(sets, [], [], None, metrics)
+        return EvaluationInputs(sets, [], [], None, metrics)
     tokenizer = _tokenizer(trainer)
     encoder = Encoder(tokenizer, config.seq_len)
     asked = [encoder.ask(task) for task in read_tasks(config.eval_task, config.task_limit)]
@@ -85,7 +85,7 @@ def read_material(trainer: Trainer) -> Material:
     metrics += [f"{a.task.name}/{metric}" for a in asked for metric in a.task.metrics]
     of_run = {"flag": "--sample-prompt", "seq_len": config.seq_len}
     prompts = [(t, prompt_ids(tokenizer, model, t, **of_run)) for t in config.sample_prompt]
-    return Material(sets, asked, prompts, tokenizer, metrics)
+    return EvaluationInputs(sets, asked, prompts, tokenizer, metrics)
 
 
 def _tokenizer(trainer: Trainer) -> Tokenizer:
@@ -109,7 +109,7 @@ class Evaluations:
         self,
         trainer: Trainer,
         reporter: Reporter,
-        material: Material,
+        material: EvaluationInputs,
         stopped: Callable[[], bool],
     ):
         """stopped: whether to end soon; asked before each batch."""
