@@ -18,7 +18,8 @@ LORA = {"from_scratch": None, "lora_rank": 4, "lora_dropout": 0.1, "lora_targets
 def place(tmp_path, monkeypatch):
     """A workplace whose model has weights."""
     monkeypatch.chdir(make_workplace(tmp_path))
-    assert train(steps=0, out_dir="base", tokenizer=None) == 0
+    assert train(steps=0, out_dir="base", tokenizer=None, save_training_state=True,
+                 checkpoint_dir="base.ckpt") == 0  # fmt: skip
     (tmp_path / "model" / "model.safetensors").write_bytes(
         (tmp_path / "base" / "model.safetensors").read_bytes()
     )
@@ -31,10 +32,16 @@ def losses(log: str = "log.json") -> list[float]:
 
 def test_train_continue_and_go_on(place, capsys):
     """In one run or two; then others go on from what it has written."""
-    assert train(steps=6, name="one", log_file="one.json", out_dir="one", **LORA) == 0
+    how = {"name": "one", "log_file": "one.json", "out_dir": "one", "learning_rate": None}
+    assert train(steps=6, **how, **LORA) == 0
+    # As users of PEFT have it.
+    line = "Adapters of rank 4, alpha 8, scaling 2; learning rate 0.0002\n"
+    assert line in capsys.readouterr().out
+    assert json.loads(Path("one/adapter_config.json").read_text())["lora_alpha"] == 8
     adapter = load_file("one/adapter_model.safetensors")
     assert len(adapter) == 2 * 2 * 2
     saved = {"name": "two", "log_file": "two.json", "out_dir": "two", "checkpoint_dir": "two.ckpt"}
+    saved["learning_rate"] = None
     assert train(steps=3, save_training_state=True, **saved, **LORA) == 0
     assert train(**{"continue": "", "steps": 6}, overwrite=None, **saved, **LORA) == 0
     assert losses("two.json") == losses("one.json")
@@ -72,6 +79,17 @@ def test_train_continue_and_go_on(place, capsys):
     said = "error: no --train: 'norms' has --train=norms: leave --adapter out"
     assert said in capsys.readouterr().err
     assert _run(["merge", "model", "one", "--out", "merged", "--model-dtype", "fp32"]) == 0
+    # Without a word about it the model's own format: fp32 here, as the run's.
+    for command in (
+        ["merge", "model", "one", "--out", "own"],
+        ["export", "--checkpoint-dir", "base.ckpt", "--out-dir", "again"],
+    ):
+        assert _run(command) == 0
+    capsys.readouterr()
+    for name in ("own", "again"):
+        assert {str(v.dtype) for v in load_file(f"{name}/model.safetensors").values()} == {
+            "float32"
+        }
     plan = ["--model=model", "--adapter=one", "--device=cpu", "--json", "--seq-len=16"]
     assert _run(["plan", *plan]) == 0
     text = capsys.readouterr().out

@@ -43,15 +43,15 @@ def _check_free(out_dir: Path, run: RunId | None) -> None:
 
 
 def export_checkpoint(
-    checkpoint: Path, out_dir: Path, model_dtype: str = "bf16", *, force: bool = False
+    checkpoint: Path, out_dir: Path, model_dtype: str | None = None, *, force: bool = False
 ) -> list[str]:
     """Write the model of a checkpoint for Hugging Face, or its adapters for PEFT; returns the names
     of the files.
 
     checkpoint: as for checkpoint_at.
-    model_dtype: "bf16" or "fp32". Tokenizer files come along if their source still exists. force:
-    weights that are no finite numbers, too. LlmqError if there are such, if the directory holds the
-    model of another run, or that source another tokenizer.
+    model_dtype: "bf16" or "fp32", None: that of the run. Tokenizer files come along if their source
+    still exists. force: weights that are no finite numbers, too. LlmqError if there are such, if
+    the directory holds the model of another run, or that source another tokenizer.
     """
     passed: list[str] = []
     path = checkpoint_at(checkpoint, passed)
@@ -78,12 +78,12 @@ def _export_model(
     reader: CheckpointReader,
     read: Callable[[Param], np.ndarray],
     out_dir: Path,
-    model_dtype: str,
+    model_dtype: str | None,
     tokenizer: Tokenizer | Path | None,
     **origin: Any,
 ) -> list[str]:
     reader.check(weight_table(reader.manifest.model))
-    dtype = OPTION_DTYPES[model_dtype]
+    dtype = OPTION_DTYPES[model_dtype or saved_config(reader.manifest).model_dtype]
     return export_model(out_dir, reader.manifest.model, read, dtype, tokenizer, **origin)
 
 
@@ -91,7 +91,7 @@ def _export_adapter(
     reader: CheckpointReader,
     read: Callable[[Param], np.ndarray],
     out_dir: Path,
-    model_dtype: str,
+    model_dtype: str | None,
     tokenizer: Tokenizer | Path | None,
     **origin: Any,
 ) -> list[str]:

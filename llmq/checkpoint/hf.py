@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
@@ -83,6 +84,14 @@ class HfWeights:
         self.directory = directory
         self._files: dict[str, dict[str, HfTensor]] = {}
         self._where, self.nested = _language_model(self._open())
+
+    @property
+    def dtype(self) -> str:
+        """The format that most of the weights have: "bf16", "fp32", or "fp16"."""
+        sizes: Counter[str] = Counter()
+        for tensor in self._where.values():
+            sizes[tensor.dtype] += prod(tensor.shape)
+        return {"F32": "fp32", "F16": "fp16"}.get(max(sizes, key=sizes.__getitem__), "bf16")
 
     def _open(self) -> dict[str, HfTensor]:
         """Every tensor, by name."""

@@ -121,13 +121,18 @@ def _rest(split: Split, read: Read, param: Param) -> np.ndarray:
 
 
 def merge_adapter(
-    base: str, adapter: Path, out_dir: Path, model_dtype: str, base_dtype: str | None = None
+    base: str,
+    adapter: Path,
+    out_dir: Path,
+    model_dtype: str | None = None,
+    base_dtype: str | None = None,
 ) -> list[str]:
     """Write the model with its adapters added in F32; returns the names of the files.
 
-    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32". base_dtype: as of
-    open_merged. The tokenizer is that of the adapters' directory, if it has one, else the model's.
-    LlmqError if the two do not belong together, or out_dir holds a model already.
+    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32", None: that of the
+    base. base_dtype: as of open_merged. The tokenizer is that of the adapters' directory, if it has
+    one, else the model's. LlmqError if the two do not belong together, or out_dir holds a model
+    already.
     """
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
@@ -136,9 +141,12 @@ def merge_adapter(
     source = tokenizer_folder(adapter, directory)
     with HfWeights(directory) as weights:
         weights.check(weight_table(config))
+        if model_dtype is None and weights.dtype == "fp16":
+            warn(["the model is in fp16 and is written in bf16: --model-dtype fp32 rounds nothing"])
+        dtype = OPTION_DTYPES[model_dtype or weights.dtype.replace("fp16", "bf16")]
         with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)
-            return export_model(out_dir, merged, read, OPTION_DTYPES[model_dtype], source, made)
+            return export_model(out_dir, merged, read, dtype, source, made)
 
 
 def _check_base(base: str) -> None:

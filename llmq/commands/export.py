@@ -15,7 +15,9 @@ def export(
     checkpoint_dir: Annotated[
         Path, typer.Option(help="A checkpoint, or a directory whose newest one is taken.")
     ] = Path("ckpt/llmq"),
-    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    model_dtype: Annotated[
+        str | None, typer.Option(help="bf16 or fp32; as the run's if not given.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Write weights that are infinities or NaNs, too.")
     ] = False,
@@ -23,6 +25,6 @@ def export(
     """Write a checkpoint as a model directory that transformers loads."""
     from llmq.checkpoint.export import export_checkpoint
 
-    dtype = checked("model_dtype", model_dtype)
+    dtype = None if model_dtype is None else checked("model_dtype", model_dtype)
     files = export_checkpoint(checkpoint_dir, out_dir, dtype, force=force)
     print(f"wrote {', '.join(files)} to {out_dir}")

@@ -14,7 +14,9 @@ def merge(
     base: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
     adapter: Annotated[Path, typer.Argument(help="Directory of adapters in PEFT's format.")],
     out: Annotated[Path, typer.Option(help="Directory of the model.")],
-    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    model_dtype: Annotated[
+        str | None, typer.Option(help="bf16 or fp32; as the model if not given.")
+    ] = None,
     base_dtype: Annotated[
         str | None,
         typer.Option(
@@ -27,5 +29,6 @@ def merge(
     from llmq.checkpoint.merge import merge_adapter
 
     kept = None if base_dtype is None else checked("base_dtype", base_dtype)
-    files = merge_adapter(base, adapter, out, checked("model_dtype", model_dtype), kept)
+    dtype = None if model_dtype is None else checked("model_dtype", model_dtype)
+    files = merge_adapter(base, adapter, out, dtype, kept)
     print(f"wrote {', '.join(files)} to {out}")

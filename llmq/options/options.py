@@ -202,7 +202,9 @@ class TrainConfig:
     # --------------------------------------------------------------------------------------------
     # Optimizer and schedule
 
-    learning_rate: float = option(_OPTIMIZER, 1e-5, "Highest learning rate", alias="lr", min=0)
+    learning_rate: float | None = option(
+        _OPTIMIZER, None, "Highest learning rate", alias="lr", min=0
+    )
     warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
     cooldown: int = option(_OPTIMIZER, 0, "Steps of the final anneal to zero", min=0)
     final_lr_fraction: float = option(

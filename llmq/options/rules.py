@@ -70,8 +70,16 @@ IMPLIED = (
         lambda o: "fp32" if o.wants_adapters else o.model_dtype,
         help=f"{_AS_MODEL}, with adapters fp32",
     ),
+    # PEFT's users have these; PiSSA's authors a scaling of 1 and a tenth of the rate.
     _adapters_default(
-        "lora_alpha", lambda o: float(o.lora_rank), help="as --lora-rank if not given"
+        "lora_alpha",
+        lambda o: float(o.lora_rank) * (1 if o.lora_init == "pissa" else 2),
+        help="twice --lora-rank if not given, with --lora-init pissa as --lora-rank",
+    ),
+    default(
+        "learning_rate",
+        lambda o: (2e-5 if o.lora_init == "pissa" else 2e-4) if o.wants_adapters else 1e-5,
+        help="1e-5 if not given, with adapters 2e-4, with --lora-init pissa 2e-5",
     ),
     _adapters_default("lora_targets", lambda o: "all", help="all if not given"),
     _adapters_default("lora_dropout", lambda o: 0.0, help="0 if not given"),

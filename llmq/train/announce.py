@@ -73,6 +73,12 @@ def announce_options(
     several = len(world.counts) > 1
     where = {"machines": [world.machines[p] for p in world.processes]} if several else {}
     reporter.log.write("cmd", 0, run=run, cmd=argv, resumed_at=resumed_at, **where)
+    config = trainer.config
+    if config.has_adapters:
+        reporter.message(
+            f"Adapters of rank {config.lora_rank}, alpha {config.lora_alpha:g}, scaling "
+            f"{config.lora_scale:g}; learning rate {config.learning_rate:g}"
+        )
     reporter.options(
         option_rows(
             trainer.config,
