@@ -360,12 +360,12 @@ COMMANDS = [
     (
         "export --out-dir o --checkpoint-dir c",
         "checkpoint.export.export_checkpoint",
-        ((Path("c"), Path("o"), "bf16"), {"force": False}),
+        ((Path("c"), Path("o"), None), {"force": False}),
     ),
     (
         "merge base adapter --out o",
         "checkpoint.merge.merge_adapter",
-        (("base", Path("adapter"), Path("o"), "bf16", None), {}),
+        (("base", Path("adapter"), Path("o"), None, None), {}),
     ),
     (
         "plot pyproject.toml README.md --x hours --html",

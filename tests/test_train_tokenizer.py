@@ -124,7 +124,7 @@ def test_what_cannot_be_made(text, tmp_path):
         (ConfigError, "--special-token: .* is there already", {"special_tokens": [END_OF_TEXT]}),
         (ConfigError, "--special-token: ' ' is no token", {"special_tokens": [" "]}),
         (ConfigError, r"--special-token: '\\udcff' is no token", {"special_tokens": ["\udcff"]}),
-        (DataError, "cannot read the chat template 'none': No such", {"chat_template": "none"}),
+        (DataError, "--chat-template none: there is neither", {"chat_template": "none"}),
         (DataError, "is no template: ", {"chat_template": str(tmp_path / "bad")}),
         (DataError, "no field 'body'", {"field": "body"}),
     ):

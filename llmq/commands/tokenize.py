@@ -30,7 +30,11 @@ TrainOn = Annotated[
     str, typer.Option(help="Of conversations: assistant, last, each (of its messages) or all.")
 ]
 ChatTemplate = Annotated[
-    str | None, typer.Option(help="File, or name of one of the tokenizer's; none; its own.")
+    str | None,
+    typer.Option(
+        help="File, or a name: of one of the tokenizer's, or of a format such as qwen3 "
+        "(docs/data.md has the list), or none; the tokenizer's own if not given."
+    ),
 ]
 MaxRecord = Annotated[
     str, typer.Option(metavar="SIZE", help="Refuse a record of more bytes, such as 64MiB.")

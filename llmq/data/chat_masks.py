@@ -19,7 +19,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.data.chat_template import REASONING, ChatTemplate, Message, Rendered, text_of
+from llmq.data.chat_template import (
+    REASONING,
+    ChatTemplate,
+    Message,
+    Rendered,
+    shipped_templates,
+    text_of,
+)
 from llmq.data.conversations import Conversation, check_roles, is_trained, unread
 
 TRAIN_ON = ("assistant", "last", "each", "all")
@@ -165,8 +172,7 @@ class _View:
     def check_written(self, text: str) -> None:
         """Raise DataError if no word of a message is in the text."""
         for number, message in enumerate(self.messages, 1):
-            words = [word for said in _said(message) for word in _WORD.findall(said)]
-            if words and not any(word in text for word in words):
+            if not _has_words(text, message):
                 raise DataError(
                     f"message {number} ({message['role']}) is lost: the chat template of "
                     f"{self.template.origin} writes no word of it"
@@ -174,6 +180,12 @@ class _View:
 
 
 _WORD = re.compile(r"\w+")
+
+
+def _has_words(text: str, message: Message) -> bool:
+    """Whether a word of the message is in the text, or it has none."""
+    words = [word for said in _said(message) for word in _WORD.findall(said)]
+    return not words or any(word in text for word in words)
 
 
 def _said(message: Message) -> Iterator[str]:
@@ -193,22 +205,26 @@ def _texts_in(value: object) -> Iterator[str]:
 
 def _marked(view: _View, whole: Rendered, turns: Sequence[int]) -> Spans:
     """The template's marks of trained messages."""
-    roles = [message["role"] for message in view.messages]
-    if [*turns] == [i for i, role in enumerate(roles) if role == "assistant"]:
+    answers = [i for i, m in enumerate(view.messages) if m["role"] == "assistant"]
+    if [*turns] == answers:
         return whole.generated
+    of_each = dict(zip(answers, whole.generated, strict=False))
+    if len(whole.generated) == len(answers) and all(
+        _has_words(whole.text[slice(*span)], view.messages[i]) for i, span in of_each.items()
+    ):
+        return [of_each[turn] for turn in turns]
     spans: Spans = []
-    for turn in turns:  # the number of marks before a message tells which are its own
-        before = _marks_upto(view, whole, turn, turn) if turn else 0
-        spans += whole.generated[before : _marks_upto(view, whole, turn + 1, turn)]
+    for turn in turns:
+        # Marks before it, and before the next answer: both as these stand when others follow.
+        after = next((i for i in answers if i > turn), None)
+        before = _marks_upto(view, whole, turn) if turn else 0
+        spans += whole.generated[before : after and _marks_upto(view, whole, after)]
     return spans
 
 
-def _marks_upto(view: _View, whole: Rendered, count: int, turn: int) -> int:
-    """How many marks the first messages have; they must be the first ones of the whole text.
-
-    turn: the message in question, for the error.
-    """
-    upto = view.render(count)
+def _marks_upto(view: _View, whole: Rendered, turn: int) -> int:
+    """How many marks the messages before a turn have, which must be the first of the whole text."""
+    upto = view.render(turn)
     marks = len(upto.generated)
     found, expected = (
         [(span, text.text[slice(*span)]) for span in text.generated[:marks]]
@@ -217,8 +233,9 @@ def _marks_upto(view: _View, whole: Rendered, count: int, turn: int) -> int:
     if found != expected:
         raise DataError(
             f"the marks of message {turn + 1} ({view.messages[turn]['role']}) cannot be told from "
-            f"those of others: the chat template of {view.template.origin} marks the messages up "
-            "to it in another way when others follow; train on all of them, or give --train-on each"
+            f"those of others: the chat template of {view.template.origin} marks the messages "
+            "before it in another way when others follow; train on all of them, or give --train-on "
+            "each"
         )
     return marks
 
@@ -226,20 +243,29 @@ def _marks_upto(view: _View, whole: Rendered, count: int, turn: int) -> int:
 def _found(view: _View, whole: str, turn: int) -> tuple[int, int]:
     """(start, end) of a message in the text, by rendering up to it and with it."""
     name = f"message {turn + 1} ({view.messages[turn]['role']})"
+    origin = view.template.origin
     try:
         before = view.render(turn, prompt=True).text
         end = _end(view, whole, turn)
+        as_last = view.render(turn + 1).text
     except DataError as error:
-        raise DataError(f"{name} cannot be found in the text: {error}; {_REMEDY}") from error
-    if end is None or not whole.startswith(before) or len(before) > end:
+        raise DataError(f"{name} cannot be found in the text: {error}; give {_MARKED}") from error
+    if end is not None and whole.startswith(before) and len(before) <= end:
+        return len(before), end
+    if not as_last.startswith(before):
         raise DataError(
-            f"{name} cannot be found in the text: the chat template of {view.template.origin} "
-            f"renders the messages up to it in another way when others follow; {_REMEDY}"
+            f"{name} cannot be found in the text: the chat template of {origin} does not write it "
+            f"behind the prompt for it; give {_MARKED}"
         )
-    return len(before), end
+    raise DataError(
+        f"{name} cannot be found in the text: the chat template of {origin} renders the messages "
+        f"up to it in another way when others follow; give --train-on each or last, or {_MARKED}"
+    )
 
 
-_REMEDY = "give --train-on each or last, or --chat-template FILE with {% generation %} marks"
+_MARKED = "a --chat-template with {% generation %} marks, a file or one by its name: " + ", ".join(
+    shipped_templates()
+)
 
 
 def _end(view: _View, whole: str, turn: int) -> int | None:

@@ -30,6 +30,8 @@ from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokeniz
 from llmq.data.tokenizer_config import OWN_TOKENS
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+SHIPPED = Path(__file__).with_name("chat_templates")
+"""Templates of published formats, NAME.jinja, which mark what the model writes."""
 _PROBE = "probe"  # a reply, to see what the template writes behind it
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -226,18 +228,17 @@ def _written(source: str, messages: Sequence[Message]) -> str:
 def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
     """The tokenizer's own template, or a given one; None if it has none.
 
-    given: a file, or the name of one of the tokenizer's templates. DataError if it is damaged or
-    does not exist.
+    given: a file, or the name of one of the tokenizer's templates or of SHIPPED. DataError if it is
+    damaged or does not exist.
     """
     folder = tokenizer.folder if isinstance(tokenizer, HfTokenizer) else None
     special = _special_tokens(folder) if folder else dict.fromkeys(_SPECIAL[:2], END_OF_TEXT)
     sources = _sources_of(folder) if folder else {}
     origin = f"'{folder}'"
-    if given is not None:
-        if given not in sources or Path(given).is_file():
-            sources, origin = {"default": _read_template(Path(given))}, f"'{given}'"
-        else:
-            sources = {"default": sources[given]}
+    if given is not None and given in sources and not Path(given).is_file():
+        sources = {"default": sources[given]}
+    elif given is not None:
+        sources, origin = {"default": _given_template(given)}, f"'{given}'"
     template = ChatTemplate(sources, special, origin)
     for name, source in sources.items():
         try:
@@ -248,6 +249,23 @@ def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTe
                 f"the chat template{what} of {origin} is no template: {_said(error)}"
             ) from None
     return template if sources else None
+
+
+def shipped_templates() -> list[str]:
+    """The names of SHIPPED."""
+    return sorted(path.stem for path in SHIPPED.glob("*.jinja"))
+
+
+def _given_template(given: str) -> str:
+    path = Path(given)
+    if not path.exists() and given.lower() in shipped_templates():
+        return _read_template(SHIPPED / f"{given.lower()}.jinja")
+    if not path.exists() and path.name == given and "." not in given:
+        raise DataError(
+            f"--chat-template {given}: there is neither a file nor a template of this name: give "
+            f"a file, or one of {', '.join(shipped_templates())}"
+        )
+    return _read_template(path)
 
 
 def _sources_of(folder: Path) -> dict[str, str]:
