@@ -46,7 +46,7 @@ I32 = _dtype("i32", "I32", np.int32)
 I64 = _dtype("i64", "I64", np.int64)
 I8 = _dtype("i8", "I8", np.int8)
 U8 = _dtype("u8", "U8", np.uint8)
-NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see state/packed.py
+NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see formats/nf4.py
 
 DTYPES = {d.name: d for d in (F64, F32, BF16, E4M3, E5M2, I32, I64, I8, U8)}
 

@@ -9,12 +9,14 @@ Scratch is a stack: codes of a tensor that is gone before them are taken before 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+
+import numpy as np
 
 from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType, parse_dtype
+from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, Result, Target
 from llmq.base.tensor import Tensor
 from llmq.formats.format import (
@@ -25,14 +27,14 @@ from llmq.formats.format import (
     FastProducts,
     Format,
     Write,
-    between_blocks,
     id_of,
 )
+from llmq.formats.frozen import Encoder, Frozen, Lies
 from llmq.formats.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize
 from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
-from llmq.runtime.device import Device
+from llmq.ref import quantize as ref
 
 MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 # By --fp8-fast-accumulation. Precision is lost with the length of the sums: over features in most
@@ -47,7 +49,11 @@ FAST = {
 
 
 class E4m3(Format):
-    """Just in time: the kernel writes a tensor and records its largest value; codes follow.
+    """A tensor gets its codes just in time, or with delayed scales.
+
+    just in time  The kernel writes the tensor and records its largest value; codes follow.
+    delayed       The kernel writes codes, with the scale of earlier steps; just in time until there
+                  is one.
 
     formats: of codes, by name of a layer's tensor. products: ids of those that products write.
     limits: the largest finite value of each tensor's format, by its id. adapted: ids of the tensors
@@ -57,8 +63,9 @@ class E4m3(Format):
 
     makes_codes = True
 
-    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
-        super().__init__(dev, *between_blocks(config, options))
+    def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
+        super().prepare(config, options, scalars)
+        self.delayed = options.fp8_recipe == "delayed"
         self.multiplied, self.fast = E4M3, FAST[options.fp8_fast_accumulation]
         self.gradient_dtype = parse_dtype(options.gradient_dtype)
         self.formats: dict[str, DType] = {}
@@ -77,14 +84,17 @@ class E4m3(Format):
                 if matrix.key in needed_inputs(config, options, layer)
                 for name in (matrix.input, matrix.gradient)
             )
-        self.scales = self._make_scales()
+        if not self.delayed:
+            self.scales = Scales(self.dev, self.limits)
+            return
+        self.scales = DelayedScales(self.dev, self.limits, self.products)
+        q, q_t = self._alloc("q", self.shape), None
+        if self.adapted is None:
+            q_t = self._alloc("q_t", self.shape[::-1])
+        self._half_gradient = (q, q_t)
 
-    @classmethod
-    def of_model(
-        cls, dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
-    ) -> Format:
-        kind = DelayedE4m3 if options.fp8_recipe == "delayed" else cls
-        return kind(dev, config, options)
+    def _alloc(self, layout: str, lies: tuple[int, int]) -> Tensor:
+        return self.dev.alloc(f"d_residual.{layout}", lies, self.gradient_dtype, "Activations")
 
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
         """Formats and limits of a layer. coded: whether products write codes."""
@@ -96,9 +106,6 @@ class E4m3(Format):
             self.products.append(id_of(layer, name))
         self.formats |= names
         self.limits |= {id_of(layer, name): MAX[dtype] for name, dtype in names.items()}
-
-    def _make_scales(self) -> Scales:
-        return Scales(self.dev, self.limits)
 
     def _keeps(self, tensor_id: str) -> bool:
         """Whether the tensor is wanted beside its codes."""
@@ -132,6 +139,16 @@ class E4m3(Format):
         largest, scale = self.scales.abs_max(tensor_id), self.scales.scale(tensor_id)
         quantize.quantize(self.dev, q, q_t, scale, x, largest)
 
+    def _direct(
+        self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
+    ) -> Target:
+        return Target(out, self.scales.abs_max(tensor_id), self.scales.fp8_out(tensor_id, q, q_t))
+
+    @property
+    def _known(self) -> bool:
+        """Whether scales are there before tensors are."""
+        return self.delayed and self.scales.ready
+
     # -- inputs ----------------------------------------------------------------------------------
 
     def keep(
@@ -144,6 +161,9 @@ class E4m3(Format):
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
         q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
+        if self._known:
+            write(self._direct(x.tensor_id, kept, q, x.codes))
+            return self._fp8(x.tensor_id, kept, q, x.codes)
         with ExitStack() as inner:
             source = kept or x.place(self.dev, inner)
             write(self.measured(x.tensor_id, source))
@@ -170,8 +190,12 @@ class E4m3(Format):
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
     ) -> Operand:
         q, q_t = self._codes(temps, tensor_id, x.shape, transposed=transposed)
-        if not measured:
-            abs_max.abs_max(self.dev, self.scales.abs_max(tensor_id), x)
+        largest = None if measured else self.scales.abs_max(tensor_id)
+        if self._known:
+            quantize.scaled(self.dev, x, self.scales.fp8_out(tensor_id, q, q_t), abs_max=largest)
+            return self._fp8(tensor_id, x, q, q_t)
+        if largest is not None:
+            abs_max.abs_max(self.dev, largest, x)
         self._quantize(tensor_id, q, q_t, x)
         return self._fp8(tensor_id, x, q, q_t)
 
@@ -194,21 +218,10 @@ class E4m3(Format):
                 found[int(layer), tensor] = value
         return found
 
-
-class DelayedE4m3(E4m3):
-    """The kernel writes codes, with the scale of earlier steps; just in time until there is one."""
-
-    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
-        super().__init__(dev, config, options)
-
-        def alloc(layout: str, lies: tuple[int, int]) -> Tensor:
-            return dev.alloc(f"d_residual.{layout}", lies, self.gradient_dtype, "Activations")
-
-        q_t = alloc("q_t", self.shape[::-1]) if self.adapted is None else None
-        self._half_gradient = (alloc("q", self.shape), q_t)
-
-    def _make_scales(self) -> Scales:
-        return DelayedScales(self.dev, self.limits, self.products)
+    # -- results and gradients -------------------------------------------------------------------
+    # Without scales, what is never there but as codes is written twice: with any scale for its
+    # largest value, and with the scale that follows from it. Another form would need memory that
+    # no later step needs.
 
     def result_dtype(self, name: str) -> DType:
         return self.formats[name] if self.products else self.dtype
@@ -216,33 +229,6 @@ class DelayedE4m3(E4m3):
     @property
     def writes_once(self) -> bool:
         return self.scales.ready or not self.products
-
-    def _direct(
-        self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
-    ) -> Target:
-        return Target(out, self.scales.abs_max(tensor_id), self.scales.fp8_out(tensor_id, q, q_t))
-
-    def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        if not self.scales.ready:
-            return super().input(temps, x, write)
-        kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
-        q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
-        write(self._direct(x.tensor_id, kept, q, x.codes))
-        return self._fp8(x.tensor_id, kept, q, x.codes)
-
-    def of_tensor(
-        self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
-    ) -> Operand:
-        if not self.scales.ready:
-            return super().of_tensor(temps, tensor_id, x, measured=measured, transposed=transposed)
-        q, q_t = self._codes(temps, tensor_id, x.shape, transposed=transposed)
-        largest = None if measured else self.scales.abs_max(tensor_id)
-        quantize.scaled(self.dev, x, self.scales.fp8_out(tensor_id, q, q_t), abs_max=largest)
-        return self._fp8(tensor_id, x, q, q_t)
-
-    # Without scales, what is never there but as codes is written twice: with any scale for its
-    # largest value, and with the scale that follows from it. Another form would need memory that
-    # no later step needs.
 
     def result(
         self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
@@ -261,7 +247,7 @@ class DelayedE4m3(E4m3):
 
     def written(self, tensor_id: str, launch: Callable[[], None]) -> None:
         launch()
-        if self.products and not self.scales.ready:
+        if not self.writes_once:
             self.scales.settle(tensor_id)
             launch()
 
@@ -278,7 +264,7 @@ class DelayedE4m3(E4m3):
         settles: bool = False,
     ) -> Operand:
         keeps = self._keeps(tensor_id)
-        known = self.scales.ready or (settles and self.products)
+        known = self._known or (settles and self.products)
         if (keeps and not both) or not known:
             return super().gradient(temps, tensor_id, write, shape=shape, out=out)
         q, q_t = self._codes(temps, tensor_id, shape)
@@ -287,11 +273,45 @@ class DelayedE4m3(E4m3):
         return self._fp8(tensor_id, source, q, q_t)
 
     def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> Target:
-        if not self.scales.ready:
-            return super().half_gradient_target(tensor_id, d_out)
+        if not self._known:
+            return self.measured(tensor_id, d_out)
         return self._direct(tensor_id, d_out, *self._half_gradient)
 
     def half_gradient(self, temps: ExitStack, tensor_id: str, d_out: Tensor) -> Operand:
-        if not self.scales.ready:
+        if not self._known:
             return super().half_gradient(temps, tensor_id, d_out)
         return self._fp8(tensor_id, d_out, *self._half_gradient)
+
+    # -- frozen matrices -------------------------------------------------------------------------
+
+    def layout(self, matrix: Frozen) -> Lies:
+        return {"codes": (matrix.shape, E4M3), "scale": ((1,), F32)}
+
+    def encode(self, made: Encoder) -> None:
+        """One scale, from the largest value of the matrix."""
+        largest, scale, size = made.number(0), made.number(1), made.matrix.size
+        self.dev.zero(largest)
+        for start, count in made.pieces(size):
+            abs_max.abs_max(self.dev, largest, made.read(start, count))
+        for start, count in made.pieces(size):
+            x, codes = made.read(start, count), made.codes.view_as(E4M3).rows(0, count)
+            quantize.quantize(self.dev, codes, None, scale, x, largest)
+            made.put("codes", codes, start)
+        made.put("scale", scale, 0)
+
+    def decode(
+        self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
+    ) -> None:
+        flat = (tensor.view(matrix.size) for tensor in (out, kept["codes"]))
+        quantize.dequantize(self.dev, *flat, kept["scale"])
+
+    def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
+        return Fp8(source=None, codes=kept["codes"], transposed=transposed, scale=kept["scale"])
+
+    @staticmethod
+    def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
+        codes, scale = np.empty(x.size, E4M3.numpy), np.empty(1, np.float32)
+        largest, out = np.array([np.abs(x).max()], np.float32), np.empty(x.size, np.float32)
+        ref.quantize(codes, scale, x, largest, x.size)
+        ref.dequantize(out, codes, scale, x.size)
+        return out

@@ -1,26 +1,30 @@
 """The interface of a number format, with the answers of bf16 and fp32: products take tensors as
 they are.
 
+What frozen matrices are kept as is another part of it, which bf16 and fp32 do not have.
+
 An *operand* (`base/operand.py`) is what a product takes: a tensor, or the *codes* of one with their
 *scale*. A half of a block says "here is a function that writes the tensor", and the format gives it
 a place and makes an operand of what was written. Other formats take its methods' places:
 
-    Format        the tensor itself
-    E4m3          the kernel writes a tensor and records its largest value, codes are made of these
-    DelayedE4m3   the scale is known from earlier steps: the kernel writes the codes itself
-    Int8Format    products make codes of tensors themselves
+    Format       the tensor itself
+    E4m3         its codes, made of it once it is there, or by the kernel that makes it
+    Int8Format   products make codes of tensors themselves
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
+
+import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.operand import Operand, Result, Target
 from llmq.base.tensor import Tensor
+from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
 from llmq.formats.scales import NoScales
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -90,8 +94,8 @@ class Format:
     tensor_id: names a tensor among all of them, as id_of and HEAD do. An operand's memory is
     scratch and lives as long as `temps`, but for what is kept for backward.
 
-    multiplied: the format of an input as products multiply it. fast: which products may sum with
-    fewer bits.
+    shape: (rows, C), dtype: of the tensors between blocks; the head's have fewer rows. multiplied:
+    the format of an input as products multiply it. fast: which products may sum with fewer bits.
     """
 
     makes_codes = False
@@ -100,17 +104,14 @@ class Format:
     scales = NoScales()
     fast = FastProducts()
 
-    def __init__(self, dev: Device, shape: tuple[int, int], dtype: DType):
-        """shape: (rows, C), dtype: of the tensors between blocks; the head's have fewer rows."""
-        self.dev, self.shape, self.dtype = dev, shape, dtype
-        self.multiplied = dtype
+    def __init__(self, dev: Device):
+        self.dev = dev
 
-    @classmethod
-    def of_model(
-        cls, dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
-    ) -> Format:
-        """Make the format that `format_of` names."""
-        return cls(dev, *between_blocks(config, options))
+    def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
+        """Before products: allocates what is needed of a model all the time. As of `format_of`."""
+        rows = options.batch_size * options.local_seq_len
+        self.shape, self.dtype = (rows, config.hidden_size), parse_dtype(options.model_dtype)
+        self.multiplied = self.dtype
 
     # -- products --------------------------------------------------------------------------------
 
@@ -243,8 +244,32 @@ class Format:
         """
         return {}
 
+    # -- frozen matrices -------------------------------------------------------------------------
 
-def between_blocks(config: ModelConfig, options: TrainConfig) -> tuple[tuple[int, int], DType]:
-    """Shape (rows, C) and format of what is between the blocks of a micro-step."""
-    rows = options.batch_size * options.local_seq_len
-    return (rows, config.hidden_size), parse_dtype(options.model_dtype)
+    def layout(self, matrix: Frozen) -> Lies:
+        """The tensors that a matrix is kept as."""
+
+    def piece(self, matrix: Frozen) -> int:
+        """How many of its elements are encoded at a time."""
+        return piece_of(matrix.size)
+
+    def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
+        """Before the first is encoded: allocates what is needed beside them.
+
+        multiplied: whether products read them as they are kept.
+        """
+
+    def encode(self, made: Encoder) -> None:
+        """Read a matrix in pieces, and put its tensors."""
+
+    def decode(
+        self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
+    ) -> None:
+        """out, of the matrix's shape, from its tensors. scale: F32 (1,) out, if it is of e4m3."""
+
+    def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
+        """What a product reads of a matrix that is kept so. transposed: codes (..., in, out)."""
+
+    @staticmethod
+    def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
+        """The elements x (n,) of a matrix encoded and decoded, F32 (n,), by the references."""

@@ -15,13 +15,19 @@ over steps; others to nearest, so that what is computed again is the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import I8, DType
+from llmq.base.dtypes import F32, I8
 from llmq.base.operand import Int8, Operand, Rounded, Stochastic
 from llmq.base.tensor import Tensor
-from llmq.formats.format import FORWARD, WEIGHT, Format, between_blocks
+from llmq.formats.format import FORWARD, WEIGHT, Format
+from llmq.formats.frozen import ROWS, Encoder, Frozen, Lies
+from llmq.ops import quantize_int8
 from llmq.options.options import TrainConfig
-from llmq.runtime.device import Device
+from llmq.ref import quantize_int8 as ref
 
 SALT = 0x80000000  # others' salts count from 0
 
@@ -29,24 +35,10 @@ SALT = 0x80000000  # others' salts count from 0
 class Int8Format(Format):
     """Operands are tensors until they are multiplied."""
 
-    def __init__(
-        self,
-        dev: Device,
-        shape: tuple[int, int],
-        dtype: DType,
-        scalars: Tensor | None,
-        seq_len: int,
-    ):
-        """scalars: StepScalars, which backward needs. seq_len: rows of one sequence."""
-        super().__init__(dev, shape, dtype)
+    def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
+        super().prepare(config, options, scalars)
         self.multiplied = I8
-        self._scalars, self._seq_len = scalars, seq_len
-
-    @classmethod
-    def of_model(
-        cls, dev: Device, config: ModelConfig, options: TrainConfig, scalars: Tensor | None
-    ) -> Format:
-        return cls(dev, *between_blocks(config, options), scalars, options.local_seq_len)
+        self._scalars, self._seq_len = scalars, options.local_seq_len
 
     def pair(self, which: str, a: Operand, b: Operand, salt: int) -> tuple[Operand, Operand]:
         frozen = isinstance(b, Int8)
@@ -60,3 +52,48 @@ class Int8Format(Format):
 
     def _stochastic(self, x: Tensor, salt: int) -> Rounded:
         return Rounded(source=x, stochastic=Stochastic(self._scalars, SALT + salt, self._seq_len))
+
+    def layout(self, matrix: Frozen) -> Lies:
+        rows = matrix.size // matrix.columns
+        return {"codes": (matrix.shape, I8), "scale": ((rows,), F32)}
+
+    def piece(self, matrix: Frozen) -> int:
+        return max(super().piece(matrix), ROWS * matrix.columns)
+
+    def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
+        if multiplied:
+            widest = max(matrix.columns for matrix in matrices)
+            self._ones = self.dev.alloc("int8_ones", (widest,), F32, "Activations")
+            self.dev.upload(self._ones, np.ones(widest, np.float32))
+
+    def encode(self, made: Encoder) -> None:
+        """In pieces of whole rows."""
+        columns = made.matrix.columns
+        for start, size in made.pieces(made.matrix.size, ROWS * columns):
+            count = size // columns
+            codes, scales = made.codes.view_as(I8).rows(0, size), made.scales.rows(0, count)
+            x, shape = made.read(start, size), (count, columns)
+            quantize_int8.rows(self.dev, codes.view(*shape), scales, x.view(*shape))
+            made.put("codes", codes, start)
+            made.put("scale", scales, start // columns * F32.itemsize)
+
+    def decode(
+        self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
+    ) -> None:
+        shape = (matrix.size // matrix.columns, matrix.columns)
+        codes = kept["codes"].view(*shape)
+        quantize_int8.decode(self.dev, out.view(*shape), codes, kept["scale"])
+
+    def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
+        codes = kept["codes"]
+        ones = self._ones.rows(0, codes.shape[-1])
+        return Int8(codes=codes, transposed=transposed, scale=kept["scale"], ones=ones)
+
+    @staticmethod
+    def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
+        x = x.reshape(-1, matrix.columns)
+        codes, scale = np.empty(x.shape, np.int8), np.empty(len(x), np.float32)
+        ref.quantize_int8_rows(codes, scale, x, None, None, 0, 1, *x.shape)
+        out = np.empty(x.shape, np.float32)
+        ref.quantize_int8_decode(out, codes, scale, *x.shape)
+        return out.reshape(-1)

@@ -1,4 +1,4 @@
-"""Scales of activations and of their gradients in fp8; those of weights are in `state/quants.py`.
+"""Scales of activations and of their gradients in fp8; those of weights are in `state/codes.py`.
 
 There is a slot for each tensor, with its largest absolute value and its scale.
 

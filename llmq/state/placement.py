@@ -52,7 +52,7 @@ class SlabPlacement:
     """The stores of one slab; None where it has no such tensor.
 
     trainable: the optimizer updates it. group: of slabs that the optimizer treats alike.
-    work: what products read. base: codes that a frozen block is kept as, see state/bases.py; as a
+    work: what products read. base: codes that a frozen block is kept as, see state/frozen.py; as a
     shard, ranks gather them at each use. master: the shard that work weights are made from, where
     it is not a part of these themselves. part: of streamed work weights a shard in their format,
     where that is not the master; without both, codes are made from the master at every gather.

@@ -23,16 +23,16 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
+from llmq.formats.frozen import Write
 from llmq.ops import convert
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state import fresh
-from llmq.state.bases import Bases
+from llmq.state.codes import HeadCodes, Transposes, WeightCodes
+from llmq.state.frozen import Elements, FrozenBlocks, of_host, one_by_one
 from llmq.state.mirrors import Mirrors
-from llmq.state.packing import Elements, Packer, Write, of_host, one_by_one
 from llmq.state.params import SHARED, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
-from llmq.state.quants import HeadQuants, Quants
 
 SLOTS = 2  # one block is used, the next one arrives
 
@@ -74,23 +74,21 @@ class Weights:
         self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
         self._mirrors = Mirrors(dev)
         coded = tuple(slab for slab in table if placement[slab.name].is_coded)
-        self.quants = Quants(dev, coded, placement) if coded else None
         kept = tuple(slab for slab in table if placement[slab.name].base is not None)
-        self.bases = Bases(dev, kept, placement) if kept else None
-        self._packer = Packer(dev, self.bases) if kept else None
+        self._transposes = Transposes(dev, table, placement)
+        self.weight_codes = WeightCodes(dev, coded, self._transposes) if coded else None
+        self.frozen = FrozenBlocks(dev, kept, placement, self._transposes) if kept else None
         for slab in table:
             if placement[slab.name].base is None:
                 self._alloc_slab(slab)
         for slab in kept:
-            self._add_mirror(slab.name, self.bases.packed[slab.name])
+            self._add_mirror(slab.name, self.frozen.packed[slab.name])
         others = {name: w for name, w in self._whole.items() if not self.slabs[name].is_block}
         self._views = by_block(table, others)
-        if self.quants is not None:
-            self.quants.alloc_transposed(self._whole)
         self._lm_head = self._views["head"].get("lm_head", self._views["embed"]["embed"])
         self._lm_head_slab = "head" if "head" in self.slabs else "embed"
         head = placement.head
-        self._head_quants = None if head is None else HeadQuants(dev, self._lm_head, head.dtype)
+        self._head_codes = None if head is None else HeadCodes(dev, self._lm_head, head.dtype)
         streamed = [slab for slab in table if placement[slab.name].work.streamed]
         self.slots = [self._alloc_slot(i, streamed) for i in range(SLOTS if streamed else 0)]
         self._lane = Lane(dev, range(SLOTS), arrive="comm")
@@ -107,8 +105,8 @@ class Weights:
         return self.dev.alloc(name, (size,), store.dtype, category, store.memory)
 
     def _alloc_slot(self, index: int, slabs: list[Slab]) -> Tensor:
-        if self.bases is not None:
-            return self.bases.alloc_slot(index)
+        if self.frozen is not None:
+            return self.frozen.alloc_slot(index)
         longest = max(slabs, key=lambda slab: slab.size)
         stores = self.placement[longest.name]
         category = "Quants" if stores.is_coded else "Weights"
@@ -182,7 +180,7 @@ class Weights:
         """Whether transposed codes can be made of the master itself, when they are needed: that
         reads and writes less than codes from which they are made."""
         alone = self.dev.mesh.size("shard") == 1 and block not in self._part
-        return self.quants is not None and alone and not self.master[block].on_host
+        return self.weight_codes is not None and alone and not self.master[block].on_host
 
     def _gather_whole(self, name: str) -> None:
         self._pass.to_gather.remove(name)
@@ -193,21 +191,25 @@ class Weights:
         self.dev.mesh.group("shard").all_gather(
             whole, slab.shard(whole, self.dev.mesh.index("shard"))
         )
-        if self.placement[name].is_coded:
-            self.quants.keep_transposed(name)
-        if self._head_quants is not None and name == self._lm_head_slab:
-            self._head_quants.quantize()
+        self._keep_transposed(name)
+        if self._head_codes is not None and name == self._lm_head_slab:
+            self._head_codes.quantize()
+
+    def _keep_transposed(self, name: str) -> None:
+        """Make the transposed codes of a whole slab, if it keeps them."""
+        if name in self._transposes.own:
+            self._transposes.written(name, self.weight_codes.operands(name, self._whole[name]))
 
     def _gather_streamed(self, name: str, slot: Tensor) -> None:
-        if self.bases is not None:
-            self.bases.arrive(name, slot, self._mirrors.get(name))
+        if self.frozen is not None:
+            self.frozen.arrive(name, slot, self._mirrors.get(name))
             return
         slab = self.slabs[name]
         whole = slot.rows(0, slab.size)
         part = self._part.get(name)
         if part is None:
             part = slab.shard(whole, self.dev.mesh.index("shard"))
-            self.quants.quantize(name, self.master[name], part, self._pass.partly.get(name))
+            self.weight_codes.quantize(name, self.master[name], part, self._pass.partly.get(name))
         self.dev.mesh.group("shard").all_gather(whole, part, self._mirrors.get(name))
 
     def get(self, block: str, *, transposed: bool = False) -> dict[str, Operand]:
@@ -224,11 +226,9 @@ class Weights:
             self._operands[key] = self._views.get(block, {}) | self._matrices(block, slot)
         if transposed and block in self._pass.partly:
             there = self._pass.partly[block]
-            return self.quants.turned(block, self._operands[key], self.master[block], there)
-        if transposed and self.quants is not None:
-            self.quants.make_transposed(block, self._operands[key])
-        if transposed and self.bases is not None:
-            self.bases.make_transposed(self._operands[key])
+            return self.weight_codes.turned(block, self._operands[key], self.master[block], there)
+        if transposed:
+            self._transposes.used(block, self._operands[key])
         return self._operands[key]
 
     def _arrived(self, block: str) -> Tensor:
@@ -240,17 +240,17 @@ class Weights:
     def _matrices(self, block: str, slot: Tensor | None) -> dict[str, Operand]:
         """Those of a transformer block, by key."""
         slab, matrices = self.slabs.get(block), slot or self._whole.get(block)
-        if self.bases is not None and block in self.bases.slabs:
-            return self.bases.operands(block, slot)
+        if self.frozen is not None and block in self.frozen.slabs:
+            return self.frozen.operands(block, slot)
         if slab is None or not slab.is_block:
             return {}
-        if self.quants is not None:
-            return self.quants.operands(block, matrices)
+        if self.weight_codes is not None:
+            return self.weight_codes.operands(block, matrices)
         return {p.key: slab.view(matrices, p) for p in slab.params}
 
     def lm_head(self) -> Operand:
         """The matrix that makes logits; its block must have been got in this micro-step."""
-        return self._lm_head if self._head_quants is None else self._head_quants.operand
+        return self._lm_head if self._head_codes is None else self._head_codes.operand
 
     def release(self, block: str) -> None:
         """Say that enqueued work was the last to read this block's work weights."""
@@ -266,13 +266,13 @@ class Weights:
         """Before masters are written. names: of these slabs; None: of those that are trained."""
         names = self._trained if names is None else names
         self._pass = _Pass(changing=names)
-        if self.quants is not None:
-            self.quants.forget(names)
+        if self.weight_codes is not None:
+            self.weight_codes.forget(names)
 
     def observe(self, slab: Slab, start: int, stop: int, master: Tensor) -> None:
         """Look at elements [start, stop) of a slab, which have just been written, in `master`."""
-        if self.quants is not None and slab.is_block:
-            self.quants.observe(slab, start, stop, master)
+        if self.weight_codes is not None and slab.is_block:
+            self.weight_codes.observe(slab, start, stop, master)
 
     def codes(self, name: str) -> Tensor | None:
         """This rank's codes of a slab, where it keeps any from update to update."""
@@ -284,23 +284,23 @@ class Weights:
 
     def quantize(self, name: str, master: Tensor, codes: Tensor) -> None:
         """codes (n,) of this rank's shard, from `master` (n,), all of which was observed."""
-        self.quants.finish_scales()
-        self.quants.quantize(name, master, codes)
+        self.weight_codes.finish_scales()
+        self.weight_codes.quantize(name, master, codes)
         self._pass.quantized.add(name)
 
     def finish_update(self) -> None:
         """Make from the updated masters what products and peers read. Only launches."""
         alone = self.dev.mesh.size("shard") == 1
-        if self.quants is not None:
-            self.quants.finish_scales()
-            for name in [name for name in self.quants.slabs if name in self._pass.changing]:
+        if self.weight_codes is not None:
+            self.weight_codes.finish_scales()
+            for name in [name for name in self.weight_codes.slabs if name in self._pass.changing]:
                 codes = self.codes(name)
                 if codes is not None and name not in self._pass.quantized:
-                    self.quants.quantize(name, self.master[name], codes)
-                if name in self._whole and alone:
-                    self.quants.keep_transposed(name)
-        if self._head_quants is not None and alone and self._lm_head_slab in self._pass.changing:
-            self._head_quants.quantize()
+                    self.weight_codes.quantize(name, self.master[name], codes)
+                if alone:
+                    self._keep_transposed(name)
+        if self._head_codes is not None and alone and self._lm_head_slab in self._pass.changing:
+            self._head_codes.quantize()
 
     def updated(self) -> None:
         """Say that an update has been enqueued: what others gathered is no longer right."""
@@ -345,8 +345,8 @@ class Weights:
 
             return write, self.placement["embed"].work.dtype
 
-        if self._packer is not None:
-            self._packer.fill(source)
+        if self.frozen is not None:
+            self.frozen.fill(source)
         self.refresh()
 
     def load(
@@ -375,8 +375,8 @@ class Weights:
                 for tensor in held:
                     part = tensor.rows(at, at + target.size)
                     self.dev.upload(part, flat.astype(tensor.dtype.numpy, copy=False))
-        if self._packer is not None:
-            self._packer.fill(of_host(self.dev, elements or one_by_one(read)))
+        if self.frozen is not None:
+            self.frozen.fill(of_host(self.dev, elements or one_by_one(read)))
         self.refresh()
 
     def _with_masters(self) -> list[Slab]:

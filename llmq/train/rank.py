@@ -18,7 +18,7 @@ from llmq.comm.collectives import silenced
 from llmq.model.results import Result
 from llmq.model.step import Step
 from llmq.runtime.device import Device
-from llmq.state.packing import Elements
+from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.pieces import Piece
 

@@ -31,7 +31,7 @@ from llmq.runtime.mesh import DATA
 from llmq.runtime.processes import processes
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
-from llmq.state.packing import Elements
+from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.placement import mesh_of
 from llmq.state.snapshot import Snapshot

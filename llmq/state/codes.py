@@ -1,4 +1,4 @@
-"""FP8 copies of weight matrices, made once per update: codes, transposed codes, one scale each.
+"""Codes of weight matrices that are trained, made once per update, and of all the other layout.
 
 A rank quantizes the part of each matrix that it owns, with a scale from the whole matrix: every
 rank records the largest values of its parts, and the ranks' maxima give the scales.
@@ -6,64 +6,91 @@ rank records the largest values of its parts, and the ranks' maxima give the sca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from llmq.base.dtypes import E4M3_MAX, F32, DType
-from llmq.base.operand import Fp8, Operand
+from llmq.base.dtypes import E4M3, E4M3_MAX, F32, DType
+from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, quantize
 from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
-from llmq.state.params import Param, Slab, planes
-from llmq.state.placement import Placement, Store
+from llmq.state.params import Slab, planes
+from llmq.state.placement import Placement
 
 
-class Quants:
-    """The codes of the blocks' matrices. Codes lie in tensors of a slab's layout, whole or a rank's
-    shard."""
+def transpose(dev: Device, transposed: Tensor, codes: Tensor) -> None:
+    """Codes of a matrix, or of those of all experts, in the other layout."""
+    # Bytes, whatever they are: the kernel moves them.
+    both = (tensor.view_as(E4M3) for tensor in (transposed, codes))
+    for pair in zip(*map(planes, both), strict=True):
+        quantize.transpose(dev, *pair)
 
-    def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
+
+class Transposes:
+    """Transposed codes of the blocks' matrices: of each block, or one set for the block in use.
+
+    own: blocks that keep theirs.
+    """
+
+    def __init__(self, dev: Device, table: Iterable[Slab], placement: Placement):
+        self.dev, self.own = dev, set[str]()
+        self._of: dict[str, dict[str, Tensor]] = {}
+        shared: dict[str, Tensor] = {}
+        for slab in table:
+            store = placement[slab.name].transposed
+            if store is None:
+                continue
+            found, prefix = (shared, "") if store.streamed else ({}, f"{slab.name}.")
+            for p in slab.params:
+                if p.key not in found:
+                    name, shape = f"{prefix}{p.key}.q_t", p.transposed_shape
+                    found[p.key] = dev.alloc(name, shape, store.dtype, "Quants", store.memory)
+            self._of[slab.name] = found
+            if not store.streamed:
+                self.own.add(slab.name)
+
+    def __getitem__(self, name: str) -> dict[str, Tensor]:
+        return self._of[name]
+
+    def written(self, name: str, operands: Mapping[str, Operand]) -> None:
+        """Make those of a block whose codes have been written, if it keeps them."""
+        if name in self.own:
+            self._make(operands)
+
+    def used(self, name: str, operands: Mapping[str, Operand]) -> None:
+        """Make those of a block if it does not keep them; until another one does so."""
+        if name in self._of and name not in self.own:
+            self._make(operands)
+
+    def _make(self, operands: Mapping[str, Operand]) -> None:
+        for operand in operands.values():
+            if isinstance(operand, Fp8 | Int8):
+                transpose(self.dev, operand.transposed, operand.codes)
+
+
+class WeightCodes:
+    """Of the blocks' matrices. Codes lie in tensors of a slab's layout, whole or a rank's shard."""
+
+    def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes):
         """table: the slabs that have codes."""
-        self.dev, self.placement = dev, placement
+        self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
-        matrices = [param for slab in self.slabs.values() for param in slab.params]
-        n = len(matrices) * STRIDE
+        names = [param.name for slab in table for param in slab.params]
+        n = len(names) * STRIDE
         self._abs_maxes = dev.alloc("weight_abs_maxes", (n,), F32, "Quants")
         self._scales = dev.alloc("weight_scales", (n,), F32, "Quants")
-        names = [param.name for param in matrices]
         self._abs_max_of, self._scale_of = slots(self._abs_maxes, names), slots(self._scales, names)
         self._gathered = (
             dev.alloc("weight_abs_maxes.all", (n * dev.mesh.size("shard"),), F32, "Quants")
             if dev.mesh.size("shard") > 1
             else None
         )
-        self._codes: dict[str, dict[str, Tensor]] = {}  # of whole slabs, by slab and key
-        self._transposed: dict[str, dict[str, Tensor]] = {}
-        self._shared: dict[str, Tensor] = {}
-
-    def alloc_transposed(self, whole: Mapping[str, Tensor]) -> None:
-        """Transposed codes: of slabs that keep their own, which are in `whole`; else one set."""
-        for name, slab in self.slabs.items():
-            store = self.placement[name].transposed
-            if not store.streamed:
-                self._codes[name] = {p.key: slab.view(whole[name], p) for p in slab.params}
-                self._transposed[name] = {
-                    p.key: self._alloc_transposed(p, p.name, store) for p in slab.params
-                }
-            for p in slab.params if store.streamed else ():
-                if p.key not in self._shared:
-                    self._shared[p.key] = self._alloc_transposed(p, p.key, store)
-
-    def _alloc_transposed(self, param: Param, name: str, store: Store) -> Tensor:
-        shape = param.transposed_shape
-        return self.dev.alloc(f"{name}.q_t", shape, store.dtype, "Quants", store.memory)
 
     def operands(self, name: str, codes: Tensor) -> dict[str, Operand]:
         """A block's matrices by key, as products take them. codes: the whole slab."""
-        slab = self.slabs[name]
-        transposed = self._transposed.get(name, self._shared)
+        slab, transposed = self.slabs[name], self.transposes[name]
         return {
             p.key: Fp8(
                 source=None,
@@ -111,21 +138,10 @@ class Quants:
             scale, largest = self._scale_of[param.name], self._abs_max_of[param.name]
             quantize.quantize(self.dev, q, None, scale, x, largest)
 
-    def keep_transposed(self, name: str) -> None:
-        """Make the transposed codes of a whole slab, if they are kept."""
-        for key, codes in self._codes.get(name, {}).items():
-            self._transpose(self._transposed[name][key], codes)
-
-    def make_transposed(self, name: str, operands: Mapping[str, Operand]) -> None:
-        """Make the transposed codes of a block if they are not kept; until another one does so."""
-        for operand in operands.values() if name not in self._codes else ():
-            if isinstance(operand, Fp8):
-                self._transpose(operand.transposed, operand.codes)
-
     def turned(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
     ) -> dict[str, Operand]:
-        """Do as make_transposed, for a block of which only some codes are there; the operands then.
+        """As Transposes.used, of a block of which only some codes are there; the operands then.
 
         The other matrices' transposed codes are made of the whole slab's master (n,).
         """
@@ -133,7 +149,7 @@ class Quants:
         for p in self.slabs[name].params:
             operand = operands[p.key]
             if p.key in there:
-                self._transpose(operand.transposed, operand.codes)
+                transpose(self.dev, operand.transposed, operand.codes)
                 continue
             x, largest = self.slabs[name].view(master, p), self._abs_max_of[p.name]
             for q_t, part in zip(planes(operand.transposed), planes(x), strict=True):
@@ -141,13 +157,9 @@ class Quants:
             made[p.key] = replace(operand, codes=None)
         return made
 
-    def _transpose(self, transposed: Tensor, codes: Tensor) -> None:
-        for pair in zip(planes(transposed), planes(codes), strict=True):
-            quantize.transpose(self.dev, *pair)
 
-
-class HeadQuants:
-    """The codes of the LM head's matrix, which every rank quantizes as a whole."""
+class HeadCodes:
+    """Of the LM head's matrix, which every rank quantizes as a whole."""
 
     def __init__(self, dev: Device, matrix: Tensor, dtype: DType):
         self.dev = dev
