@@ -15,9 +15,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.merge import merge_adapter
+from llmq.checkpoint.merge import as_kept, merge_adapter
 from llmq.options.cards import card_of
 from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig

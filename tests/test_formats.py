@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.merge import as_kept
 from tests import mx8
 from tests.bases import block_weights
 from tests.models import exported, random_batch, trainer_for

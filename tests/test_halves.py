@@ -11,9 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from llmq.arch import ARCHITECTURES
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.merge import merged_reader
+from llmq.checkpoint.merge import as_kept, merged_reader
 from llmq.checkpoint.peft_export import target_modules
 from llmq.checkpoint.principal import Split
 from llmq.comm.connect import connect

@@ -12,10 +12,9 @@ from safetensors.numpy import load_file
 
 from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.export import export_checkpoint
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.merge import merge_adapter
+from llmq.checkpoint.merge import as_kept, merge_adapter
 from llmq.checkpoint.principal import Split, principal
 from llmq.options.adapters import adapters_of
 from llmq.options.options import TrainConfig

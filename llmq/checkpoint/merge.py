@@ -12,7 +12,6 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
-from llmq.checkpoint.base_format import as_kept
 from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.finite import all_finite
@@ -21,6 +20,7 @@ from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
+from llmq.formats import FORMATS
 from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model
@@ -68,6 +68,23 @@ def merged_reader(
         return weight
 
     return read
+
+
+def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[..., np.ndarray]:
+    """Reads parameters as a run with --base-dtype computes with them: made to codes and back, F32.
+
+    read: a parameter of a weight table in its shape. dtype: None, bf16, fp32: as they are.
+    """
+    if dtype not in QUANTIZED:
+        return read
+
+    def read_kept(param: Param) -> np.ndarray:
+        values = read(param)
+        if not param.block.startswith("layers.") or param.kind != "matrix" or param.of_adapter:
+            return values
+        return FORMATS[dtype].rounded(param, values.reshape(-1)).reshape(param.shape)
+
+    return read_kept
 
 
 @contextmanager

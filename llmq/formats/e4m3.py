@@ -61,7 +61,7 @@ class E4m3(Format):
     transposed codes.
     """
 
-    makes_codes = True
+    weights, makes_codes = E4M3, True
 
     def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
@@ -95,6 +95,10 @@ class E4m3(Format):
 
     def _alloc(self, layout: str, lies: tuple[int, int]) -> Tensor:
         return self.dev.alloc(f"d_residual.{layout}", lies, self.gradient_dtype, "Activations")
+
+    @property
+    def head(self) -> Format:
+        return self if HEAD in self.formats else super().head
 
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
         """Formats and limits of a layer. coded: whether products write codes."""

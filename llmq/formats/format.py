@@ -98,6 +98,8 @@ class Format:
     the format of an input as products multiply it. fast: which products may sum with fewer bits.
     """
 
+    weights: DType | None = None
+    """What products read of weights that are trained, where it is codes that an update makes."""
     makes_codes = False
     """Whether codes of inputs are made before products, so that a product that is computed again
     needs its input made again."""
@@ -112,6 +114,11 @@ class Format:
         rows = options.batch_size * options.local_seq_len
         self.shape, self.dtype = (rows, config.hidden_size), parse_dtype(options.model_dtype)
         self.multiplied = self.dtype
+
+    @property
+    def head(self) -> Format:
+        """The format of the LM head's products."""
+        return Format(self.dev)
 
     # -- products --------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ class DelayedScales(Scales):
         """The place where a product writes a tensor's codes, and what its reader has to find out of
         it.
 
-        codes: None as `Operands.result` has it. again: it was read before, or is made again.
+        codes: None as `Format.result` has it. again: it was read before, or is made again.
         """
         known = (self.scale(name), self._factor_of[name], self._largest_of[name])
         unknown = (None, None) if again else (self.abs_max(name), self._saturated_of[name])

@@ -33,7 +33,6 @@ from llmq.model.block_norms import BlockNorms
 from llmq.model.halves import HALVES
 from llmq.model.halves.half import Frame, Shared
 from llmq.model.layer import Layer, LayerStreams
-from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals
 from llmq.options.options import TrainConfig
@@ -81,8 +80,7 @@ class Blocks:
     ):
         """Allocates every activation of a micro-step. backend and what follows: as of Model."""
         shape, dtype = operands.shape, operands.dtype
-        linear = Linear(dev, operands, operands.fast.blocks)
-        self.linear = linear = BlockLinear(dev, config, options, linear, dtype, scalars)
+        self.linear = linear = BlockLinear(dev, config, options, operands, scalars)
         self.residuals = residuals
         specs = [config.halves(layer) for layer in range(config.num_layers)]
         # These halves add to the stream themselves.

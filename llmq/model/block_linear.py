@@ -19,18 +19,17 @@ from functools import partial
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import DType
 from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
 from llmq.base.operand import Operand, Result, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.format import BACKWARD, FORWARD
+from llmq.formats.format import BACKWARD, FORWARD, Format
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
-from llmq.ops.product import product
+from llmq.ops.product import product, takes_addend
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -55,12 +54,12 @@ class BlockLinear:
         dev: Device,
         config: ModelConfig,
         options: TrainConfig,
-        linear: Linear,
-        dtype: DType,
+        format: Format,
         scalars: Tensor | None,
     ):
-        """dtype: of activations. scalars: StepScalars, which a model with adapters needs."""
-        self.dev, self.config, self.linear, self.drops = dev, config, linear, False
+        """format: of the products. scalars: StepScalars, which a model with adapters needs."""
+        self.dev, self.config, self.format, self.drops = dev, config, format, False
+        self.linear = Linear(dev, format, format.fast.blocks)
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
@@ -76,17 +75,19 @@ class BlockLinear:
         widest = 0
         for layer, matrix in all_adapted(config, adapters.targets):
             width, name = padded_columns(len(matrix.parts), adapters.rank), matrix.key
-            hidden = dev.alloc(f"{name}_hidden.{layer}", (self._rows, width), dtype, "Activations")
+            hidden = dev.alloc(
+                f"{name}_hidden.{layer}", (self._rows, width), format.dtype, "Activations"
+            )
             self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden)
             widest = max(widest, width)
         # One matrix at a time: its gradients follow its input's.
-        self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), dtype, "Activations")
+        self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), format.dtype, "Activations")
 
     def takes_addend(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
-        hidden = None if parts is None else parts.hidden
-        return self.linear.takes_addend(out, features, hidden)
+        hidden, fast = parts and parts.hidden, self.linear.fast.forward
+        return takes_addend(self.dev, out, self.format.multiplied, features, hidden, fast=fast)
 
     def forward(
         self,

@@ -70,8 +70,8 @@ class Head:
             self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
-        self.fp8 = options.head_dtype == "e4m3"
-        self.operands = operands if self.fp8 else Format(dev)
+        self.operands = operands.head
+        self.fp8 = self.operands.makes_codes
         self.linear = Linear(dev, self.operands, self.operands.fast.head)
         if self.fp8:
             self._code_scale = gradient_scale(z_loss, largest)

@@ -21,7 +21,7 @@ from llmq.base.operand import Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Fast, Format
 from llmq.ops import bias as bias_op
-from llmq.ops.product import product, takes_addend
+from llmq.ops.product import product
 from llmq.runtime.device import Device
 
 EXACT = Fast()
@@ -34,14 +34,6 @@ class Linear:
     def __init__(self, dev: Device, format: Format | None = None, fast: Fast = EXACT):
         """format: of the operands; None: they are tensors that are multiplied as they are."""
         self.dev, self.format, self.fast = dev, format, fast
-
-    def takes_addend(self, out: Tensor, features: int, hidden: Tensor | None) -> bool:
-        """Whether forward takes an addend for an `out` like this one.
-
-        features: of x. hidden: of adapters; None: there are none.
-        """
-        dtype, fast = self.format.multiplied, self.fast.forward
-        return takes_addend(self.dev, out, dtype, features, hidden, fast=fast)
 
     def how(self, which: str, a: Operand, b: Operand, salt: int = 0) -> dict[str, Any]:
         """The arguments of `product` that make it one of the three.

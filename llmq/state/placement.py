@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
+from llmq.formats import FORMATS
 from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
@@ -76,8 +77,8 @@ class SlabPlacement:
 
     @property
     def is_coded(self) -> bool:
-        """Whether products read fp8 codes that are made after every update."""
-        return self.base is None and self.work.dtype == E4M3
+        """Whether products read codes that are made after every update."""
+        return self.base is None and self.transposed is not None
 
     @property
     def decodes(self) -> bool:
@@ -203,29 +204,28 @@ def place(
         )
         for slab in table
     }
-    head = Store(dtype=E4M3) if config.head_dtype == "e4m3" else None
-    return Placement(slabs=slabs, head=head)
+    codes = FORMATS[config.head_dtype].weights
+    return Placement(slabs=slabs, head=None if codes is None else Store(dtype=codes))
 
 
 def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool) -> SlabPlacement:
     if slab.is_block and config.is_quantized:
         return _place_base(config, slab, shards)
     dtype, differs = parse_dtype(config.model_dtype), config.own_master
-    coded = slab.is_block and config.is_fp8
+    coded = FORMATS[config.matmul_dtype].weights if slab.is_block else None
     streams = slab.is_block and config.streams_weights(shards)
     updates_another = config.has_masters(shards) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
     source = _source(config) if streams else None
     master_dtype = config.master_dtype if trainable else config.model_dtype
     master = _shard(config, master_dtype, offloaded=config.offload_master)
-    transposed = Store(dtype=E4M3, streamed=streams or not config.keep_transposed)
     placement = SlabPlacement(
         trainable=trainable,
         group=_group(slab),
-        work=Store(dtype=E4M3 if coded else dtype, streamed=streams),
+        work=Store(dtype=coded or dtype, streamed=streams),
         master=master if coded or (trainable and updates_another) else None,
         part=None if gathers_master else source,
-        transposed=transposed if coded else None,
+        transposed=coded and Store(dtype=coded, streamed=streams or not config.keep_transposed),
         mirror=_mirror(config, source, shards),
     )
     return _trained(config, slab, shards, placement) if trainable else placement
@@ -241,8 +241,10 @@ def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
     """The placement of a frozen block that is kept as codes."""
     streams, source = config.streams_weights(shards), _source(config)
     base = source if streams else Store(dtype=source.dtype)
-    codes = config.is_fp8 or config.matmul_dtype == config.base_dtype
-    dtype = parse_dtype(config.matmul_dtype if codes else config.model_dtype)
+    codes = FORMATS[config.matmul_dtype].weights
+    if config.matmul_dtype == config.base_dtype:
+        codes = parse_dtype(config.base_dtype)
+    dtype = codes or parse_dtype(config.model_dtype)
     work = Store(dtype=dtype, streamed=streams or dtype != base.dtype)
     shared = work.streamed or not config.keep_transposed
     return SlabPlacement(
@@ -250,7 +252,7 @@ def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
         group=_group(slab),
         work=work,
         base=base,
-        transposed=Store(dtype=dtype, streamed=shared) if codes else None,
+        transposed=codes and Store(dtype=codes, streamed=shared),
         mirror=_mirror(config, source if streams else None, shards),
     )
 
