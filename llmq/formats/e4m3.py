@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import copy
 
 import numpy as np
 
@@ -20,11 +21,12 @@ from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, DType, parse_d
 from llmq.base.operand import Fp8, Operand, Result, Target
 from llmq.base.tensor import Tensor
 from llmq.formats.format import (
+    BACKWARD,
+    FORWARD,
     HEAD,
+    WEIGHT,
     Activation,
     Alloc,
-    Fast,
-    FastProducts,
     Format,
     Write,
     id_of,
@@ -41,11 +43,12 @@ MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 # products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
 # input.
 FAST = {
-    "none": FastProducts(),
-    "forward": FastProducts(Fast(forward=True), Fast(forward=True)),
-    "activations": FastProducts(Fast(forward=True, d_x=True), Fast(forward=True)),
-    "all": FastProducts(*[Fast(forward=True, d_x=True, d_weight=True)] * 2),
+    "none": ((), ()),
+    "forward": ((FORWARD,), (FORWARD,)),
+    "activations": ((FORWARD, BACKWARD), (FORWARD,)),
+    "all": ((FORWARD, BACKWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT)),
 }
+"""Products of blocks, of the head."""
 
 
 class E4m3(Format):
@@ -66,7 +69,8 @@ class E4m3(Format):
     def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
         self.delayed = options.fp8_recipe == "delayed"
-        self.multiplied, self.fast = E4M3, FAST[options.fp8_fast_accumulation]
+        self.multiplied = E4M3
+        self.fast, self._head_fast = map(frozenset, FAST[options.fp8_fast_accumulation])
         self.gradient_dtype = parse_dtype(options.gradient_dtype)
         self.formats: dict[str, DType] = {}
         self.products: list[str] = []
@@ -98,7 +102,11 @@ class E4m3(Format):
 
     @property
     def head(self) -> Format:
-        return self if HEAD in self.formats else super().head
+        if HEAD not in self.formats:
+            return super().head
+        found = copy(self)
+        found.fast = self._head_fast
+        return found
 
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
         """Formats and limits of a layer. coded: whether products write codes."""

@@ -1,7 +1,7 @@
 """The interface of a number format, with the answers of bf16 and fp32: products take tensors as
 they are.
 
-What frozen matrices are kept as is another part of it, which bf16 and fp32 do not have.
+It also says how frozen matrices are kept, which bf16 and fp32 do not.
 
 An *operand* (`base/operand.py`) is what a product takes: a tensor, or the *codes* of one with their
 *scale*. A half of a block says "here is a function that writes the tensor", and the format gives it
@@ -39,21 +39,8 @@ Alloc = Callable[..., Tensor]
 """Make a layer's tensor: (name, *shape, dtype=)."""
 
 
-class Fast(NamedTuple):
-    """The fp8 products that may sum with fewer bits."""
-
-    forward: bool = False
-    d_x: bool = False
-    d_weight: bool = False
-
-
-FORWARD, BACKWARD, WEIGHT = Fast._fields
+FORWARD, BACKWARD, WEIGHT = "forward", "d_x", "d_weight"
 """The three products of a layer: of its output, of its input's gradient and of its weight's."""
-
-
-class FastProducts(NamedTuple):
-    blocks: Fast = Fast()
-    head: Fast = Fast()
 
 
 def id_of(layer: int, name: str) -> str:
@@ -99,18 +86,18 @@ class Format:
     """
 
     weights: DType | None = None
-    """What products read of weights that are trained, where it is codes that an update makes."""
+    """The format of codes that products read of trained weights, if an update makes any."""
     makes_codes = False
     """Whether codes of inputs are made before products, so that a product that is computed again
     needs its input made again."""
     scales = NoScales()
-    fast = FastProducts()
+    fast: frozenset[str] = frozenset()
 
     def __init__(self, dev: Device):
         self.dev = dev
 
     def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
-        """Before products: allocates what is needed of a model all the time. As of `format_of`."""
+        """Allocate what products need of a model all the time. Arguments are `format_of`'s."""
         rows = options.batch_size * options.local_seq_len
         self.shape, self.dtype = (rows, config.hidden_size), parse_dtype(options.model_dtype)
         self.multiplied = self.dtype
@@ -275,7 +262,7 @@ class Format:
         """out, of the matrix's shape, from its tensors. scale: F32 (1,) out, if it is of e4m3."""
 
     def weight(self, kept: Mapping[str, Tensor], transposed: Tensor) -> Operand:
-        """What a product reads of a matrix that is kept so. transposed: codes (..., in, out)."""
+        """The operand that a product reads of it. transposed: its codes (..., in, out)."""
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:

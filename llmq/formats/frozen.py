@@ -4,8 +4,8 @@
     int8    | codes | a scale for each row |
     nf4     | scale of fp8 codes | of each module: codes, codes of scales, groups, mean |
 
-A block's are one run of bytes. What a rank owns of it, what is gathered and what is streamed are
-parts of these bytes, wherever a tensor ends.
+A block's are one run of bytes. A rank's part of it, and the parts that are gathered and streamed,
+are parts of these bytes, wherever a tensor ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Region(NamedTuple):
 
 
 class CodeLayout:
-    """Where the tensors of a block's matrices lie. nbytes: of all, a multiple of ALIGN a rank.
+    """The places of a block's matrices' tensors. nbytes: of all, a multiple of ALIGN a rank.
 
     regions: by key and name.
     """

@@ -59,7 +59,7 @@ class BlockLinear:
     ):
         """format: of the products. scalars: StepScalars, which a model with adapters needs."""
         self.dev, self.config, self.format, self.drops = dev, config, format, False
-        self.linear = Linear(dev, format, format.fast.blocks)
+        self.linear = Linear(dev, format)
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
@@ -86,7 +86,7 @@ class BlockLinear:
     def takes_addend(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
-        hidden, fast = parts and parts.hidden, self.linear.fast.forward
+        hidden, fast = parts and parts.hidden, FORWARD in self.format.fast
         return takes_addend(self.dev, out, self.format.multiplied, features, hidden, fast=fast)
 
     def forward(

@@ -72,7 +72,7 @@ class Head:
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes
-        self.linear = Linear(dev, self.operands, self.operands.fast.head)
+        self.linear = Linear(dev, self.operands)
         if self.fp8:
             self._code_scale = gradient_scale(z_loss, largest)
             self.gradient_scale = dev.alloc("d_logits.scale", (1,), F32, "Activations")

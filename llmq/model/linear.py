@@ -19,30 +19,28 @@ from typing import Any
 from llmq.base.epilogue import STORE, Epilogue, GradientSum
 from llmq.base.operand import Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Fast, Format
+from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Format
 from llmq.ops import bias as bias_op
 from llmq.ops.product import product
 from llmq.runtime.device import Device
 
-EXACT = Fast()
 _LAID = {FORWARD: {"trans_b": True}, BACKWARD: {}, WEIGHT: {"trans_a": True}}
 
 
 class Linear:
     """The products of linear layers on one device."""
 
-    def __init__(self, dev: Device, format: Format | None = None, fast: Fast = EXACT):
+    def __init__(self, dev: Device, format: Format | None = None):
         """format: of the operands; None: they are tensors that are multiplied as they are."""
-        self.dev, self.format, self.fast = dev, format, fast
+        self.dev, self.format = dev, format or Format(dev)
 
     def how(self, which: str, a: Operand, b: Operand, salt: int = 0) -> dict[str, Any]:
         """The arguments of `product` that make it one of the three.
 
         which: FORWARD, BACKWARD or WEIGHT. salt: as of `Format.pair`.
         """
-        if self.format is not None:
-            a, b = self.format.pair(which, a, b, salt)
-        return {"a": a, "b": b, "fast": getattr(self.fast, which), **_LAID[which]}
+        a, b = self.format.pair(which, a, b, salt)
+        return {"a": a, "b": b, "fast": which in self.format.fast, **_LAID[which]}
 
     def forward(
         self,

@@ -71,7 +71,7 @@ class Transposes:
 
 
 class WeightCodes:
-    """Of the blocks' matrices. Codes lie in tensors of a slab's layout, whole or a rank's shard."""
+    """The codes of the blocks' matrices, in a slab's layout: the whole of it or a rank's shard."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes):
         """table: the slabs that have codes."""
@@ -141,7 +141,7 @@ class WeightCodes:
     def turned(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
     ) -> dict[str, Operand]:
-        """As Transposes.used, of a block of which only some codes are there; the operands then.
+        """Do as Transposes.used, for a block of which only some codes are there; the operands then.
 
         The other matrices' transposed codes are made of the whole slab's master (n,).
         """
@@ -159,7 +159,7 @@ class WeightCodes:
 
 
 class HeadCodes:
-    """Of the LM head's matrix, which every rank quantizes as a whole."""
+    """The codes of the LM head's matrix, which each rank makes as a whole."""
 
     def __init__(self, dev: Device, matrix: Tensor, dtype: DType):
         self.dev = dev

@@ -48,19 +48,6 @@ def of_host(dev: Device, elements: Elements) -> Source:
     return source
 
 
-def one_by_one(read: Callable[[Param], np.ndarray]) -> Elements:
-    """Parameters that are read as a whole, the last of which is kept."""
-    last: dict[str, np.ndarray] = {}
-
-    def elements(param: Param, start: int, stop: int) -> np.ndarray:
-        if param.name not in last:
-            last.clear()
-            last[param.name] = read(param).reshape(-1)
-        return last[param.name][start:stop]
-
-    return elements
-
-
 class FrozenBlocks:
     """All such blocks of a model, as far as this rank holds them.
 

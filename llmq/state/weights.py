@@ -29,7 +29,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state import fresh
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
-from llmq.state.frozen import Elements, FrozenBlocks, of_host, one_by_one
+from llmq.state.frozen import Elements, FrozenBlocks, of_host
 from llmq.state.mirrors import Mirrors
 from llmq.state.params import SHARED, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
@@ -359,7 +359,7 @@ class Weights:
         any float dtype.
 
         new: config and seed as of `init`, for parameters of which `read` has none. elements:
-        reads less than a whole parameter, for what is kept as codes.
+        reads less than a whole parameter; None if nothing is kept as codes.
         """
         for slab in self._with_masters():
             held = [self.master[slab.name], *filter(None, [self.begun.get(slab.name)])]
@@ -376,7 +376,7 @@ class Weights:
                     part = tensor.rows(at, at + target.size)
                     self.dev.upload(part, flat.astype(tensor.dtype.numpy, copy=False))
         if self.frozen is not None:
-            self.frozen.fill(of_host(self.dev, elements or one_by_one(read)))
+            self.frozen.fill(of_host(self.dev, elements))
         self.refresh()
 
     def _with_masters(self) -> list[Slab]:
