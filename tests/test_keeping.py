@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -178,7 +179,7 @@ def test_the_end_leaves_time_for_a_checkpoint(monkeypatch):
     clock.now -= 1000
     assert of.for_end(), "a run does not change its mind"
     quick = Requests(make_config({"max-hours": 1}), 0, clock.now)
-    quick.step_took(60.0)
+    quick.after_step(SimpleNamespace(ms=60_000.0))
     clock.now += 3600 - 3 * 60 - 2 - 1
     assert not quick.for_end()
     clock.now += 2

@@ -258,6 +258,10 @@ def result(*waits):
     return Result(loss=1.0, tokens=8, norm=1.0, waits=waits)
 
 
+def done(step, result, ms):
+    return SimpleNamespace(step=step, result=result, ms=ms)
+
+
 def device(index, rank=None, kind="cuda"):
     """What sensors ask of a device; its rank is its index if none is given."""
     mesh = SimpleNamespace(rank=index if rank is None else rank)
@@ -274,7 +278,7 @@ def test_what_a_run_reports(monkeypatch):
             if step == 1:
                 nvml.gpus[1].xids.append(94)
                 sensing.sensors._round()
-            sensing.after_step(step, result(*waits), 100.0)
+            sensing.after_step(done(step, result(*waits), 100.0))
         waited = [
             (step, rank, fields["communication"]) for _, step, rank, fields, *_ in notes.records
         ]
@@ -308,7 +312,7 @@ def test_records_of_several_machines(monkeypatch):
 
     monkeypatch.setattr("llmq.train.sensing.processes", Both)
     try:
-        sensing.after_step(0, result(1.0, 2.0), 10.0)
+        sensing.after_step(done(0, result(1.0, 2.0), 10.0))
     finally:
         sensing.close()
     found = [
@@ -332,7 +336,7 @@ def test_processes_of_one_machine_have_one_record_of_its_cpus(monkeypatch):
 
     monkeypatch.setattr("llmq.train.sensing.processes", Three)
     try:
-        sensing.after_step(0, result(), 10.0)
+        sensing.after_step(done(0, result(), 10.0))
     finally:
         sensing.close()
     assert [(kind, rank, label) for kind, _, rank, _, label, _ in notes.records] == [

@@ -82,7 +82,7 @@ def test_what_takes_long_is_left_to_itself(monkeypatch, capsys):
     real = subprocess.Popen
     monkeypatch.setattr(watcher, "PATIENCE", 0.01)
     monkeypatch.setattr(subprocess, "Popen", lambda command, **k: real(hangs, **k))
-    one = watcher.Watcher("--wandb", Path("log.json"), "p")
+    one = watcher.Watcher("--wandb", Path("log.json"), "p", None)
     process = one._process
     one.close()
     out, err = capsys.readouterr()

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from llmq.model.results import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
 from llmq.runtime.processes import processes
+from llmq.train.events import Member
 from llmq.train.loaders import mean_loss, open_loaders
 from llmq.train.metrics import Reporter, duration
 from llmq.train.rank import Rank
@@ -98,7 +101,7 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
     return load_tokenizer(trainer.tokenizer)
 
 
-class Evaluations:
+class Evaluations(Member):
     """Those of one run.
 
     done_at: the step of the last tasks and samples, so that a continued run makes up for what was
@@ -120,6 +123,12 @@ class Evaluations:
         self._losses: dict[str, float] = {}  # the last one of each validation, by name
         self.not_finite: str | None = None  # of the last validation
         self.done_at: dict[str, int] = {}
+
+    def state(self) -> dict[str, Any]:
+        return {"done_at": self.done_at}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.done_at = {name: index(step) for name, step in state.get("done_at", {}).items()}
 
     def take_measured(self) -> Measured:
         """The metrics since this was last called."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from operator import index
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.store import checkpoint_step
-from llmq.model.results import Result
 from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import UpdateCheck
-from llmq.train.evaluations import Evaluations
+from llmq.train.events import Member, StepDone
 from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
 from llmq.train.metrics import Reporter
 from llmq.train.trainer import Trainer
@@ -21,30 +20,7 @@ from llmq.train.trainer import Trainer
 SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
 
 
-class History:
-    """The history that a checkpoint keeps of a run beside its state: reports, evaluations and the
-    guard."""
-
-    def __init__(self, reporter: Reporter, evaluations: Evaluations, guard: Guard):
-        self.reporter, self.evaluations, self.guard = reporter, evaluations, guard
-
-    def state(self) -> dict[str, Any]:
-        """In JSON's types."""
-        own = {"done_at": self.evaluations.done_at, "guard": self.guard.state}
-        return self.reporter.history | own
-
-    def load(self, history: dict[str, Any]) -> None:
-        """Take what `state` gave, but for the guard's part; {}: of the beginning.
-
-        TypeError, ValueError or AttributeError where it is something else.
-        """
-        total, count = history.get("losses_since_evaluation", (0.0, 0))
-        total = None if total is None else float(total)
-        self.reporter.history = history | {"losses_since_evaluation": [total, index(count)]}
-        self.evaluations.done_at = {n: index(s) for n, s in history.get("done_at", {}).items()}
-
-
-class Judging:
+class Judging(Member):
     """Judges the steps of a run, and goes back where too many are bad."""
 
     def __init__(
@@ -53,12 +29,13 @@ class Judging:
         reporter: Reporter,
         guard: Guard,
         checkpoints: Checkpoints,
-        history: History,
+        members: Sequence[Member],
     ):
+        """members: of the run, whose state a rollback and a resume bring back."""
         self.trainer, self.reporter, self.guard = trainer, reporter, guard
         self.checkpoints = checkpoints
         self.update_check = UpdateCheck(trainer.ranks, reporter)
-        self._history = history
+        self._members = members
 
     def limits(self, step: int) -> tuple[Limits, Limits]:
         """By which a step will be judged, and those that the device gets."""
@@ -69,8 +46,9 @@ class Judging:
         """The schedule's, lowered after a rollback."""
         return self.trainer.learning_rate(step) * self.guard.rate_factor(step)
 
-    def check(self, step: int, ticket: int, result: Result, limits: Limits) -> None:
+    def after_step(self, done: StepDone) -> None:
         """Take the result of a step, in order. LlmqError where the run is hopeless."""
+        step, result, limits = done.step, done.result, done.limits
         guard, in_row = self.guard, self.guard.in_row
         judgement = guard.judge(step, result, limits)
         self.checkpoints.judge(step, judgement)
@@ -87,15 +65,23 @@ class Judging:
                 text = f"WARNING: {NEW_LEVEL} bad steps in a row: what is usual is measured anew"
                 self.reporter.guard(step, "level", text)
         left_out = judgement.reason if judgement.left_out else None
-        of_step = (step, ticket, result, guard.unchanged)
+        of_step = (step, done.ticket, result, guard.unchanged)
         self.update_check.check(*of_step, left_out, may_end=guard.mode != "rollback")
+
+    def state(self) -> dict[str, Any]:
+        return {"guard": self.guard.state}
+
+    def _load(self, history: Mapping[str, Any]) -> None:
+        """Load the others' state: after a rollback the guard knows more than its checkpoint."""
+        for member in self._members:
+            member.load(history)
 
     def begin(self, checkpoint: Path) -> None:
         """Go on with what is known of the run that it was loaded from."""
         history = self.trainer.history
         try:
             self.guard.load(history.get("guard", {}))
-            self._history.load(history)
+            self._load(history)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise LlmqError(
                 f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
@@ -139,7 +125,7 @@ class Judging:
             trainer.run = run
         guard.went_back(to, before)
         self.checkpoints.resume(to)
-        self._history.load(trainer.history)
+        self._load(trainer.history)
         self.reporter.total_steps = trainer.total_steps
 
     def check_model(self, problem: str | None) -> None:

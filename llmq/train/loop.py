@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
@@ -42,10 +43,11 @@ from llmq.train.announce import (
 from llmq.train.checkpoints import Checkpoints
 from llmq.train.diagnose import abs_maxes
 from llmq.train.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
+from llmq.train.events import Member, StepDone, state_of
 from llmq.train.guard import Guard
-from llmq.train.judging import History, Judging
+from llmq.train.judging import Judging
 from llmq.train.metrics import Reporter
-from llmq.train.monitor import speed_of_light
+from llmq.train.monitor import StepReports, speed_of_light
 from llmq.train.requests import Ending, Requests
 from llmq.train.resume import fork_lines
 from llmq.train.run_paths import (
@@ -57,7 +59,7 @@ from llmq.train.run_paths import (
     things_in_the_way,
     undone_checkpoints,
 )
-from llmq.train.scaling import SKIPPED, Scaling, time_alone
+from llmq.train.scaling import Scaling, time_alone
 from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
@@ -179,17 +181,18 @@ class _Run:
         self.ending = Ending(Requests(self.config, size, start))
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
         self.guard = Guard(self.config, math.log(trainer.model.vocab_size))
-        history = History(reporter, self.evaluations, self.guard)
-        wrote = self.ending.requests.write_took
-        self.checkpoints = Checkpoints(trainer, reporter, best, self.guard, history.state, wrote)
-        self.judging = Judging(trainer, reporter, self.guard, self.checkpoints, history)
+        self.members: list[Member] = []
+        history, wrote = partial(state_of, self.members), self.ending.requests.write_took
+        self.checkpoints = Checkpoints(trainer, reporter, best, self.guard, history, wrote)
+        self.judging = Judging(trainer, reporter, self.guard, self.checkpoints, self.members)
         self.final_seconds = final_seconds
         world, every = trainer.machine.world, self.config.log_gpu_util
         self.sensing = Sensing(trainer.ranks.devices, world, reporter, every)
         self.speed_of_light = speed_of_light(
             self.config, trainer.model, trainer.dev.spec.name, trainer.world_size
         )
-        self.scaling: Scaling | None = None
+        steps = StepReports(trainer, reporter, self.speed_of_light)
+        self.members += [steps, self.evaluations, self.sensing, self.ending.requests, self.judging]
         self.pending: _Pending | None = None
         self.first = 0  # step that the loop began with
         self.last_end: int | None = None
@@ -210,7 +213,8 @@ class _Run:
         announce_options(self.trainer, self.reporter, argv, checkpoint)
         for line in notes:
             self.reporter.message(line)
-        self.watchers = start_watchers(self.config) if processes().first else []
+        self.watchers = start_watchers(self.config, self.reporter) if processes().first else []
+        self.members[3:3] = self.watchers
         gpus = self.sensing.sensors.sources
         announce_machine(self.trainer, self.reporter, gpus, self.speed_of_light)
 
@@ -219,7 +223,7 @@ class _Run:
         if self.config.measure_scaling and self.trainer.world_size > 1:
             with self.reporter.section("Timing one GPU without the others"):
                 ms = time_alone(self.trainer)
-            self.scaling = Scaling(self.trainer.world_size, ms)
+            self.members.insert(3, Scaling(self.trainer.world_size, ms, self.reporter))
 
     def load(self, checkpoint: Path | None) -> None:
         """Weights: from the checkpoint, else from scratch or the model's directory."""
@@ -246,8 +250,8 @@ class _Run:
                 self._step()
             if self.ending.ends:
                 self._leave()
-        if self.scaling is not None:
-            self.scaling.report_end(self.reporter, trainer.steps_done)
+        for member in self.members:
+            member.after_steps(trainer.steps_done)
         if self.config.save_training_state:  # before the long evaluation at the end
             self.save()
         self.ending.agree()
@@ -329,19 +333,18 @@ class _Run:
         result = self.trainer.result(p.ticket)
         ms = (result.end - (self.last_end or result.begin)) / 1e6
         self.last_end = result.end
-        sol = self.speed_of_light and self.speed_of_light.percent(self.trainer.plan.tokens, ms)
-        tokens = self.trainer.plan.tokens - self.trainer.ranks.padding_of(p.ticket)
-        self.reporter.train_step(p.step, result, p.lr, ms, tokens, sol, p.epoch)
-        if p.step == self.first:  # all products have been tuned
-            chosen = self.trainer.ranks.run_first("choices", lambda rank: rank.choices())
-            self.reporter.choices(p.step, *chosen)
-        self.sensing.after_step(p.step, result, ms)
-        if self.scaling is not None and p.step >= self.first + SKIPPED and self.scaling.add(ms):
-            self.reporter.scaling(p.step, *self.scaling.report())
-        for watcher in self.watchers:
-            watcher.report(self.reporter, p.step)
-        self.ending.requests.step_took(ms / 1000)
-        self.judging.check(p.step, p.ticket, result, p.limits)
+        done = StepDone(
+            step=p.step,
+            number=p.step - self.first,
+            ticket=p.ticket,
+            result=result,
+            ms=ms,
+            lr=p.lr,
+            limits=p.limits,
+            epoch=p.epoch,
+        )
+        for member in self.members:
+            member.after_step(done)
         return result
 
     def _pause(self) -> None:

@@ -1,9 +1,11 @@
-"""The lines of a run about its card before it begins: its name and its speed of light."""
+"""The lines of a run about its card and its steps: names, speed of light, and what each reached."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
@@ -16,6 +18,9 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.nvml import NvmlGpu
+from llmq.train.events import Member, StepDone
+from llmq.train.metrics import Reporter
+from llmq.train.trainer import Trainer
 
 # ------------------------------------------------------------------------------------------------
 # [System] and [Speed of Light]
@@ -172,3 +177,32 @@ def measured_peak(dev: Device) -> float | None:
         products(1)  # loads and tunes
         count = max(1, int(PRODUCT_SECONDS / products(3)))
         return 2 * n**3 / products(count) / 1e12
+
+
+# ------------------------------------------------------------------------------------------------
+# [T]
+
+
+class StepReports(Member):
+    """Reports each step."""
+
+    def __init__(self, trainer: Trainer, reporter: Reporter, sol: SpeedOfLight | None):
+        self._trainer, self._reporter, self._sol = trainer, reporter, sol
+
+    def after_step(self, done: StepDone) -> None:
+        planned = self._trainer.plan.tokens
+        sol = self._sol and self._sol.percent(planned, done.ms)
+        tokens = planned - self._trainer.ranks.padding_of(done.ticket)
+        given = (done.step, done.result, done.lr, done.ms, tokens, sol, done.epoch)
+        self._reporter.train_step(*given)
+        if done.number == 0:  # all products have been tuned
+            chosen = self._trainer.ranks.run_first("choices", lambda rank: rank.choices())
+            self._reporter.choices(done.step, *chosen)
+
+    def state(self) -> dict[str, Any]:
+        return self._reporter.history
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        total, count = state.get("losses_since_evaluation", (0.0, 0))
+        total = None if total is None else float(total)
+        self._reporter.history = {**state, "losses_since_evaluation": [total, index(count)]}

@@ -13,6 +13,7 @@ from llmq.base.errors import taken_warnings
 from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
 from llmq.options.options import TrainConfig
 from llmq.runtime.processes import processes
+from llmq.train.events import Member, StepDone
 
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
 LOOK_SECONDS = 1.0  # between two looks for that file: a directory may be far away
@@ -21,7 +22,7 @@ SAVE_MARGIN = 1.5  # what a checkpoint may take longer than the longest so far
 SPARE_SECONDS = 2.0  # for the end of the process
 
 
-class Requests:
+class Requests(Member):
     """Requests to this process for a checkpoint or for the end, beside ending signals.
 
     Asked between two steps, in one thread.
@@ -71,9 +72,9 @@ class Requests:
             self._over = left < needed
         return self._over
 
-    def step_took(self, seconds: float) -> None:
+    def after_step(self, done: StepDone) -> None:
         """Note how long a step took: the next one may take as long."""
-        self._step_seconds = seconds
+        self._step_seconds = done.ms / 1000
 
     def save_took(self, seconds: float) -> None:
         """A checkpoint was written or tried to, or was begun in the background."""

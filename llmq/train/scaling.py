@@ -22,6 +22,7 @@ from llmq.base.errors import warn
 from llmq.comm.collectives import silenced
 from llmq.runtime.device import Device
 from llmq.train.batches import random_batch
+from llmq.train.events import Member, StepDone
 from llmq.train.metrics import Reporter
 from llmq.train.rank import Rank
 from llmq.train.trainer import Trainer
@@ -82,12 +83,16 @@ def _timed(rank: Rank, batches: list[Batch]) -> float:
         return steps(TIMED)
 
 
-class Scaling:
+class Scaling(Member):
     """Compares the times of steps with that of one rank alone."""
 
-    def __init__(self, world_size: int, alone_ms: float):
-        self.world_size, self.alone_ms = world_size, alone_ms
+    def __init__(self, world_size: int, alone_ms: float, reporter: Reporter):
+        self.world_size, self.alone_ms, self._reporter = world_size, alone_ms, reporter
         self._times: list[float] = []
+
+    def after_step(self, done: StepDone) -> None:
+        if done.number >= SKIPPED and self.add(done.ms):
+            self._reporter.scaling(done.step, *self.report())
 
     def add(self, ms: float) -> bool:
         """The next step's time; whether it is the last one that was missing."""
@@ -99,12 +104,12 @@ class Scaling:
         """Whether there are some times, and fewer than there should be."""
         return 0 < len(self._times) < COMPARED
 
-    def report_end(self, reporter: Reporter, step: int) -> None:
+    def after_steps(self, step: int) -> None:
         """At the end of a run: report what there is, if that is less than what is compared."""
         if not self._times:
             warn([f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps"])
         elif self.missing:
-            reporter.scaling(step, *self.report())
+            self._reporter.scaling(step, *self.report())
 
     def report(self) -> tuple[str, dict[str, float]]:
         """A line, and the fields of the `scaling` record: milliseconds, and their ratio."""

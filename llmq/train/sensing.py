@@ -14,6 +14,7 @@ from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu
 from llmq.runtime.processes import processes
 from llmq.runtime.world import World
+from llmq.train.events import Member, StepDone
 from llmq.train.metrics import Reporter
 from llmq.train.sensors import Sensor, Sensors, open_sensors
 
@@ -50,7 +51,7 @@ class Waits:
         return [min(sum(column) / total, 1.0) for column in columns]
 
 
-class Sensing:
+class Sensing(Member):
     """The sensors of a run and its reports of them. every: --log-gpu-util; 0: nothing is read."""
 
     def __init__(self, devices: Sequence[Device], world: World, reporter: Reporter, every: int):
@@ -64,14 +65,14 @@ class Sensing:
         """The panel of the live view; None where nothing is read."""
         return Panel(self._rows) if any(self.sensors.sensors) else None
 
-    def after_step(self, step: int, result: Result, ms: float) -> None:
+    def after_step(self, done: StepDone) -> None:
         """Take the measurements of a step, and of the sensors if it is time for them. All processes
         call it."""
-        self.waits.add(result, ms)
-        if self._every > 0 and step % self._every == 0:
-            self._report(step)
+        self.waits.add(done.result, done.ms)
+        if self._every > 0 and done.step % self._every == 0:
+            self._report(done.step)
         elif processes().count == 1:
-            self._tell(step, self.sensors.take_news())
+            self._tell(done.step, self.sensors.take_news())
 
     def explain(self, error: Exception) -> None:
         """Add to an error what GPUs have reported, which may be its cause."""

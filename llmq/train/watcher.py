@@ -18,6 +18,7 @@ from pathlib import Path
 from llmq.base.errors import LlmqError, warn
 from llmq.options.options import TrainConfig
 from llmq.report.watch import run_watch
+from llmq.train.events import Member, StepDone
 from llmq.train.metrics import Reporter
 
 INTERVAL = 10  # seconds between looks at the log
@@ -25,12 +26,12 @@ PATIENCE = 10  # seconds that the end of a run waits for the rest to be sent
 NICENESS = 10  # the run's threads come first
 
 
-class Watcher:
-    """One process, which sends a log to one place. Making one does not raise: `report` tells."""
+class Watcher(Member):
+    """One process, which sends a log to one place. Making one does not raise."""
 
-    def __init__(self, flag: str, log: Path, place: str):
+    def __init__(self, flag: str, log: Path, place: str, reporter: Reporter):
         """flag: that asked for it, --tensorboard or --wandb. place: its value."""
-        self._flag = flag
+        self._flag, self._reporter = flag, reporter
         job = {"log": str(log), flag.removeprefix("--"): place}
         command = [sys.executable, "-m", "llmq.train.watcher", json.dumps(job)]
         self._process: subprocess.Popen | None = None
@@ -68,10 +69,10 @@ class Watcher:
             self._problem = None
         return lines
 
-    def report(self, reporter: Reporter, step: int) -> None:
+    def after_step(self, done: StepDone) -> None:
         """Tell what is new, if anything; waits for nothing."""
         for line in self._news():
-            reporter.message(line, step)
+            self._reporter.message(line, done.step)
 
     def close(self) -> None:
         """The run has ended: have the rest sent, and wait for that, but not long."""
@@ -89,12 +90,12 @@ class Watcher:
         self._errors.close()
 
 
-def start_watchers(config: TrainConfig) -> list[Watcher]:
+def start_watchers(config: TrainConfig, reporter: Reporter) -> list[Watcher]:
     """Those that the options ask for. The log has its first record."""
     places = {"--tensorboard": config.tensorboard, "--wandb": config.wandb}
     wanted = {flag: str(place) for flag, place in places.items() if place is not None}
     if config.log_file.is_file():
-        return [Watcher(flag, config.log_file, place) for flag, place in wanted.items()]
+        return [Watcher(flag, config.log_file, place, reporter) for flag, place in wanted.items()]
     warn([f"{flag} has no effect with --log-file {config.log_file}" for flag in wanted])
     return []
 
