@@ -192,14 +192,13 @@ def load_run(
     from llmq.train import model_of_run as of_run
     from llmq.train.initial_weights import with_adapter
 
-    them = processes()
-    layers = them.each(lambda: layers_of(given, file))  # once: the file may be a pipe
+    layers = processes().each(lambda: layers_of(given, file))  # once: the file may be a pipe
     values, inherited = layers[0] | layers[1], defaults or {}
-    if any(them.gather(values.get("continue_from") is not None)):
+    if any(processes().gather(values.get("continue_from") is not None)):
         from llmq.train.resume import inherited_options
 
-        inherited = inherited | them.each(lambda: inherited_options(values))
-    inherited = them.each(lambda: of_run.packing_of_data(inherited | values)) | inherited
+        inherited = inherited | processes().each(lambda: inherited_options(values))
+    inherited = processes().each(lambda: of_run.packing_of_data(inherited | values)) | inherited
 
     def load() -> tuple[TrainConfig, ModelConfig, Path | None, frozenset[str]]:
         config = config_of(layers, inherited)
@@ -213,4 +212,4 @@ def load_run(
         warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
         return config, model, model_dir, fields_of(layers)
 
-    return them.each(load)
+    return processes().each(load)

@@ -140,13 +140,13 @@ def about_mirrors(config: TrainConfig, links: LinkTable) -> str | None:
 def _system_records(trainer: Trainer, gpus: Gpus) -> list[dict]:
     """The system records of every rank's GPU."""
     infos = trainer.ranks.run("looking at the GPU", lambda rank: gpu_info(rank.dev.index))
-    them, pairs = processes(), list(zip(infos, gpus, strict=True))
-    if them.count == 1:
+    pairs = list(zip(infos, gpus, strict=True))
+    if processes().count == 1:
         return [system_record(rank, *pair) for rank, pair in enumerate(pairs)]
-    machine = {"machine": them.machines[them.index]}
+    machine = {"machine": processes().machines[processes().index]}
     first = trainer.machine.world.base
     own = [system_record(first + i, *pair) | machine for i, pair in enumerate(pairs)]
-    return [record for of_process in them.gather(own) for record in of_process]
+    return [record for of_process in processes().gather(own) for record in of_process]
 
 
 def announce_data(

@@ -79,14 +79,13 @@ def run_training(
     the first step: paths that cannot be written or belong to another run, a checkpoint that is not
     there, data that does not fit, too little memory.
     """
-    them = processes()
-    them.on_first(lambda: check_writable("--out-dir", config.out_dir))
-    them.each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
+    processes().on_first(lambda: check_writable("--out-dir", config.out_dir))
+    processes().each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
     with ExitStack() as stack:
         check_shared(config.checkpoint_dir)
-        them.on_first(lambda: stack.enter_context(locked_places(config)))
-        checkpoint = them.each(lambda: checkpoint_to_continue(config))
-        run = them.on_first(lambda: run_id(config, checkpoint))
+        processes().on_first(lambda: stack.enter_context(locked_places(config)))
+        checkpoint = processes().each(lambda: checkpoint_to_continue(config))
+        run = processes().on_first(lambda: run_id(config, checkpoint))
         _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
 
 
@@ -101,28 +100,27 @@ def _run_locked(
 ) -> None:
     """run_training, while no other run writes to the same places."""
     start = time.monotonic()
-    them = processes()
     where = (config, identity, model_dir, checkpoint)
-    strangers = them.on_first(lambda: things_in_the_way(*where))
+    strangers = processes().on_first(lambda: things_in_the_way(*where))
     host_memory_before = available_host_memory()
-    tokenizer = them.each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
+    tokenizer = processes().each(lambda: agreed_tokenizer(config, model_dir, checkpoint))
     with ExitStack() as run_end:
         trainer = run_end.enter_context(Trainer.from_config(config, model, model_dir, tokenizer))
         trainer.run = identity
-        them.each(lambda: check_data(trainer))
+        processes().each(lambda: check_data(trainer))
         material = run_end.enter_context(
-            closing(them.each(lambda: read_evaluation_inputs(trainer)))
+            closing(processes().each(lambda: read_evaluation_inputs(trainer)))
         )
         check_token_files([*trainer.train_loaders, *trainer.eval_loaders, *material.loaders])
         kept = (config.keep_best, config.checkpoint_dir)
-        best = them.each(lambda: Best(*kept, material.metrics))
+        best = processes().each(lambda: Best(*kept, material.metrics))
         on_cpu, machines = trainer.dev.kind == "host", trainer.machine.world.num_machines
         warn(RULES.idle(config, ranks=Ranks(trainer.world_size, machines, on_cpu)))
         length = Length(trainer.world_size, trainer.total_steps, trainer.steps_per_epoch)
         warn(RULES.idle(config, length=length))
-        moved = them.on_first(lambda: clear_places(config, checkpoint, strangers))
-        path = config.log_file if them.first else Path(os.devnull)
-        log = them.each(lambda: JsonLog(path, append=config.continue_from is not None))
+        moved = processes().on_first(lambda: clear_places(config, checkpoint, strangers))
+        path = config.log_file if processes().first else Path(os.devnull)
+        log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
         run = _Run(trainer, reporter, material, best, final_seconds, start)
         try:

@@ -342,21 +342,20 @@ class Ranks:
     def first_reads(self, fn: Callable[[Callable[..., np.ndarray]], T]) -> T:
         """fn(read) on the first process, where read(param, group) gives a whole parameter, without
         a group its weights; the others take part."""
-        them = processes()
 
         def read(param: Param, group: str = "weights") -> np.ndarray:
-            them.share((group, param))
+            processes().share((group, param))
             return self.read_param(group, param, to_all=False)
 
         def whole() -> T:
             try:
                 return fn(read)
             finally:
-                them.share(None)
+                processes().share(None)
 
-        while not them.first and (asked := them.share(None)) is not None:
+        while not processes().first and (asked := processes().share(None)) is not None:
             self.read_param(*asked, to_all=False)
-        return them.on_first(whole)
+        return processes().on_first(whole)
 
     def everywhere(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
         """Call as `run` does, with the results of the ranks of all processes, which must be

@@ -93,11 +93,11 @@ class Sensing(Member):
 
     def _report(self, step: int) -> None:
         """The records of all processes. CPUs have one for each machine."""
-        them, waits, seen = processes(), self.waits.take(), set()
+        waits, seen = self.waits.take(), set()
         own = (self.sensors.take(), self.sensors.take_news())
-        for index, (summaries, news) in enumerate(them.gather(own)):
-            machine, place = them.machines[index], {}
-            if them.count > 1:
+        for index, (summaries, news) in enumerate(processes().gather(own)):
+            machine, place = processes().machines[index], {}
+            if processes().count > 1:
                 place = {"machine": machine}
                 news = [f"{line} (machine '{machine}')" for line in news]
             self._tell(step, news)
