@@ -106,13 +106,13 @@ class ExpertsHalf:
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
             matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
 
-    def again(self, frame, here, w, g, x_again):
+    def recompute(self, frame, here, w, g, x_again):
         x, acts = x_again(product=here.recompute.ffn), self._acts(frame.temps, here)
         for i, act in enumerate(acts if here.recompute.ffn else ()):
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
         return Again(x, acts)
 
-    def backward(self, here, w, g, again, d_out, d_x, *, inside):
+    def backward(self, here, w, g, inputs, d_out, d_x, *, inside):
         def gradient(key, i, d_y, x):
             if key in g:
                 target = g[key]._replace(tensor=planes(g[key].tensor)[i])
@@ -120,10 +120,10 @@ class ExpertsHalf:
 
         if "moe_scale" in g and not g["moe_scale"].accumulate:  # nothing depends on it
             self.dev.zero(g["moe_scale"].tensor)
-        for i, act in enumerate(again.acts):
+        for i, act in enumerate(inputs.acts):
             gradient("many_down", i, d_out, act)
             with self.dev.scratch("d_many_act", act.shape, act.dtype) as d_act:
                 matmul(self.dev, d_act, d_out, planes(w["many_down"])[i])
-                gradient("many_up", i, d_act, again.x)
+                gradient("many_up", i, d_act, inputs.x)
                 if d_x is not None:
                     matmul(self.dev, d_x, d_act, planes(w["many_up"])[i], accumulate=i > 0)

@@ -160,22 +160,22 @@ class Blocks:
         reach = WantedGradients.of(tuple(half.spec for half in layer.halves), g, block_in=wanted)
         with ExitStack() as temps:
             if layer.recompute.block:  # the stream between is needed first, and needs the half
-                again = self._first_again(temps, layer, w, g)
+                inputs = self._first_inputs(temps, layer, w, g)
             self._backward_second(layer, w, g, d_residual, d_x, wanted=reach.second_in)
             if not reach.first_out:
                 return
             if not layer.recompute.block:
-                again = self._first_again(temps, layer, w, g)
+                inputs = self._first_inputs(temps, layer, w, g)
             to = d_x if reach.first_in else None
-            first.backward(here, w, g, again, d_out, to, inside=reach.inside)
+            first.backward(here, w, g, inputs, d_out, to, inside=reach.inside)
         if reach.first_in:
             before = self.layers[index - 1].halves[1].out_id if index > 0 else None
             self.norms.backward(here.norm, before, d_residual, d_x, w, g)
 
-    def _first_again(self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads) -> Any:
+    def _first_inputs(self, temps: ExitStack, layer: Layer, w: BlockWeights, g: BlockGrads) -> Any:
         half, here = self.halves[layer.index][0], layer.halves[0]
-        x_again = partial(self.norms.again, temps, here.norm, None, w)
-        return half.again(Frame(temps), here, w, g, x_again)
+        x_again = partial(self.norms.recompute, temps, here.norm, None, w)
+        return half.recompute(Frame(temps), here, w, g, x_again)
 
     def _backward_second(
         self,
@@ -191,9 +191,9 @@ class Blocks:
         before, d_out = layer.residual if layer.recompute.block else None, self.norms.d_out
         half, (first, here) = self.halves[layer.index][1], layer.halves
         with ExitStack() as temps:
-            x_again = partial(self.norms.again, temps, here.norm, before, w)
-            again = half.again(Frame(temps), here, w, g, x_again)
+            x_again = partial(self.norms.recompute, temps, here.norm, before, w)
+            inputs = half.recompute(Frame(temps), here, w, g, x_again)
             to = d_x if wanted else None
-            half.backward(here, w, g, again, d_out(d_residual, d_x), to, inside=True)
+            half.backward(here, w, g, inputs, d_out(d_residual, d_x), to, inside=True)
         if wanted:
             self.norms.backward(here.norm, first.out_id, d_residual, d_x, w, g)

@@ -52,7 +52,7 @@ class BlockNorms:
             temps, tensor_id, stream, measured=measured, transposed=False
         )
 
-    def again(
+    def recompute(
         self,
         temps: ExitStack,
         here: NormTensors,

@@ -47,7 +47,7 @@ class _Tensors(NamedTuple):
     att: Tensor
 
 
-class AttentionAgain(NamedTuple):
+class AttentionInputs(NamedTuple):
     """The tensors that backward needs. x: (rows, C), o_input: att as the output product's operand;
     None where no gradient needs it."""
 
@@ -173,14 +173,14 @@ class AttentionHalf:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def again(
+    def recompute(
         self,
         frame: Frame,
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
         x_again: InputAgain,
-    ) -> AttentionAgain:
+    ) -> AttentionInputs:
         """The tensors that backward needs, kept or computed again; if the whole block is, here.out
         too."""
         r, temps = here.recompute, frame.temps
@@ -199,14 +199,14 @@ class AttentionHalf:
         if r.block:
             out, addend = here.out
             self.linear.forward(here.index, "o", out, o_input, w, addend)
-        return AttentionAgain(x, tensors, o_input)
+        return AttentionInputs(x, tensors, o_input)
 
     def backward(
         self,
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
-        again: AttentionAgain,
+        inputs: AttentionInputs,
         d_out: Tensor,
         d_x: Tensor | None,
         *,
@@ -215,15 +215,15 @@ class AttentionHalf:
         """Do as `Half.backward`. inside: whether the gradient of queries, keys and values is
         wanted, for d_x or else.
         """
-        dev, (qkv, qk_raw, att) = self.dev, again.tensors
+        dev, (qkv, qk_raw, att) = self.dev, inputs.tensors
         if not inside:
-            self._backward_o(here, w, g, again, d_out, None)
+            self._backward_o(here, w, g, inputs, d_out, None)
             return
         with ExitStack() as temps:
             d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
-                self._backward_o(here, w, g, again, d_out, d_att)
+                self._backward_o(here, w, g, inputs, d_out, d_att)
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
@@ -233,21 +233,21 @@ class AttentionHalf:
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
-            self.linear.weight_gradients(here.index, "qkv", g, d_bias, d_product, again.x)
+            self.linear.weight_gradients(here.index, "qkv", g, d_bias, d_product, inputs.x)
 
     def _backward_o(
         self,
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
-        again: AttentionAgain,
+        inputs: AttentionInputs,
         d_out: Tensor,
         d_att: Tensor | None,
     ) -> None:
         with ExitStack() as temps:
             d_o = self.operands.half_gradient(temps, here.out_id, d_out)
             self.linear.input_gradient(here.index, "o", d_att, d_o, w, g)
-            self.linear.weight_gradients(here.index, "o", g, g.bias("o"), d_o, again.o_input)
+            self.linear.weight_gradients(here.index, "o", g, g.bias("o"), d_o, inputs.o_input)
 
     def _backward_positions(
         self,

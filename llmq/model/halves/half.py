@@ -71,7 +71,7 @@ class Half(Protocol):
         writes what those behind this pass will read, T positions from frame.position on.
         """
 
-    def again(
+    def recompute(
         self,
         frame: Frame,
         here: HalfLayer,
@@ -87,7 +87,7 @@ class Half(Protocol):
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
-        again: Any,
+        inputs: Any,
         d_out: Tensor,
         d_x: Tensor | None,
         *,

@@ -33,7 +33,7 @@ class _Kept(NamedTuple):
     mlp_act: Activation
 
 
-class MlpAgain(NamedTuple):
+class MlpInputs(NamedTuple):
     """The tensors that backward needs. x: (rows, C), None where no gradient needs it. mlp_up:
     (rows, F), or of a gated MLP (rows, 2F)."""
 
@@ -85,9 +85,9 @@ class MlpHalf:
         out, addend = here.out
         self.linear.forward(here.index, "down", out, mlp_act, w, addend)
 
-    def again(
+    def recompute(
         self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
-    ) -> MlpAgain:
+    ) -> MlpInputs:
         """The tensors that backward needs, kept or computed again."""
         computed = here.recompute.ffn
         place = here.kept.mlp_up.place(self.dev, frame.temps)
@@ -98,21 +98,21 @@ class MlpHalf:
         if computed:
             epilogue = Activated(name=self.activation, to=None)  # the bits of the first time
             self.linear.forward(here.index, "up", mlp_up, x, w, epilogue=epilogue)
-        return MlpAgain(x, mlp_up)
+        return MlpInputs(x, mlp_up)
 
     def backward(
         self,
         here: HalfLayer,
         w: BlockWeights,
         g: BlockGrads,
-        again: MlpAgain,
+        inputs: MlpInputs,
         d_out: Tensor,
         d_x: Tensor | None,
         *,
         inside: bool,
     ) -> None:
         """Do as `Half.backward`, which leaves nothing out; overwrites mlp_up, but for codes."""
-        mlp_up = again.mlp_up
+        mlp_up = inputs.mlp_up
 
         def write(to: Target) -> None:
             self._backward_down(here, w, g, mlp_up, d_out, to)
@@ -128,7 +128,7 @@ class MlpHalf:
                 temps, tensor_id, write, shape=shape, out=out, bias=bias, settles=True
             )
             self.linear.input_gradient(here.index, "up", d_x, d_mlp_up, w, g)
-            self.linear.weight_gradients(here.index, "up", g, g.bias("up"), d_mlp_up, again.x)
+            self.linear.weight_gradients(here.index, "up", g, g.bias("up"), d_mlp_up, inputs.x)
 
     def _backward_down(
         self,
