@@ -5,16 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llmq.checkpoint.hf import HfWeights
 from llmq.model import attention_choice
 from llmq.ops import matmul, matmul_adapted
 from llmq.options.options_io import make_config
+from llmq.options.presets import resolve_model
 from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cuda_api import device_spec
+from llmq.runtime.machine import choose_machine
 from llmq.train.model_of_run import model_of_run
+from llmq.train.sampling import Sampler
 from llmq.train.trainer import Trainer
 from tests.bases import block_weights
 from tests.conftest import gpu_problem
-from tests.models import CONFIGS, hf_model, random_batch, trainer_for
+from tests.models import CONFIGS, VOCAB, hf_model, random_batch, trainer_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +101,23 @@ def test_bf16_gradients_are_close_to_f32(path, attention):
         cosine = np.vdot(gradient, expected) / (np.linalg.norm(gradient) * size)
         assert cosine >= 0.99, (name, cosine)
         assert abs(np.linalg.norm(gradient) / size - 1) <= 0.02, name
+
+
+def test_texts_are_continued_as_on_the_cpu(path):
+    """In F32: a prompt of 9 tokens, and then one token after another."""
+    config, _ = resolve_model(str(path), from_scratch=False)
+    tokens = np.random.default_rng(2).integers(0, VOCAB, 24).astype(np.int32)
+    parts = np.split(tokens, range(9, 24))
+    found = []
+    for kind in ("cpu", "cuda"):
+        machine = choose_machine(kind, 1)
+        with (
+            HfWeights(path) as weights,
+            Sampler(machine, config, lambda w, read=weights.read: w.load(read), 24) as sampler,
+        ):
+            places = zip(parts, [0, *range(9, 24)], strict=True)
+            found.append([sampler.decoder.forward(*place) for place in places])
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=5e-5)  # sums in another order
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
