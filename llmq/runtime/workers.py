@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -63,10 +63,10 @@ class Command(Generic[T]):
     """A function that some ranks run, each on what it is given. results: by rank, as far as they
     have; waiting: the rest."""
 
-    def __init__(self, name: str, fn: Callable[[Any], T], ranks: Iterable[int], given: Sequence):
+    def __init__(self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any]):
         self.name, self.fn, self.given = name, fn, given
         self.results: dict[int, T] = {}
-        self.waiting = set(ranks)
+        self.waiting = set(given)
 
 
 class RankPool:
@@ -124,29 +124,21 @@ class RankPool:
     # -- commands --------------------------------------------------------------------------------
 
     def run(
-        self,
-        name: str,
-        fn: Callable[[Any], T],
-        ranks: Iterable[int] | None = None,
-        given: Sequence[Any] | None = None,
+        self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> list[T]:
-        """fn(given[rank]) on these ranks, None for all; their results. name: for diagnosis. given:
-        None for the rank itself.
+        """fn(given[rank]) on the ranks that are given something; their results by rank.
+
+        name: for diagnosis. given: None gives each rank its number.
         """
-        return self.wait(self.post(name, fn, ranks, given))
+        return self.wait(self.post(name, fn, given))
 
     def post(
-        self,
-        name: str,
-        fn: Callable[[Any], T],
-        ranks: Iterable[int] | None = None,
-        given: Sequence[Any] | None = None,
+        self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> Command[T]:
         """Like `run`, without waiting, except where a rank is QUEUE commands behind."""
         if self.closed:
             raise RuntimeError(f"{name}: the ranks are closed")
-        every = range(self.world_size)
-        command = Command(name, fn, every if ranks is None else ranks, given or every)
+        command = Command(name, fn, given or {rank: rank for rank in range(self.world_size)})
         if self._alone:
             self._failed = True  # unless it returns
             command.results[0] = fn(command.given[0])

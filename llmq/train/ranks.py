@@ -96,7 +96,7 @@ class Ranks:
 
         try:
             self.pool.run("opening the device", open_device)
-            (self.links,) = self.pool.run("connecting the devices", connect_all, [0])
+            (self.links,) = self.pool.run("connecting the devices", connect_all, {0: 0})
             self.run("allocating", allocate)
             if self.world_size > 1 and machine.kind == "cuda":
                 self.run("warming up", lambda rank: rank.warm_up(model, config.seed))
@@ -130,11 +130,11 @@ class Ranks:
     def run(self, name: str, fn: Callable[[Rank], T]) -> list[T]:
         """fn on every rank of this process, in its thread; the results by rank. name: for
         diagnosis."""
-        return self.pool.run(name, fn, given=self._ranks)
+        return self.pool.run(name, fn, dict(enumerate(self._ranks)))
 
     def run_first(self, name: str, fn: Callable[[Rank], T]) -> T:
         """fn on the first rank of this process."""
-        return self.pool.run(name, fn, [0], self._ranks)[0]
+        return self.pool.run(name, fn, {0: self.first})[0]
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -150,11 +150,11 @@ class Ranks:
 
         batches: the micro-batches of each rank of this process.
         """
-        calls = [
-            partial(rank.step.train, step, lr, grad_clip, rank.counted(own), limits)
-            for rank, own in zip(self._ranks, batches, strict=True)
-        ]
-        ticket = self._ticket(self.pool.post(f"step {step}", operator.call, given=calls))
+        calls = {
+            i: partial(rank.step.train, step, lr, grad_clip, rank.counted(batches[i]), limits)
+            for i, rank in enumerate(self._ranks)
+        }
+        ticket = self._ticket(self.pool.post(f"step {step}", operator.call, calls))
         self._batches[ticket] = batches
         return ticket
 
@@ -176,10 +176,8 @@ class Ranks:
 
     def evaluate(self, batches: Sequence[Iterable[Batch]]) -> Result:
         """The mean loss over the batches of all ranks; each rank's thread takes its own."""
-        calls = [
-            partial(rank.evaluate, own) for rank, own in zip(self._ranks, batches, strict=True)
-        ]
-        command = self.pool.post("evaluation", operator.call, given=calls)
+        calls = {i: partial(rank.evaluate, batches[i]) for i, rank in enumerate(self._ranks)}
+        command = self.pool.post("evaluation", operator.call, calls)
         self._ticket(command)
         return self.pool.wait(command)[0]
 

@@ -68,7 +68,7 @@ def test_commands_keep_their_order_and_wait_for_no_other_rank(pool):
         return fn
 
     posted = [ranks.post("x", command(number)) for number in range(QUEUE)]
-    assert ranks.run("x", lambda rank: list(done[rank]), [0, 2]) == [list(range(QUEUE))] * 2
+    assert ranks.run("x", lambda rank: list(done[rank]), {0: 0, 2: 2}) == [list(range(QUEUE))] * 2
     assert done[1] == [], "rank 1 has not begun"
     go.set()
     ranks.wait(posted[-1])
