@@ -66,6 +66,10 @@ def test_all_results_are_listed():
     assert indexes.BENCHMARKS.read_text() == indexes.benchmarks(), "run tools/indexes.py"
 
 
+def test_the_walkthrough_can_be_read_at_once():
+    assert len((ROOT / "docs" / "walkthrough.md").read_text().splitlines()) <= 180
+
+
 @pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
 def test_paths_in_the_text_exist(page):
     """From the root or from llmq/; NAME stands for any name."""
