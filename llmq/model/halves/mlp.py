@@ -113,10 +113,7 @@ class MlpHalf:
     ) -> None:
         """Do as `Half.backward`, which leaves nothing out; overwrites mlp_up, but for codes."""
         mlp_up = inputs.mlp_up
-
-        def write(to: Target) -> None:
-            self._backward_down(here, w, g, mlp_up, d_out, to)
-
+        write = partial(self._backward_down, here, w, g, mlp_up, d_out)
         with ExitStack() as temps:
             tensor_id, bias = here.id_of("d_mlp_up"), g.bias("up") is not None
             out, shape = mlp_up, here.kept.mlp_up.shape
