@@ -7,8 +7,8 @@ those that are too small to fill a GPU; --case runs any of them. Before every ru
 filled with other (dirty) lines. Printed are the median time of many runs and the rate: TFLOP/s of
 products and attention, else GB/s of the bytes that must be moved. The ceiling is, for bytes, a
 large copy on this device; for products and attention, what benchmarks/peers.json has for this card
-and shape, else a large product in bf16, twice its speed for fp8 and int8. What stays below 85 % of
-a large copy is compared with a copy of as many bytes too, which needs time to start and to end as
+and shape, else a large product in bf16, twice its speed for fp8 and int8. A call below 85 % of a
+large copy is compared with a copy of as many bytes too, which needs time to start and to end as
 well.
 """
 
@@ -103,7 +103,7 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
 
 
 def plan(spec: DeviceSpec, call: Call, flush_bytes: int) -> tuple[MemorySizes, int, int]:
-    """What the call needs, the bytes it must move and the FLOPs it must compute."""
+    """The memory that the call needs, the bytes it must move and the FLOPs it must compute."""
     dev = PlanDevice(spec)
     prepared = prepare(dev, call, flush_bytes)
     moved, computed = sum(dev.bytes.values()), sum(dev.flops.values())

@@ -1,4 +1,4 @@
-"""What it costs that ranks are in several processes, or on several machines.
+"""Measure the cost of ranks in several processes, or on several machines.
 
     python tools/bench_processes.py [--model Qwen2.5-1.5B --batch-size 32 --grad-accumulation 2]
 

@@ -1,4 +1,5 @@
-"""What the checksums of token files cost whoever reads them: an epoch with and without them.
+"""Measure what the checksums of token files cost whoever reads them: an epoch with and without
+them.
 
     python tools/checksum_cost.py [--mib 64] [--seq-len 1024] [--rounds 15] [--speed 61000]
 
@@ -44,14 +45,14 @@ PREFETCH = 4
 
 
 class Cost(NamedTuple):
-    """Of an epoch, in seconds: on the clock, and of the processor."""
+    """The seconds of an epoch: on the clock, and of the processor."""
 
     wall: float
     cpu: float
 
 
 def cost_of_epoch(path: Path, seq_len: int, micro_batch: int, *, cold: bool) -> Cost:
-    """Of reading every batch of the first epoch."""
+    """The cost of reading every batch of the first epoch."""
     loader = DataLoader(
         path, seq_len=seq_len, micro_batch=micro_batch, seed=1, vocab_size=VOCAB, prefetch=PREFETCH
     )
@@ -107,7 +108,7 @@ def line(name: str, without: list[float], with_sums: list[float]) -> str:
 
 
 def times_of_pieces(path: Path) -> list[float]:
-    """Of reading a piece, of its XXH3 and of its CRC-32: medians over pieces, seconds."""
+    """The times of reading a piece, of its XXH3 and of its CRC-32: medians over pieces, seconds."""
     buffer = bytearray(PIECE_BYTES)
     places = np.random.default_rng(0).permutation(path.stat().st_size // PIECE_BYTES).tolist()
     found: list[list[float]] = [[], [], []]

@@ -25,7 +25,7 @@ import yaml
 
 
 def measure(tree: Path, row: Path, out: Path, steps: int, repeats: int) -> dict[str, Any]:
-    """What `llmq bench` of this checkout reports about the one run in `row`."""
+    """The report of this checkout's `llmq bench` about the one run in `row`."""
     command = [sys.executable, "-m", "llmq", "bench", "--config", str(row), "--out", str(out)]
     command += ["--timed-steps", str(steps), "--repeats", str(repeats)]
     paths = [str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,8 +1,8 @@
 """Compile every kernel for every architecture, without a GPU; print what each needs.
 
-What is compiled is what training and sampling launch: steps of all presets in all formats run on a
-plan device that notes its launches. Kernels that none of them uses are compiled for all types.
-Exits 1 if a kernel spills registers to memory or asks for more than a multiprocessor has.
+It compiles what training and sampling launch: steps of all presets in all formats run on a plan
+device that notes its launches. Kernels that none of them uses are compiled for all types. Exits 1
+if a kernel spills registers to memory or asks for more than a multiprocessor has.
 """
 
 from __future__ import annotations
@@ -128,14 +128,15 @@ def note_training(
 
 
 def note_sampling(spec: DeviceSpec, model: ModelConfig, dtype: DType, noted: Launches) -> None:
-    """What a text that is continued needs."""
+    """Note the kernels of a text that is continued."""
     dev = NotingDevice(spec, noted)
     table = weight_table(model)
     Decoder(dev, model, Weights(dev, table, resident(table, dtype)), 64).rehearse()
 
 
 def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
-    """What follows the library's backward of attention where it is divided by query heads."""
+    """Note the kernels that follow the library's backward of attention where it is divided by query
+    heads."""
     dev, heads, size = NotingDevice(spec, noted), model.num_heads, model.head_dim
     packed = (1, 16, heads + 2 * model.num_kv_heads, size)
     d_qkv = dev.alloc("d_qkv", packed, BF16, "Activations")
@@ -279,7 +280,7 @@ def compiled(capability: int, source: Source, launches: set[Launch]) -> list[Rep
 
 
 def work_of(launches: dict[int, Launches]) -> list[Work]:
-    """What is compiled for them."""
+    """The compilations for these launches."""
     return [
         Work(capability, source, noted[source])
         for capability, noted in launches.items()

@@ -1,4 +1,5 @@
-"""What lm-eval says about the models and tasks of tests/eval_data.py: the reference of `llmq eval`.
+"""Record what lm-eval says about the models and tasks of tests/eval_data.py: the reference of `llmq
+eval`.
 
     python tools/eval_reference.py        # writes tests/golden/lm_eval.json; needs lm-eval
 
@@ -86,7 +87,7 @@ def reference(model: Path, tasks: dict[str, Path], number: int) -> dict[str, Any
 
 
 def references(folder: Path) -> dict[str, Any]:
-    """Of both models, by whether the tokenizer adds a first token."""
+    """The references of both models, by whether the tokenizer adds a first token."""
     from tests.eval_data import write_model, write_tasks
 
     tasks = write_tasks(folder)

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What a refactoring must leave as it is, byte for byte: the numbers, files and bytes of many runs.
+"""Write down what a refactoring must leave as it is, byte for byte: the numbers, files and bytes of
+many runs.
 
     PYTHONPATH=OLD_CHECKOUT tools/fingerprint.py --out old.json
     PYTHONPATH=NEW_CHECKOUT tools/fingerprint.py --out new.json
@@ -103,7 +104,7 @@ def options_of(words: list[str]) -> dict[str, Any]:
 
 
 def sha256(*parts: bytes) -> str:
-    """Of all parts, one after the other."""
+    """The hash of all parts, one after the other."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -111,7 +112,7 @@ def sha256(*parts: bytes) -> str:
 
 
 def tensors_hash(tensors: dict[str, np.ndarray]) -> str:
-    """Of names, shapes, dtypes and values, in the order given."""
+    """The hash of names, shapes, dtypes and values, in the order given."""
     heads = (f"{name} {x.shape} {x.dtype}" for name, x in tensors.items())
     values = (np.ascontiguousarray(x).tobytes() for x in tensors.values())
     return sha256(
@@ -241,7 +242,7 @@ def train(run: str) -> dict[str, Any]:
 
 
 def kinds_of(options: dict[str, Any], card: str = "") -> list[dict[str, Any]]:
-    """What `llmq plan` says that a step with these options launches. card: --card or none."""
+    """The launches that `llmq plan` tells of a step with these options. card: --card or none."""
     words = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -394,7 +395,8 @@ GPU_RUNNERS = {
 
 
 def fingerprint(name: str, root: Path, device: str) -> tuple[dict[str, Any], float]:
-    """Of one run, in a new folder in root, and its seconds; an error is a fingerprint too."""
+    """The fingerprint of one run, in a new folder in root, and its seconds; an error is a
+    fingerprint too."""
     runner, what = (RUNNERS | GPU_RUNNERS)[name]
     os.environ.pop("LLMQ_FUSED", None)  # which the run before may have set
     folder = Path(tempfile.mkdtemp(dir=root))
@@ -475,7 +477,8 @@ def bases_of(names: list[str]) -> list[str]:
 def fingerprints(
     names: list[str], jobs: int, device: str
 ) -> Iterator[tuple[str, dict[str, Any], float]]:
-    """Of these runs, in processes of their own, and the seconds of each. device: of GPU_RUNS."""
+    """The fingerprints of these runs, in processes of their own, and the seconds of each. device:
+    of GPU_RUNS."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(jobs, spawn) as pool:
         root, count = Path(folder).resolve(), len(names)

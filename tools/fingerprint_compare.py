@@ -1,4 +1,5 @@
-"""What differs between two records of tools/fingerprint.py, in groups of runs that differ alike."""
+"""Show the differences between two records of tools/fingerprint.py, in groups of runs that differ
+alike."""
 
 from __future__ import annotations
 

@@ -16,17 +16,17 @@ file, or what an older one measured stands beside what is predicted of the newer
 
 `run` measures in one process, each row as soon as the one before is done, and notes each in its
 file at once: run again, it goes on with those that are missing. Steps are short (--sequences),
-because options are what is compared. What --fit finds comes first, of all models and memories. Then
-always the row that is likeliest, by what was measured so far, to be 3 percent faster than that. It
-needs x percent if for this it would have to beat its prediction by x percent more than any measured
-row of its model, in whatever memory, beats its own; the one that needs the least comes next. So
-wherever `run` ends, all combinations that were not measured need at least what `table` says, those
-that `plan` has left out for their speed included, and also those that do all that another row does
-and more, unless that one was measured: then they are taken to be no faster, whatever is predicted.
-A factor that is wrong in all predictions of a model does not
-matter to that, and how far they scatter is not assumed, but seen. With --enough rows that need more
-are left out. Where a row is that much faster, the others of its model and memory come last.
-Whatever was measured is in the file and in the table.
+because options are what is compared. The rows that --fit finds come first, of all models and
+memories. Then always the row that is likeliest, by what was measured so far, to be 3 percent faster
+than that. It needs x percent if for this it would have to beat its prediction by x percent more
+than any measured row of its model, in whatever memory, beats its own; the one that needs the least
+comes next. So wherever `run` ends, all combinations that were not measured need at least what
+`table` says, those that `plan` has left out for their speed included, and also those that do all
+that another row does and more, unless that one was measured: then they are taken to be no faster,
+whatever is predicted. A factor that is wrong in all predictions of a model does not matter to that,
+and how far they scatter is not assumed, but seen. With --enough rows that need more are left out.
+Where a row is that much faster, the others of its model and memory come last. Whatever was measured
+is in the file and in the table.
 
 A row that fails in a process that has measured others, whose libraries take memory, too, ends the
 process, and the next one begins with it.
@@ -85,7 +85,7 @@ SAVERS = (
     *(*RECOMPUTE, "offload_residual", "offload_master", "offload_opt_m", "offload_opt_v"),
     *("offload_gradients", "shard_weights", "shard_gradients"),
 )
-# What others do, too: a block is all that can be recomputed, and the MLP ends with its SwiGLU.
+# Others do this, too: a block is all that can be recomputed, and the MLP ends with its SwiGLU.
 INCLUDED = {"recompute_block": frozenset(RECOMPUTE), "recompute_ffn": {"recompute_swiglu"}}
 SAME = ("batch_size", "persistent_quants", "offload_quants")
 CLAIM = 3.0  # percent that nothing should be faster by than what --fit finds
@@ -146,7 +146,8 @@ def does_less(one: TrainConfig, other: TrainConfig) -> bool:
 def rivals(
     planner: Planner, fit: Fit, configs: Iterator[TrainConfig], within: float
 ) -> tuple[Candidate, list[Candidate]]:
-    """What --fit finds, and what fits and is predicted to be almost as fast, or faster."""
+    """The configuration that --fit finds, and those that fit and are predicted to be almost as
+    fast, or faster."""
     best = fit.search()[0]
     least = best.need.speed * (1 - within / 100)
     slow: set[TrainConfig] = set()
@@ -174,7 +175,8 @@ def rivals(
     exact = [Candidate(config=c, need=planner.exact(c)) for c in found if c != best.config]
     exact = [c for c in exact if not fit.limits.excess(c.need.device, c.need.host)]
     exact.sort(key=lambda candidate: -candidate.need.speed)
-    # Of those that launch the same the one with the fewest savers, which stable sorting has first.
+    # Those that launch the same are measured once, the one with the fewest savers, which stable
+    # sorting has first.
     alike = {(c.config.batch_size, round(c.need.speed, 3)): c for c in reversed(exact)}
     return best, sorted(alike.values(), key=lambda candidate: -candidate.need.speed)
 
@@ -240,7 +242,8 @@ def _write(file: Path, sweeps: list[dict[str, Any]]) -> None:
 
 
 def speed(options: dict[str, Any]) -> dict[str, Any]:
-    """Of one row: `measured` and `spread`, and `predicted_here` by the card file of this rig."""
+    """The speed of one row: `measured` and `spread`, and `predicted_here` by the card file of this
+    rig."""
     with open_trainer(options, 10_000) as trainer:
         batches = random_batches(trainer)
         trainer.step(batches)
@@ -294,7 +297,8 @@ def next_row(
         for index, row in _missing(sweep):
             need = -math.inf if "again" in row else needs(row, sweep, sweeps)
             if need <= enough:
-                # Of those without an answer what --fit finds, the models with short steps first.
+                # Rows that --fit finds and that have no answer come first, the models with short
+                # steps before others.
                 key = (_beaten(sweep), need, "again" not in row, index, -row["predicted"])
                 found.append((key, sweep, index))
     return min(found, key=lambda item: item[0])[1:] if found else None

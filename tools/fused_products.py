@@ -34,7 +34,8 @@ class Case(NamedTuple):
     dtype: DType
 
     def nbytes(self, results: int) -> int:
-        """Of operands, and of two times `results` bytes for each of the M x F elements."""
+        """The bytes of operands, and of two times `results` bytes for each of the M x F
+        elements."""
         inputs = self.dtype.itemsize * self.K + BF16.itemsize * self.R
         return (self.M + 2 * self.F) * inputs + 2 * results * self.M * self.F
 
@@ -75,14 +76,14 @@ class Results(NamedTuple):
 
 
 def _scales(bench: Bench, case: Case, spread: float) -> tuple[Tensor, ...]:
-    """Of the product's fp8 codes. spread: the standard deviation of its result."""
+    """The scales of the product's fp8 codes. spread: the standard deviation of its result."""
     if case.dtype == BF16:
         return ()
     return (bench.scale((spread / bench.deviation("a", "b")) ** 0.5 * case.K**-0.25),) * 2
 
 
 def _codes(bench: Bench, case: Case, scale: Tensor) -> ProductCodes:
-    """Of the up product with --mlp-dtype e4m3; scale: LARGEST / 448."""
+    """The codes of the up product with --mlp-dtype e4m3; scale: LARGEST / 448."""
     codes, saturated = bench.empty("up", E4M3, case.M, 2 * case.F), bench.empty("saturated", I32, 1)
     largest, abs_max = (bench.empty(name, F32, 1) for name in ("largest", "abs_max"))
     factor, found = bench.scale(448 / LARGEST), bench.empty("found", I32, 4)

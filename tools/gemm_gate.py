@@ -60,7 +60,7 @@ Run = Callable[[], None]
 
 
 class Load(NamedTuple):
-    """What one run took under load."""
+    """The measurements of one run under load."""
 
     seconds: float
     joules: float
@@ -136,7 +136,7 @@ class Bench:
         return self.empty(name, BF16, M, N)
 
     def empty(self, name: str, dtype: DType, *shape: int) -> Tensor:
-        """Of zeros."""
+        """A tensor of zeros."""
         tensor = self.dev.alloc(name, shape, dtype, "Activations")
         self.dev.zero(tensor)
         return tensor
@@ -153,7 +153,7 @@ class Bench:
         return math.prod(float(self.real[name].std()) for name in names)
 
     def equal(self, x: Tensor, y: Tensor) -> float:
-        """Of all bytes, how many are the same."""
+        """The share of all bytes that are the same."""
         parts = (self.torch.as_tensor(OnGpu(z), device="cuda").split(1 << 27) for z in (x, y))
         return sum(int((p == q).sum()) for p, q in zip(*parts, strict=True)) / x.nbytes
 

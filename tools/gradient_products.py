@@ -28,7 +28,8 @@ class Case(NamedTuple):
     K: int
 
     def nbytes(self, results: int) -> int:
-        """Of operands, and of two times `results` bytes for each of the M x N elements."""
+        """The bytes of operands, and of two times `results` bytes for each of the M x N
+        elements."""
         return (self.M + self.N) * self.K + 2 * results * self.M * self.N
 
 

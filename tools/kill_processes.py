@@ -60,7 +60,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a launcher, those at the ends: the processes of the run."""
+    """The processes of the run: those at the ends below a launcher."""
     below = children(pid)
     return [p for child in below for p in (descendants(child) or [child])]
 

@@ -3,7 +3,7 @@
     python tools/kill_sweep.py --kills 20
 
 Sweeps small models on the CPU, ends the driver with SIGKILL after a random time, and starts it
-again, so many times; then lets it end. What was in the report must stay as it was, no process may
+again, so many times; then lets it end. Everything in the report must stay as it was, no process may
 be left over, and the table must have the runs of a sweep that nobody disturbed. Exits 1 if not.
 """
 

@@ -1,4 +1,5 @@
-"""What loading and launching CUDA C kernels costs the host, by three ways of doing it, on GPU 0.
+"""Measure what loading and launching CUDA C kernels costs the host, by three ways of doing it, on
+GPU 0.
 
     PYTHONPATH=. python tools/launch_cost.py [--model Qwen2.5-0.5B] [--launches 500]
 

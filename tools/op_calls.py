@@ -359,7 +359,7 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
 
 
 def _exponentials(rows: int, columns: int, K: int, vocab: int) -> dict[str, Any]:
-    """What both operations of a row of logits take."""
+    """The tensors that both operations of a row of logits take."""
     args = {"e": bf16(rows, columns), "sums": f32(num_sums(columns), rows, value=1.0)}
     args |= {name: f32(rows, value=1.0) for name in ("shift", "target_logits")}
     return args | {"targets": np.arange(rows, dtype=np.int32) % vocab, "vocab_size": vocab}

@@ -22,7 +22,7 @@ LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 
 @dataclass(frozen=True, kw_only=True)
 class PeftJob:
-    """What peft's process is told. document: config.json of the model. modules: names of those with
+    """The job of peft's process. document: config.json of the model. modules: names of those with
     adapters. transposed: whether their weights are (in, out). masked: whether SDPA gets the mask
     that transformers makes. compiled: "layers", "model" or "none". mode: of torch.compile. clip:
     gradient norm, 0: none."""
@@ -230,7 +230,7 @@ def peft_process(connection: Connection, job: PeftJob, started: float) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """What it is and the first sentence of what it says."""
+    """The error's kind and the first sentence of what it says."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
 
@@ -279,7 +279,7 @@ class Peft:
         self._process.join()
 
     def row(self) -> dict[str, Any]:
-        """What it measured; only a form and an error where there is nothing."""
+        """The row that it measured; only a form and an error where there is nothing."""
         return {"form": "", "error": self.error} | (self.found or {})
 
     def seconds(self) -> str:

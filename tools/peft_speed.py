@@ -85,7 +85,8 @@ def options_of(form: str) -> Options:
 
 
 def status_of(command: list[str], environment: dict[str, str], limit: float) -> int | None:
-    """Of its exit; None: it took more than `limit` seconds and was ended, as it is if we are."""
+    """The status of its exit; None: it took more than `limit` seconds and was ended, as it is if we
+    are."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     try:
         return process.wait(limit)
@@ -100,7 +101,7 @@ def status_of(command: list[str], environment: dict[str, str], limit: float) -> 
 
 
 def llmq_row(shared: Options, form: str, how: list[str], limit: float) -> dict[str, Any]:
-    """What `llmq bench` finds in at most `limit` seconds. how: its options."""
+    """The row that `llmq bench` finds in at most `limit` seconds. how: its options."""
     failed = {"form": form, "error": f"ended after {limit:.0f} s (--limit)"}
     with tempfile.TemporaryDirectory() as name:
         file, out = Path(name) / "runs.yaml", Path(name) / "report"
@@ -171,8 +172,8 @@ process, or of the command of a run, to the end of the first step, compilation i
 
 @dataclass(kw_only=True)
 class Page:
-    """What is known so far. again: llmq's first row, measured after peft. now: what is under way.
-    start: time.monotonic() of the whole."""
+    """The page, as far as it is known. again: llmq's first row, measured after peft. now: what is
+    under way. start: time.monotonic() of the whole."""
 
     out: Path | None
     shared: Options
@@ -279,7 +280,7 @@ def checked(shared: Options, forms: list[str]) -> tuple[ModelConfig, TrainConfig
 
 
 def peft_job(model: ModelConfig, config: TrainConfig, masked: bool, **given: Any) -> PeftJob:
-    """What both sides share, as peft and transformers name it."""
+    """The job that both sides share, as peft and transformers name it."""
     return PeftJob(
         document=model.to_hf(),
         modules=target_modules(model, adapters_of(config)),

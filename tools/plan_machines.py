@@ -69,7 +69,7 @@ def _short(number: float) -> str:
 
 
 def block() -> str:
-    """What stands in the page."""
+    """The block that stands in the page."""
     where = f"--card {CARD} --gpus {PER_MACHINE} --machines N --network SIZE --shard-over …"
     text = f"{CARD.upper()}, {PER_MACHINE} per machine, fp8: `llmq plan {where}` with"
     lines = [BEGIN, text, ""]

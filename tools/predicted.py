@@ -48,8 +48,8 @@ def date_of(report: dict[str, Any], run: dict[str, Any]) -> str:
 
 
 def measured_shares(plan: Plan, card: Card) -> tuple[float, float]:
-    """Of the predicted time of the main stream's kernels: of those whose kind is in the card file,
-    and of those in the same size, too."""
+    """The shares of the predicted time of the main stream's kernels: of those whose kind is in the
+    card file, and of those in the same size, too."""
     known = {
         name: {tuple(sizes) for sizes, _ in points}
         for name, points in card.measured.launches.items()

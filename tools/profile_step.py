@@ -1,4 +1,4 @@
-"""Where a step's time goes: whole steps with graphs, then every launch of one step by itself.
+"""Show where a step's time goes: whole steps with graphs, then every launch of one step by itself.
 
     python tools/profile_step.py --model Qwen2.5-0.5B --batch-size 32 [more options of llmq train]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a checkpoint every so many steps costs a run, in turns within one run.
+"""Measure what a checkpoint every so many steps costs a run, in turns within one run.
 
     PYTHONPATH=. tools/save_cost.py [--model Qwen2.5-1.5B] [--interval 20] [--checkpoints 2] \
         [--folder /dev/shm] [--between-steps] [--out saves.txt] \
@@ -16,9 +16,9 @@ there would be too long by the difference, and the one before it too short. A wr
 end within its window is an error, because at this interval a run would wait for it, and the next
 window would not be free of it.
 
-What is not in the cost: a run that ends while a checkpoint is being written waits for it, once; how
-long one takes is printed. The run is stopped after the last window, without an export.
---between-steps: the same again without --ckpt-background. What follows -- are options of the run.
+The cost leaves this out: a run that ends while a checkpoint is being written waits for it, once;
+how long one takes is printed. The run is stopped after the last window, without an export.
+--between-steps: the same again without --ckpt-background. Options behind -- are those of the run.
 --out gets what is printed, line by line, so that it has all that was found if this is cut off.
 """
 
@@ -109,7 +109,7 @@ def seconds_of_write(records: Records, step: int, end: float) -> float | None:
 
 
 def costs(windows: list[Window]) -> list[float]:
-    """Of each window with a checkpoint, beside its neighbours without."""
+    """The cost of each window with a checkpoint, beside its neighbours without."""
     beside = zip(windows[::2], windows[1::2], windows[2::2], strict=False)
     return [2 * one.seconds / (before.seconds + after.seconds) - 1 for before, one, after in beside]
 
@@ -130,7 +130,7 @@ class Report:
 
 
 def summary(windows: list[Window], writes: list[float], interval: int) -> list[str]:
-    """What follows from all windows. writes: seconds of each checkpoint."""
+    """The lines that follow from all windows. writes: seconds of each checkpoint."""
     lines = ["", "| checkpoints | steps | seconds | seconds per step | median step, ms |"]
     lines.append("| --- | --- | --- | --- | --- |")
     for name, saves in (("none", False), (f"every {interval} steps", True)):
@@ -147,7 +147,7 @@ def summary(windows: list[Window], writes: list[float], interval: int) -> list[s
 
 
 def planned(command: list[str]) -> dict[str, Any]:
-    """What `llmq plan` says of a run."""
+    """The run's plan by `llmq plan`."""
     plan = [*command[:3], "plan", *command[4:], "--json"]
     done = subprocess.run(plan, stdout=subprocess.PIPE, env=environment(), check=False)
     if done.returncode:
@@ -156,7 +156,7 @@ def planned(command: list[str]) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Of a run: this tree's program."""
+    """The environment of a run: this tree's program."""
     return os.environ | {"PYTHONPATH": str(ROOT)}
 
 
@@ -174,7 +174,7 @@ def place_for(folder: Path | None, needed: int, report: Report) -> Path:
 
 
 def heading(records: Records, way: str) -> list[str]:
-    """Of the table of windows."""
+    """The heading of the table of windows."""
     gpus = [record["name"] for record in records if record["log"] == "gpu-model"]
     title = f"{gpus[0] if gpus else 'CPU'}, checkpoints {way}"
     names = "| steps | checkpoints | seconds | between steps | median step, ms |"

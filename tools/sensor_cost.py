@@ -1,4 +1,5 @@
-"""What reading sensors and drawing the live view cost a training step, in turns in one process.
+"""Measure what reading sensors and drawing the live view cost a training step, in turns in one
+process.
 
     python tools/sensor_cost.py [--model Qwen2.5-0.5B] [--batch-size 16] [--rounds 21] [--gpus 1]
 

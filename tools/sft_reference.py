@@ -84,7 +84,7 @@ def make_inputs(folder: Path, model: str, count: int) -> None:
 
 
 def visible(starts: torch.Tensor) -> torch.Tensor:
-    """Which key a query may see, bool (B, 1, T, T), of starts (B, T)."""
+    """The keys that a query may see, bool (B, 1, T, T), of starts (B, T)."""
     at = torch.arange(starts.shape[1], device=starts.device)
     return ((at[None, None] <= at[:, None]) & (at[None, None] >= starts[:, :, None]))[:, None]
 

@@ -1,11 +1,11 @@
-"""What `llmq train --tensorboard` costs a run on the CPU: each step, and beside the run.
+"""Measure what `llmq train --tensorboard` costs a run on the CPU: each step, and beside the run.
 
     python tools/watch_cost.py [--steps 300] [-- --batch-size 1 ...]
 
 A run of the smallest model on random tokens sends its log while it goes on. Printed are the median
 time of a step; the median, the mean and the largest time that the run's thread spends on the
 process that sends, after each step (its start is none of them); and the processor's time of that
-process, which goes on beside the run and mostly imports a library. What follows -- are options of
+process, which goes on beside the run and mostly imports a library. Options behind -- are those of
 `llmq train`.
 """
 

@@ -57,7 +57,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What becomes of calls at .. at + times - 1.
+    """The fate of calls at .. at + times - 1.
 
     how: before, after, or torn: a write of which a part is done. number: the error of the system;
     None: the process dies.

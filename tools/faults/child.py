@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def problems(self) -> list[tuple[str, str]]:
-        """What no end of llmq's may look like, as (category, text)."""
+        """Ends of llmq that must not be, as (category, text)."""
         if self.hung:
             return [("hang", f"no end after {HANG_SECONDS} s, or {CPU_SECONDS} s of CPU")]
         if "Traceback (most recent call last)" in self.text:

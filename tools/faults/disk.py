@@ -1,9 +1,9 @@
 """A disk that knows what a loss of power may leave of it, by what POSIX promises and no more.
 
-What a file holds is safe when fsync of the file has returned, its name when fsync of its directory
-has. Of the rest any part may be there: some of the writes, the last one torn, a length without
-data; of the changes of names in a directory any, in the order in which they were made. A rename
-within a directory is one change, one between two directories is two.
+The content of a file is safe when fsync of the file has returned, its name when fsync of its
+directory has. Any part of the rest may be there: some of the writes, the last one torn, a length
+without data; any of the changes of names in a directory, in the order in which they were made. A
+rename within a directory is one change, one between two directories is two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _File:
         return data
 
     def after_loss(self, rng: random.Random) -> bytes:
-        """What may be there."""
+        """A state that may be there."""
         if not self.pending:
             return self.safe
         how = rng.choice(("safe", "all", "some", "torn", "zeros"))
@@ -83,7 +83,7 @@ class _Folder:
 
 
 class Disk:
-    """Of one folder. Links, which llmq never makes, are part of what was there before."""
+    """The disk of one folder. Links, which llmq never makes, are part of what was there before."""
 
     def __init__(self, root: Path):
         self.root = os.path.realpath(root)

@@ -1,7 +1,7 @@
 """Runs whose numbers go wrong in six ways, under every --guard.
 
-What goes wrong goes wrong at places in the data: so a rollback, which leaves data out, can help
-where that is why, and a run that is stopped and goes on meets the same.
+Faults lie at places in the data: so a rollback, which leaves data out, can help where that is why,
+and a run that is stopped and goes on meets the same.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Divergence:
         return run(inside(root, tried))
 
     def _state(self, root: Path, ended: Ended) -> Problems:
-        """What must be there, however it ended."""
+        """The state that must be there, however it ended."""
         problems: Problems = []
         model, before = root / "out/model.safetensors", self.template / "out/model.safetensors"
         if not _is_finite(model):

@@ -32,7 +32,7 @@ COMMANDS = {
     "export": ["export", "--checkpoint-dir", "ckpt", "--out-dir", "new"],
     "merge": ["merge", "--model", "out", "--adapter", "adapter", "--out", "new"],
 }
-# What makes a run longer is no fault of it, and workers start Python anew.
+# A longer run is no fault, and workers start Python anew.
 _LONG = {
     "steps", "epochs", "batch-size", "grad-accumulation", "seq-len", "num-layers", "hidden-size",
     "intermediate-size", "vocab-size", "gpus", "eval-num-steps", "eval-batch-size", "head-dim",

@@ -52,7 +52,7 @@ class _AtCalls:
         after: float | None = None,
         look: Callable[[Path, Ended], Problems] | None = None,
     ) -> Problems:
-        """What is wrong after a fault. look: at what an error has left."""
+        """The problems after a fault. look: at what an error has left."""
         root = copy(chosen.template, self.folder / "tried")
         try:
             ended = self._run(root, chosen.scenario.tried, fault, after)

@@ -1,4 +1,4 @@
-"""What the machines have in common, and how they are run.
+"""The machines' common part, and how they are run.
 
 A machine tries one fault at a time. Number n of a seed is always the same fault, so that one that
 was bad can be tried again: `--only`. Outcomes have categories:
@@ -51,7 +51,7 @@ class Machine(Protocol):
 
 @dataclass
 class Tally:
-    """Of one machine. commit: of the tree. seconds: how long it ran."""
+    """The tally of one machine. commit: of the tree. seconds: how long it ran."""
 
     title: str
     seed: int
@@ -70,7 +70,7 @@ class Tally:
         self.worst += [f"{number}: {outcome.what}: {c}: {text}" for c, text in outcome.problems]
 
     def record(self) -> dict[str, object]:
-        """As JSON."""
+        """The record for JSON."""
         fields = {"title": self.title, "seed": self.seed, "commit": self.commit}
         fields |= {"seconds": round(self.seconds)}
         bad = {kind: dict(counts) for kind, counts in self.bad.items()}

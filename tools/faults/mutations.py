@@ -1,7 +1,7 @@
 """Damaged files of every kind that llmq reads: refused in one line, or read for what they are.
 
-What has checksums must not give another result without a word. Of what a user writes another
-result is no fault: a configuration that says something else is another configuration.
+A file with checksums must not give another result without a word. Another result of what a user
+writes is no fault: a configuration that says something else is another configuration.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def whole_place(folder: Path) -> Path:
 
 
 def write_inputs(root: Path) -> None:
-    """What a user would write."""
+    """Write files as a user would."""
     from tests.text_data import documents, write_bpe  # pytest, tokenizers: the other machines don't
 
     (root / "tok").mkdir()
@@ -182,7 +182,7 @@ def write_inputs(root: Path) -> None:
 
 
 def write_runs(root: Path) -> None:
-    """What llmq writes: a run with all its files, token files of a tokenizer, adapters."""
+    """Write files as llmq does: a run with all its files, token files of a tokenizer, adapters."""
     tokens = ["--tokenizer", "tok", "--eval-fraction", "0.3", "--workers", "1"]
     must(root, ["tokenize", "records.jsonl", *tokens, "--out", "data/new"])
     must(root, ["tokenize", "text.txt", *tokens, "--out", "data/named"])

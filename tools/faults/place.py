@@ -51,7 +51,8 @@ _LEFT = re.compile(r".*\.llmq-(tmp|lock|old)|step_\d{8}\.tmp")
 
 
 def warm_up() -> None:
-    """What takes time once, before processes are forked: imports, the parser of the command line.
+    """Do what takes time once, before processes are forked: imports, the parser of the command
+    line.
 
     transformers is not there for any of them: it takes seconds, and has no part in what is tried.
     """
@@ -175,7 +176,7 @@ def touched(root: Path) -> list[tuple[str, str]]:
 
 
 def left_behind(root: Path) -> list[tuple[str, str]]:
-    """What of ours a command that ended well has left."""
+    """Files of ours that a command that ended well has left."""
     ours = [path for path in root.rglob("*") if _LEFT.fullmatch(path.name)]
     names = [str(path.relative_to(root)) for path in ours]
     spared = {LINK, *(str(Path(name).parent) for name in STRANGERS)}
@@ -216,10 +217,10 @@ class Prepared:
     calls: int = 0
 
     def compare(self, root: Path, *, log: bool = True) -> list[tuple[str, str]]:
-        """What is not as without a fault. log: also of the losses in it.
+        """The differences to a run without a fault. log: also of the losses in it.
 
-        Of checkpoints the newest: which older ones stay follows from which could be written, and
-        from when the last clean-up was.
+        Only the newest checkpoint is compared: which older ones stay follows from which could be
+        written, and from when the last clean-up was.
         """
         found, problems = hashed(root, self.scenario.results), []
         newest = max((n.split("/")[1] for n in self.want if n.startswith("ckpt/")), default="")

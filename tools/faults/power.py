@@ -1,4 +1,4 @@
-"""What a loss of power may leave: of what a command did up to some call, see disk.py."""
+"""The states that a loss of power may leave: of what a command did up to some call, see disk.py."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def mutations() -> list[Mutation]:
 
 
 def finder(mutation: Mutation, root: Path) -> str | None:
-    """What finds the bug in the tree at root: a test, or that the run crashes or hangs; or None.
+    """The finder of the bug in the tree at root: a test, or that the run crashes or hangs; or None.
 
     RuntimeError where pytest cannot run the tests.
     """
