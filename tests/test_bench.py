@@ -546,12 +546,12 @@ MACHINE = {
 }
 
 
-def bench_with(monkeypatch, tmp_path, outcomes, file, given=None, add=False):
+def bench_with(monkeypatch, tmp_path, outcomes, file, given=None, **more):
     """Run the parent with these outcomes of its children."""
     outcomes = iter(outcomes)
     monkeypatch.setattr(bench, "run_child", lambda *_: next(outcomes))
     monkeypatch.setattr(bench, "predict", lambda runs: ([{}] * len(runs), None))
-    how = BenchOptions(out=tmp_path / "h100.v1", peers=BENCHMARKS / "peers.json", add=add)
+    how = BenchOptions(out=tmp_path / "h100.v1", peers=BENCHMARKS / "peers.json", **more)
     run_bench(given or {}, file, how, ["/usr/bin/llmq", "bench", "--config", "a b.yaml"])
 
 
@@ -632,7 +632,7 @@ def test_all_gpus_are_as_many_as_there_are(monkeypatch, tmp_path):
     file = suite(tmp_path, "model: Qwen2.5-0.5B\nbatch-size: 32\ngrad-accumulation: 16\n")
     ok = {"status": "ok", "result": RESULT, "machine": MACHINE}
     for gpus, others, floor, flags in ((1, {"llm.q": 149000}, 212000, {}), (4, {}, None, 4)):
-        bench_with(monkeypatch, tmp_path, [ok | {"gpus": gpus}], file)
+        bench_with(monkeypatch, tmp_path, [ok | {"gpus": gpus}], file, overwrite=True)
         (run,) = json.loads((tmp_path / "h100.v1.json").read_text())["runs"]
         assert (run["gpus"], run["peers"], run["floor"]) == (gpus, others, floor)
         assert run["flags"] == ({"gpus": "--gpus=4"} if flags else {})

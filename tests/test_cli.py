@@ -370,7 +370,7 @@ COMMANDS = [
     (
         "plot pyproject.toml README.md --x hours --html",
         "report.plot.run_plot",
-        (([Path("pyproject.toml"), Path("README.md")], None, "hours", True), {}),
+        (([Path("pyproject.toml"), Path("README.md")], None, "hours", True, False), {}),
     ),
     ("top README.md --once", "train.top.run_top", ((Path("README.md"),), {"once": True})),
     (

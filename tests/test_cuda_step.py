@@ -19,6 +19,7 @@ from llmq.train.trainer import Trainer
 from tests.bases import block_weights
 from tests.conftest import gpu_problem
 from tests.models import CONFIGS, VOCAB, hf_model, random_batch, trainer_for
+from tests.runs import make_workplace, records, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,6 +119,19 @@ def test_texts_are_continued_as_on_the_cpu(path):
             places = zip(parts, [0, *range(9, 24)], strict=True)
             found.append([sampler.decoder.forward(*place) for place in places])
     np.testing.assert_allclose(*found, rtol=1e-4, atol=5e-5)  # sums in another order
+
+
+def test_a_step_that_is_not_full_has_graphs_of_its_own(tmp_path, monkeypatch):
+    """Of 9 sequences, the last one alone ends each epoch."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    losses = []
+    for graphs in (True, False):
+        more = {"use_cuda_graphs": graphs, "device": "cuda", "epochs": 3, "grad_accumulation": 4}
+        assert train(**more, train_file="data/train-0.bin", model_dtype="bf16") == 0
+        found = [(r["loss"], r["norm"], r["step_tokens"]) for r in records("step")]
+        assert [tokens for *_, tokens in found] == [8 * 16, 16] * 3
+        losses.append(found)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

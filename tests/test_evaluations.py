@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -83,7 +84,8 @@ def test_nothing_of_it_changes_a_bit(options):
     assert run(*EVERYTHING, **options) == 0
     assert [(r["loss"], r["norm"]) for r in records("step")] == plain
     assert [r["loss"] for r in records("eval") if "name" not in r] == validations
-    assert steps_of("eval", name="other") == [2, 4]
+    ends = [2, 3, 4] if "gpus" in options else [2, 4]  # an epoch has three steps then
+    assert steps_of("eval", name="other") == ends
     assert [r["split"] for r in records("dataset")] == ["train", "eval", "eval-other"]
     for task, metrics in (("arc", ["acc", "acc_norm"]), ("text", ["perplexity", "bits_per_byte"])):
         for metric in metrics:
@@ -125,9 +127,9 @@ def test_console(capsys):
     lines = capsys.readouterr().out.splitlines()
     named = [line for line in lines if line.startswith("[V]") and "| other |" in line]
     assert len(named) == 1
-    assert sum(line.startswith("[E] step     2 [100.0%] | time: ") for line in lines) == 2
+    assert sum(bool(re.match(r"\[E\] step     2 \[.*%\] \| time: ", ln)) for ln in lines) == 2
     assert any("| arc | acc 0." in line and " ± 0." in line for line in lines)
-    assert sum(line.startswith("[S] step     2 [100.0%] | Hé") for line in lines) == 1
+    assert sum(bool(re.match(r"\[S\] step     2 \[.*%\] \| Hé", ln)) for ln in lines) == 1
 
 
 def test_a_run_that_goes_on_makes_up_for_what_was_due(monkeypatch):

@@ -39,6 +39,8 @@ def data(tmp_path):
 
 
 def loader(data, rank=0, world_size=1, micro_batch=2, seed=TRAIN_SEED, **kwargs):
+    """As llm.q's, which leaves out what fills no batch, unless it is for `everything`."""
+    kwargs.setdefault("drop_last", not kwargs.get("everything", False))
     return DataLoader(
         data,
         seq_len=T,

@@ -39,6 +39,7 @@ LLMQ_DEFAULTS = {
     "train-file": ("data/tiny-shakespeare-qwen/train*.bin",),
     "eval-file": "data/tiny-shakespeare-qwen/eval*.bin",
     "eval-fraction": 0.02,
+    "drop-last": False,
     "train-seed": 0x83B45442,
     "eval-seed": 0x384B4524,
     "batch": 4,

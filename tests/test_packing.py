@@ -63,6 +63,7 @@ def documents():
 
 
 def loader(data, packing="best-fit", masked=True, *, rank=0, world_size=1, micro_batch=2, **kwargs):
+    kwargs.setdefault("drop_last", not kwargs.get("everything", False))
     layout = {"packing": packing, "document_mask": masked}
     layout |= {k: kwargs.pop(k) for k in ("weights", "separator") if k in kwargs}
     return DataLoader(
@@ -614,15 +615,17 @@ def test_a_run_with_packed_documents(workplace, capsys):
 def test_what_an_epoch_leaves_out(workplace, capsys):
     """Sequences that do not fill a step, where they are many."""
     options = {"train_file": "data/docs.bin", "eval_file": "none", "packing": "none"}
-    assert train(**options, epochs=1, grad_accumulation=8) == 0
+    dropping = {"drop_last": True}
+    assert train(**options, **dropping, epochs=1, grad_accumulation=8) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
     found = re.match(
         "WARNING: each epoch leaves out (\\d+) of (\\d+) sequences, which do not ", line
     )
     left, total = map(int, found.groups())
     assert 0 < left == total % 16 and line.endswith("--batch-size leaves out less")
-    assert train(**options, steps=1, grad_accumulation=8) == 0  # no epoch
-    assert train(**options, epochs=1, grad_accumulation=1) == 0
+    assert train(**options, **dropping, steps=1, grad_accumulation=8) == 0  # no epoch
+    assert train(**options, **dropping, epochs=1, grad_accumulation=1) == 0
+    assert train(**options, epochs=1, grad_accumulation=8) == 0
     assert "leaves out" not in capsys.readouterr().out
 
 

@@ -128,6 +128,30 @@ def test_picture(tmp_path, capsys):
         assert out.with_suffix(suffix).read_bytes().startswith(start)
 
 
+def test_one_step_is_a_point(tmp_path, monkeypatch):
+    """On each axis; a line of one point would draw nothing."""
+    monkeypatch.chdir(tmp_path)
+    whole_run(tmp_path / "a.json", steps=1)
+    for x in ("step", "tokens", "hours"):
+        assert _run(["plot", "a.json", "--x", x, f"--out={x}.html"]) == 0
+    (loss, *_) = read_runs([tmp_path / "a.json"], "tokens")["a"]
+    assert loss.points and loss.x["tokens"].tolist() == [1000]
+
+
+def test_nothing_is_overwritten_unasked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "a.json", [(0, 5.0), (1, 4.0)])
+    for name in ("loss.html", "loss-2.html", "loss-3.html"):
+        assert _run(["plot", "a.json", "--html"]) == 0
+        assert capsys.readouterr().out == f"wrote {name}\n"
+    (tmp_path / "loss.html").write_text("mine")
+    assert _run(["plot", "a.json", "--out=loss.html"]) == 2
+    assert "--out: 'loss.html' is there already: add --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "loss.html").read_text() == "mine"
+    assert _run(["plot", "a.json", "--html", "--overwrite"]) == 0
+    assert capsys.readouterr().out == "wrote loss.html\n"
+
+
 @pytest.mark.parametrize("x", ["step", "tokens", "hours"])
 def test_all_panels_on_one_page(tmp_path, x):
     logs = [whole_run(tmp_path / "a.json"), whole_run(tmp_path / "b.json", steps=3, scale=2.0)]

@@ -77,8 +77,8 @@ def test_counts_are_of_all_ranks():
     assert train(steps=2, gpus=WORLD, eval_every_n_steps=1, eval_num_steps=1) == 0
     options = {r["name"]: r["value"] for r in records("option")}
     assert options["total-batch"] == WORLD * 2 * B * T
-    # Chunks: 9, 6, 5 and 20, in groups of 3: 12 groups, 6 batches, 3 steps of 2 micro-steps.
-    assert options["steps-per-epoch"] == 3
+    # Chunks: 9, 6, 5 and 20, in groups of 3: 14 groups, 7 batches, 4 steps of 2 micro-steps.
+    assert options["steps-per-epoch"] == 4
     assert {r["step_tokens"] for r in records("step")} == {WORLD * 2 * B * T}
     assert [r["eval_tokens"] for r in records("eval")] == [WORLD * B * T, 7 * T]  # 7 in all
 
@@ -228,12 +228,12 @@ def test_a_failing_rank_is_one_line(monkeypatch, capsys):
 def test_second_signal_ends_the_ranks_at_once(monkeypatch):
     real = Step.micro_step
 
-    def impatient(self, micro_step, *args):
+    def impatient(self, micro_step, *args, **last):
         if self.dev.mesh.rank == 1 and self.dev.last_operation != "none":
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.3)
-        return real(self, micro_step, *args)
+        return real(self, micro_step, *args, **last)
 
     monkeypatch.setattr(Step, "micro_step", impatient)
     assert train(steps=5, gpus=2) == 130

@@ -89,11 +89,11 @@ def test_ctrl_c_before_the_first_run_is_over(sweeps, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(bench, "predict", stop)
         with pytest.raises(KeyboardInterrupt):
-            sweeps.make()
+            sweeps.make(overwrite=True)
     assert sweeps.report() == before
     sweeps.outcomes = {TABLE[0]: stop}
     with pytest.raises(KeyboardInterrupt):
-        sweeps.make()
+        sweeps.make(overwrite=True)
     assert "0 of 6 runs are in" in capsys.readouterr().err
     sweeps.outcomes = {}
     sweeps.made.clear()
@@ -162,6 +162,13 @@ def test_a_sweep_that_did_not_end_is_not_overwritten(sweeps):
     ):
         sweeps.make()
     assert sweeps.report() == before
+    sweeps.outcomes = {}
+    sweeps.make(overwrite=True)
+    with pytest.raises(ConfigError, match=r"--out: .*out\.json is a finished report: --add adds"):
+        sweeps.make()
+    assert sweeps.report()["left"] == 0
+    with pytest.raises(ConfigError, match="--overwrite: begins anew, --add and --resume keep"):
+        sweeps.make(overwrite=True, resume=True)
     sweeps.out.with_name("out.json").write_text('{"mine": 1}')
     with pytest.raises(ConfigError, match=r"--out: .* is not a report of llmq bench"):
         sweeps.make()
@@ -430,7 +437,7 @@ def test_the_time_that_a_run_may_take(sweeps):
     steps = child.WARM_UP + 2 * 3 + child.EXTRA_STEPS
     assert sweeps.timeouts == [bench.PATIENCE + bench.SLOWER * 2.0 * steps, 0, 0, 0, 0, 0]
     sweeps.timeouts.clear()
-    sweeps.make(timeout=7.0)
+    sweeps.make(timeout=7.0, overwrite=True)
     assert sweeps.timeouts == [7.0] * 6
 
 

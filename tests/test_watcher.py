@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,11 @@ def test_a_run_and_its_continuations_are_one_run_in_tensorboard(monkeypatch, cap
     ("options", "message"),
     [
         ({"tensorboard": "data/eval.bin"}, "WARNING: --tensorboard: cannot write into 'data/eval"),
-        ({"wandb": "p"}, "WARNING: --wandb: "),
+        pytest.param(
+            {"wandb": "p"},
+            "WARNING: --wandb: ",
+            marks=pytest.mark.skipif(find_spec("wandb") is None, reason="is refused without it"),
+        ),
     ],
 )
 def test_what_fails_is_one_line_and_the_run_goes_on(monkeypatch, capsys, options, message):
@@ -56,7 +61,7 @@ def test_what_fails_is_one_line_and_the_run_goes_on(monkeypatch, capsys, options
             self.watchers[0]._process.wait()
 
     monkeypatch.setattr(_Run, "_step", slow)
-    monkeypatch.setenv("WANDB_MODE", "no such mode")  # where the library is installed
+    monkeypatch.setenv("WANDB_MODE", "no such mode")
     assert train(steps=2, **options) == 0
     out, err = capsys.readouterr()
     lines = [line for line in out.splitlines() if message in line]
@@ -89,6 +94,15 @@ def test_what_takes_long_is_left_to_itself(monkeypatch, capsys):
     assert out in ("", "at https://x\n")
     assert err == f"warning: --wandb: process {process.pid} goes on sending the log\n"
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
+def test_a_library_that_is_missing_is_said_before_the_first_step(library, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, library, None)
+    assert train(steps=1, **{library: "x"}) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: --{library}: there is no library {library}: pip install {library}\n"
+    assert out == "" and not Path("log.json").exists()
 
 
 def test_a_log_that_cannot_be_read_again(capsys):

@@ -42,6 +42,8 @@ def run_bench(
         raise ConfigError("--add: makes all runs, and --resume only those that are missing: one")
     if how.retry and not how.resume:
         raise ConfigError("--retry: is for what failed in an earlier sweep: give --resume, too")
+    if how.overwrite and (how.add or how.resume):
+        raise ConfigError("--overwrite: begins anew, --add and --resume keep what is there: one")
     runs = read_runs(given, file)
     facts = {"runs": [], "floors": []} if how.peers is None else read_facts(how.peers)
     report_file = ReportFile(how.out)
@@ -61,11 +63,14 @@ def _earlier(file: ReportFile, how: BenchOptions) -> Report | None:
     """The report that is there already and stays. ConfigError if it is not to be lost."""
     if how.add or how.resume:
         return file.read("--resume" if how.resume else "--add")
-    report = file.read("--out")
-    if report is not None and report["left"] and any(r["status"] == "ok" for r in report["runs"]):
+    report = None if how.overwrite else file.read("--out")
+    if report is not None and any(r["status"] == "ok" for r in report["runs"]):
+        left = report["left"]
+        state = f"is of a sweep that did not end, {left} runs are missing: --resume goes on"
+        if not left:
+            state = "is a finished report: --add adds to it"
         raise ConfigError(
-            f"--out: {file.path} is of a sweep that did not end, {report['left']} runs are "
-            "missing: --resume goes on, or delete it, or choose another --out"
+            f"--out: {file.path} {state}, --overwrite replaces it; or choose another --out"
         )
     return None
 

@@ -14,6 +14,7 @@ class BenchOptions:
     steps: timed in each of the repeats. add: to what the report holds. plan_first: what does not
     fit is left out, and the fastest comes first. resume: what the report holds is not made again;
     retry: but what failed is. timeout: seconds of one run, 0 for none; None: by its prediction.
+    overwrite: a report that is there, finished or not.
     """
 
     out: Path = Path("bench")
@@ -25,3 +26,4 @@ class BenchOptions:
     resume: bool = False
     retry: bool = False
     timeout: float | None = None
+    overwrite: bool = False

@@ -91,6 +91,7 @@ def bench(
         resume=resume,
         retry=retry,
         timeout=timeout,
+        overwrite=bool(given.pop("overwrite", False)),  # of a run it would have no effect here
     )
     if compare is not None:
         from llmq.bench.compare import run_compare

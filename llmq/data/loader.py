@@ -3,9 +3,8 @@
 The order is that of an `EpochPlan`: parts of an epoch, and sequences in each. A group is
 `world_size` consecutive sequences of a part, one per rank; a batch is `micro_batch` groups, which
 may come from two or more parts. A part's last, incomplete group and an epoch's last, incomplete
-batch are left out in training and filled up in a validation, where everything counts. Every
-position is therefore plain arithmetic on (epoch, part, sequence): resuming costs one shuffle and
-reads no data.
+batch are filled up, or left out (--drop-last, in training). Every position is therefore plain
+arithmetic on (epoch, part, sequence): resuming costs one shuffle and reads no data.
 
 The default order is llm.q's. A part is a file; one of n tokens has (n - 1) // T sequences of T
 input tokens, whose targets are the same tokens shifted by one.
@@ -68,12 +67,14 @@ class DataLoader:
         everything: bool = False,
         split: Split | None = None,
         layout: Layout | None = None,
+        drop_last: bool = False,
         prefetch: int = 4,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
-        everything: fill incomplete groups and batches with masked targets instead of leaving them
-        out. They repeat the inputs of another sequence, so that no other values arise in the model.
+        everything: as of DataSet, for validations. drop_last: leave out incomplete groups and
+        batches instead of filling them up with sequences that are read elsewhere, too, so that no
+        other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
         sequences; None: llm.q's windows.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
@@ -93,7 +94,7 @@ class DataLoader:
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64
         self.world_size = world_size
-        self._everything, self._prefetch = everything, prefetch
+        self._drop_last, self._prefetch = drop_last, prefetch
         self._counts = self.data.plan.counts
         self._groups = [self._parts(count, world_size) for count in self._counts]
         self.batches_per_epoch = self._parts(sum(self._groups), micro_batch)
@@ -133,7 +134,7 @@ class DataLoader:
 
     def _parts(self, count: int, size: int) -> int:
         """Parts of this size that `count` things make."""
-        return -(-count // size) if self._everything else count // size
+        return count // size if self._drop_last else -(-count // size)
 
     def _too_short(self) -> DataError:
         have, usable = sum(self._counts), sum(self._groups) * self.world_size
@@ -142,7 +143,7 @@ class DataLoader:
             f"one batch needs {self.micro_batch * self.world_size} ({self.micro_batch} x "
             f"{self.world_size} ranks): use more data, a shorter sequence length or a smaller batch"
         )
-        if self._everything:
+        if not self._drop_last:
             needed = "one is needed: use more data or a shorter sequence length"
         return DataError(
             f"'{self.files[0].path}'{' …' * (len(self.files) > 1)} has {have} sequences of "
@@ -180,8 +181,9 @@ class DataLoader:
 
     @property
     def passed(self) -> float:
-        """The part of the current epoch whose batches were handed out, 0 to 1."""
-        return 1 - self.batches_left / self.batches_per_epoch
+        """The part of the current epoch's sequences that was handed out, 0 to 1."""
+        done = self.batches_per_epoch - self.batches_left
+        return self.sequences(done) / self.sequences(self.batches_per_epoch)
 
     @property
     def unused_files(self) -> int:
@@ -340,7 +342,7 @@ class DataLoader:
                 chunk_index += self.world_size
             elif file_index + 1 < len(order):
                 file_index, chunk_index = file_index + 1, 0
-            elif rows and self._everything:
+            elif rows and not self._drop_last:
                 break
             else:
                 return rows, None

@@ -69,15 +69,19 @@ class Step:
         grad_clip: float,
         batches: Iterable[Batch],
         limits: Limits = NO_LIMITS,
+        count: int | None = None,
     ) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
 
-        step counts from 0. lr is the learning rate of this step; grad_clip 0 switches clipping off.
+        count: of them; None: as many as --grad-accumulation says. step counts from 0. lr is the
+        learning rate of this step; grad_clip 0 switches clipping off.
         """
+        final = (self.options.grad_accumulation if count is None else count) - 1
         self.start()
         for micro_step, batch in enumerate(batches):
             scalars = self.scalars_of(step, micro_step, lr, grad_clip, limits)
-            self.dev.graph(*self.micro_step(micro_step, scalars, batch))
+            last = micro_step == final
+            self.dev.graph(*self.micro_step(micro_step, scalars, batch, last=last))
         return self.update()
 
     def start(self) -> None:
@@ -91,17 +95,16 @@ class Step:
         return scalars_of(self.options, self.dev.mesh, rule, *of_micro_step)
 
     def micro_step(
-        self, micro_step: int, scalars: np.ndarray, batch: Batch
+        self, micro_step: int, scalars: np.ndarray, batch: Batch, *, last: bool
     ) -> tuple[tuple, Callable[[], None]]:
-        """Send one batch, the micro_step-th of an optimizer step.
+        """Send one batch, the micro_step-th of an optimizer step. last: none follows it.
 
         Returns what Device.graph takes: forward and backward over it.
         """
         self.inbox.send(scalars, batch, self.results)
         if not self.scales.ready:
             self.calibrate()
-        last = self.grads.has_last and micro_step == self.options.grad_accumulation - 1
-        key = (micro_step > 0, last, self.weights.take_stale())
+        key = (micro_step > 0, last and self.grads.has_last, self.weights.take_stale())
         return ("micro_step", *key), partial(self._micro_step, *key)
 
     def calibrate(self) -> None:

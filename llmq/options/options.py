@@ -184,6 +184,10 @@ class TrainConfig:
     seq_len: int = option(
         _DATA, 1024, "Tokens per sequence, a multiple of 4", alias="seq-length", min=4
     )
+    drop_last: bool = switch(
+        _DATA,
+        "Leave out the sequences at the end of an epoch that fill no step, as llm.q does",
+    )
     grad_accumulation: int = option(_DATA, 4, "Micro-steps per optimizer step", min=1)
     steps: int = option(
         _DATA,
@@ -302,7 +306,9 @@ class TrainConfig:
         parse=parse_continue,
     )
     overwrite: bool = switch(
-        _OUTPUT, "Move aside what another run wrote to the same places, to NAME.old-1"
+        _OUTPUT,
+        "Move aside what another run wrote to the same places, to NAME.old-1; of bench: replace "
+        "the report that is there",
     )
     new_data: bool = switch(_OUTPUT, "Start the data anew, not where the checkpoint was")
     log_file: Path | None = option(

@@ -3,6 +3,7 @@ epoch."""
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from itertools import accumulate
 from typing import Any
@@ -40,14 +41,17 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
         )
     except DataError as error:
         return {"problem": str(error)}
-    batches = sum(count // world_size for count in data.plan.counts) // config.batch_size
+    up = 0 if config.drop_last else 1  # whether what does not fill a part counts
+    groups = sum((count + up * (world_size - 1)) // world_size for count in data.plan.counts)
+    sizes = (config.batch_size, config.grad_accumulation)
+    steps = functools.reduce(lambda n, size: (n + up * (size - 1)) // size, sizes, groups)
     return {
         **data.record(),
         "tokens_per_epoch": data.plan.tokens(),
         "sequences": data.sequences,
         "padding": data.padding,
         "visible_share": _visible_share(data, config.train_seed) if layout.document_mask else None,
-        "steps_per_epoch": batches // config.grad_accumulation,
+        "steps_per_epoch": steps,
         "lines": data.lines("train"),
     }
 

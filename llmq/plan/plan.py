@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -152,8 +153,8 @@ def make_plan(
 
     for number, times in _kinds(count, world_size) if "micro_steps" in parts else ():
         scalars = step.scalars_of(0, number, 0.0, 0.0)
-        trace = run(lambda n=number, s=scalars: dev.graph(*step.micro_step(n, s, batch)), times)
-        micro_steps.append((trace, times))
+        send = partial(step.micro_step, number, scalars, batch, last=number == count - 1)
+        micro_steps.append((run(lambda send=send: dev.graph(*send()), times), times))
     if "update" in parts:
         update = run(step.update, 1)
     if "evaluation" in parts:

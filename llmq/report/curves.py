@@ -145,6 +145,7 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
     def add(panel: str, label: str, of: list[dict], y: list[Any], **drawn: bool) -> None:
         values = np.array([_number(value) for value in y], float)
         if len(values) and (panel == LOSS or np.isfinite(values).any()):
+            drawn["points"] = drawn.get("points", False) or len(values) == 1
             found.append(Series(panel, label, clock.x(of), values, **drawn))
 
     def add_named(of: list[dict], panel: Callable[[dict], str], value: str, label: str) -> None:

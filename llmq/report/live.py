@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -14,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from llmq.base.console import printable_console
+from llmq.base.errors import DataError
+from llmq.report.curves import read_log
 from llmq.report.gauges import Panel
 from llmq.report.views import PlainView, View, optional_console
 from llmq.runtime.processes import processes
@@ -116,11 +121,15 @@ class Progress:
         self._curve = LossCurve()
         self._times: deque[float] = deque(maxlen=20)  # ms of the last steps
 
+    def add(self, loss: float) -> None:
+        """One more point of the curve."""
+        self._curve.add(loss)
+
     def update(self, **state: Any) -> None:
         """Do as LiveView.progress."""
         self._state |= state
         if "loss" in state:
-            self._curve.add(state["loss"])
+            self.add(state["loss"])
         if "ms" in state:
             self._times.append(state["ms"])
 
@@ -155,12 +164,20 @@ class LiveView:
     """A views.View whose state is drawn below the lines."""
 
     def __init__(
-        self, console: Console, first_step: int, total_steps: int, panel: Panel | None = None
+        self,
+        console: Console,
+        first_step: int,
+        total_steps: int,
+        panel: Panel | None = None,
+        losses: Iterable[float] = (),
     ):
-        """first_step: steps that are done already, of total_steps. panel: of GPUs."""
+        """first_step: steps that are done already, of total_steps. panel: of GPUs. losses: of the
+        steps that are done, with which the curve begins."""
         self._console, self._panel = console, panel
         self.shows_sensors = panel is not None
         self._progress = Progress(first_step, total_steps)
+        for loss in losses:
+            self._progress.add(loss)
         self._live = Live(self._render(), console=console, refresh_per_second=DRAWS)
         self._live.start()
 
@@ -186,11 +203,22 @@ class LiveView:
         return Group(self._progress.render(), *([] if self._panel is None else [self._panel]))
 
 
-def view_of_run(steps_done: int, total_steps: int, panel: Panel | None) -> View:
-    """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs."""
+def _losses(log: Path, steps_done: int) -> list[float]:
+    """Those of a log that a run goes on with; none where there are none, or it is of others."""
+    if steps_done == 0:
+        return []
+    with suppress(DataError):
+        steps = (r for r in read_log(log) if r["log"] == "step" and r["step"] < steps_done)
+        return [math.nan if r["loss"] is None else r["loss"] for r in steps]
+    return []
+
+
+def view_of_run(steps_done: int, total_steps: int, panel: Panel | None, log: Path) -> View:
+    """A live view on a terminal, if there is anything to see; else lines. panel: of GPUs. log: of
+    the run, which has the steps that are done."""
     console = printable_console()
     if processes().count > 1:  # a launcher lets the first one see a terminal where there is none
         return PlainView()
     if steps_done < total_steps and console.is_terminal and not console.is_dumb_terminal:
-        return LiveView(console, steps_done, total_steps, panel)
+        return LiveView(console, steps_done, total_steps, panel, _losses(log, steps_done))
     return PlainView()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ def read_runs(logs: list[Path], x: str) -> Runs:
             raise DataError(
                 f"'{path}' is not a log of llmq train: a record is not as llmq writes it ({reason})"
             ) from error
-        if not any(series.x[x].any() for series in runs[name] if len(series.y) > 1) and x != "step":
+        if not any(series.x[x].any() for series in runs[name]) and x != "step":
             raise DataError(f"--x {x}: '{path}' does not say how many {x} its steps took")
     return runs
 
@@ -96,27 +98,40 @@ def figure_of(runs: Runs, x: str) -> Any:
     return figure
 
 
-def output(out: Path | None, html: bool) -> Path:
-    """The file to write. ConfigError for an unknown kind, or a picture where a page is wanted."""
+def output(out: Path | None, html: bool, overwrite: bool = False) -> Path:
+    """The file to write; without a name one that is not there, or that may be overwritten.
+
+    ConfigError for an unknown kind, a picture where a page is wanted, and a file that is there.
+    """
     if out is None:
-        return Path("loss.html" if html else "loss.png")
+        suffix = "html" if html else "png"
+        others = (f"loss-{number}.{suffix}" for number in itertools.count(2))
+        names = map(Path, itertools.chain([f"loss.{suffix}"], others))
+        return next(path for path in names if overwrite or not os.path.lexists(path))
     if out.suffix.lower() not in FORMATS:
         raise ConfigError(f"--out: '{out}' must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if html and out.suffix.lower() != ".html":
         raise ConfigError(f"--html: writes a page, but --out '{out}' is a picture: leave one out")
+    if out.is_file() and not overwrite:
+        raise ConfigError(f"--out: '{out}' is there already: add --overwrite, or give another name")
     return out
 
 
 def run_plot(
-    logs: list[Path], out: Path | None = None, x: str = "step", html: bool = False
+    logs: list[Path],
+    out: Path | None = None,
+    x: str = "step",
+    html: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Draw what the logs have: losses, evaluations, tasks, learning rate, norm, speed, GPUs.
 
-    out: by its suffix one of FORMATS; None: loss.png, or loss.html with `html`. x: of AXES.
+    out: by its suffix one of FORMATS; None: loss.png, or loss.html with `html`, or with a
+    number if that is there. x: of AXES. overwrite: what is there.
     """
     if x not in AXES:
         raise ConfigError(f"--x: expected {' or '.join(AXES)}, got {x!r}")
-    out = output(out, html)
+    out = output(out, html, overwrite)
     runs = read_runs(logs, x)
     kind = out.suffix[1:].lower()
     figure = None if kind == "html" else figure_of(runs, x)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmq.base.dtypes import MIB
-from llmq.base.errors import DataError, warn
+from llmq.base.errors import warn
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.data.identity import read_manifest
@@ -43,10 +43,7 @@ def check_data(trainer: Trainer) -> None:
     """Open the token files, which checks them, and see that there is enough for the run."""
     loader, _ = trainer.train_loader, trainer.eval_loaders
     if trainer.steps_per_epoch == 0:
-        raise DataError(
-            f"--grad-accumulation: a step takes {trainer.config.grad_accumulation} batches, but "
-            f"the training data has {loader.batches_per_epoch}: use more data or smaller batches"
-        )
+        trainer.advance_epoch_if_needed()
     _ = trainer.total_steps  # compared with --cooldown
     separator, layout = trainer.config.document_separator, loader.data.layout
     loaders = [loader, *trainer.eval_loaders]

@@ -99,7 +99,7 @@ def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) ->
     run_training(
         config.validate_with(model), model, None, sys.argv, final_seconds=VALIDATION_SECONDS
     )
-    run_plot([config.log_file], out / "loss.png")
+    run_plot([config.log_file], out / "loss.png", overwrite=True)
     with open_model(str(config.out_dir)) as (model, read, _):
         sampler = Sampler(machine, model, lambda w: w.load(read), positions)
     with sampler:

@@ -76,9 +76,10 @@ def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> 
 
     def backward(rank: Rank) -> list[_Entry]:
         rank.step.start()
-        for i, batch in enumerate(rank.counted(batches[rank.dev.mesh.rank - ranks.world.base])):
-            scalars = rank.step.scalars_of(step, i, 0.0, 0.0)
-            rank.dev.graph(*rank.step.micro_step(i, scalars, batch))
+        own = batches[rank.dev.mesh.rank - ranks.world.base]
+        for i, batch in enumerate(rank.counted(own)):
+            scalars, last = rank.step.scalars_of(step, i, 0.0, 0.0), i == len(own) - 1
+            rank.dev.graph(*rank.step.micro_step(i, scalars, batch, last=last))
         return _measured_gradients(rank.step) + _pieces(rank, "gradients")
 
     bad = _first_bad(ranks, backward)

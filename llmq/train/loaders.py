@@ -48,6 +48,7 @@ def open_loaders(
         everything=held_out,
         split=Split(config.eval_fraction, held_out) if splits else None,
         layout=Layout.of(config, held_out=held_out),
+        drop_last=config.drop_last and not held_out,
     )
     return [first, *(first.of_rank(place) for place in places[1:])]
 

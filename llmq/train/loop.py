@@ -63,7 +63,7 @@ from llmq.train.scaling import Scaling, time_alone
 from llmq.train.sensing import Sensing
 from llmq.train.tokenizers import agreed_tokenizer
 from llmq.train.trainer import Trainer
-from llmq.train.watcher import Watcher, start_watchers
+from llmq.train.watcher import Watcher, check_libraries, start_watchers
 
 
 def run_training(
@@ -79,6 +79,7 @@ def run_training(
     the first step: paths that cannot be written or belong to another run, a checkpoint that is not
     there, data that does not fit, too little memory.
     """
+    processes().on_first(lambda: check_libraries(config))
     processes().on_first(lambda: check_writable("--out-dir", config.out_dir))
     processes().each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
     with ExitStack() as stack:
@@ -131,7 +132,7 @@ def _run_locked(
             announce_memory(trainer, reporter, run.sensing.sensors.sources, host_memory_before)
             announce_start(trainer, reporter, time.monotonic() - start)
             steps = (trainer.steps_done, trainer.total_steps)
-            reporter.view = view_of_run(*steps, run.sensing.panel)
+            reporter.view = view_of_run(*steps, run.sensing.panel, path)
             try:
                 with run.ending.noted():
                     run.loop()

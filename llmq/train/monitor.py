@@ -190,9 +190,8 @@ class StepReports(Member):
         self._trainer, self._reporter, self._sol = trainer, reporter, sol
 
     def after_step(self, done: StepDone) -> None:
-        planned = self._trainer.plan.tokens
-        sol = self._sol and self._sol.percent(planned, done.ms)
-        tokens = planned - self._trainer.ranks.padding_of(done.ticket)
+        computed, tokens = self._trainer.tokens_of(done.ticket)
+        sol = self._sol and self._sol.percent(computed, done.ms)
         given = (done.step, done.result, done.lr, done.ms, tokens, sol, done.epoch)
         self._reporter.train_step(*given)
         if done.number == 0:  # all products have been tuned

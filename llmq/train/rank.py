@@ -120,16 +120,19 @@ class Rank:
 
 
 def _rehearse(step: Step) -> None:
-    """Do every kind of micro-step, evaluation and update once, over token 0."""
-    count = step.options.grad_accumulation
+    """Do every kind of micro-step, evaluation and update once, over token 0.
+
+    A step of one micro-step may end an epoch, where no more are left.
+    """
     _rehearse_evaluation(step)
-    step.start()
-    step.weights.updated()
-    for micro_step in sorted({0, min(1, count - 1), count - 1}):
-        _rehearse_micro_step(step, micro_step)
-    step.update()
-    _rehearse_evaluation(step)
-    _rehearse_micro_step(step, 0)  # as the first one after an evaluation
+    for count in {step.options.grad_accumulation, 1}:
+        step.start()
+        step.weights.updated()
+        for micro_step in sorted({0, min(1, count - 1), count - 1}):
+            _rehearse_micro_step(step, micro_step, count)
+        step.update()
+        _rehearse_evaluation(step)
+        _rehearse_micro_step(step, 0, count)  # as the first one after an evaluation
 
 
 def _rehearse_evaluation(step: Step) -> None:
@@ -138,9 +141,9 @@ def _rehearse_evaluation(step: Step) -> None:
     step.evaluate([_nothing(step)] * 2)
 
 
-def _rehearse_micro_step(step: Step, micro_step: int) -> None:
-    scalars = step.scalars_of(0, micro_step, 0.0, 0.0)
-    step.dev.graph(*step.micro_step(micro_step, scalars, _nothing(step)))
+def _rehearse_micro_step(step: Step, micro_step: int, count: int) -> None:
+    scalars, last = step.scalars_of(0, micro_step, 0.0, 0.0), micro_step == count - 1
+    step.dev.graph(*step.micro_step(micro_step, scalars, _nothing(step), last=last))
 
 
 def _nothing(step: Step) -> Batch:

@@ -67,7 +67,6 @@ class Ranks:
         self.world, self.world_size = machine.world, machine.world_size
         self._ranks: list[Rank | None] = [None] * self.world.count
         self._enqueued = 0
-        self._pads = config.packing != "concat"  # else no process has any padding
         self._commands: dict[int, Command[int]] = {}  # the last RESULTS, by ticket
         self._batches: dict[int, Sequence[Sequence[Batch]]] = {}  # theirs, if they are steps
         several = processes().count > 1
@@ -148,10 +147,13 @@ class Ranks:
     ) -> int:
         """Enqueue an optimizer step on all ranks, without waiting; returns its ticket.
 
-        batches: the micro-batches of each rank of this process.
+        batches: the micro-batches of each rank of this process, equally many.
         """
+        count = len(batches[0])
         calls = {
-            i: partial(rank.step.train, step, lr, grad_clip, rank.counted(batches[i]), limits)
+            i: partial(
+                rank.step.train, step, lr, grad_clip, rank.counted(batches[i]), limits, count
+            )
             for i, rank in enumerate(self._ranks)
         }
         ticket = self._ticket(self.pool.post(f"step {step}", operator.call, calls))
@@ -165,7 +167,7 @@ class Ranks:
     def padding_of(self, ticket: int) -> int:
         """Positions of all ranks in that step that reports do not count, see Batch."""
         own = sum(batch.padding for batches in self._batches[ticket] for batch in batches)
-        return sum(processes().gather(own)) if self._pads else own
+        return sum(processes().gather(own))
 
     def result(self, ticket: int) -> Result:
         """The result of the step with this ticket on all ranks; waits until it is done."""

@@ -13,7 +13,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.changes import changed_options
 from llmq.checkpoint.checkpoint import CheckpointReader
@@ -167,8 +167,12 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the training data."""
-        return self.train_loader.batches_per_epoch // self.config.grad_accumulation
+        """Optimizer steps in one pass over the training data, of which the last may be smaller."""
+        return self._steps_of(self.train_loader.batches_per_epoch)
+
+    def _steps_of(self, batches: int) -> int:
+        whole, rest = divmod(batches, self.config.grad_accumulation)
+        return whole + (rest > 0 and not self.config.drop_last)
 
     @property
     def epoch(self) -> tuple[int, float]:
@@ -185,7 +189,7 @@ class Trainer:
             return self.config.steps
         if self._steps_of_epochs is None:
             loader, more = self.train_loader, self.config.epochs - 1 - self.train_loader.epoch
-            left = loader.batches_left // self.config.grad_accumulation
+            left = self._steps_of(loader.batches_left)
             steps = self.steps_done + (left + more * self.steps_per_epoch if more >= 0 else 0)
             self.config.check_total(steps)  # which could not be known before
             self._steps_of_epochs = steps
@@ -239,6 +243,13 @@ class Trainer:
         self.steps_done += 1
         return self.steps_done - 1, lr, self.config.grad_clip, of_ranks, limits
 
+    def tokens_of(self, ticket: int) -> tuple[int, int]:
+        """Positions that all ranks have computed in the step with this ticket, and how many of them
+        are no padding."""
+        count = len(self.ranks.batches_of(ticket)[0])
+        computed = self.plan.tokens * count // self.config.grad_accumulation
+        return computed, computed - self.ranks.padding_of(ticket)
+
     def result(self, ticket: int) -> Result:
         """The result of the step with this ticket; at most three steps may follow it."""
         return self.ranks.result(ticket)
@@ -251,19 +262,20 @@ class Trainer:
     def _next_batches(self) -> list[Batch]:
         """The batches of this process; DataError in all if one cannot read its own."""
         self.advance_epoch_if_needed()
-        turns = self.train_loaders * self.config.grad_accumulation
+        count = min(self.config.grad_accumulation, self.train_loader.batches_left)
+        turns = self.train_loaders * count
         return processes().each(lambda: [loader.next_batch() for loader in turns])
 
     def advance_epoch_if_needed(self) -> bool:
-        """Begin the next epoch if this one has less than a step left; returns whether it did."""
-        loader, count = self.train_loader, self.config.grad_accumulation
-        if loader.batches_per_epoch < count:
-            raise ConfigError(
-                f"--grad-accumulation: {count} micro-batches are more than the "
-                f"{loader.batches_per_epoch} of an epoch: use fewer, or more data"
-            )
-        if loader.has_next(count):
+        """Begin the next epoch if this one has no step left; returns whether it did."""
+        if self._steps_of(self.train_loader.batches_left):
             return False
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"--drop-last: the {self.train_loader.batches_per_epoch} batches of an epoch are "
+                f"less than a step, which takes {self.config.grad_accumulation}: use a smaller "
+                "--grad-accumulation or --batch-size, or leave it out"
+            )
         for loader in self.train_loaders:
             loader.advance_epoch()
         return True

@@ -6,6 +6,7 @@ the end of its standard input. Nothing that happens to it stops the run or makes
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from llmq.base.errors import LlmqError, warn
+from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.options.options import TrainConfig
 from llmq.report.watch import run_watch
 from llmq.train.events import Member, StepDone
@@ -88,6 +89,13 @@ class Watcher(Member):
             print(line, flush=True)
         self._lines.close()
         self._errors.close()
+
+
+def check_libraries(config: TrainConfig) -> None:
+    """ConfigError, before anything is loaded, where what the options ask for is not installed."""
+    for flag in ("tensorboard", "wandb"):
+        if getattr(config, flag) is not None and importlib.util.find_spec(flag) is None:
+            raise ConfigError(f"--{flag}: there is no library {flag}: pip install {flag}")
 
 
 def start_watchers(config: TrainConfig, reporter: Reporter) -> list[Watcher]:
