@@ -67,6 +67,7 @@ LLMQ_DEFAULTS = {
     "guard-recovery": 100,
     "force": False,
     "ckpt-every-minutes": 0.0,
+    "ckpt-required": 0,
     "max-hours": 0.0,
     "steps": -1,
     "epochs": 1,

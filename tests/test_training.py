@@ -952,6 +952,28 @@ def test_full_disk_while_saving(gpus, monkeypatch, capsys):
     assert Path("out/model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("background", [None, ""])
+def test_a_disk_that_stays_full_cannot_be_overlooked(background, monkeypatch, capsys):
+    options = {"grad_accumulation": 1, "ckpt_interval": 1, "ckpt_background": background}
+    options |= {"steps": 8, "eval_file": "none"}
+    with monkeypatch.context() as patch:
+        full_disk(patch, room=(2, 3, 4, 5, 7))  # there is room for step 6
+        assert train(**options) == 0
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if line.startswith("ALARM: ")]
+    counts = [int(line.split()[1]) for line in said]
+    assert counts == [3, 4] and "the newest is that of step 1: the disk is full" in said[-1]
+    assert out.count("!" * 80) == 4
+    alarms = [r["message"] for r in records("info") if r["type"] == "alarm"]
+    assert [f"ALARM: {text}" for text in alarms] == said
+    full_disk(monkeypatch, room=range(9))
+    assert train(**options | {"ckpt_required": 2, "overwrite": ""}) == 2
+    out, err = capsys.readouterr()
+    line = err.splitlines()[-1]
+    assert line.startswith("error: --ckpt-required: 2 checkpoints in a row could not be written")
+    assert "the newest is none: the disk is full" in line and "Saving model" not in out
+
+
 def test_full_disk_at_the_end(monkeypatch, capsys):
     """The model is exported all the same; then there is one more chance, and an error after it."""
     full_disk(monkeypatch, room=(2,))

@@ -474,6 +474,13 @@ class TrainConfig:
         "Write checkpoints while training goes on, from a copy of the state in host memory, which "
         "takes as much of it as a checkpoint of the disk",
     )
+    ckpt_required: int = option(
+        _KEEPING,
+        0,
+        "End the run, with an error, after so many checkpoints in a row that could not be written; "
+        "0: go on",
+        min=0,
+    )
     max_hours: float = option(
         _KEEPING,
         0.0,

@@ -535,6 +535,12 @@ IDLE_ALONE = (
         "checkpoints are written",
     ),
     *idle(
+        "ckpt_required",
+        lambda v, o: v > 0 and not writes(o),
+        "--ckpt-required has no effect without --ckpt-interval and --save-training-state: no "
+        "checkpoints are written",
+    ),
+    *idle(
         "ckpt_background",
         lambda v, o: not (writes(o) or o.keep_best is not None),
         "--ckpt-background has no effect but for checkpoints that are asked for: neither "

@@ -142,8 +142,10 @@ class Progress:
         numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
         if state.get("validated") is not None:
             numbers.append(f"validation {state['validated']:.0%}")
-        curve = str(self._curve)
-        return Group(head, *([Text("   ".join(numbers))] if numbers else []), _Curve(curve))
+        lines = [Text("   ".join(numbers))] if numbers else []
+        if state.get("alarm") is not None:
+            lines.append(Text(f"ALARM: {state['alarm']}", "bold red"))
+        return Group(head, *lines, _Curve(str(self._curve)))
 
     @property
     def ms(self) -> float:
@@ -190,7 +192,8 @@ class LiveView:
 
     def progress(self, **state: Any) -> None:
         """step (done so far), loss, norm, lr, ms and tokens after a step; scores, by name, after
-        an evaluation; validated, the part of a validation that is done, None if there is none."""
+        an evaluation; validated, the part of a validation that is done, None if there is none;
+        alarm, what must not be overlooked, None if there is nothing."""
         self._progress.update(**state)
         self._live.update(self._render())  # drawn by a thread of its own, which sees only this
 

@@ -27,6 +27,7 @@ from llmq.train.metrics import Reporter
 from llmq.train.saving import BackgroundWriter, Clean, Cleaned, Written
 from llmq.train.trainer import Trainer
 
+MISSING = 3  # checkpoints that could not be written, after which it is said so that all see it
 SHORT_WAIT = 0.5  # seconds for the checkpoint before, of which nothing is said
 
 
@@ -60,6 +61,7 @@ class Checkpoints:
         self.writing: int | None = None
         self._verdict: Verdict | None = None  # of the one that is being written
         self._measured: Measured | None = None  # what makes it the best
+        self._missing = 0  # how many could not be written since the newest one
         self._unclean = self._told = False  # whether old ones wait; whether of waiting was told
 
     def resume(self, step: int) -> None:
@@ -123,13 +125,28 @@ class Checkpoints:
         except DiskError as error:
             if required:
                 raise
-            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", step)
+            self._lost(step, error, step)
             return
-        self.saved_at, self._unread = step, path
+        self.saved_at, self._unread, self._missing = step, path, 0
+        self.reporter.alarm(None)
         self._opened(step, path)
         self._clean()
         if required:
             self.finish()
+
+    def _lost(self, step: int, error: DiskError, now: int) -> None:
+        """A checkpoint of this step could not be written: say so, in a way that nobody overlooks
+        after MISSING in a row. DiskError after --ckpt-required of them."""
+        self._missing += 1
+        self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
+        newest = "none" if self.saved_at is None else f"that of step {self.saved_at}"
+        text = f"{self._missing} checkpoints in a row could not be written, the newest is {newest}"
+        if 0 < self.config.ckpt_required <= self._missing:
+            ended = DiskError(f"--ckpt-required: {text}: {error}")
+            ended.agreed = True  # by all processes
+            raise ended
+        if self._missing >= MISSING:
+            self.reporter.alarm(f"{text}: {error}", now)
 
     def _opened(self, step: int, path: Path) -> None:
         """From now on steps are judged for this checkpoint."""
@@ -192,8 +209,10 @@ class Checkpoints:
         now = self.trainer.steps_done
         if error is not None:
             self._candidates.lose(step)
-            self.reporter.message(f"WARNING: no checkpoint of step {step}: {error}", now)
+            self._lost(step, error, now)
             return
+        self._missing = 0
+        self.reporter.alarm(None)
         text = f"The checkpoint of step {step} was written in {seconds:.1f} s"
         self.reporter.message(text, now)
         if verdict is not None:

@@ -16,6 +16,7 @@ from llmq.model.results import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import View
 
+RULE = "!" * 80
 SHOWN_FILES = 10  # in [Dataset], for each split
 
 
@@ -93,6 +94,15 @@ class Reporter:
         """One line on the console and in the log."""
         self.view.line(text)
         self.log.write("info", step, type="message", message=text)
+
+    def alarm(self, text: str | None, step: int = 0) -> None:
+        """What must not be overlooked: bold between two lines, in the log, and in the live view
+        until it is None."""
+        self.view.progress(alarm=text)
+        if text is not None:
+            for line in (RULE, f"ALARM: {text}", RULE):
+                self.view.line(line, bold=True)
+            self.log.write("info", step, type="alarm", message=text)
 
     @contextmanager
     def section(self, text: str, step: int = 0) -> Iterator[None]:
