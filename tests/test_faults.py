@@ -18,6 +18,7 @@ MACHINES = {
     "Damaged files": 40,
     "Odd options": 24,
     "Divergences": 3,
+    "Files of others": 24,
 }
 
 

@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -70,11 +71,14 @@ def json_layout(path: str) -> str | None:
         return "jsonl" if is_record else None
 
 
-def _next_byte(file: BinaryIO) -> bytes:
+def _next_byte(file: BufferedReader) -> bytes:
     """The next one that is not blank, b"" at the end."""
-    while (byte := file.read(1)) and byte in _BLANK:
-        pass
-    return byte
+    while block := file.peek():
+        text = block.lstrip(_BLANK)
+        file.read(len(block) - len(text))
+        if text:
+            return file.read(1)
+    return b""
 
 
 def read_json(

@@ -26,7 +26,7 @@ def packing_of(begin: bytes) -> str:
     return next((ending for ending, magic in _MAGIC.items() if begin.startswith(magic)), "")
 
 
-def unpack(path: str, raw: BinaryIO) -> BinaryIO:
+def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
     """The content of an open file, whose path says how it is packed; `raw` itself if it is not.
 
     Reading raises OSError, EOFError or zlib.error where it is damaged or ends too early. DataError

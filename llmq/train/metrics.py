@@ -96,8 +96,8 @@ class Reporter:
         self.log.write("info", step, type="message", message=text)
 
     def alarm(self, text: str | None, step: int = 0) -> None:
-        """What must not be overlooked: bold between two lines, in the log, and in the live view
-        until it is None."""
+        """Tell what must not be overlooked: bold between two lines, in the log, and in the live
+        view until it is None."""
         self.view.progress(alarm=text)
         if text is not None:
             for line in (RULE, f"ALARM: {text}", RULE):
