@@ -596,7 +596,7 @@ def test_the_curve_of_the_live_view_goes_on(monkeypatch):
     monkeypatch.setattr(live, "printable_console", lambda: console)
     assert train(steps=6, **{"continue": ""}) == 0
     curves = re.findall(f"[{live.BARS}]+", screen.getvalue())
-    assert (len(curves[0]), len(curves[-1])) == (4, 6)
+    assert min(map(len, curves)) >= 4 and len(curves[-1]) == 6, "of all steps"
 
 
 class GpuLike(HostDevice):
