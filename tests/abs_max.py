@@ -18,7 +18,7 @@ def largest(*arrays: np.ndarray) -> np.float32:
 
 
 def bits(array: np.ndarray) -> bytes:
-    """What is stored, all NaN taken for one: their signs depend on the compiler."""
+    """The bits as they are stored, all NaN taken for one: their signs depend on the compiler."""
     if array.dtype != np.int32:
         array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
     return array.tobytes()

@@ -1,4 +1,4 @@
-"""What tests of adapters share: batches, and the layers that PEFT's get them in."""
+"""Helpers of the tests of adapters: batches, and the layers that PEFT's get them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the activations share, above all the checks of a backward that also writes what
+"""Helpers of the tests of the activations, above all the checks of a backward that also writes what
 forward has made of its input.
 """
 
@@ -51,7 +51,7 @@ AGAIN_WITH_FP8 = pytest.mark.parametrize(
 
 
 def compare(got: np.ndarray, want: np.ndarray, dtype: DType) -> None:
-    """What a device has computed with the reference."""
+    """Compare what a device has computed with the reference."""
     assert not np.isnan(got.astype(np.float32)).any()
     np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), **TOLERANCE[dtype])
 

@@ -1,4 +1,4 @@
-"""What a trainer's blocks compute with, whatever they are kept as."""
+"""The weights that a trainer's blocks compute with, whatever they are kept as."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def pytest_configure(config):
     # Compiled kernels of test runs; CI keeps this folder between runs.
     cache = config.rootpath / ".pytest_cache" / "kernels"
     os.environ.setdefault("LLMQ_CACHE_DIR", str(Path(cache)))
-    # What a test writes need not outlive the machine, only processes: a run waits for the disk some
+    # A test's files need not outlive the machine, only processes: a run waits for the disk some
     # forty times. Tests of durability put their own in here; programs that are started, do it.
     os.fsync = lambda descriptor: None
     # A script's background jobs ignore Ctrl-C, and what they start too; tests send it.

@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 class FakeError(Exception):
-    """As pynvml.NVMLError."""
+    """An error like pynvml.NVMLError."""
 
     def __init__(self, value, text="Not Supported"):
         super().__init__(text)

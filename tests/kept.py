@@ -24,7 +24,8 @@ def kept_reports() -> list[Path]:
 
 
 def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
-    """Of each that succeeded on a GPU: its report's name, the device, the run with its date."""
+    """The runs that succeeded on a GPU: each one's report's name, the device, the run with its
+    date."""
     found = []
     for path in kept_reports():
         report = json.loads(path.read_text())

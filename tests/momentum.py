@@ -1,8 +1,8 @@
 """An update rule that llmq does not have: SGD with momentum, of matrices scaled to one norm.
 
 A matrix moves by its momentum over the root mean square of all of it, so that a rank that had a
-part of the matrix only would move it by something else. What is no whole matrix moves by its
-momentum. NEEDS says what such a rule needs beside this file.
+part of the matrix only would move it by something else. A parameter that is no whole matrix moves
+by its momentum. NEEDS says what such a rule needs beside this file.
 """
 
 from __future__ import annotations

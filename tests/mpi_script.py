@@ -1,4 +1,4 @@
-"""What each process of tests/mpi.py runs: `llmq train` once for each of some cases.
+"""The script of each process of tests/mpi.py: `llmq train` once for each of some cases.
 
 A case has "flags", "own" (further flags by process), "machines" (by process a name, which is also
 the folder that it runs in) and a "fault" or null: "process" (null: all), the "step" before which it

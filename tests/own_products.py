@@ -1,4 +1,4 @@
-"""What the tests of our own products for Hopper share."""
+"""Helpers of the tests of our own products for Hopper."""
 
 from collections.abc import Iterator
 from dataclasses import replace

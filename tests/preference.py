@@ -33,7 +33,8 @@ ADD = Kernel("preference.cu", "preference_stats", args=f"inout f64* stats, {_OF_
 def margins(
     targets: np.ndarray, losses: np.ndarray, reference: np.ndarray, beta: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each pair: by how much the first is more likely than before; and whether it counts.
+    """The margin of each pair: by how much the first is more likely than before; and whether it
+    counts.
 
     targets: (B,T). losses: of this model. reference: log-probabilities by another one.
     """

@@ -47,7 +47,7 @@ LAUNCHES = {
 
 
 def card_file(**changes: Any) -> CardFile:
-    """Of this machine, as if it had these GPUs."""
+    """A card file of this machine, as if it had these GPUs."""
     exchange = {"all_gather": [[[1 << 20], 2e-5], [[1 << 28], 2e-3]]}
     given = {
         **SPEC,
@@ -130,7 +130,7 @@ def results() -> dict[str, Any]:
 
 
 def report(parts: dict[str, Any]) -> dict[str, Any]:
-    """What the findings read, of such parts."""
+    """The report that the findings read, of such parts."""
     measured = {name: parts[name] for name in ("host", "bus", "load", "ladder")}
     measured |= {
         "exchanges": {"nccl": parts["exchanges"]},

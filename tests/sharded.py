@@ -67,7 +67,7 @@ def config(world: int, accum: int, **options: Any) -> TrainConfig:
 
 
 def move_in_pieces(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    """What moves between memories goes so many elements at a time."""
+    """Data that move between memories go so many elements at a time."""
     for module in ("optimizer", "grads"):
         monkeypatch.setattr(f"llmq.state.{module}.PIECE", elements)
 
@@ -111,7 +111,7 @@ def random_options(seed: int) -> tuple[int, int, dict[str, Any], dict[str, Any]]
 
 
 class Session(NamedTuple):
-    """What a program on one rank works with."""
+    """The objects that a program on one rank works with."""
 
     dev: Device
     step: Step
@@ -134,7 +134,8 @@ class Session(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Of a run. results: what the program returned; extra: Step.extra_state; the same on all ranks.
+    """The outcome of a run. results: what the program returned; extra: Step.extra_state; the same
+    on all ranks.
 
     state[group][parameter]: whole parameters, as a checkpoint would hold them. work[parameter]: the
     weights that products read; of fp8 ones their codes, and work[parameter.scale].
@@ -214,7 +215,7 @@ def run(
 
 
 def _work_weights(session: Session) -> dict[str, np.ndarray]:
-    """What products would read in a micro-step that begins now; all ranks at once."""
+    """The weights that products would read in a micro-step that begins now; all ranks at once."""
     step, found = session.step, {}
     names = {(p.block, p.key): p.name for slab in step.table for p in slab.params}
     step.weights.start_micro_step(step.weights.take_stale())

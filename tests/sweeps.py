@@ -94,7 +94,7 @@ class Sweeps:
         return [runs, cells, failed, self.text("csv")]
 
     def statuses(self) -> dict[tuple[str, int], str]:
-        """Of each run of the report, in its order."""
+        """The status of each run of the report, in its order."""
         return {name_of(run["options"]): run["status"] for run in self.report()["runs"]}
 
 

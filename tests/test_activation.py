@@ -16,7 +16,7 @@ C1, C3 = 2 * np.sqrt(2 / np.pi), 2 * np.sqrt(2 / np.pi) * 0.044715
 
 
 def _share(name: str) -> np.ndarray:
-    """What x is multiplied by, F64; 0 where it is no normal number of F32."""
+    """The factor of x, F64; 0 where it is no normal number of F32."""
     with np.errstate(all="ignore"):
         s = 1 / (1 + np.exp(-EXACT if name == "silu" else -(EXACT * EXACT * C3 + C1) * EXACT))
         return np.where(s < 2.0**-126, 0, s)

@@ -1,4 +1,4 @@
-"""What is said of a run that does not fit: what takes most, and what makes it fit."""
+"""Messages on a run that does not fit say what takes most, and what makes it fit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def commands(message: str) -> list[list[str]]:
 
 @cache
 def needed(config: TrainConfig, model: ModelConfig) -> int:
-    """What must fit into a GPU."""
+    """The bytes that must fit into a GPU."""
     return needed_bytes(make_plan(config, model, SPEC), SPEC)
 
 
@@ -197,7 +197,7 @@ def test_too_little_host_memory():
 
 
 def test_too_little_host_memory_for_saves_in_the_background():
-    """What makes room without costing a step anything is to write checkpoints as before."""
+    """Checkpoints written as before make room without costing a step anything."""
     model = preset("Qwen2.5-0.5B")
     config = options(batch_size=1, offload_opt_m=True, ckpt_background=True)
     message = refused(config, model, Limits(device=20 * GIB, host=4 * GIB))

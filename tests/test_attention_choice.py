@@ -66,7 +66,7 @@ def test_the_choice_is_the_faster_one_where_it_was_measured(case):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_choice_is_the_faster_one_by_prediction(head_dim):
-    """Of sequences and windows that were not measured."""
+    """Sequences and windows here were not measured."""
     for T in (1024, 2048, 4096, 8192, 32768):
         for eighths in range(1, 9):
             window, took = T * eighths // 8, {}
@@ -88,14 +88,14 @@ def test_the_choice_is_the_faster_one_by_prediction(head_dim):
 
 
 def plan_of(backend: str, card: Card = H100) -> Plan:
-    """Of a model whose every other layer has a window."""
+    """The plan of a model whose every other layer has a window."""
     model = replace(preset("tiny"), sliding_window=16, windowed_layers=(True, False) * 3)
     options = {"model": "tiny", "from-scratch": True, "device": "cuda", "seq-len": 64}
     return make_plan(make_config(options), model, spec_of(card), backend)
 
 
 def launches(backend: str, card: Card = H100) -> Counter[tuple[str, str]]:
-    """Of attention in a micro-step."""
+    """The launches of attention in a micro-step."""
     found = (item for item in plan_of(backend, card).micro_steps[0][0] if isinstance(item, Work))
     of_attention = (w for w in found if w.cost.part == "attention" and w.cost.flops)
     return Counter((w.file, w.entry) for w in of_attention)
@@ -109,7 +109,7 @@ def test_a_step_follows_it_layer_by_layer():
     assert launches("native") == {ours[0]: 6, ours[1]: 3, on_hopper: 3}
     assert launches("native", CARDS["NVIDIA GeForce RTX 4090"]) == dict.fromkeys(ours, 6)
     assert launches("auto") == {library[0]: 6, ours[1]: 3, on_hopper: 3}
-    # What is timed is planned as the first.
+    # A choice that is timed is planned as the first.
     measured_nowhere = CARDS["NVIDIA GeForce RTX 4090"]
     assert launches("auto", measured_nowhere) == {library[0]: 6, library[1]: 3, ours[1]: 3}
 

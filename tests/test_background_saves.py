@@ -34,7 +34,8 @@ def kept():
 
 
 def contents(folder):
-    """Of all checkpoints: the files, and what manifests say but for names and times of the run."""
+    """The contents of all checkpoints: the files, and what manifests say but for names and times of
+    the run."""
     found = {}
     for path in sorted(Path(folder).glob("step_*/*")):
         name = f"{path.parent.name}/{path.name}"
@@ -170,7 +171,7 @@ def test_a_signal_in_the_middle_of_a_write(failing, monkeypatch, capsys):
 
 
 def failing_fsync(patch, name, times=10**9):
-    """What lies in a folder of this name cannot be forced to the disk so many times."""
+    """Files in a folder of this name cannot be forced to the disk so many times."""
     real, left = os.fsync, iter(range(times))
 
     def fsync(descriptor):
@@ -241,7 +242,7 @@ def test_a_second_interrupt_gives_it_up(monkeypatch):
 
 
 def test_a_copy_that_never_ends_does_not_keep_a_failed_run(monkeypatch):
-    """As of a GPU that hangs."""
+    """A GPU that hangs makes such a copy."""
     monkeypatch.setattr(saving, "PATIENCE", 0.1)
     monkeypatch.setattr("llmq.state.snapshot.Snapshot.is_done", lambda self: False)
 
@@ -284,7 +285,7 @@ def dying_child(options, call):
 
 
 def test_killed_at_any_file_operation_of_the_writer(monkeypatch):
-    """What is committed is whole, and the run goes on to the same bits."""
+    """A committed checkpoint is whole, and the run goes on to the same bits."""
     options = SHORT | {"steps": 4, "save_training_state": True, "ckpt_keep_n": 1}
     options |= {"ckpt_interval": 1}
     assert train(**options) == 0

@@ -160,7 +160,7 @@ def test_ranks_have_the_same_weights(kind, options):
 
 
 def test_weights_are_those_of_the_codes():
-    """What a block computes with is what `merge` makes of the files."""
+    """The weights that a block computes with are those that `merge` makes of the files."""
     for base in ("e4m3", "int8", "nf4"):
         with (
             trainer_for(exported("phi3"), lora_rank=3, base_dtype=base) as trainer,
@@ -174,7 +174,8 @@ def test_weights_are_those_of_the_codes():
 
 
 def test_fp8_codes_of_nf4():
-    """As near as E4M3 can be, with one scale for the modules of a matrix: none is clamped."""
+    """They are as near as E4M3 can be, with one scale for the modules of a matrix: none is
+    clamped."""
     kind = KINDS["nf4 fp8"]
     with (
         trainer_for(exported("qwen3"), lora_rank=3, **kind) as trainer,
@@ -190,8 +191,8 @@ def test_fp8_codes_of_nf4():
 
 @pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2"])
 def test_parts_of_tensors(name):
-    """What is read of a few rows is what is there of the whole, also where Hugging Face has it
-    transposed, or its halves swapped."""
+    """The values read of a few rows are those that are there of the whole, also where Hugging Face
+    has it transposed, or its halves swapped."""
     with trainer_for(exported(name), lora_rank=2) as trainer, HfWeights(exported(name)) as files:
         blocks = [s for s in weight_table(trainer.model) if s.is_block]
         for param in (p for slab in blocks for p in slab.params):

@@ -56,7 +56,7 @@ def test_quantiles_are_students():
 
 
 def test_the_interval_holds_what_it_promises():
-    """Of pairs without a difference at most about one in twenty is called one."""
+    """At most about one in twenty pairs without a difference is called different."""
     rng = np.random.default_rng(0)
     pairs = np.exp(0.01 * rng.standard_normal((600, 2, 3)))
     wrong = sum(change(*pair).verdict != "no difference to be seen" for pair in pairs)

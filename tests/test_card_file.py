@@ -225,7 +225,7 @@ def test_a_product_with_adapters_is_like_one_without():
 
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
 def test_a_gradient_that_is_added_is_like_its_product(fast):
-    """What it is added to is read while it is computed."""
+    """The gradient that it is added to is read while it is computed."""
     M, N, K = 2048, 1024, 32768
 
     def call(added, dev, alloc):
@@ -266,7 +266,7 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
 
 
 def test_what_a_product_does_besides_is_by_its_result():
-    """What it does besides is by the size of its result, however long the sums are."""
+    """Its further work goes by the size of its result, however long the sums are."""
 
     def call(depth, dev, alloc):
         a, b, up = alloc("a", (32768, depth)), alloc("b", (depth, 1024)), alloc("up", (32768, 2048))
@@ -322,7 +322,8 @@ def test_kernels_are_on_lines_between_sizes():
     assert rates.compute(moved(middle)) == pytest.approx((4e-6 + 4e-4) / 2, rel=1e-6)
     assert rates.compute(moved(1 << 31)) == pytest.approx(8e-4)
     assert rates.compute(moved(0)) == 4e-6  # the least that was measured
-    # What was not measured is like what was: here the middle one of two rates of large launches.
+    # A launch that was not measured is like one that was: here the middle one of two rates of large
+    # launches.
     other = unknown(1 << 28)
     rate = ((1 << 30) / 4e-4 + (1 << 28) / 1e-4) / 2
     assert rates.compute(other) == pytest.approx(4e-6 + (1 << 28) / rate)
@@ -406,7 +407,7 @@ def test_exchanges_take_what_was_measured():
     load = moved(0, "copy", loaded=10**7)
     assert replay([exchanged(1 << 28), load], nccl).wall == pytest.approx(2e-3)
     assert replay([exchanged(1 << 28), load], without).wall > 2e-2 + 1e-4
-    # Of copies nothing was measured.
+    # Nothing was measured of copies.
     sheet = Rates(CARD, 2)
     assert (
         replay([exchanged(1 << 28)], Rates(card, 2)).wall
@@ -467,7 +468,8 @@ def test_kernels_beside_exchanges_take_longer_and_gpus_wait_for_the_slowest():
 
 
 def test_a_step_of_measured_launches_is_their_sum(device):
-    """What a run on the CPU launches is found again, by name and size, in the plan of the run."""
+    """The launches of a run on the CPU are found again, by name and size, in the plan of the
+    run."""
     options = {"model": "tiny", "from-scratch": True, "seq-len": 32, "device": device, "gpus": 1}
     options |= {"model-dtype": "bf16", "batch-size": 2, "grad-accumulation": 2, "num-layers": 2}
     options |= {"attention": "native"}
@@ -534,7 +536,7 @@ def test_more_gpus_than_were_measured_is_a_warning(monkeypatch, tmp_path):
 
 
 def test_a_search_takes_them(tmp_path, capsys):
-    """Where products are slow and the bus is fast, what does not fit is sent to the host."""
+    """If products are slow and the bus is fast, what does not fit is sent to the host."""
     speeds = []
     for seconds in (1e-3, 2e-3):
         launches = {"matmul/bf16/0/0/0/bf16": [[[32768, 1024, 1024], seconds]]}

@@ -1,4 +1,4 @@
-"""What is known of cards, and what is said of those that are not."""
+"""Known cards, and messages about those that are not known."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def said(monkeypatch):
-    """What a model says that has learned it by heart; the prompts that it gets."""
+    """A model that has learned its answers by heart; the prompts that it gets."""
     prompts, replies = [], []
 
     def generate(self, prompt, count, rng, **kwargs):

@@ -368,7 +368,7 @@ def test_a_role_that_only_the_template_knows(tmp_path):
 
 
 def both(folder, **how):
-    """What we and transformers render with a folder's template."""
+    """The texts that we and transformers render with a folder's template."""
     template = load_chat_template(HfTokenizer(folder))
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = template.render([user("x")], **how).text

@@ -72,7 +72,7 @@ class Two(Processes):
 
 
 def test_what_was_hashed_is_not_read_again(tmp_path):
-    """Of two processes that see the same files each hashes a half of them, else all."""
+    """Two processes that see the same files hash a half of them each, else all."""
     path = shutil.copytree("ckpt/step_00000002", tmp_path / "step_00000002")
     names = sorted(file.name for file in path.glob("*.safetensors"))
 

@@ -80,7 +80,7 @@ VALUES = {group: {slab.name: slab_values(group, slab) for slab in TABLE} for gro
 
 
 def expected(group, param):
-    """What must be read back: the values, zero in the padding."""
+    """The values that must be read back, zero in the padding."""
     slab = next(slab for slab in TABLE if param in slab.params)
     values = VALUES[group][slab.name][param.offset : param.offset + param.size].copy()
     values.reshape(param.shape)[param.rows :] = 0

@@ -634,7 +634,7 @@ def test_llmq_train_is_llmq_train():
 
 
 def test_a_config_that_is_a_pipe_is_read_once():
-    """As the shell makes one of <(…): a second reader finds it empty."""
+    """The shell makes such a pipe of <(…): a second reader finds it empty."""
     end, other = os.pipe()
     os.write(other, b"{model: tiny, from-scratch: true, batch-size: 7}")
     os.close(other)

@@ -56,7 +56,7 @@ BATCHES = [tuple(np.full((2, B, T), rank % VOCAB, np.int32)) for rank in range(2
 
 
 def timed_step(trainer):
-    """Of a step, the communication, which is no more than the step itself."""
+    """The communication of a step, which is no more than the step itself."""
     start = time.perf_counter()
     result = trainer.step(BATCHES)
     assert 0 <= result.communication <= 1000 * (time.perf_counter() - start)

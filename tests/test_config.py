@@ -312,7 +312,7 @@ FIELDS_OF_OTHERS = {
     "4": ("rope_parameters", "dtype"),
     "5": ("rope_scaling", "rope_theta", "torch_dtype"),
 }
-"""What config.json of one transformers generation does not have."""
+"""Fields that config.json of one transformers generation does not have."""
 
 
 def _layers_as_seen_by_transformers(hf_config):
@@ -343,7 +343,7 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
         assert rope["rope_type"] == kind
         assert loaded.head_dim == model.head_dim
         assert loaded.num_key_value_heads == model.num_kv_heads
-    # What transformers writes for the config it understood is the same model again.
+    # The config that transformers writes for what it understood is the same model again.
     loaded.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert ModelConfig.from_hf({"architectures": [model.architecture], **saved}) == model
@@ -363,7 +363,8 @@ def test_weights_of_transformers_have_our_shapes(name):
     names = {key: [m.format(0) for m in ms] for key, ms in model.arch.modules.items()}
 
     def rows(key):
-        """Of the matrix that the modules of a parameter make up, whose columns are channels."""
+        """The rows of the matrix that the modules of a parameter make up, whose columns are
+        channels."""
         parts = [shapes[f"{name}.weight"] for name in names[key]]
         return sum(p[model.arch.transposed] for p in parts)
 

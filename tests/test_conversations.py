@@ -76,7 +76,7 @@ def read(out, split="train"):
 
 
 def said(messages):
-    """What ChatML makes of messages, and which parts of it the assistant's are."""
+    """The text that ChatML makes of messages, and which parts of it the assistant's are."""
     parts = [f"{m['content']}<|im_end|>\n" for m in messages]
     text = "".join(f"<|im_start|>{m['role']}\n{p}" for m, p in zip(messages, parts, strict=True))
     spans = [p for m, p in zip(messages, parts, strict=True) if m["role"] == "assistant"]
@@ -202,7 +202,7 @@ def test_every_way_to_say_that_a_message_is_not_trained(tmp_path, chatml):
 
 
 def test_tools(tmp_path):
-    """As objects, or as JSON; calls of the other format."""
+    """Tools come as objects, or as JSON; calls of the other format."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.tool_calls | tojson if "
     source += "m.tool_calls }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
     (tmp_path / "t.jinja").write_text(source)
@@ -466,7 +466,8 @@ def test_files_that_hold_no_conversations(tmp_path, chatml):
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 def test_completions_without_a_template(tmp_path, train_on):
-    """What the tokenizer adds to a text is added, and the end behind the completion is trained."""
+    """Tokens that the tokenizer adds to a text are added, and the end behind the completion is
+    trained."""
     folder = write_chat_tokenizer(tmp_path / "base")
     records = [{"prompt": "the cat:", "completion": " sät"}, {"prompt": "q", "completion": "a"}]
     path = write_records(tmp_path / "a.jsonl", records)
@@ -477,7 +478,7 @@ def test_completions_without_a_template(tmp_path, train_on):
           + f"{r['completion']}</s>"]) for r in records
     ]  # fmt: skip
     assert summary.warnings[0].startswith("the tokenizer has no chat template: prompt and comple")
-    # Of a tokenizer with a template, too, and without BOS.
+    # It holds for a tokenizer with a template, too, and without BOS.
     folder = write_chat_tokenizer(tmp_path / "chat", CHATML)
     how |= {"tokenizer": str(folder), "chat_template": "none", "special_tokens": "none"}
     summary = run(path, out=tmp_path / "none", **how)

@@ -79,7 +79,7 @@ def test_parts_are_where_they_belong():
     assert tuple(plain) == PARTS
     assert plain.pop("transfers") == pytest.approx(0, abs=1e-9)  # seconds: sums in another order
     assert all(seconds > 0 for seconds in plain.values())
-    # What is recomputed is in the blocks, not in the head.
+    # Recomputation is in the blocks, not in the head.
     again = predicted(recompute_block=True).parts
     assert 1.2 < again["blocks"] / plain["blocks"] < 1.4
     assert again["attention"] > plain["attention"] and again["memory_bound"] > plain["memory_bound"]
@@ -495,7 +495,7 @@ def test_codes_in_both_layouts_take_longer_than_their_bytes():
 
 
 def test_products_of_bytes():
-    """Where there is no fp8 they are what is fast: twice bf16's speed, on GeForce more."""
+    """On cards without fp8 they are what is fast: twice bf16's speed, on GeForce more."""
     sizes = (8192, 4096, 4096)
     for card, least, most in (("a100", 1.4, 1.7), ("a40", 1.4, 1.7), ("3090", 2.5, 3.3)):
         card = find_card(card)
@@ -520,7 +520,7 @@ ALONE = {
 def test_products_by_their_size(sizes):
     """In a step, at the power limit, all are about a tenth slower than alone."""
     throttled = H100.sustained[0] * H100.bf16 / 770
-    # What their sizes do not explain: the choice of an algorithm, and the table's own noise.
+    # Sizes do not explain these: the choice of an algorithm, and the table's own noise.
     assert rate(H100, *sizes) / 1e12 == pytest.approx(throttled * ALONE[sizes], rel=0.1)
 
 

@@ -66,7 +66,7 @@ def path(request, tmp_path):
 
 @pytest.mark.parametrize("path", ["qwen2_untied"], indirect=True)  # with a window
 def test_what_is_timed_is_kept(path, monkeypatch, tmp_path_factory):
-    """As on cards on which attention was not measured, and on those that may have block scales."""
+    """Cards on which attention was not measured do so, and those that may have block scales."""
     monkeypatch.setattr(attention_choice, "MEASURED", 0)
     monkeypatch.setattr(matmul, "BLOCK_SCALED_GENERATION", device_spec(0).capability // 10)
     monkeypatch.setattr(cuda_device, "TUNED", str(tmp_path_factory.mktemp("tuned") / "m.json"))
@@ -143,7 +143,8 @@ def test_graphs_equal_eager_and_runs_repeat(path, dtype):
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "phi3"])
 def test_adapters(tmp_path, name):
-    """As on the CPU, and the same bits with and without graphs and what saves memory."""
+    """Results are as on the CPU, and the same bits with and without graphs and what saves
+    memory."""
     hf_model(name).save_pretrained(tmp_path)
     options = {"lora_rank": 4, "lora_dropout": 0.2, "train": "norms"}
     graphs = run(tmp_path, **options, model_dtype="fp32")
@@ -296,7 +297,7 @@ def test_codes_of_products_in_mlps(tmp_path, name, gradient):
             state = trainer._step.extra_state()
         histories.append({key: values[-1] for key, values in state.items()})
     check_devices_agree(found, 0.01)
-    # As in test_delayed_scales_on_a_gpu; what products write is among them.
+    # Bounds are those of test_delayed_scales_on_a_gpu; what products write is among them.
     assert histories[2] == pytest.approx(histories[1], rel=0.15)
     assert "fp8_abs_max.layers.1.d_mlp_act" in histories[2]
     plain = run(tmp_path, **options)
@@ -330,7 +331,7 @@ def cosine(a, b):
 
 @pytest.mark.parametrize("more", [{}, {"lora_rank": 4, "lora_dropout": 0.2}], ids=["", "adapters"])
 def test_int8_gradients_equal_those_of_the_cpu(path, more):
-    """Sums of codes are exact on both devices. What lies between products differs in its last bits
+    """Sums of codes are exact on both devices. Kernels between products differ in their last bits
     now and then, and a code with it: by no more than all of the format's error."""
     batches = [random_batch(np.random.default_rng(1), T=T)]
     found = []

@@ -15,7 +15,7 @@ TEXT = "Die Größe: 12 €, naïve 漢字 und 👩‍🚀🇩🇪!\n\n\tEnde. "
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's and Qwen's: most characters of TEXT are of several tokens."""
+    """A tokenizer like GPT-2's and Qwen's: most characters of TEXT are of several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,7 +27,8 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: spaces are U+2581, the first one is stripped, and what is unknown is bytes."""
+    """A tokenizer like Llama 2's: spaces are U+2581, the first one is stripped, and what is unknown
+    is bytes."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"DieGröß:nauvdE!."]
     tokenizer = Tokenizer(
         models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)

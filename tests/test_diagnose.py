@@ -70,7 +70,7 @@ def spoiling(monkeypatch):
 
 
 def origin(trainer, given=None):
-    """Of a step that fails."""
+    """The origin found for a step that fails."""
     ticket = trainer.enqueue_step(given or batches())
     assert not math.isfinite(trainer.result(ticket).norm)
     return find_origin(trainer.ranks, 0, trainer.ranks.batches_of(ticket))

@@ -1,4 +1,4 @@
-"""What a plan says of the disk is what a run writes."""
+"""A plan says of the disk what a run writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where documents are: written beside token files, checked against them, found by a separator."""
+"""Documents' places: written beside token files, checked against them, found by a separator."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.test_arch import FORMATS
 from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 B, T = 2, 24
-# Where the documents of two sequences start, in steps that follow each other.
+# The documents of two sequences start here, in steps that follow each other.
 FIRSTS = [[(0, 1, 10, 19), (0, 12)], [(0, 4), (0,)], [(0,), (0, 8, 16, 23)]]
 
 
@@ -53,7 +53,7 @@ def test_loss_and_every_gradient_match_those_of_documents_alone(name, device):
     for key, parameter in model.named_parameters():
         gradient = parameter.grad.numpy()
         error = np.linalg.norm(ours[key] / result.tokens - gradient)
-        # As in test_model.
+        # Bounds are those of test_model.
         assert error <= GRADIENT_RTOL * max(np.linalg.norm(gradient), 1e-3 * result.norm), key
 
 
@@ -128,7 +128,8 @@ def load_with_row(trainer, path, token, value):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen2_untied"])
 def test_nan_in_one_document_changes_no_bit_of_another(name, dtype, device):
-    """Of its losses, nor of its tokens' gradients; weights have gradients of all documents."""
+    """It changes none of its losses, nor of its tokens' gradients; weights have gradients of all
+    documents."""
     rng = np.random.default_rng(3)
     inputs, targets, starts, _ = batch_of(rng)
     poisoned = 7

@@ -211,7 +211,7 @@ def test_places_that_cannot_be_written_are_found_at_the_start(capsys):
 
 
 def test_read_only_places(capsys, monkeypatch):
-    """As the super-user sees them: only asking tells."""
+    """The super-user can write there all the same: only asking tells."""
     real = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: Path(path) != Path("ro") and real(path, mode)
@@ -221,7 +221,7 @@ def test_read_only_places(capsys, monkeypatch):
 
 
 def test_full_disk_at_the_export(capsys, monkeypatch):
-    """What was exported before stays as it is."""
+    """An earlier export stays as it is."""
     assert train(steps=1, save_training_state=True) == 0
     before = {p.name: p.read_bytes() for p in Path("out").iterdir()}
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What a run does between its steps: named validations, tasks, samples, the best checkpoint."""
+"""A run's work between its steps: named validations, tasks, samples, the best checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def write_questions():
-    """What EVERYTHING asks about, in the current folder."""
+    """Write the questions of EVERYTHING into the current folder."""
     write_tokens(Path("data/other.bin"), 5, seed=7)
     lines = [
         {"question": q, "choices": {"text": [one, two], "label": ["A", "B"]}, "answerKey": key}

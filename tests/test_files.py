@@ -105,7 +105,7 @@ def test_what_a_killed_process_left_does_not_matter(tmp_path, stale):
 
 
 def test_files_of_others_with_likely_names_stay(tmp_path):
-    """What used to be overwritten and removed on the way."""
+    """These used to be overwritten and removed on the way."""
     names = ["a.tmp", "a.old", "a.lock", "out.tmp", "out.old", "out.lock", "out/.tmp"]
     (tmp_path / "out").mkdir()
     for name in names:
@@ -318,6 +318,6 @@ def test_reports_that_could_not_be_written_in_the_end(tmp_path):
 
 
 def test_a_file_system_that_takes_no_files():
-    """As the super-user may think that it does."""
+    """The super-user may think that it takes them."""
     with pytest.raises(LlmqError, match="--out: cannot write into '/proc/x': '/proc' "):
         check_writable("--out", Path("/proc/x"))

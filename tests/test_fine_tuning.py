@@ -76,7 +76,7 @@ def test_the_commands_run(workplace, capsys, monkeypatch):
 
 
 def test_the_commands_of_a_ready_configuration(workplace, capsys):
-    """As its head shows them, with the small model in the place of the real one."""
+    """The commands are those of its head, with the small model in the place of the real one."""
     path = CONFIGS / "finetune-qwen2.5-7b-12gb.yaml"  # it offloads and shards all there is
     lines = re.findall("^# {4,}(.*)\n", path.read_text(), re.MULTILINE)
     _, *commands = "\n".join(lines).replace("\\\n", " ").splitlines()
@@ -95,7 +95,7 @@ def test_the_commands_of_a_ready_configuration(workplace, capsys):
 
 
 def test_the_template_for_base_models(tmp_path):
-    """What it marks is what the page promises."""
+    """It marks what the page promises."""
     (tmp_path / "t.jinja").write_text(re.search(r"```jinja\n(.*?)```", PAGE, re.DOTALL)[1])
     talk = {"messages": [user("q"), assistant("a"), user("r"), assistant("b")]}
     (tmp_path / "a.jsonl").write_text(json.dumps(talk))

@@ -142,7 +142,7 @@ def refusal(model: str, host: float | None, memory: float, **options: object) ->
 
 
 def help_in(text: str) -> list[str]:
-    """What would help, one line each."""
+    """The lines on what would help, one each."""
     lines = text.partition("what would help:\n")[2].splitlines()
     found = list(itertools.takewhile(lambda line: line.startswith("  "), lines))
     return [line.strip() for line in found]
@@ -203,7 +203,7 @@ def test_micro_batches_that_are_no_faster_are_not_tried():
 
 
 def test_refusal_where_coarser_numbers_help():
-    # Of 1.56e9 weights the master, the gradients and both moments are 2.9 GiB each in bf16.
+    # Master, gradients and both moments of 1.56e9 weights are 2.9 GiB each in bf16.
     text = refusal("gpt2-1558m", 8.5, 2.0)
     assert help_in(text)[0] == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"
     # The command that is printed fits.
@@ -386,7 +386,7 @@ def test_auto_saves_memory_where_it_must(tmp_path, monkeypatch, capsys):
     args = [f"--{name}={value}" for name, value in sizes.items()]
     assert auto("--dry-run", *args, f"--memory-limit={limit}") == 0
     assert "  Fits:            yes" in capsys.readouterr().out
-    # What is given explicitly stays, even if it makes it impossible.
+    # An option that is given explicitly stays, even if that makes it impossible.
     kept = [f"--no-recompute-{name}" for name in ("swiglu", "norm", "ffn", "qkv", "att", "block")]
     kept += ["--lmhead-chunks=1", "--batch-size=8", "--grad-accumulation=1"]
     assert auto("--dry-run", *args, *kept, "--memory-limit=100KiB") == 2

@@ -22,7 +22,7 @@ FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 
 
 def bases(card: str, memory: float, host: float, **options: object) -> tuple:
-    """What is found for adapters of a small model: formats of the model, and speeds."""
+    """The result for adapters of a small model: formats of the model, and speeds."""
     given = FULL | {"model": "gpt2-355m", "batch-size": 1, "grad-accumulation": 1}
     given |= {"lora-rank": 8} | options
     card = find_card(card)
@@ -62,7 +62,7 @@ def test_advice_knows_a_smaller_format(capsys):
 
 
 def test_the_largest_model_that_fits(monkeypatch):
-    """Of a few presets: with room in host memory a larger one than on the card alone."""
+    """A few presets are tried: with room in host memory a larger one than on the card alone."""
     few = ("gpt2-124m", "gpt2-355m", "gpt2-774m", "tiny")
     monkeypatch.setattr(largest, "PRESETS", {name: preset(name) for name in few})
     options = {"lora-rank": 8, "batch-size": 1, "grad-accumulation": 1, "base-dtype": "nf4"}

@@ -101,7 +101,7 @@ def test_links_of_the_hubs_cache_are_followed(tokenizer, tmp_path):
 # Programs of others: templates and tokenizers
 
 TALK = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-# Of each what it does, and what is said of it. The first ones never came to an end.
+# Each has what it does, and what is said of it. The first ones never came to an end.
 TEMPLATES = {
     "product": ("{{ 'a' * 10**12 }}", "MemoryError|more memory"),
     "power": ("{{ (10**9)**(10**9) }}", "more than 0.3 s of processor"),
@@ -182,7 +182,7 @@ def test_a_normalizer_that_explodes_ends_with_its_record(chats, tokenizer):
 
 
 def test_workers_that_are_killed_name_the_record():
-    """As the system kills what takes too much memory of all."""
+    """The system kills what takes too much memory of all."""
     with pytest.raises(DataError, match=r"^a\.jsonl:1: a worker process was killed, perhaps"):
         in_worker(killed, "a.jsonl:1", Bounds())
 
@@ -313,7 +313,7 @@ def test_no_text_of_others_steers_the_terminal(chats, capsys, monkeypatch):
         f'"{odd}": 1\n'.encode("unicode_escape").decode().replace("\\n", "\n")
     )
     assert shown(capsys, "plan", "--config", "o.yaml") == 2
-    # What a log says of a run and of GPUs
+    # A log says these of a run and of GPUs
     gpu = {"log": "gpu-model", "time": "2026-01-01T00:00:00", "step": 0, "name": odd, "rank": 0}
     gpu |= {"uuid": odd, "machine": odd}
     start = {"log": "cmd", "time": "2026-01-01T00:00:00", "step": 0, "cmd": "x"}

@@ -37,7 +37,7 @@ def path(request):
 
 
 def head_options(head):
-    """Of the format of the head's product, as the options that it needs."""
+    """The options that the format of the head's product needs."""
     return HEAD if head == "e4m3" else {}
 
 

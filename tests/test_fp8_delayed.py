@@ -190,7 +190,8 @@ def test_resume_is_bitwise_equal(path, tmp_path):
 
 
 def test_another_history_is_none(path, tmp_path):
-    """Of another recipe, model or length: the next step begins with a rehearsal."""
+    """A history of another recipe, model or length counts as none: the next step begins with a
+    rehearsal."""
     (step,) = batches(1)
     with trainer_on(path) as trainer:
         want = trainer.step(step)
@@ -275,7 +276,7 @@ def counted_micro_step(model, recipe):
 
 
 def test_kernels_write_codes_themselves():
-    """What is left to quantize after the fact, and what is never written in BF16."""
+    """Some tensors are left to quantize after the fact, and some are never written in BF16."""
     model = preset("Qwen2.5-0.5B")
     dev, jit = (counted_micro_step(model, recipe) for recipe in ("delayed", "jit"))
     L = model.num_layers
@@ -310,8 +311,8 @@ def test_ranks_share_their_scales(path, options):
     with trainer_on(path) as one:
         want = [one.step(step) for step in steps]
         alone = one._step.extra_state()
-    # Of both ranks together, as of one that has both micro-batches; the rehearsal has seen both
-    # here and one there, which changes the first scales a little.
+    # Scales of both ranks together are those of one that has both micro-batches; the rehearsal has
+    # seen both here and one there, which changes the first scales a little.
     name = "layers.0.ln1"
     assert states[0][f"fp8_abs_max.{name}"][-3:] == pytest.approx(
         alone[f"fp8_abs_max.{name}"][-3:], rel=0.02

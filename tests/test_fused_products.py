@@ -158,7 +158,7 @@ HEADS = {
 @pytest.mark.parametrize("name", ["qwen3", "olmo2"])
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_exponentials_within_the_product_of_logits(name, options, fuse):
-    """Of logits with the same bits: what differs is how gradients are rounded, to 8 bits."""
+    """Logits have the same bits: the difference is how gradients are rounded, to 8 bits."""
     want = run(name, **options)
     fuse(matmul_exp)
     found = run(name, **options)

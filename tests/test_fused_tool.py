@@ -22,7 +22,7 @@ def test_a_kernel_has_the_results_of_the_two(monkeypatch, rng, module):
     cases = importlib.import_module(module).CASES
 
     class Bench:
-        """What a case wants of gemm_gate's."""
+        """The part of gemm_gate's Bench that a case wants."""
 
         def __init__(self, dev):
             self.dev = dev

@@ -1,4 +1,4 @@
-"""What the live view and the lines `[G]` look like, on simulated machines."""
+"""The live view and the lines `[G]` on simulated machines."""
 
 from __future__ import annotations
 

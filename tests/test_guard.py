@@ -80,7 +80,7 @@ def test_the_first_steps_are_judged_by_absolute_signs(capsys):
     assert [reason is not None for reason in reasons] == [loss > 3 for loss in losses]
     assert reasons[3] == "the loss 3.1 is 10.3 times the lowest, 0.3"
     assert judged(guard("off"), [result(loss=loss) for loss in losses]) == [None] * len(losses)
-    # Of a model that begins so, no return to the beginning makes another one.
+    # A model that begins so is not changed by a return to the beginning.
     of = Guard(make_config({"guard": "rollback"}), guessing=1.0)
     assert None not in judged(of, [result(loss=4.0)] * 9) and of.trouble is None
 
@@ -186,7 +186,7 @@ def exploding(monkeypatch, *steps, factor=3000.0, data=None):
 
 
 def place_of(trainer):
-    """Where the next batch is."""
+    """The place of the next batch."""
     state = trainer.train_loader.state()
     return state["epoch"], state["file_index"], state["chunk_index"]
 
@@ -299,7 +299,7 @@ def test_a_spike_does_not_push_out_the_good_checkpoint(monkeypatch, capsys):
 
 
 def test_skipping_leaves_single_steps_out(monkeypatch):
-    """As if the batch had not been there; the run ends as well as without it."""
+    """It is as if the batch had not been there; the run ends as well as without it."""
     exploding(monkeypatch, 30, factor=1.0)
     assert train(**SHORT, steps=40, guard="skip") == 0
     assert records("guard") == []

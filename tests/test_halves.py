@@ -1,4 +1,4 @@
-"""What an architecture declares is all that others need: a made-up one with experts, everywhere."""
+"""An architecture declares all that others need: a made-up one with experts, everywhere."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_weight_table_slabs_and_names_at_hugging_face(mixture):
 
 
 def test_planned_bytes(mixture):
-    """Of weights, gradients and moments as many as there are parameters, aligned."""
+    """The plan has as many weights, gradients and moments as there are parameters, aligned."""
     options = TrainConfig(
         model_dtype="fp32", batch_size=B, seq_len=T, device="cpu", gpus=1, steps=1
     ).normalized()
@@ -186,7 +186,7 @@ def test_fp8_codes_of_experts(mixture, streamed):
 
 @pytest.mark.parametrize("dtype", ["e4m3", "int8", "nf4"])
 def test_frozen_experts_are_kept_as_codes(mixture, dtype):
-    """As `llmq merge` makes them of the same values."""
+    """They are those that `llmq merge` makes of the same values."""
     weights, table = weights_of(mixture, lora_rank=2, lora_targets="q", base_dtype=dtype)
     exact, _ = weights_of(mixture, lora_rank=2, lora_targets="q", model_dtype="bf16")
     for each in (weights, exact):
@@ -206,7 +206,7 @@ def test_frozen_experts_are_kept_as_codes(mixture, dtype):
 
 
 def test_adapters_of_experts_split_and_merge(mixture):
-    """What is split off comes back when the adapters are merged."""
+    """The part that is split off comes back when the adapters are merged."""
     adapters, rng = Adapters(rank=2, targets=("up",)), np.random.default_rng(0)
     params = {p.name: p for slab in weight_table(mixture, 1, adapters) for p in slab.params}
     weight = params["model.layers.1.moe.many_up.weight"]

@@ -115,7 +115,7 @@ def test_shells_complete(name, line, offered):
 
 @pytest.mark.parametrize("name", MAIN)
 def test_completion_is_installed_for_the_script(name, tmp_path):
-    """Which shell it is, is not looked for here: a test has none of its own."""
+    """The kind of shell is not looked for here: a test has none of its own."""
     home = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = script(name, "--show-completion", "bash", **home)
     assert done.returncode == 0 and f" {name}" in done.stdout.splitlines()[-1]

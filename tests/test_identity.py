@@ -362,7 +362,7 @@ def test_a_tokenizer_that_was_replaced_is_noticed(trained, capsys):
 
 
 def test_ids_outside_the_vocabulary_are_not_exported(tmp_path):
-    """Of a checkpoint that does not say which tokenizer it had."""
+    """The checkpoint does not say which tokenizer it had."""
     ByteTokenizer().save(tmp_path)
     check_recorded(tmp_path, None, 257, "checkpoint 'c'")
     check_recorded("bytes", None, 257, "checkpoint 'c'")

@@ -1,4 +1,4 @@
-"""What installing brings along: one list of packages in three files, and both releases of CUDA."""
+"""Installing brings these along: one list of packages in three files, and both releases of CUDA."""
 
 from __future__ import annotations
 

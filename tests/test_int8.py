@@ -40,15 +40,15 @@ def test_gradients_are_close_to_f32(name):
 
 
 def losses_of(path, steps=24, **options) -> np.ndarray:
-    """Of a model that learns two batches by heart."""
+    """The losses of a model that learns two batches by heart."""
     batches = [random_batch(np.random.default_rng(i)) for i in range(2)]
     with trainer_for(path, steps=steps, **options) as trainer:
         return np.array([trainer.step([batches[i % 2]]).loss for i in range(steps)])
 
 
-# Of a kind: learning rate, what the mean of all losses may be off, and any of them. Runs in bf16
-# that differ in the seed of stochastic rounding are up to half as far apart; fp8 is twice as far
-# from bf16 in the mean.
+# Each kind has a learning rate, what the mean of all losses may be off, and any of them. Runs in
+# bf16 that differ in the seed of stochastic rounding are up to half as far apart; fp8 is twice as
+# far from bf16 in the mean.
 FOLLOWS = {"full": (2e-3, 0.0015, 0.012), "adapters": (2e-2, 0.01, 0.05)}
 
 
@@ -162,7 +162,7 @@ def test_which_products_are_of_bytes(kind):
 
 
 def test_a_nan_is_not_hidden_by_codes():
-    """Of a weight: the loss is NaN, and the update is left out."""
+    """The NaN is in a weight: the loss is NaN, and the update is left out."""
     with trainer_for(exported("qwen2"), **INT8) as trainer:
         before = trainer.weights()
         name = next(n for n in before if "down_proj" in n)

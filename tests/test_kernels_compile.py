@@ -40,7 +40,8 @@ def columns(run: Run) -> dict[str, object]:
 
 @functools.cache
 def launches() -> dict[int, Launches]:
-    """Of some runs, so that every two have met of: an architecture, a preset, the fields."""
+    """The launches of some runs, so that every two have met of: an architecture, a preset, the
+    fields."""
     rows = (
         (capability, run, {"capability": capability} | columns(run))
         for capability in ARCHITECTURES

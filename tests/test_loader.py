@@ -360,7 +360,7 @@ def test_everything_is_each_sequence_once(data, world_size, micro_batch):
             is_real = targets[:, 0] != MASKED_TARGET
             np.testing.assert_array_equal(targets[is_real], inputs[is_real] + 1)
             assert (targets[~is_real] == MASKED_TARGET).all()
-            # What is filled in is a sequence of the data as well.
+            # Sequences that fill up are of the data as well.
             starts = np.unique(inputs[:, 0])
             assert (starts % 1000 % T == 0).all() and (starts // 1000 <= 4).all()
             found += inputs[is_real, 0].tolist()

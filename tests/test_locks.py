@@ -110,7 +110,7 @@ def test_what_is_no_lock_is_neither_locked_nor_changed(tmp_path, kind):
 
 @pytest.mark.parametrize("is_directory", [True, False])
 def test_where_no_lock_file_can_be_made_the_target_is_locked(tmp_path, monkeypatch, is_directory):
-    """As that of a directory in a read-only one."""
+    """The directory may be a read-only one."""
 
     def read_only(path, flag):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

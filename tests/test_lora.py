@@ -75,7 +75,7 @@ def take_weights(model: peft.PeftModel, trainer) -> None:
 
 
 def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
-    """Of the sum of losses, by the names of PEFT's files."""
+    """The gradients of the sum of losses, by the names of PEFT's files."""
     return {
         name.replace(".default", ""): p.grad.numpy() * tokens
         for name, p in model.named_parameters()
@@ -134,7 +134,7 @@ def logits(model, inputs) -> np.ndarray:
     ],
 )
 def test_files_are_those_of_peft(tmp_path, name, options):
-    """What is written gives the same losses in peft; what peft then writes goes on here."""
+    """The files written give the same losses in peft; what peft then writes goes on here."""
     batch = batches()[0]
     with trainer_for(exported(name), **LORA, **options, learning_rate=1e-2) as trainer:
         for other in batches()[1:4]:
@@ -175,7 +175,7 @@ MEMORY = {
 
 
 def losses(accumulation=2, batch_size=2, **options) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Of three steps, and the weights after them."""
+    """The losses of three steps, and the weights after them."""
     with trainer_for(
         exported("qwen3"),
         **{"lora_rank": 3, "lora_plus": 4.0, "lora_dropout": 0.25, "train": "norms"}
@@ -230,7 +230,8 @@ def test_ranks_compute_what_one_does(options):
     ids=["bf16", "dropout", "fp8"],
 )
 def test_adapters_within_products(options, most, monkeypatch):
-    """As beside them, but for BF16's roundings: without the adapters' part it is 80 %.
+    """Results are those beside them, but for BF16's roundings: without the adapters' part it is 80
+    %.
 
     PiSSA's adapters have a part in the first step, before updates make roundings larger.
     """

@@ -34,7 +34,7 @@ def test_train_continue_and_go_on(place, capsys):
     """In one run or two; then others go on from what it has written."""
     how = {"name": "one", "log_file": "one.json", "out_dir": "one", "learning_rate": None}
     assert train(steps=6, **how, **LORA) == 0
-    # As users of PEFT have it.
+    # Users of PEFT have it so.
     line = "Adapters of rank 4, alpha 8, scaling 2; learning rate 0.0002\n"
     assert line in capsys.readouterr().out
     assert json.loads(Path("one/adapter_config.json").read_text())["lora_alpha"] == 8

@@ -24,7 +24,8 @@ def loss(monkeypatch):
 
 
 def batches_of(count: int, seed: int = 0) -> list[tuple]:
-    """Of B sequences, with what another model thinks of their tokens; one pair is all masked."""
+    """Batches of B sequences, with what another model thinks of their tokens; one pair is all
+    masked."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Which machine is chosen, and how much host memory is left under cgroup limits."""
+"""The choice of a machine, and how much host memory is left under cgroup limits."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def cudnn(monkeypatch):
 
 
 def backend(attention, **options):
-    """What --attention means for this GPU."""
+    """The backend that --attention means for this GPU."""
     given = {"model": "tiny", "from-scratch": True, "attention": attention, **options}
     gpu = Machine(kind="cuda", spec=GPU, note=None)
     return attention_backend(make_config(given), preset("tiny"), gpu)

@@ -88,7 +88,7 @@ def test_what_is_no_log_is_not_continued(tmp_path, content):
 @pytest.mark.parametrize("lost", [1, 3, 40, 200])
 @pytest.mark.parametrize("behind", [b"", b"\0" * 100, b"\n\0\0"])
 def test_a_torn_log_is_continued_behind_its_last_whole_record(tmp_path, capsys, lost, behind):
-    """As a machine that stops leaves it: cut off anywhere, or with zeros for what was not kept."""
+    """A machine that stops leaves it so: cut off anywhere, or with zeros for what was not kept."""
     path = tmp_path / "run.json"
     log = JsonLog(path)
     for step in range(5):

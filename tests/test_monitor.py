@@ -1,4 +1,4 @@
-"""What a run says about its card, and the speed of light against llm.q's numbers."""
+"""A run's lines about its card, and the speed of light against llm.q's numbers."""
 
 import sys
 from types import SimpleNamespace

@@ -26,7 +26,7 @@ SCALE = np.float32(1 / 64)
 @pytest.mark.parametrize("model", ["Qwen2.5-0.5B", "gpt2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_codes_in_every_layout(dev, rng, model, layout):
-    """Of all three calls, the same as of what they write besides."""
+    """The codes of all three calls are the same as those of what they write besides."""
     config, rms = preset(model), preset(model).norm == "rmsnorm"
 
     def target(out, **fp8):
@@ -85,7 +85,7 @@ FP8 = {"matmul_dtype": "e4m3", "fp8_recipe": "jit"}
 @pytest.mark.parametrize(
     "model, options, of_products, with_norms, behind",
     [
-        # Of each layer two; with recomputation the attention's once more.
+        # Each layer has two; with recomputation the attention's once more.
         ("tiny", {}, 2, 0, 0),
         ("tiny", FP8 | {"offload_residual": True}, 2, 0, 0),
         ("tiny", {"recompute_block": True}, 3, 0, 0),

@@ -174,7 +174,7 @@ def test_manifests_of_the_wrong_shape_whose_checksum_agrees(place, tmp_path):
 
 
 def test_closed_streams(place):
-    """As `>&-` leaves it: no file may get the number of a stream that libraries write to."""
+    """`>&-` leaves them so: no file may get the number of a stream that libraries write to."""
     flags = [f"--{name}={value}" for name, value in options(steps=1).items() if value not in
              (True, False)]  # fmt: skip
     flags += ["--from-scratch", "--overwrite"]

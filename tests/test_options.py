@@ -330,7 +330,7 @@ def test_bad_values_name_the_flag_in_one_line(options, message):
 
 
 def test_numbers_of_numpy():
-    """As scripts have them: they become Python's own, which the log and checkpoints can hold."""
+    """Scripts have them: they become Python's own, which the log and checkpoints can hold."""
     given = {
         "batch": np.int64(2),
         "seq-len": np.uint16(64),
@@ -456,7 +456,7 @@ def test_recompute_implications(given, implied):
 def test_what_is_sharded(given, gradients, weights):
     config = make_config(given)
     assert (config.shard_gradients, config.shard_weights) == (gradients, weights)
-    # What needs sharding counts what the level implies.
+    # Options that need sharding count what the level implies.
     quants = {"persistent-quants": True, "offload-quants": True, "matmul-dtype": "e4m3"}
     for needed, flags in ((weights, quants), (gradients, {"offload-gradients": True})):
         if needed:
@@ -734,7 +734,7 @@ PERSISTENT = FP8 | SHARDED | {"persistent-quants": True}
     ],
 )
 def test_sharding_that_does_nothing_with_one_rank(options, without, reason):
-    """What is said to have no effect does not change what a step launches, and where."""
+    """An option that is said to have no effect does not change what a step launches, and where."""
     common = {"model": "tiny", "from-scratch": True, "batch-size": 1, "seq-len": 64}
     config, plain = (make_config(common | changes) for changes in (options, without))
     lines = RULES.idle(config, ranks=Ranks(1))
@@ -920,6 +920,6 @@ def test_option_rows_echo_every_option():
     ],
 )
 def test_values_of_a_manifest_are_checked(options, said):
-    """As of a checkpoint's manifest that somebody has written."""
+    """Somebody may have written a checkpoint's manifest."""
     with pytest.raises(ConfigError, match=said):
         TrainConfig(**options).normalized().validate()

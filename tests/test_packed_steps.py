@@ -63,7 +63,8 @@ def test_a_step_takes_what_the_loader_gives(data):
 
 
 def test_random_batches_have_documents():
-    """What bench, verify and --measure-scaling take: accepted by a step, and the same as before."""
+    """Bench, verify and --measure-scaling take these: accepted by a step, and the same as
+    before."""
     config = make_config({"seq-len": 4096, "batch-size": 2, "document-mask": True})
     batch = random_batch(np.random.default_rng(0), config, 50)
     plain = random_batch(np.random.default_rng(0), replace(config, document_mask=False), 50)

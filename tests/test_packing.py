@@ -110,7 +110,8 @@ def test_every_piece_is_in_one_row_that_has_room(seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_best_fit_decreasing(seed):
-    """As one would write it down: as many rows, as full, as one piece after the other gives."""
+    """The result is what one would write down: as many rows, as full, as one piece after the other
+    gives."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 33, 400)
     room: list[int] = []
@@ -268,7 +269,8 @@ def test_masks_of_tokens(tmp_path):
 
 @pytest.mark.parametrize(("packing", "masked"), PACKINGS[:3])
 def test_parts_without_a_trained_token_are_left_out(tmp_path, packing, masked):
-    """Of a document that is cut; a part's last token predicts the first one of the next part."""
+    """The parts are of a document that is cut; a part's last token predicts the first one of the
+    next part."""
     lengths = [5, 4 * T + 3, 2 * T + 1, 6]
     trained = [2, 5 + 2 * T, 5 + 4 * T + 1, 5 + 4 * T + 3 + 2 * T, sum(lengths) - 1]
     mask = np.isin(np.arange(sum(lengths)), trained)
@@ -384,7 +386,7 @@ def drain_epoch(one):
 @pytest.mark.parametrize(("packing", "masked"), PACKINGS)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_resume_at_every_batch(data, tmp_path, packing, masked, weighted, monkeypatch):
-    """Of three epochs, by a loader of another seed; without reading anything before."""
+    """All batches of three epochs, by a loader of another seed; without reading anything before."""
     kwargs = {}
     if weighted:
         data, kwargs = [tmp_path / "a.bin", tmp_path / "b.bin"], {"weights": (3.0, 1.0)}
@@ -654,7 +656,7 @@ def test_options_without_effect(workplace, capsys):
 
 @pytest.mark.parametrize("packing", ["best-fit", "none", "concat"])
 def test_how_much_attention_sees(workplace, packing):
-    """As the batches of the first epoch say."""
+    """The number is that of the batches of the first epoch."""
     given = {"train-file": "data/docs.bin", "eval-file": "none", "packing": packing}
     given |= {"document-mask": True, "seq-len": T, "batch-size": 1, "model": "tiny"}
     record = data_record(make_config(given | {"from-scratch": True}), preset("tiny"), 1)

@@ -260,7 +260,7 @@ def test_names_that_peft_does_not_find(tmp_path):
 
 
 def test_adapters_that_another_program_has_replaced(tmp_path, capsys):
-    """What llmq.json says is of those before: here of codes, and of a model that was split."""
+    """The content of llmq.json is of those before: here of codes, and of a model that was split."""
     base, folder = exported("qwen3"), tmp_path / "a"
     options = {"lora_rank": 4, "lora_init": "pissa", "base_dtype": "nf4"}
     with trainer_for(base, **options, learning_rate=1e-2) as trainer:

@@ -235,7 +235,7 @@ def test_forms():
     ("late", "ended after 5 s (--limit)"),
 ])  # fmt: skip
 def test_a_row_of_llmq(monkeypatch, run, error):
-    """What a report of llmq bench means; one that leaves none; one that takes too long."""
+    """The meaning of a report of llmq bench; one that leaves none; one that takes too long."""
     result = {"step_seconds": [0.2], "first_step_seconds": 9.0, "loss": 1.0}
     result["memory"] = {"used": 50 * MIB, "planned": 30 * MIB, "as_planned": True}
 

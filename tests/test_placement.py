@@ -1,4 +1,4 @@
-"""Where everything of a slab lies: the table of a plan, and slabs that are not trained."""
+"""The placement of everything of a slab: the table of a plan, and slabs that are not trained."""
 
 from __future__ import annotations
 

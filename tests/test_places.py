@@ -187,7 +187,7 @@ def test_what_has_no_id_is_another_runs_unless_it_is_continued(capsys):
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(monkeypatch):
-    """As jobs that always give --continue want it: the log says that it is the same run."""
+    """Jobs that always give --continue want it so: the log says that it is the same run."""
     with monkeypatch.context() as patch:
         signal_after(patch, 1)
         assert train(**SAVED | {"steps": 4}) == 130

@@ -283,7 +283,7 @@ def test_attention_is_cut_only_where_that_saves_memory():
     assert parts(batch_size=8) == 1  # logits are far larger than the workspace
     assert parts(batch_size=8, seq_len=4096, lmhead_chunks=512) == 8  # here the workspace is
     assert parts(batch_size=8, attn_bwd_chunks=1) == 1
-    # Of 7 query heads each: 6 parts for every key/value head leave 2 in one, as 4 do.
+    # Heads have 7 query heads each: 6 parts for every key/value head leave 2 in one, as 4 do.
     assert parts(batch_size=1, seq_len=32768, lmhead_chunks=128, attn_bwd_chunks=12) == 8
 
 

@@ -32,7 +32,8 @@ PISSA = {"lora_rank": 4, "lora_alpha": 6.0, "lora_init": "pissa", "learning_rate
 
 @pytest.mark.parametrize("name, rs", [("qwen2", True), ("phi3", False), ("gpt2", True)])
 def test_equals_peft(tmp_path, name, rs):
-    """What the matrices are split into, and four steps; then its files on the model as it was."""
+    """The matrices are split alike, and four steps are equal; then its files on the model as it
+    was."""
     config = peft.LoraConfig(
         r=4, lora_alpha=6, use_rslora=rs, target_modules=targets(name),
         fan_in_fan_out=name == "gpt2", init_lora_weights="pissa",
@@ -79,7 +80,7 @@ BASES |= {base: {"base_dtype": base} for base in ("e4m3", "int8", "nf4")}
 
 @pytest.mark.parametrize("base", BASES)
 def test_bases(base, tmp_path):
-    """What is left is what is kept in their format; with it the adapters are the model again."""
+    """The rest is what is kept in their format; with it the adapters are the model again."""
     with (
         trainer_for(exported("phi3"), **PISSA, **BASES[base]) as trainer,
         HfWeights(exported("phi3")) as files,
@@ -157,7 +158,7 @@ def test_resume(tmp_path, monkeypatch, base):
 
 
 def test_leading_singular_values(monkeypatch):
-    """Of a matrix whose values fall slowly, as those of models do: the best of its rank."""
+    """The matrix has values that fall slowly, as those of models do: the best of its rank."""
     rng = np.random.default_rng(0)
     u, v = (np.linalg.qr(rng.standard_normal((n, 300)))[0] for n in (400, 300))
     values = np.arange(1, 301, dtype=np.float64) ** -0.5

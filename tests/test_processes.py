@@ -36,7 +36,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def places(name: str) -> dict[str, str]:
-    """Where a run writes."""
+    """The places where a run writes."""
     return {"log_file": f"{name}.json", "out_dir": name, "checkpoint_dir": f"{name}-ckpt"}
 
 
@@ -61,7 +61,7 @@ ROWS = covering(
 
 
 def options_of(row: dict) -> dict[str, object]:
-    """Of a row of ROWS, without the number of ranks."""
+    """The options of a row of ROWS, without the number of ranks."""
     options = {"steps": 3, "save_training_state": True, "eval_every_n_steps": 2, "batch_size": 1}
     options |= {"zero_level": row["level"], "grad_accumulation": row["steps"]}
     options |= {"recompute_block": row["recompute"], "eval_num_steps": 1, "shard_over": "world"}
@@ -110,7 +110,7 @@ def test_adapters_of_several_processes():
 
 
 def kept(name: str) -> list[tuple]:
-    """What a run has measured beside its steps, in order."""
+    """The measurements of a run beside its steps, in order."""
     kinds = {"eval": ("loss",), "task": ("name", "metric", "value"), "sample": ("prompt", "text")}
     return [
         (kind, record["step"], *(record[key] for key in keys))

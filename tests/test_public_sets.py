@@ -33,7 +33,7 @@ def place(tmp_path, monkeypatch):
 
 
 def test_the_default_training_files_are_made(place, capsys):
-    """As the error without them says, and by the command that the output says a run trains."""
+    """The error without them says how, and the output says by which command a run trains."""
     start = ["train", "--model=tiny", "--from-scratch", "--device=cpu", "--seq-len=64", "--steps=1"]
     start += ["--model-dtype=fp32", "--batch-size=1", "--grad-accumulation=1"]
     assert _run(start) == 2

@@ -322,7 +322,7 @@ def test_no_memory_is_freed_while_a_rank_works(monkeypatch, fails):
 
 
 def test_a_rank_that_cannot_write_disturbs_no_other(monkeypatch):
-    """What is said is what went wrong: not what the others miss afterwards."""
+    """The error says what went wrong: not what the others miss afterwards."""
     failed = threading.Event()
 
     def full():
@@ -481,7 +481,7 @@ def test_a_trainer_whose_weights_cannot_be_loaded_leaves_nothing(world, monkeypa
 
 
 def test_a_rank_that_hangs_is_found(monkeypatch, capsys):
-    """What each rank does is printed, and the others are let go."""
+    """The state of each rank is printed, and the others are let go."""
     monkeypatch.setattr("llmq.runtime.workers.PATIENCE", 0.5)
     release = threading.Event()
     real = Step.micro_step

@@ -83,7 +83,8 @@ def test_paths_in_the_text_exist(page):
 
 @pytest.mark.parametrize("page", ["extending.md", "walkthrough.md"])
 def test_names_in_the_text_exist(page):
-    """Of functions, classes and constants: words of the code that are not in comments alone."""
+    """Names of functions, classes and constants are words of the code that are not in comments
+    alone."""
     files = [p for room in ("llmq", "tests", "tools") for p in (ROOT / room).rglob("*.*")]
     kept, said = {".py", ".cu", ".cuh"}, re.compile(r"(#|//) .*")
     codes = [said.sub("", p.read_text()) for p in files if p.suffix in kept]

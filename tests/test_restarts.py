@@ -171,7 +171,8 @@ def test_a_signal_that_comes_twice_is_one_where_a_parent_passes_it_on(monkeypatc
 
 
 class Nvml:
-    """One GPU that has errors. What is not here is 0, or a function that does nothing."""
+    """One GPU that has errors. Everything that is not here is 0, or a function that does
+    nothing."""
 
     NVMLError = IndexError
     nvmlEventTypeXidCriticalError = 8

@@ -17,7 +17,7 @@ from llmq.train.find_log import find_log
 from tests.runs import make_workplace, options, records, signal_after, train
 from tests.test_places import forget_ids, run_of_checkpoint, run_of_export
 
-# Of a run that is known by its name alone.
+# The run is known by its name alone.
 PLACES = {"log_file": None, "out_dir": None, "checkpoint_dir": None, "overwrite": None}
 OWN = PLACES | {"name": "x", "steps": 4, "learning_rate": 3e-3, "recompute_ffn": "", "seed": 7}
 OWN |= {"save_training_state": True}

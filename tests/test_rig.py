@@ -291,7 +291,7 @@ def test_a_full_disk_costs_neither_the_words_nor_the_card_file(
 
 
 def test_what_nobody_tells_is_no_blank_in_the_report(cache, trained, tmp_path):
-    """As in a virtual machine, or without NVML."""
+    """A virtual machine, or one without NVML, tells nothing."""
     parts = results()
     parts["host"] = {"memory": 100.0, "disk": {}}
     kept = {name: GPU[name] for name in ("name", "pcie_width", "pcie_width_most", "power_limit")}
@@ -306,7 +306,7 @@ def test_what_nobody_tells_is_no_blank_in_the_report(cache, trained, tmp_path):
 
 
 def test_an_error_does_not_name_the_user(trained, tmp_path, monkeypatch):
-    """As the path of the card file would: the report is to be shared."""
+    """The path of the card file would name it: the report is to be shared."""
     monkeypatch.delenv("LLMQ_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "alice"))
@@ -371,7 +371,7 @@ def test_a_child_that_hangs_is_ended(monkeypatch):
 
 
 def test_a_child_ends_with_a_rig_that_is_killed(monkeypatch):
-    """Else the GPU would stay in use. Of a row, that is what run_child sees to."""
+    """Else the GPU would stay in use. For a row run_child sees to that."""
     tells = "import json, os, sys; from llmq.bench import child; found = []; "
     tells += "child.end_with = found.append; job = child.job_of_parent(); "
     tells += "result = {'ends': found == [os.getppid()], 'job': job}; "
@@ -410,7 +410,7 @@ def test_disk_and_memory_of_the_host(tmp_path):
 
 
 def test_a_rig_that_is_killed_leaves_nothing_on_the_disk(tmp_path, monkeypatch):
-    """What is written has no name at any time, so that there is nothing to clean up."""
+    """The file that is written has no name at any time, so that there is nothing to clean up."""
     seen = []
     monkeypatch.setattr(host, "_read_rate", lambda *_: seen.extend(tmp_path.iterdir()) or 1.0)
     assert host.disk_rates(tmp_path, 16, 1.0)["read"] == 1.0

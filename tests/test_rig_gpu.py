@@ -1,4 +1,4 @@
-"""What `llmq rig` measures of GPUs: that it can be measured, and is of the size it has to be."""
+"""The measurements of `llmq rig` on GPUs can be made, and are of the size they have to be."""
 
 from __future__ import annotations
 

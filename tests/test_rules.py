@@ -28,7 +28,7 @@ from llmq.plan.fit_bases import search_bases
 from llmq.plan.memory import Limits, OutOfMemory
 from llmq.plan.shrink import Shrinker
 
-# What the fact of a rule is, by its name; None: texts only show it as it is.
+# The value of a rule's fact, by its name; None: texts only show it as it is.
 FACTS = {
     "model": ModelConfig,
     "ranks": Ranks,
@@ -77,7 +77,7 @@ def test_every_word_of_a_text_is_known():
 
 
 def test_flags_in_texts_exist():
-    """As in messages and help: a flag that was renamed is found here."""
+    """Messages and help name flags: one that was renamed is found here."""
     flags = {f"--{flag}" for opt in OPTIONS.values() for flag in opt.flags}
     flags |= {f"--no-{opt.flags[0]}" for opt in OPTIONS.values()}
     flags |= {"--verify-steps", "--offload", "--recompute"}  # of one command; families

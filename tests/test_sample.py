@@ -313,7 +313,7 @@ def test_sizes_that_a_gpu_cannot_compute(trained, capsys, monkeypatch):
 
 
 def test_checkpoint_without_a_tokenizer(trained, tmp_path, capsys, monkeypatch):
-    """Of a model with an unknown vocabulary."""
+    """The model has an unknown vocabulary."""
     folder = make_workplace(tmp_path)
     monkeypatch.chdir(folder)
     config = json.loads(Path("model/config.json").read_text())

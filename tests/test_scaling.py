@@ -83,7 +83,7 @@ def test_report_is_of_the_median():
 @pytest.mark.parametrize("recipe", ["jit", "delayed"])
 def test_a_warm_up_leaves_no_trace(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(make_workplace(tmp_path))
-    # What nobody has written is NaN, as on a GPU it may be.
+    # Memory that nobody has written is NaN, as on a GPU it may be.
     monkeypatch.setitem(HostDevice.__init__.__kwdefaults__, "poison", True)
     fp8 = {"model_dtype": "bf16", "matmul_dtype": "e4m3", "fp8_recipe": recipe}
     given = options(gpus=2, zero_level=3, opt_v_dtype="e4m3", steps=3, **fp8)

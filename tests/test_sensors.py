@@ -263,7 +263,7 @@ def done(step, result, ms):
 
 
 def device(index, rank=None, kind="cuda"):
-    """What sensors ask of a device; its rank is its index if none is given."""
+    """The part of a device that sensors ask; its rank is its index if none is given."""
     mesh = SimpleNamespace(rank=index if rank is None else rank)
     return SimpleNamespace(kind=kind, index=index, mesh=mesh)
 

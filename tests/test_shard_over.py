@@ -31,14 +31,14 @@ def workplace(tmp_path, monkeypatch):
 
 
 def options_of(row: dict) -> dict[str, object]:
-    """Of a row of ROWS."""
+    """The options of a row of ROWS."""
     options = {"steps": 2, "save_training_state": True, "eval_every_n_steps": 1, "batch_size": 1}
     options |= {"zero_level": row["level"], "grad_accumulation": row["steps"], "eval_num_steps": 1}
     return options | NUMBERS[row["numbers"]] | {"all_to_all_reduce": row["a2a"]}
 
 
 def losses(name: str) -> list[float]:
-    """Of the steps."""
+    """The losses of the steps."""
     return [record["loss"] for record in records("step", name)]
 
 

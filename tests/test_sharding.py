@@ -61,7 +61,7 @@ def flags(options: dict) -> str:
 
 @cache
 def plain(world: int, accum: int, name: str, options: tuple):
-    """What a test compares with; made once."""
+    """The run that a test compares with; made once."""
     return run(world, accum, TWO_STEPS, of=MODELS[name], **dict(options))
 
 
@@ -334,7 +334,8 @@ def test_low_precision_is_close_to_f32(options):
 
 @pytest.mark.parametrize("options", [{"zero_level": 3}, FP8, FP8 | {"zero_level": 3}], ids=flags)
 def test_weights_can_be_written_again(options):
-    """As when a checkpoint is loaded; also when nothing is done before they are loaded again."""
+    """A checkpoint that is loaded does so; also when nothing is done before they are loaded
+    again."""
 
     def program(session: Session):
         masters = session.step.weights.master

@@ -1,4 +1,4 @@
-"""What ranks hold goes into checkpoints and comes back, on any number of ranks."""
+"""The state of ranks goes into checkpoints and comes back, on any number of ranks."""
 
 from __future__ import annotations
 

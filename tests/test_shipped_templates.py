@@ -67,7 +67,7 @@ def test_texts_are_the_published_ones_and_marks_those_of_transformers(folder, na
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_any_message_may_be_left_out(folder, name):
-    """Where marks of an answer are is known whatever follows it."""
+    """The marks of an answer are known whatever follows it."""
     template = load_chat_template(HfTokenizer(folder), name)
     for talk in TEXTS[name]:
         messages, tools = TALKS[talk]["messages"], TALKS[talk]["tools"]
@@ -83,7 +83,7 @@ def test_any_message_may_be_left_out(folder, name):
 
 
 def test_thinking_of_several_turns_is_tokenized_by_a_name(tmp_path, folder, capsys):
-    """What Qwen3's own template refuses; the name's template goes with the tokens."""
+    """Qwen3's own template refuses this; the name's template goes with the tokens."""
     path = write_records(tmp_path / "a.jsonl", [{"messages": THINKING}])
     out = tmp_path / "out"
     words = ["tokenize", str(path), "--tokenizer", str(folder), "--eval-fraction", "0"]

@@ -30,7 +30,7 @@ MEASURED = [
 
 
 def seconds(parts, T, Hq, Hkv, Hd):
-    """Of all launches."""
+    """The seconds of all launches."""
     dev = PlanDevice(spec_of(H100))
     qkv = dev.alloc("qkv", (1, T, Hq + 2 * Hkv, Hd), BF16, "Activations")
     out = dev.alloc("out", (1, T, Hq, Hd), BF16, "Activations")

@@ -117,7 +117,8 @@ def test_an_update_has_to_wait_for_it(dev, monkeypatch):
     ids=["fp32", "8-bit"],
 )
 def test_the_plan_counts_the_copy_to_the_byte(given):
-    """As much as a checkpoint has, and padding; of each rank its part, also of a replica."""
+    """The copy is as large as a checkpoint, and padding; each rank counts its part, also of a
+    replica."""
     model = preset("Qwen2.5-0.5B")
     for world, machines in ((1, 1), (2, 1), (6, 3)):
         plain, copied = (

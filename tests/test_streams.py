@@ -39,7 +39,7 @@ NF4, E4M3 = {"base_dtype": "nf4"}, {"base_dtype": "e4m3"}
 MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
 
-# Of the update's work only masters and codes are in host memory.
+# Only masters and codes of the update's work are in host memory.
 CODES = STREAMED | QUANTS | {"offload_master": True, "offload_quants": True}
 
 # Ranks, micro-steps, options.
@@ -96,7 +96,7 @@ def program(session: Session) -> list:
 
 @cache
 def wanted(name: str):
-    """What the CPU device does, one call after another."""
+    """The results of the CPU device, one call after another."""
     world, accum, options = CASES[name]
     return run(world, accum, program, of=MODEL, **options)
 
@@ -140,7 +140,7 @@ def test_step(name, graphs):
 
 @pytest.mark.parametrize("name", ["one rank, quants", "one rank, codes", "nccl, codes"])
 def test_slabs_of_one_piece(monkeypatch, name):
-    """As small models have them: then pieces hold up next to nothing."""
+    """Small models have such slabs: then pieces hold up next to nothing."""
     move_in_pieces(monkeypatch, 1 << 20)
     world, accum, options = CASES[name]
     assert_same_run(on_streams(world, accum, options, pause=1e-4), wanted(name))

@@ -368,7 +368,7 @@ pathlib.Path(sys.argv[1]).write_text(json.dumps({outcome!r}))
 
 
 def test_a_driver_that_is_killed_in_earnest(monkeypatch, capsys):
-    """Of tools/kill_sweep.py, with runs that are over at once."""
+    """The driver is tools/kill_sweep.py's, with runs that are over at once."""
     made = MADE.format(outcome=ok({}))
     code = STUB.format(paths=[p for p in sys.path if p], made=made)
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "tools")
@@ -514,7 +514,7 @@ TINY |= {"batch-size": 1, "seq-len": 16, "grad-accumulation": 1}
 
 
 def test_plans_of_runs(monkeypatch, tmp_path):
-    """What the child writes of runs that fit, do not fit, and cannot be planned."""
+    """The child's records of runs that fit, do not fit, and cannot be planned."""
     job = {"runs": [TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}]}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job | {"parent": None})))
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "result.json"), str(tmp_path / "alive")])

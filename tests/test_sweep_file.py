@@ -108,7 +108,7 @@ def test_what_is_no_condition(text, message):
 
 @pytest.fixture
 def rows(tmp_path):
-    """What a file stands for, as the values of some options."""
+    """The rows that a file stands for, as the values of some options."""
 
     def read(text, names, given=None):
         path = tmp_path / "sweep.yaml"
@@ -136,7 +136,7 @@ def test_conditions_choose_rows(rows):
     both = both.replace("where: ", "where:\n- grad-accumulation != 4 or batch-size == 1\n- ")
     expected = [(1, 64, 1), (1, 64, 4), (1, 128, 1), (1, 128, 4), (2, 64, 1)]
     assert rows(both, names) == expected
-    # What is not given has its default, and text from the command line is a number.
+    # An option that is not given has its default, and text from the command line is a number.
     assert rows("where: grad-accumulation == 4", names, {"seq-len": "64"}) == [(None, "64", None)]
     assert rows("seq-len: 64\nwhere: seq-len == 32", names, {"seq-len": "32"})[0][1] == "32"
 

@@ -1,5 +1,5 @@
-"""Where a text may come from beside plain files: templates, packed files, standard input, data sets
-of the hub. No network: a data set here is a folder."""
+"""Sources of text beside plain files: templates, packed files, standard input, data sets of the
+hub. No network: a data set here is a folder."""
 
 from __future__ import annotations
 

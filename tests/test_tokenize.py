@@ -244,7 +244,7 @@ def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
 
 
 def test_documents_on_both_sides_are_counted(tmp_path, capsys):
-    """Of every tenth one that is for evaluation; shards and blocks are small, as lengths alike."""
+    """Every tenth one is for evaluation; shards and blocks are small, as lengths alike."""
     texts = [f"{number % 45:02}" for number in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     out = tmp_path / "out"

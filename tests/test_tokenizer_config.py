@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 
 TEXT = mixed_text(3000) + " don't 12345 67.89\n\n  e\u0301  we'LL"
 TINY = [name for name in PRESETS if "tiny" in name]
-# What the files of copied tokenizers say.
+# The files of copied tokenizers say these.
 COPIED = {
     "own": None,
     "fast": {"tokenizer_class": AS_IT_IS, "eos_token": END_OF_TEXT},

@@ -728,7 +728,7 @@ def test_only_one_epoch_by_default():
 
 
 def test_epochs_end_with_the_data_whatever_a_step_took_before(capsys):
-    """Of 20 sequences an epoch: steps of 4, then after the second one steps of 2 or of 6."""
+    """An epoch has 20 sequences: steps of 4, then after the second one steps of 2 or of 6."""
     assert train(epochs=2, ckpt_interval=2, ckpt_keep_n=0) == 0
     for accumulation, more in ((1, 6 + 10), (3, 2 + 4)):
         again = {"grad_accumulation": accumulation, "log_file": f"{accumulation}.json"}
@@ -876,7 +876,7 @@ def test_a_step_without_targets_has_no_loss_and_is_counted(capsys):
 
 
 def test_validation_data_without_targets(capsys):
-    """As in torch the mean over nothing is nan; the run goes on, and says why."""
+    """The mean over nothing is nan, as in torch; the run goes on, and says why."""
     write_tokens(Path("data/eval.bin"), 7, mask=np.zeros(7 * T + 1, bool))
     assert train(steps=2, eval_every_n_steps=1) == 0
     warning = "WARNING: the validation loss is nan: all targets that were read of 'data/eval.bin' "
@@ -901,7 +901,7 @@ def test_folders_that_cannot_be_made_are_found_at_the_start(flag, capsys):
 
 
 def test_damage_in_the_middle_of_the_data_costs_no_steps(capsys):
-    """What was learned is saved, and the run goes on with repaired data as if nothing had been."""
+    """The run saves what was learned, and goes on with repaired data as if nothing had been."""
     options = {"train_file": "data/train-0.bin", "steps": 6}
     assert train(**options, out_dir="whole", log_file="whole.json") == 0
     path = Path("data/train-0.bin")

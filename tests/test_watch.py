@@ -34,7 +34,7 @@ def step_fields(loss: float = 5.0) -> dict:
 
 
 def write_run(log: JsonLog, steps, done: bool = True, **fields) -> None:
-    """What a run writes that makes these steps; the loss of step s is 5 - s / 10."""
+    """Write the log of a run that makes these steps; the loss of step s is 5 - s / 10."""
     log.write("cmd", 0, cmd=["llmq", "train", "--name", "a b"])
     log.write("option", 0, name="steps", value=len(steps))
     log.write("option", 0, name="cuda-graphs", value=True)
@@ -47,7 +47,7 @@ def write_run(log: JsonLog, steps, done: bool = True, **fields) -> None:
 
 
 def events(folder: Path) -> EventAccumulator:
-    """What TensorBoard shows of the event files in a folder."""
+    """The values that TensorBoard shows of the event files in a folder."""
     assert any(folder.iterdir())
     return EventAccumulator(str(folder), size_guidance={TENSORS: 0}).Reload()
 
@@ -412,7 +412,7 @@ def test_a_log_whose_beginning_is_not_as_it_should_be(log, tmp_path, resumed_at,
 
 
 def test_one_run_in_tensorboard_and_wandb_through_continuations(log, tmp_path, wandb, capsys):
-    """Of a run with an identity: `watch` once more goes on in the same places."""
+    """The run has an identity: `watch` once more goes on in the same places."""
     runs = tmp_path / "runs"
     args = ["watch", str(log.path), "--interval", "0", "--tensorboard", str(runs), "--wandb", "p"]
     run = {"id": "0123456789ab", "name": "mine"}

@@ -39,7 +39,8 @@ FLAGS = (
     "-fno-strict-aliasing",  # kernels reinterpret vectors
     "-ffp-contract=off",  # as -fmad=false: a fused multiply-add only where fmaf is written
 )
-# What a parameter may be in C for a declared element type; "struct" (vectors, StepScalars) for all.
+# A parameter may have these types in C for a declared element type; "struct" (vectors, StepScalars)
+# for all.
 C_TYPES = {
     **{
         "f64": "float64",

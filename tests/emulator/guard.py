@@ -1,6 +1,6 @@
 """Memory for one launch in which every tensor ends, or begins, at a page that nobody may touch.
 
-What a kernel reads or writes outside of its arguments ends the process; faulthandler says where.
+A kernel that reads or writes outside of its arguments ends the process; faulthandler says where.
 """
 
 from __future__ import annotations

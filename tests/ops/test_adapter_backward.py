@@ -23,7 +23,7 @@ def pairs(edges):
 
 
 def operands(rng, rows, N, rank, *edges, target=BF16):
-    """Of multiples of 1/8 up to 1, whose sums of products are exact in F32 in any order."""
+    """Multiples of 1/8 up to 1, whose sums of products are exact in F32 in any order."""
 
     def eighths(*shape, dtype=BF16):
         return (rng.integers(-8, 9, shape) / 8).astype(dtype.numpy)
@@ -103,8 +103,8 @@ def test_same_bits_again(dev, rng, case):
     first, again = run(dev, call, arrays), run(dev, call, arrays)
     for name in ("d_h", "d_b"):
         np.testing.assert_array_equal(again[name].view(np.uint16), first[name].view(np.uint16))
-    # Of the last span. Sums of 1000 and of thousands of products of size 1 in another order, and
-    # one rounding to BF16.
+    # The bounds hold for the last span. Sums of 1000 and of thousands of products of size 1 in
+    # another order, and one rounding to BF16.
     x, h, b = (arrays[name].astype(np.float32) for name in ("d_out", "h", "b"))
     start, stop = edges[-2:]
     columns = slice((len(edges) // 2 - 1) * rank, len(edges) // 2 * rank)

@@ -108,7 +108,7 @@ def test_backward(dev, rng, case, dtype):
         _compare(got[:, :, heads], want[:, :, heads], dtype, floor)
 
 
-# Lengths of documents (the last one takes the rest) and a window. Of both kinds some begin and end
+# Lengths of documents (the last one takes the rest) and a window. Some of both kinds begin and end
 # inside of tiles, some at their edges or one behind; some are shorter, some longer than a tile.
 SIGHTS = {
     "documents": ([(1, 6, 60, 94), (64, 32, 4, 93)], None),
@@ -140,7 +140,7 @@ def _check_sight(dev, rng, case, dtype, lengths, window):
     out, lse = _forward(dev, qkv, *case[2:4], starts, window)
     want_out, want_lse = _forward(host_device(), qkv, *case[2:4], starts, window)
     _compare(out, want_out, dtype)
-    # As in test_forward.
+    # Bounds are those of test_forward.
     np.testing.assert_allclose(lse, want_lse, rtol=4e-6, atol=4e-6)
     got = _backward(dev, qkv, d_out, *case[2:4], starts, window)
     want = _backward(host_device(), qkv, d_out, *case[2:4], starts, window)
@@ -275,7 +275,7 @@ def test_cudnn(dev, rng, case, deterministic):
     out, lse = _forward(dev, qkv, *case[2:4], backend="cudnn")
     want_out, want_lse = _forward(host_device(), qkv, *case[2:4])
     _compare(out, want_out, BF16)
-    # As for our own kernel, with exp2 in place of exp.
+    # Bounds are those of our own kernel, with exp2 in place of exp.
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
     got = _backward(dev, qkv, d_out, *case[2:4], backend="cudnn", deterministic=deterministic)
     want = _backward(host_device(), qkv, d_out, *case[2:4])
@@ -293,7 +293,8 @@ def test_cudnn_windows(dev, rng, head_dim, window):
     _compare(out, want_out, BF16)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)  # as above
     want = _backward(host_device(), qkv, d_out, *case[2:4], window=window)
-    # As in test_documents_and_windows: with one key dS is the rounding of what cancels.
+    # Bounds are those of test_documents_and_windows: with one key dS is the rounding of what
+    # cancels.
     floor = 1e-4 if window == 1 else 0.0
     got = _backward(dev, qkv, d_out, *case[2:4], window=window, backend="cudnn")
     _compare(got, want, BF16, floor)
@@ -437,7 +438,8 @@ def test_planned_parts_of_heads(chunks, parts):
 
 
 def test_windows_take_less_work():
-    """As much as they leave of the half square, in which a query's own key counts half."""
+    """They take as much as they leave of the half square, in which a query's own key counts
+    half."""
     for window, pairs in ((1, 1 * 15), (4, 4 * 12), (8, 64), (9, 64), (None, 64)):
         dev, tensors = _plan()
         sight = attention.Sight(window=window)

@@ -12,7 +12,7 @@ from llmq.runtime.sight import Sight
 from tests.harness import GPU_SPEC, host_device, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
-# As in test_attention.py, of which this computes the same with the same roundings.
+# Bounds are those of test_attention.py, of which this computes the same with the same roundings.
 NORM_ERROR, MAX_ERROR = 2**-8, 2**-6
 
 
@@ -61,7 +61,8 @@ def test_equals_reference(hopper, rng, case):
 
 
 def test_sequences_change_no_bit(hopper, rng):
-    """Of each other; nor do positions that are not seen, nor what a sequence is computed with."""
+    """Sequences change no bit of each other; nor do positions that are not seen, nor what a
+    sequence is computed with."""
     case = SMALL["one_step"]
     qkv, d_out = arrays_of(rng, case)
     want = gradient(hopper, qkv, d_out, *case[2:4])
@@ -92,7 +93,8 @@ def test_parts_of_heads_that_share_keys(sizes, heads):
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("case", ["group", "parts"])
 def test_parts_add_up(hopper, rng, case, heads, monkeypatch):
-    """Of one head each, and with a last one that is smaller; of several key heads and sequences."""
+    """Parts are of one head each, and with a last one that is smaller; of several key heads and
+    sequences."""
     case = SMALL[case]
     qkv, d_out = arrays_of(rng, case)
     monkeypatch.setattr(attention_backward, "part_heads", lambda *sizes: heads)

@@ -64,7 +64,7 @@ def test_forward_backward(dev, rng, rows, vocab, padded_vocab, dtype, z_loss):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("rows, vocab, padded_vocab", SMALL.values(), ids=SMALL)
 def test_two_pass_kernel(dev, rng, rows, vocab, padded_vocab, dtype):
-    """What older GPUs do with long rows."""
+    """The kernel that older GPUs use for long rows."""
     arrays = _arrays(rng, rows, vocab, padded_vocab, dtype)
 
     def call(dev, logits, losses, lse, targets):
@@ -76,7 +76,7 @@ def test_two_pass_kernel(dev, rng, rows, vocab, padded_vocab, dtype):
     assert not got["logits"][:, vocab:].astype(np.float32).any()
 
 
-# Of what a code stands for: half the distance of two codes, and the error of a gradient.
+# The bound on what a code stands for: half the distance of two codes, and the error of a gradient.
 CODE = {E4M3: {"rtol": 2**-4 + 2**-17}, E5M2: {"rtol": 2**-3 + 2**-17}}
 LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the distance of codes around 0
 

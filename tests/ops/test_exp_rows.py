@@ -15,7 +15,7 @@ SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen
 
 
 def arrays_of(rng, rows, columns, K, vocab, size=4.0):
-    """What `finish` gets where the product is computed by its reference. size: of logits."""
+    """The arguments of `finish` where the product is computed by its reference. size: of logits."""
     x, weight = (
         (rng.normal(size=(n, K)) * (size * K**-0.5) ** 0.5).astype(BF16.numpy)
         for n in (rows, columns)
@@ -50,7 +50,7 @@ def check(got, want):
 
 
 def gradient(found):
-    """Of logits: factor * e."""
+    """The gradient of logits: factor * e."""
     return found["e"].astype(np.float64) * found["factors"][:, None]
 
 
@@ -79,7 +79,8 @@ def test_finish(dev, rng, case, z_loss):
 
 @pytest.mark.parametrize("again", [False, True])
 def test_gradient_is_that_of_cross_entropy(dev, rng, again):
-    """Of the same logits, but where F32's sums round otherwise. again: from them, factors of 1."""
+    """It is that of the same logits, but where F32's sums round otherwise. again: from them,
+    factors of 1."""
     rows, *_, vocab = case = SMALL["blocks"]
     arrays = arrays_of(rng, *case)
     found = finished(dev, arrays, vocab, 1e-2, limit=1.0 if again else exp_rows.LIMIT)
@@ -132,7 +133,7 @@ def test_rows_that_are_computed_again(dev, rng):
 
 
 def test_a_share_of_nothing(dev, rng):
-    """Where 1 + z_loss * lse is 0 the gradient is that of the target alone."""
+    """If 1 + z_loss * lse is 0, the gradient is that of the target alone."""
     *_, vocab = case = SMALL["small"]
     arrays = arrays_of(rng, *case)
     lse = finished(host_device(), arrays, vocab, 0.0)["lse"][0]

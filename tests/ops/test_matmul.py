@@ -203,7 +203,7 @@ CODES = {E4M3: (448.0, 0x7E), E5M2: (57344.0, 0x7B)}
 )
 @pytest.mark.parametrize("fast", [False, True], ids=["exact", "fast"])
 def test_fp8_results_are_codes(fp8_dev, rng, dtypes, out, fast):
-    """Of integers, exact in any order of sums: rounded once, clamped; the largest is of this call
+    """Sums of integers, exact in any order: rounded once, clamped; the largest is of this call
     alone, whatever was there."""
     M, N, K = 64, 48, 128
     a, b = (

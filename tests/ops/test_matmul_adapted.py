@@ -61,7 +61,7 @@ def test_wide_tiles(hopper, rng, wide):
     check(hopper, arrays_of(rng, (272, 712, 208, 72, True), BF16, BF16), True)
 
 
-# What follows are sources of their own, which take long to compile for the emulator.
+# The following are sources of their own, which take long to compile for the emulator.
 gpu_only = pytest.mark.parametrize(
     "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
@@ -84,7 +84,8 @@ def test_one_is_added(hopper, rng, added):
 
 @gpu_only
 def test_without_adapters(hopper, rng):
-    """As what is computed again: the up product, and gradients before the activation's."""
+    """Products without adapters are what is computed again: the up product, and gradients before
+    the activation's."""
     check(hopper, arrays_of(rng, (304, 208, 144, 0, False), E4M3, E4M3), False)
     for dtype in (E4M3, E5M2):
         check(hopper, arrays_of(rng, (304, 208, 144, 0, True), dtype, E4M3), True)
@@ -130,7 +131,7 @@ def test_where_it_is_faster():
     assert faster() and faster(dtype=E4M3) and faster(R=128)
     assert not faster(M=1024) and not faster(R=136)
     assert not faster(R=12) and not faster(K=3592, dtype=E4M3)  # rows of no multiple of 16 bytes
-    # What is idle in the last turn costs less than is saved, if it is little, or K is short.
+    # An idle last turn costs less than is saved, if little of it is idle, or K is short.
     assert faster(N=3584) and faster(N=3584, K=37888) and faster(N=3584, K=37888, dtype=E4M3)
     assert faster(N=3584, M=3584) and not faster(N=3584, M=3584, K=18944)
     assert not faster(N=512) and faster(N=512, M=16384)  # the first turn is not full

@@ -49,7 +49,7 @@ def test_overwrites(hopper, rng):
     check(hopper, rng, SMALL["small"], accumulate=False)
 
 
-# What follows are sources of their own, which take long to compile for the emulator, or large.
+# The following are sources of their own, which take long to compile for the emulator, or large.
 gpu_only = pytest.mark.parametrize(
     "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )

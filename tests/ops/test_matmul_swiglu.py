@@ -34,7 +34,7 @@ def operands_of(rng, M, F, K, R, dtype):
 
 
 def results_of(M, F, layout):
-    """Of all kinds; layout: of codes, None: none."""
+    """Results of all kinds; layout: of codes, None: none."""
     found = {
         "up_gate": np.full((M, 2 * F), np.nan, BF16.numpy),
         "out": np.full((M, F), np.nan, BF16.numpy),
@@ -128,7 +128,8 @@ def two_with_codes(dev, *, a, b, scale_a, scale_b, gelu, out=None, abs_max=None,
 
 
 def check_codes(dev, case, *, scale, abs_max=3.0, nan=False, layout="both", keeps=True, gelu=False):
-    """As check, with codes as up_gate; layout: None without the activation. keeps: up_gate."""
+    """Check as `check` does, with codes as up_gate; layout: None without the activation. keeps:
+    up_gate."""
     M, F, *_ = case
     given = operands_of(np.random.default_rng(1), *case, E4M3)
     given["scale_b"][:] = 4
@@ -168,7 +169,7 @@ def test_up_gate_as_codes(hopper, case):
     check_codes(hopper, case, scale=largest / 400, abs_max=1e9, nan=True)
 
 
-# What follows are sources of their own, which take long to compile for the emulator.
+# The following are sources of their own, which take long to compile for the emulator.
 gpu_only = pytest.mark.parametrize(
     "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )

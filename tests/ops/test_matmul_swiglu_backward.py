@@ -24,7 +24,8 @@ SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen
 
 
 def operands(rng, case, left):
-    """Of the product, and up_gate; gates of all sizes, and what is no number in the last rows."""
+    """The operands of the product, and up_gate; gates of all sizes, and what is no number in the
+    last rows."""
     M, F, K, R = case
     codes = left != BF16
     up_gate = (rng.normal(size=(M, 2 * F)) * 4).astype(BF16.numpy)
@@ -103,7 +104,7 @@ def test_codes_in_both_layouts(hopper, rng):
         assert want["saturated"][0] > 7
 
 
-# What follows are sources of their own, which take long to compile for the emulator.
+# The following are sources of their own, which take long to compile for the emulator.
 gpu_only = pytest.mark.parametrize(
     "dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )

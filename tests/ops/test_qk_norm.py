@@ -29,7 +29,7 @@ def call_forward(shape, offset: bool = False):
 
 
 def widths(shape) -> tuple[int, int, int]:
-    """Of a row of queries, and of keys; rows of a token."""
+    """The widths of a row of queries, and of keys; rows of a token."""
     _, _, Hq, Hkv, Hd, wide = shape
     return (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
 

@@ -76,7 +76,7 @@ def test_all_bf16_numbers(dev, abs_max, dtype, outputs):
 )
 def test_equals_reference(dev, rng, case, source, dtype, outputs):
     rows, cols = SMALL[case]
-    # Of all sizes, so that neighbours differ and a wrong place shows.
+    # Values have all sizes, so that neighbours differ and a wrong place shows.
     x = rng.normal(size=(rows, cols)) * 10.0 ** rng.uniform(-3, 3, (rows, cols))
     x = x.astype(source.numpy)
     abs_max = np.abs(x.astype(np.float32)).max()

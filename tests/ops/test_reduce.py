@@ -41,7 +41,7 @@ def sum_parts(dev, d_sum, scalars, *, accumulate, names, first=0, **parts):
 
 
 def sum_inputs(rng, n, target, source, count):
-    # Of several sizes, so that the order of additions shows.
+    # Values have several sizes, so that the order of additions shows.
     values = rng.normal(size=(count + 1, n)) * 10.0 ** rng.uniform(-3, 3, (count + 1, n))
     arrays = {f"part{i}": x.astype(source.numpy) for i, x in enumerate(values[1:])}
     arrays["d_sum"] = values[0].astype(target.numpy)

@@ -189,7 +189,7 @@ STARTS = np.repeat([0, 1, 20, 60], [1, 19, 40, 20]).astype(np.int32)  # of docum
 
 
 def test_documents_have_positions_of_their_own(dev, rng):
-    """As if each were a sequence."""
+    """Each document counts its positions as if it were a sequence."""
     Hq, Hkv = shape = 3, 1
     arrays = inputs(rng, (2, 80, *shape, 64), BF16, 80)
     arrays["starts"] = np.stack([STARTS, np.zeros_like(STARTS)])

@@ -186,7 +186,7 @@ MAX = {E4M3: np.float32(448), E5M2: np.float32(57344)}
 )
 def test_codes_of_products(dev, rng, op, name, gradient, spread):
     """The bits of the same kernels on the values that the codes stand for, which scales that are
-    powers of two make numbers of BF16. Of spread 40, some sigmoids are no normal numbers."""
+    powers of two make numbers of BF16. With a spread of 40, some sigmoids are no normal numbers."""
     rows, F = CASES[name]
     scale = np.float32(2.0 ** np.floor(np.log2(0.00685 * spread)))
     d_scale = np.float32(2.0 ** np.ceil(np.log2(0.25 / MAX[gradient])))
@@ -217,7 +217,7 @@ def test_codes_of_products(dev, rng, op, name, gradient, spread):
         assert got["abs_max"] == np.abs(values.astype(np.float32)).max()
         assert got[f"{product}.abs_max"] == arrays[f"{product}.largest"]
         assert got[f"{product}.saturated"] == BEFORE["saturated"] + count > BEFORE["saturated"]
-        # As a tensor too, and nothing is counted where all was small enough.
+        # It is written as a tensor too, and nothing is counted where all was small enough.
         small = np.float32([0.25])
         arrays = arrays | {f"{product}.largest": small, result: np.full_like(values, np.nan)}
         got = run(dev, _with_products(call), arrays)

@@ -9,7 +9,7 @@ from tests.harness import step_scalars
 
 
 def test_equals_torch(rng):
-    """Of the product's rounding half a unit of BF16's last place remains, of the sum's a whole."""
+    """The product's rounding leaves half a unit of BF16's last place, the sum's a whole."""
     M, N, K = CASES["tiles"]
     a, b = (rng.normal(size=(n, K)).astype(E4M3.numpy) for n in (M, N))
     scales = [np.array([s], np.float32) for s in (0.3, 0.7)]

@@ -13,7 +13,7 @@ SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen
 
 
 def operands_of(rng, M, F, K, R, dtype):
-    """Of the reference, and what they hold, in F64."""
+    """The operands of the reference, and what they hold, in F64."""
 
     def made(dtype, *shape):
         return rng.normal(size=shape).astype(dtype.numpy)

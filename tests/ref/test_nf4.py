@@ -31,7 +31,7 @@ def known(blocks: int) -> np.ndarray:
     return ((i * 7919 % 1009 - 504) * (1 + i // 64 % 5)).astype(np.float32) / np.float32(4096)
 
 
-# Of known(4) and known(300), by bitsandbytes 0.50 (quantize_4bit, nf4, blocks of 64, nested).
+# Codes of known(4) and known(300), by bitsandbytes 0.50 (quantize_4bit, nf4, blocks of 64, nested).
 CODES = (
     "0ec8521fda7410ec9531fdb7420eda631feb8521fda7310ec9521fdb7420ed9631feb8521fda6310ec9521fd"
     "b7420ec9631feb8420fda6310ec9521fdb7410ec9631feb8420fda6310ec8521fdb7410ec9631feb8420eda6"

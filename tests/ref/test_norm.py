@@ -14,7 +14,7 @@ EPS = 1e-5
 
 
 def torch_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What transformers' Qwen2RMSNorm and LlamaRMSNorm compute."""
+    """The norm that transformers' Qwen2RMSNorm and LlamaRMSNorm compute."""
     wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 

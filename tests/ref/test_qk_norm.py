@@ -40,7 +40,7 @@ def packed(rng, wide: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def forward(qkv: np.ndarray, q: np.ndarray, k: np.ndarray, wide: bool, real=np.float64) -> tuple:
-    """What becomes of qkv, raw, rstd."""
+    """The results for qkv, raw, rstd."""
     out, raw = qkv.copy(), np.full((B, T, HEADS, HD), np.nan, qkv.dtype)
     rstd = np.full((B, T, 2 if wide else HEADS), np.nan, real)
     ref.qk_norm_forward(out, raw, rstd, q, k, EPS, B * T, HQ, HKV, 1, wide=wide)

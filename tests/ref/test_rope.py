@@ -59,7 +59,7 @@ def test_table_equals_transformers(head_dim, theta, scaling):
     assert table.dtype == np.float32 and table.shape == (2048, head_dim // 2, 2)
     cos, sin = module(torch.zeros(1), torch.arange(2048)[None])
     want = np.stack([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], -1)
-    # Of equal angles ours is the nearest F32, torch's may be the next one.
+    # At equal angles ours is the nearest F32, torch's may be the next one.
     np.testing.assert_allclose(table[:, equal], want[:, equal], rtol=0, atol=2**-24)
 
 

@@ -48,7 +48,7 @@ class StreamQueue:
         self.pace = dev.synchronize_stream if paced else lambda: None
 
     def copy(self, dst: int, src: int, nbytes: int) -> None:
-        """Of this GPU's memory or of pinned memory."""
+        """Copy this GPU's memory or pinned memory."""
         foreign = any(span.start <= src < span.stop for span in self._foreign)
         assert not foreign, f"the copy of {nbytes} bytes to {dst:#x} reads another GPU"
         self._copy(dst, src, nbytes)
@@ -178,7 +178,7 @@ def connect_streams(
     deaf: bool = False,
     paced: bool = False,
 ) -> Flags | None:
-    """As connect_cuda does it; returns the flags of copies."""
+    """Connect as connect_cuda does it; returns the flags of copies."""
     if len(devices) == 1:
         connect(devices, options)
         return None

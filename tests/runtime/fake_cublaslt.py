@@ -206,13 +206,13 @@ class FakeCublasLt:
             assert (memory(attributes[pointer], np.dtype(np.uint8), count) == 127).all()
 
     def _check_added(self, c, d):
-        """What cuBLASLt asks of the layouts of C and D: C is in BF16 where D are codes."""
+        """The rules of cuBLASLt for the layouts of C and D: C is in BF16 where D are codes."""
         dtype, *sizes = self.alive[d]
         assert c == d or (dtype in FP8 and self.alive[c] == (BF16.numpy, *sizes))
         assert dtype not in FP8 or c != d
 
     def _check_fp8(self, attributes, left, right):
-        """What cuBLASLt asks of products of FP8 codes."""
+        """The rules of cuBLASLt for products of FP8 codes."""
         assert right in FP8 and (left, right) != (E5M2.numpy, E5M2.numpy)
         assert (attributes[3], attributes[4]) == (1, 0)  # "TN"
         assert not attributes[17] % 16 and not attributes[18] % 16

@@ -194,7 +194,7 @@ class FakeRuntime:
 
 
 class FakeApi:
-    """What cuda_api.load() returns.
+    """The object that cuda_api.load() returns.
 
     launches: (entry, grid, block, shared memory, stream, argument slots as 64-bit integers), noted
     when the work is done. num_args: by entry. shared: (entry, bytes of dynamic shared memory that

@@ -1,6 +1,6 @@
 """A device whose streams are threads: work is done late, in the order of each stream only.
 
-What is enqueued runs on the CPU with random pauses, so that order which only the program's flags
+Everything enqueued runs on the CPU with random pauses, so that order which only the program's flags
 and events can give is missing as soon as they are. `Races` finds missing order even where the
 pauses do not show it.
 """
@@ -68,7 +68,8 @@ class Work(NamedTuple):
 
 
 class Capture:
-    """What a graph replays. streams: side streams it uses. events: those it records."""
+    """The content of a graph that is replayed. streams: side streams it uses. events: those it
+    records."""
 
     def __init__(self) -> None:
         self.work: list[Work] = []

@@ -1,8 +1,8 @@
 """Finds accesses to the same memory that nothing orders, even where they happened in good order.
 
-A queue is what does its work in order: a stream of a rank. What a queue knows of all queues is a
-vector of counts: so much of their work is done before its own next. It learns from what it waits
-for, and only from that.
+A queue is what does its work in order: a stream of a rank. A queue knows of all queues a vector of
+counts: so much of their work is done before its own next. It learns from what it waits for, and
+only from that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Shadow:
 
 
 class Races:
-    """Of all queues of all ranks of a run. found: one line for each race."""
+    """The clocks of all queues of all ranks of a run. found: one line for each race."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -71,7 +71,7 @@ class Races:
             self._shadows.sort(key=lambda shadow: shadow.base)
 
     def told(self, queue: int) -> np.ndarray:
-        """What somebody knows who waits for the work that the queue has done."""
+        """The counts that somebody knows who waits for the work that the queue has done."""
         with self._lock:
             return self._knows[queue].copy()
 

@@ -96,7 +96,8 @@ def run(world, options, program):
 
 def graph_of(dev, key, step):
     """A function that replays the step; made as Rank.warm_up makes graphs, so that no driver call
-    waits for a GPU that waits for a peer. What the step writes is undefined afterwards."""
+    waits for a GPU that waits for a peer. The tensors that the step writes are undefined
+    afterwards."""
     with silenced(dev):
         step()
         dev.synchronize()

@@ -37,7 +37,7 @@ BOUND = Source.of(SCALE, {"T": BF16}, {"FACTOR": 32})
 
 
 def test_without_a_home_directory_the_cache_is_asked_for(monkeypatch):
-    """As of a container's user that has no name."""
+    """A container's user may have no name."""
     for name in ("LLMQ_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)

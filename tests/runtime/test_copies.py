@@ -59,7 +59,7 @@ def run(world, kinds, program, *, deaf=False, paced=False, pause=0.001, races=No
 
 
 def content(rank, step, index=0):
-    """What a rank writes into part `index` in a step: F32 (N,)."""
+    """The values that a rank writes into part `index` in a step: F32 (N,)."""
     return (np.arange(N) + 1000 * rank + 100 * index + 10000 * step).astype(np.float32)
 
 

@@ -82,7 +82,7 @@ class Arguments:
 
 
 class Fp8Arguments(Arguments):
-    """As Arguments, of an FP8 product."""
+    """Arguments like `Arguments`, of an FP8 product."""
 
     def __init__(
         self, M, N, K, *, dtypes=(E4M3, E4M3, BF16), bias=False, fast=0, scale=0.5, **added

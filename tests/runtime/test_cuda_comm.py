@@ -38,7 +38,7 @@ N = 16
 
 
 class Machine:
-    """What several fake GPUs have beyond one; mixed into FakeApi().runtime.
+    """The part that several fake GPUs have beyond one; mixed into FakeApi().runtime.
 
     speeds: GB/s by (GPU of dst, GPU of src), None standing for the host. damaged, unreachable:
     (reader, source) pairs.
@@ -299,7 +299,7 @@ def test_copies_need_no_nccl(machine, library):
 
 @pytest.mark.usefixtures("small_chunks", "library")
 def test_each_rank_has_events_of_its_own_gpu(machine):
-    """Which is not the current one of the thread that connects."""
+    """That GPU is not the current one of the thread that connects."""
     devices = open_devices()
     connect(devices, replace(COPIES, p2p="off"), Workers(2))
     for dev in devices:

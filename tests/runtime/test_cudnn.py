@@ -120,7 +120,7 @@ def test_addresses_and_layouts(rng, fake):
 @pytest.mark.parametrize("chunks", [4, 6, 8])
 @pytest.mark.parametrize("window", [None, 4])
 def test_addresses_and_layouts_of_parts(rng, fake, chunks, window):
-    """Of a key/value head with its query heads, and of single query heads."""
+    """Parts are a key/value head with its query heads, and single query heads."""
     arrays = _arrays(rng)
     call = partial(_forward_backward, window=window, chunks=chunks)
     got = run(LibraryDevice(CudnnAttention(0)), call, arrays)

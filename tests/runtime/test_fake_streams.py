@@ -33,7 +33,7 @@ def found(dev):
     return dev.races.found
 
 
-# What main does to b while comm copies a to it, or what comm reads while main copies to it.
+# Main does these to b while comm copies a to it, or comm reads these while main copies to them.
 CONFLICTS = {
     "read after write": lambda dev, a, b, c: dev.copy(c, b),
     "write after write": lambda dev, a, b, c: dev.copy(b, c),

@@ -135,7 +135,7 @@ def test_every_wait_is_needed(program, pieces):
 
 
 def test_what_left_in_pieces_is_waited_for_as_a_whole():
-    """Where the next content arrives in another number of them."""
+    """The next content arrives in another number of pieces."""
     dev = Deaf(SIZES, graphs=False)
     try:
         host, whole = Host(dev, 1), ((0, N),)
@@ -165,7 +165,8 @@ def test_slots_take_turns():
 
 
 def traces(program, runs):
-    """What each of some runs of a program captures: works and marks, records by their number."""
+    """The trace that each of some runs of a program captures: works and marks, records by their
+    number."""
     dev = PlanDevice(HOST_SPEC)
     tensor = dev.alloc("x", (N,), F32, "Weights")
     lane = Lane(dev, range(2))

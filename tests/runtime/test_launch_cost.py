@@ -1,4 +1,4 @@
-"""What launches say that they cost, and that predictions know them by nothing else."""
+"""Launches say what they cost, and predictions know them by nothing else."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def test_kinds_of_products_are_those_of_kept_card_files(name):
     cost = KINDS[name]
     assert cost.kind == Kind(name, SIZES)
     assert cost.flops == 2 * 512 * 256 * (128 + 8 * name.endswith("adapted/addend"))
-    # What the library's product moves is known where more is done that takes time of its own.
+    # The bytes that the library's product moves are known where more is done that takes time of its
+    # own.
     matrices = {"swiglu": 512 * 128 + 256 * 128 + 512 * 256}
     matrices |= {"adapted": 2 * matrices["swiglu"]}
     assert cost.matrices == next((n for word, n in matrices.items() if word in name), None)

@@ -16,7 +16,7 @@ SIZES = MemorySizes(device=1 << 12, stack=0, pinned=1 << 8)
 
 
 def clocked(dev):
-    """What the device's clock is told."""
+    """The calls of the device's clock."""
     said = []
     dev.clock = Clock(lambda: said.append("start"), lambda: said.append("stop"))
     return said

@@ -261,7 +261,7 @@ def test_a_signal_while_a_command_is_given_stops_those_that_have_it(pool):
 
 
 def test_the_first_of_several_failures_is_raised(pool):
-    """What the others meet when they are stopped is not why they were."""
+    """Errors that the others meet when they are stopped are not why they were."""
     ranks, started = pool(2), threading.Barrier(2)
 
     def fn(rank):
@@ -339,7 +339,7 @@ pool.close()
 
 
 def test_a_hanging_rank_does_not_keep_the_process_from_ending():
-    """What libraries do at exit, such as waiting for the GPU, is left out."""
+    """The work of libraries at exit, such as waiting for the GPU, is left out."""
     done = subprocess.run(
         [sys.executable, "-c", HANGING],
         capture_output=True,
