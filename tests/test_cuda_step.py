@@ -122,7 +122,7 @@ def test_texts_are_continued_as_on_the_cpu(path):
 
 
 def test_a_step_that_is_not_full_has_graphs_of_its_own(tmp_path, monkeypatch):
-    """Of 9 sequences, the last one alone ends each epoch."""
+    """The last one of 9 sequences ends each epoch alone."""
     monkeypatch.chdir(make_workplace(tmp_path))
     losses = []
     for graphs in (True, False):

@@ -11,7 +11,7 @@ import pytest
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.dataset import Layout
+from llmq.data.dataset import SequenceLayout
 from llmq.data.document_file import documents_path
 from llmq.data.document_index import has_trained_tokens, trained_tokens
 from llmq.data.epoch_plan import Split, shares_of
@@ -68,7 +68,7 @@ def loader(data, packing="best-fit", masked=True, *, rank=0, world_size=1, micro
     layout |= {k: kwargs.pop(k) for k in ("weights", "separator") if k in kwargs}
     return DataLoader(
         data, seq_len=T, micro_batch=micro_batch, seed=kwargs.pop("seed", 5), vocab_size=VOCAB,
-        rank=rank, world_size=world_size, layout=Layout(**layout), **kwargs,
+        rank=rank, world_size=world_size, layout=SequenceLayout(**layout), **kwargs,
     )  # fmt: skip
 
 
@@ -314,7 +314,7 @@ def test_long_conversations(tmp_path, long, packing):
     mask[5 + 2 * T : 5 + 2 * T + T - 5] = False
     path = write(tmp_path / "a.bin", lengths, mask=mask)
     starts, lost, said = LONG[long]
-    layout = Layout(packing=packing, document_mask=True, long=long)
+    layout = SequenceLayout(packing=packing, document_mask=True, long=long)
     how = {"seq_len": T, "micro_batch": 1, "seed": 1, "vocab_size": VOCAB, "layout": layout}
     with DataLoader(path, **how) as one:
         data = one.data

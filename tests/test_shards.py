@@ -17,7 +17,7 @@ from llmq.options.presets import preset
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table
-from llmq.state.pieces import Piece
+from llmq.state.pieces import SlabPiece
 from llmq.state.rules.rule import SCALES
 
 MODEL = dataclasses.replace(
@@ -70,7 +70,7 @@ class Holder:
     def piece(self, group, slab):
         start, stop = self.rank * slab.shard_size, (self.rank + 1) * slab.shard_size
         shape, dtype = (slab.shard_size // block(group),), DTYPES[group]
-        return Piece(slab, start, stop, self.dev.alloc(slab.name, shape, dtype, "Master"))
+        return SlabPiece(slab, start, stop, self.dev.alloc(slab.name, shape, dtype, "Master"))
 
     def beat(self):
         self.beats += 1
@@ -126,7 +126,7 @@ def test_formats_are_converted(tmp_path):
         dev = HostDevice(MemorySizes(device=1 << 20, stack=0, pinned=0))
         slab = weight_table(MODEL)[1]
         wide = dev.alloc("wide", (slab.size,), F32, "Master")
-        read_group(dev, reader, "weights", [Piece(slab, 0, slab.size, wide)], lambda: None)
+        read_group(dev, reader, "weights", [SlabPiece(slab, 0, slab.size, wide)], lambda: None)
         expected = slab_values("weights", slab).astype(np.float32)
         np.testing.assert_array_equal(dev.download(wide), expected)
 

@@ -16,7 +16,7 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.state import snapshot
 from llmq.state.params import weight_table
-from llmq.state.pieces import Piece
+from llmq.state.pieces import SlabPiece
 from llmq.state.snapshot import COPIED, Snapshot
 from llmq.train.model_of_run import model_of_run
 from llmq.train.trainer import Trainer
@@ -38,7 +38,7 @@ class Holder:
         self.tensors = [dev.alloc(name, (N,), dtype, "Master", at) for name, dtype, at in places]
         for tensor in self.tensors:
             dev.upload(tensor, np.zeros(N, tensor.dtype.numpy))
-        pieces = [Piece(SLAB, 0, N, tensor) for tensor in self.tensors]
+        pieces = [SlabPiece(SLAB, 0, N, tensor) for tensor in self.tensors]
         self.snapshot = Snapshot(dev, {"weights": pieces[:1], "adam.m": pieces[1:]})
 
     def forward(self):

@@ -20,7 +20,7 @@ from llmq.checkpoint.checkpoint import (
 from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
 from llmq.state.params import Param
-from llmq.state.pieces import Piece, State
+from llmq.state.pieces import SlabPiece, State
 from llmq.state.rules import rule_class
 
 Part = tuple[int, np.ndarray]
@@ -30,7 +30,7 @@ Beat = Callable[[], None]
 """Called now and then, to show that a long action goes on."""
 
 
-def _values(group: str, piece: Piece, param: Param, start: int, stop: int) -> Tensor:
+def _values(group: str, piece: SlabPiece, param: Param, start: int, stop: int) -> Tensor:
     """Values [start, stop) of a parameter inside the tensor of a piece."""
     first = (param.offset - piece.start) // elements_per_value(group) + start
     return piece.tensor.rows(first, first + stop - start)
@@ -40,7 +40,7 @@ def write_group(
     fetch: Callable[[Tensor], np.ndarray],
     writer: CheckpointWriter,
     group: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[SlabPiece],
     beat: Beat,
 ) -> FileEntry:
     """Write what is a rank's own of a group into its file of a checkpoint, in one format.
@@ -64,7 +64,7 @@ def write_group(
 
 
 def read_group(
-    dev: Device, reader: CheckpointReader, group: str, pieces: Sequence[Piece], beat: Beat
+    dev: Device, reader: CheckpointReader, group: str, pieces: Sequence[SlabPiece], beat: Beat
 ) -> None:
     """Fill what a rank holds of a group from a checkpoint of any number of ranks.
 
@@ -91,7 +91,7 @@ def check_formats(reader: CheckpointReader, state: State) -> None:
             )
 
 
-def parts_of(dev: Device, param: Param, pieces: Sequence[Piece]) -> list[Part]:
+def parts_of(dev: Device, param: Param, pieces: Sequence[SlabPiece]) -> list[Part]:
     """Host copies of what is a rank's own of a parameter."""
     return [
         (start, dev.download(_values("weights", piece, param, start, stop)))

@@ -24,7 +24,7 @@ import numpy as np
 
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError, warn
-from llmq.data.dataset import DataSet, Layout
+from llmq.data.dataset import DataSet, SequenceLayout
 from llmq.data.epoch_plan import FilesInTurn, Split
 from llmq.data.reader import RowReader, Span
 from llmq.data.tokens import TokenFile
@@ -66,7 +66,7 @@ class DataLoader:
         world_size: int = 1,
         everything: bool = False,
         split: Split | None = None,
-        layout: Layout | None = None,
+        layout: SequenceLayout | None = None,
         drop_last: bool = False,
         prefetch: int = 4,
     ) -> None:
@@ -89,7 +89,7 @@ class DataLoader:
             seq_len=seq_len,
             vocab_size=vocab_size,
             split=split,
-            layout=layout or Layout(),
+            layout=layout or SequenceLayout(),
             everything=everything,
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import DataError
-from llmq.data.dataset import DataSet, Layout
+from llmq.data.dataset import DataSet, SequenceLayout
 from llmq.data.epoch_plan import Split
 from llmq.data.reader import documents_of
 from llmq.options.options import TrainConfig
@@ -27,7 +27,7 @@ def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dic
     problem: why nothing is known, such as files that are not there yet. visible_share: None
     without document masks, else what they leave of the causal pairs of query and key.
     """
-    layout = Layout.of(config)
+    layout = SequenceLayout.of(config)
     if not layout.needs_documents and layout.weights is None:
         return None
     try:

@@ -10,7 +10,7 @@ from llmq.runtime.device import Device
 from llmq.state.params import ELEMENT_ALIGN, Slab
 
 
-class Piece(NamedTuple):
+class SlabPiece(NamedTuple):
     """Elements [start, stop) of a slab, which a rank holds in `tensor`.
 
     own: the elements [first, last) that it writes down, where ranks with the same shard each write
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     own: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> Piece:
+    def of(cls, dev: Device, slab: Slab, tensor: Tensor) -> SlabPiece:
         """This rank's shard of a slab. The first replica, which plans are made of, writes most."""
         shard, replica = dev.mesh.index("shard"), dev.mesh.index("replica")
         start, stop = shard * slab.shard_size, (shard + 1) * slab.shard_size
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         return self.own or (self.start, self.stop)
 
     @property
-    def written_piece(self) -> Piece:
+    def written_piece(self) -> SlabPiece:
         """That part of it, and of its tensor; where it is nothing, a part that is not written,
         since no tensor is empty."""
         first, last = self.written
@@ -46,10 +46,10 @@ class Piece(NamedTuple):
         stop = last if first < last else self.start + ELEMENT_ALIGN
         per_value = (self.stop - self.start) // self.tensor.size
         rows = ((edge - self.start) // per_value for edge in (start, stop))
-        return Piece(self.slab, start, stop, self.tensor.rows(*rows), (first, last))
+        return SlabPiece(self.slab, start, stop, self.tensor.rows(*rows), (first, last))
 
 
-State = dict[str, list[Piece]]
+State = dict[str, list[SlabPiece]]
 """The pieces of a checkpoint's groups that a rank holds."""
 
 
@@ -58,6 +58,6 @@ def state_of(
 ) -> State:
     """The pieces of groups, whose tensors are this rank's shards by name of the slab."""
     return {
-        group: [Piece.of(dev, slab, of[slab.name]) for slab in table if slab.name in of]
+        group: [SlabPiece.of(dev, slab, of[slab.name]) for slab in table if slab.name in of]
         for group, of in groups.items()
     }

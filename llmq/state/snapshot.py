@@ -10,7 +10,7 @@ from __future__ import annotations
 from llmq.base.dtypes import MIB, U8
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device
-from llmq.state.pieces import Piece, State
+from llmq.state.pieces import SlabPiece, State
 
 # Bytes of one copy. Others that share a copy engine, of residuals and streamed weights, wait no
 # longer for it than 1 ms.
@@ -34,7 +34,7 @@ class Snapshot:
         self._begun, self._ended = dev.event(), dev.event()
         self._waits = False  # whether no update has waited for the last copy
 
-    def _like(self, piece: Piece) -> Piece:
+    def _like(self, piece: SlabPiece) -> SlabPiece:
         tensor = piece.tensor
         memory = (f"{tensor.name}.copy", tensor.shape, tensor.dtype, "Checkpoint", "pinned")
         return piece._replace(tensor=self.dev.alloc(*memory))

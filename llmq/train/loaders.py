@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llmq.base.batch import Batch
-from llmq.data.dataset import Layout
+from llmq.data.dataset import SequenceLayout
 from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
 from llmq.model.results import Result
@@ -47,7 +47,7 @@ def open_loaders(
         world_size=mesh_of(*shape).size(*DATA),
         everything=held_out,
         split=Split(config.eval_fraction, held_out) if splits else None,
-        layout=Layout.of(config, held_out=held_out),
+        layout=SequenceLayout.of(config, held_out=held_out),
         drop_last=config.drop_last and not held_out,
     )
     return [first, *(first.of_rank(place) for place in places[1:])]

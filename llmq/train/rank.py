@@ -20,7 +20,7 @@ from llmq.model.step import Step
 from llmq.runtime.device import Device
 from llmq.state.frozen import Elements
 from llmq.state.params import Param
-from llmq.state.pieces import Piece
+from llmq.state.pieces import SlabPiece
 
 
 class Rank:
@@ -77,7 +77,7 @@ class Rank:
             self.beat()
             yield batch
 
-    def pieces(self, group: str) -> list[Piece]:
+    def pieces(self, group: str) -> list[SlabPiece]:
         """The pieces that this rank holds of a group of Step.state, or of the "gradients"."""
         state = self.step.state()
         if group != "gradients":

@@ -18,7 +18,7 @@ from llmq.checkpoint.folder import discard
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import write_group
 from llmq.runtime.processes import ALONE, Outcome, Processes, processes
-from llmq.state.pieces import Piece
+from llmq.state.pieces import SlabPiece
 from llmq.train.ranks import Ranks
 
 THREADS = 8  # that write files of one process
@@ -169,7 +169,7 @@ class BackgroundWriter:
             if failed.is_set():
                 raise _GivenUp
 
-        def write(writer: CheckpointWriter, group: str, pieces: list[Piece]) -> FileEntry:
+        def write(writer: CheckpointWriter, group: str, pieces: list[SlabPiece]) -> FileEntry:
             try:
                 return write_group(lambda tensor: tensor.numpy(), writer, group, pieces, beat)
             except BaseException:
