@@ -59,7 +59,7 @@ def slab_values(group, slab):
 
 
 class Holder:
-    """One rank: a device, and a Piece of each slab of each group."""
+    """One rank: a device, and a SlabPiece of each slab of each group."""
 
     def __init__(self, rank, world, groups=tuple(DTYPES)):
         self.dev = HostDevice(MemorySizes(device=1 << 20, stack=0, pinned=0), poison=True)

@@ -40,7 +40,7 @@ _LEFT_OUT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SequenceLayout:
     """How token files become sequences.
 
     packing: "concat" takes windows of the files as they are, "best-fit" puts as many documents into
@@ -58,7 +58,7 @@ class Layout:
     weights: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, *, held_out: bool = False) -> Layout:
+    def of(cls, config: TrainConfig, *, held_out: bool = False) -> SequenceLayout:
         """The layout of a run's training data; held_out: its validation data, without weights."""
         return cls(
             packing=config.packing,
@@ -100,7 +100,7 @@ class DataSet:
         seq_len: int,
         vocab_size: int,
         split: Split | None,
-        layout: Layout,
+        layout: SequenceLayout,
         everything: bool,
     ) -> None:
         """everything: every token of every document counts once, not only what fills sequences.
