@@ -235,3 +235,26 @@ def test_nothing_to_check(capsys):
     status, _, err = check(capsys, "data")
     assert status == 2
     assert "error: 'data' holds no checkpoint, no model and no token files" in err
+
+
+def test_what_a_run_has_not_moved_is_said(tmp_path, monkeypatch, capsys):
+    """Behind projections that begin at zero nothing has a gradient in the first step, and all has
+    one later: said by the run, and of its checkpoints."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    started = {"init_proj_to_zero": True, "save_training_state": True, "opt_m_dtype": "e4m3"}
+    for gpus in (1, 2):
+        assert train(**started, steps=1, gpus=gpus, zero_level=2) == 0
+        out = capsys.readouterr().out
+        (line,) = [text for text in out.splitlines() if "have not moved" in text]
+        assert re.match(r"WARNING: \d+ of \d+ trained tensors have not moved, no gradient", line)
+        assert "layers.0.qkv" in line or "attn" in line or "input_layernorm" in line
+        assert _run(["check", "--trained", "ckpt"]) == 0
+        said, *names = capsys.readouterr().out.splitlines()
+        assert said.split(": ")[1].split(",")[0].startswith(line.split()[1] + " of ")
+        assert len(names) == int(line.split()[1])
+    assert train(**started, steps=3) == 0
+    assert "have not moved" not in capsys.readouterr().out
+    assert _run(["check", "--trained", "ckpt"]) == 0
+    assert "trained tensors have moved by step 3" in capsys.readouterr().out
+    assert _run(["check", "--trained", "out"]) == 2
+    assert "--trained: 'out' is no checkpoint" in capsys.readouterr().err

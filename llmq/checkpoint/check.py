@@ -7,6 +7,7 @@ exported is compared with checksums. For other files it says what can be told wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +15,10 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
-from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.checkpoint import CheckpointReader, padded_size, required_groups
 from llmq.checkpoint.export import saved_slabs
 from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
-from llmq.checkpoint.finite import all_finite
+from llmq.checkpoint.finite import all_finite, reached
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
 from llmq.checkpoint.safetensors_file import SafetensorsFile
@@ -32,7 +33,7 @@ from llmq.data.patterns import expand_pattern
 from llmq.data.token_shards import Tokenized, token_files
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model
-from llmq.state.params import weight_table
+from llmq.state.params import Param, weight_table
 
 _BLOCK = 1 << 22  # tokens that are read at once
 
@@ -47,8 +48,10 @@ class Checkable(NamedTuple):
     check: Check
 
 
-def run_check(names: Sequence[str]) -> None:
+def run_check(names: Sequence[str], *, trained: bool = False) -> None:
     """Print a line for each thing that the names stand for; LlmqError if any of them is damaged.
+
+    trained: of checkpoints, print instead which trained tensors have not moved.
 
     names: token files, `.docs` files, safetensors files, checkpoints, models, folders of several of
     these, or patterns. All are looked at, whatever is wrong with one.
@@ -63,7 +66,7 @@ def run_check(names: Sequence[str]) -> None:
         for path, check in dict.fromkeys(targets):
             count += 1
             try:
-                print(f"'{path}': {check(path)}", flush=True)
+                print(f"'{path}': {(_trained if trained else check)(path)}", flush=True)
             except LlmqError as error:
                 damaged.append(error.headline)
                 print(f"'{path}': DAMAGED", flush=True)
@@ -152,6 +155,26 @@ def _checkpoint(path: Path) -> str:
             if not all_finite(reader.read("weights", param)):
                 raise LlmqError(f"checkpoint '{path}': {param.name} holds NaN or infinity")
         return f"step {reader.step}, checksums agree, all weights are finite"
+
+
+def _trained(path: Path) -> str:
+    """The tensors of a checkpoint that are as at the start of its run, each in a line."""
+    if not is_complete(path):
+        raise LlmqError(f"--trained: '{path}' is no checkpoint, and only these know what has moved")
+    groups = [group for group in required_groups() if group != "weights"]
+    with CheckpointReader(path) as reader:
+        params = [p for slab in saved_slabs(reader.manifest) for p in slab.params]
+
+        def moved(param: Param) -> bool:
+            size = padded_size(groups[0], param)
+            reads = (partial(reader.read, group, param) for group in groups)
+            return any(reached(read, size) for read in reads)
+
+        names = [param.name for param in params if not moved(param)]
+        if not names:
+            return f"all {len(params)} trained tensors have moved by step {reader.step}"
+        head = f"{len(names)} of {len(params)} trained tensors have not moved by step {reader.step}"
+        return "\n  ".join([f"{head}, no gradient reached them:", *names])
 
 
 def _model(path: Path) -> str:

@@ -1,13 +1,15 @@
-"""Weights that are no finite numbers: found before they become a model for others."""
+"""Weights that training has damaged or not reached: found before they are a model for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from llmq.base.errors import ModelError
 from llmq.state.params import Param
+
+SHOWN = 8  # names of tensors in a line
 
 
 def all_finite(values: np.ndarray) -> bool:
@@ -35,3 +37,27 @@ def finite(read: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
         return values
 
     return checked
+
+
+def reached(read: Callable[[int, int], np.ndarray], size: int) -> bool:
+    """Whether training has moved a tensor, by one of its moments, which are zero at the start.
+
+    read: elements [start, stop) of `size`. The first few tell this of nearly all tensors.
+    """
+    start, length = 0, 1 << 12
+    while start < size:
+        stop = min(start + length, size)
+        if read(start, stop).astype(np.float32).any():
+            return True
+        start, length = stop, min(16 * length, 1 << 22)
+    return False
+
+
+def unmoved_lines(names: Sequence[str], count: int) -> list[str]:
+    """The finding that training has not moved these of `count` trained tensors; none without."""
+    if not names:
+        return []
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" * (len(names) > SHOWN))
+    return [
+        f"{len(names)} of {count} trained tensors have not moved, no gradient reached them: {shown}"
+    ]

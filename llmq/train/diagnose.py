@@ -20,6 +20,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
+from llmq.checkpoint.finite import reached, unmoved_lines
 from llmq.model.results import Result
 from llmq.model.step import Step
 from llmq.ops import abs_max
@@ -133,6 +134,28 @@ class UpdateCheck:
                 f"{MAX_SKIPPED} steps in a row changed no weights, the last one is {step}: "
                 f"{reason}; {advice}"
             )
+
+
+def not_moved(ranks: Ranks) -> list[str]:
+    """A line, where the run has trained tensors whose moments are zero as at its start."""
+
+    def moments(rank: Rank) -> tuple[list[str], list[str]]:
+        every, found = [], []
+        for group in rank.step.optimizer.moment_groups():
+            for _, name, value in _pieces(rank, group):
+                every.append(name)
+
+                def read(start: int, stop: int, value: Tensor = value) -> np.ndarray:
+                    return rank.dev.download(value.rows(start, stop))
+
+                if name not in found and reached(read, value.size):
+                    found.append(name)
+        return every, found
+
+    of_ranks = ranks.everywhere("looking for what has not moved", moments)
+    every = dict.fromkeys(name for names, _ in of_ranks for name in names)
+    moved = {name for _, names in of_ranks for name in names}
+    return unmoved_lines([name for name in every if name not in moved], len(every))
 
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:

@@ -41,7 +41,7 @@ from llmq.train.announce import (
     load_state,
 )
 from llmq.train.checkpoints import Checkpoints
-from llmq.train.diagnose import abs_maxes
+from llmq.train.diagnose import abs_maxes, not_moved
 from llmq.train.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.train.events import Member, StepDone, state_of
 from llmq.train.guard import Guard
@@ -384,6 +384,8 @@ class _Run:
         if empty := self.reporter.without_targets:
             text = f"{empty} of {step} steps had no target to train on, and changed nothing"
             self.reporter.message(f"WARNING: {text}: look at the loss masks of the data", step)
+        for line in not_moved(self.trainer.ranks) if step else ():
+            self.reporter.message(f"WARNING: {line}", step)
         if self.guard.in_row:
             last = f"WARNING: the last {self.guard.in_row} steps were bad, up to step {step - 1}"
             self.reporter.message(f"{last}: the model is hardly what it should be", step)
