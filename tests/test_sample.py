@@ -137,9 +137,10 @@ def test_greedy_text_is_that_of_transformers(model_dir):
 def test_seed_decides_and_a_sampler_can_be_used_again(model_dir):
     with sampler_for(model_dir, 32) as sampler:
         how = {"temperature": 1.5}
-        one = generate(sampler, [1], 12, **how)
-        assert generate(sampler, [1], 12, seed=1, **how) != one
-        assert generate(sampler, [1], 12, **how) == one
+        one = generate(sampler, [1, 7, 3], 12, **how)
+        assert generate(sampler, [1, 7, 3], 12, seed=1, **how) != one
+        generate(sampler, [4, 5], 2, **how)  # another text, in the same cache
+        assert generate(sampler, [1, 7, 3], 12, **how) == one
 
 
 def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, monkeypatch):
