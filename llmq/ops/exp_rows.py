@@ -28,15 +28,15 @@ LIMIT = math.exp(70.0)
 SHIFT = Kernel(
     "exp_rows.cu",
     "exp_rows_shift",
-    args="f32* shift, const bf16* x, few const bf16* weight, const i32* targets, i32 rows, i32 K, "
-    "f32 margin",
+    args="f32* shift, const bf16* x, sparse const bf16* weight, const i32* targets, i32 rows, "
+    "i32 K, f32 margin",
 )
 FINISH = Kernel(
     "exp_rows.cu",
     "exp_rows_finish",
-    args="few inout bf16* e, inout bf16* x, f32* losses, f32* lse, f32* factors, const f32* sums, "
-    "const f32* shift, const f32* target_logits, few const bf16* weight, const i32* targets, "
-    "i32 rows, i32 columns, i32 vocab, i32 K, i32 tiles, f32 z_loss, f32 limit",
+    args="sparse inout bf16* e, inout bf16* x, f32* losses, f32* lse, f32* factors, "
+    "const f32* sums, const f32* shift, const f32* target_logits, sparse const bf16* weight, "
+    "const i32* targets, i32 rows, i32 columns, i32 vocab, i32 K, i32 tiles, f32 z_loss, f32 limit",
 )
 SCALE = Kernel(
     "exp_rows.cu",

@@ -26,7 +26,7 @@ POINTER_ALIGN = 16  # bytes: kernels use 16-byte accesses
 # all of them, also those that the launched entry does not use.
 TYPE_VARIABLES: defaultdict[str, set[str]] = defaultdict(set)
 
-_ARG = re.compile(r"^(few )?(?:(const|inout) )?(\w+)(?:\[(\d+)\])?(\*\??)? (\w+)$")
+_ARG = re.compile(r"^(sparse )?(?:(const|inout) )?(\w+)(?:\[(\d+)\])?(\*\??)? (\w+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Arg:
     """One declared argument: `const bf16* x`, `inout T* y`, `f32* rstd`, `T*? bias`, `i64 n`.
 
     `const T[128]* x`: a matrix that the kernel gets as a TensorMap (cu/ptx.cuh), for copies of
-    boxes of 128 of its rows. `few const T* x`: of which a launch reads little, so that it does not
-    count as traffic.
+    boxes of 128 of its rows. `sparse const T* x`: of which a launch reads little, so that it does
+    not count as traffic.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Arg:
     reads: bool
     writes: bool
     box_rows: int  # of a TensorMap; 0: the kernel gets the tensor's address
-    few: bool
+    sparse: bool
 
     @property
     def is_type_variable(self) -> bool:
@@ -57,8 +57,10 @@ class Arg:
 def _parse(text: str) -> Arg:
     match = _ARG.match(text.strip())
     if match is None:
-        raise ValueError(f"kernel argument {text!r} is not `[few] [const|inout] type[*[?]] name`")
-    few, access, type_, box_rows, star, name = match.groups()
+        raise ValueError(
+            f"kernel argument {text!r} is not `[sparse] [const|inout] type[*[?]] name`"
+        )
+    sparse, access, type_, box_rows, star, name = match.groups()
     pointer = star is not None
     if box_rows and not pointer:
         raise ValueError(f"kernel argument {text!r}: only tensors have boxes")
@@ -75,7 +77,7 @@ def _parse(text: str) -> Arg:
         reads=pointer and access is not None,
         writes=access != "const",
         box_rows=int(box_rows or 0),
-        few=few is not None,
+        sparse=sparse is not None,
     )
 
 
@@ -100,7 +102,7 @@ class Kernel:
     def __post_init__(self) -> None:
         declared = tuple(_parse(text) for text in self.args.split(","))
         object.__setattr__(self, "declared", declared)
-        moved = [(i, a) for i, a in enumerate(declared) if a.pointer and not a.few]
+        moved = [(i, a) for i, a in enumerate(declared) if a.pointer and not a.sparse]
         moved = [(i, a) for i, a in moved if a.name != "workspace"]
         object.__setattr__(self, "_moved", tuple(moved))
         TYPE_VARIABLES[self.file].update(a.type for a in declared if a.is_type_variable)
@@ -141,8 +143,9 @@ class Kernel:
     def traffic(self, args: tuple) -> tuple[int, int, int]:
         """Bytes that one launch must move: of device memory, from host memory, and to it.
 
-        Each tensor is read once and written once as declared. One of which `few` elements are
-        touched does not count, nor does a `workspace`: how much of it a library uses is not known.
+        Each tensor is read once and written once as declared. A `sparse` one,
+        of which few elements are touched, does not count, nor does a `workspace`: how much of it a
+        library uses is not known.
         """
         device = loaded = stored = 0
         for index, arg in self._moved:

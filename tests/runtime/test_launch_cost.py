@@ -68,7 +68,7 @@ def launches_of(run: str) -> tuple[Launch, ...]:
 
 def multiplies(kernel: Kernel) -> bool:
     """Whether it reads all of two matrices a and b, which have K in common."""
-    whole = {arg.name for arg in kernel.declared if not arg.few}
+    whole = {arg.name for arg in kernel.declared if not arg.sparse}
     return {"a", "b", "M", "K"} <= whole
 
 
