@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from llmq.base.dtypes import DTYPES, STEP_SCALARS, DType
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import Mesh
+from llmq.runtime.plan_device import PlanDevice
 
 MIB = 1 << 20
 GPU_SPEC = DeviceSpec(
@@ -20,6 +23,13 @@ SIZES = MemorySizes(device=256 * MIB, stack=256 * MIB, pinned=16 * MIB)
 def host_device() -> HostDevice:
     """The reference device, with memory that reads as NaN until written."""
     return HostDevice(SIZES, poison=True)
+
+
+def devices_without() -> Iterator[PlanDevice]:
+    """Devices that no product of our own serves: of other capabilities, and beside another GPU."""
+    for capability in (89, 100):
+        yield PlanDevice(replace(GPU_SPEC, capability=capability))
+    yield PlanDevice(GPU_SPEC, mesh=Mesh.of(2, 0))
 
 
 def dtype_of(array: np.ndarray) -> DType:

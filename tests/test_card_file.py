@@ -16,10 +16,7 @@ from llmq.commands.cli import _run
 from llmq.ops import (
     attention,
     matmul,
-    matmul_adapted,
-    matmul_gradient,
-    matmul_swiglu,
-    matmul_swiglu_backward,
+    matmul_fused,
 )
 from llmq.options import rig_cards
 from llmq.options.card_file import path_of, read_card_file, record_of, write_card_file
@@ -215,7 +212,7 @@ def test_a_product_with_adapters_is_like_one_without():
     def call(dev, alloc):
         out, a = alloc("out", (32768, 1024)), alloc("a", (32768, 4096))
         b, h, tail = alloc("b", (4096, 1024)), alloc("h", (32768, 8)), alloc("tail", (8, 1024))
-        return lambda: matmul_adapted.matmul_adapted(dev, out, a, b, h, tail, transposed=True)
+        return lambda: matmul_fused.adapted(dev, out, a, b, h, tail, transposed=True)
 
     work, other = traced(call), product(32768, 1024, 4096)
     assert work.kind.name == "matmul/bf16/0/0/0/bf16/adapted"
@@ -233,7 +230,7 @@ def test_a_gradient_that_is_added_is_like_its_product(fast):
         operands = *(alloc("x", (rows, K), E4M3) for rows in (M, N)), one, one
         target, function = d, matmul.matmul_fp8
         if added:
-            target, function = Accumulator(d, True, scalars, 1), matmul_gradient.add
+            target, function = Accumulator(d, True, scalars, 1), matmul_fused.gradient
         return lambda: function(dev, target, *operands, fast_accumulation=fast)
 
     work, other = (traced(partial(call, added)) for added in (True, False))
@@ -247,7 +244,7 @@ def test_a_product_with_the_activation_takes_what_it_moves_besides():
     def call(again, dev, alloc):
         a, b, up = alloc("a", (32768, 4096)), alloc("b", (4096, 1024)), alloc("up", (32768, 2048))
         out = alloc("out", (32768, 1024)) if again else None
-        return lambda: matmul_swiglu_backward.backward(dev, up, a, b, up, out=out)
+        return lambda: matmul_fused.swiglu_backward(dev, up, a, b, up, out=out)
 
     work, more = (traced(partial(call, again)) for again in (False, True))
     other = product(32768, 1024, 4096)
@@ -270,7 +267,7 @@ def test_what_a_product_does_besides_is_by_its_result():
 
     def call(depth, dev, alloc):
         a, b, up = alloc("a", (32768, depth)), alloc("b", (depth, 1024)), alloc("up", (32768, 2048))
-        return lambda: matmul_swiglu_backward.backward(dev, up, a, b, up)
+        return lambda: matmul_fused.swiglu_backward(dev, up, a, b, up)
 
     deep, deeper = (traced(partial(call, depth)) for depth in (4096, 8192))
     besides = EXPOSED * 6 * 32768 * 1024 / Measured(FILE).bandwidth
@@ -305,14 +302,14 @@ def test_a_product_whose_activation_reads_its_codes():
         up = ProductCodes(alloc("up", (32768, 2048), E4M3), *[one] * 3, found=alloc("n", (4,), I32))
         both = alloc("q", (32768, 1024), E4M3), alloc("q_t", (1024, 32768), E4M3)
         fp8 = Fp8Out(*both, one, alloc("saturated", (1,), I32))
-        return lambda: matmul_swiglu.forward(dev, up, None, a, b, scale_a=one, scale_b=one, fp8=fp8)
+        return lambda: matmul_fused.swiglu(dev, up, None, a, b, scale_a=one, scale_b=one, fp8=fp8)
 
     work = traced(call)
     kind = work.kind
     assert kind.name.startswith("matmul_fp8/1/e4m3/0/e4m3/swiglu/e4m3,-,-,e4m3,e4m3,")
     assert kind.sizes == (32768, 2048, 1024)
     more = More.of(work.cost, work.device_bytes)
-    assert more.turns and 0 <= more.nbytes - 2 * 32768 * 1024 < 100  # scales
+    assert more.transposes and 0 <= more.nbytes - 2 * 32768 * 1024 < 100  # scales
 
 
 def test_kernels_are_on_lines_between_sizes():

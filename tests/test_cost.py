@@ -14,7 +14,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32, I8, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
-from llmq.ops import attention, attention_backward, matmul, matmul_swiglu
+from llmq.ops import attention, attention_backward, matmul, matmul_fused
 from llmq.options.cards import CARDS, find_card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
@@ -31,7 +31,7 @@ from llmq.plan.cost import (
     step_time,
 )
 from llmq.plan.estimate import Planner
-from llmq.plan.measured import EXPOSED, EXPOSED_TURNED
+from llmq.plan.measured import EXPOSED, EXPOSED_TRANSPOSED
 from llmq.plan.plan import make_plan
 from llmq.plan.replay import replay
 from llmq.ref.attention import CASES
@@ -464,8 +464,8 @@ def test_an_activation_within_a_product_takes_the_bytes_of_its_result():
     dev, (M, F, K) = PlanDevice(spec_of(H100)), (4096, 18944, 3584)
     shapes = {"out": (M, F), "up": (M, 2 * F), "a": (M, K), "b": (2 * F, K)}
     out, up, a, b = (dev.alloc(n, s, BF16, "Activations") for n, s in shapes.items())
-    dev.graph(("both",), lambda: matmul_swiglu.forward(dev, up, out, a, b))
-    dev.graph(("result",), lambda: matmul_swiglu.forward(dev, None, out, a, b))
+    dev.graph(("both",), lambda: matmul_fused.swiglu(dev, up, out, a, b))
+    dev.graph(("result",), lambda: matmul_fused.swiglu(dev, None, out, a, b))
     dev.graph(("product",), lambda: matmul.matmul(dev, up, a, b, trans_b=True))
     (both,), (result,), (product,) = (trace for _, trace in dev.graphs)
     assert both.cost.flops == result.cost.flops == product.cost.flops
@@ -484,13 +484,13 @@ def test_codes_in_both_layouts_take_longer_than_their_bytes():
 
     def activated(*layouts):
         fp8 = Fp8Out(*layouts, one, count)
-        matmul_swiglu.forward(dev, up, None, a, b, None, None, one, one, fp8=fp8)
+        matmul_fused.swiglu(dev, up, None, a, b, None, None, one, one, fp8=fp8)
 
     dev.graph(("rows",), lambda: activated(codes, None))
     dev.graph(("both",), lambda: activated(codes, transposed))
     rows, both = (Rates(H100).compute(trace[0]) for _, trace in dev.graphs)
     rate = COPY_SHARE * 1e9 * H100.bandwidth
-    more = 2 * EXPOSED_TURNED - EXPOSED
+    more = 2 * EXPOSED_TRANSPOSED - EXPOSED
     assert both - rows == pytest.approx(more * codes.nbytes / rate, rel=1e-5)  # beside a scale
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from llmq.checkpoint.hf import HfWeights
 from llmq.model import attention_choice
-from llmq.ops import matmul, matmul_adapted
+from llmq.ops import matmul
+from llmq.ops.common import CAPABILITY
 from llmq.options.options_io import make_config
 from llmq.options.presets import resolve_model
 from llmq.runtime import algorithm_file, cuda_device
@@ -181,7 +182,7 @@ RECOMPUTED = ("swiglu", "ffn", "block")
 def test_more_within_products(tmp_path, formats, name, monkeypatch):
     """At any size, as Hopper computes large ones: adapters, the activation, exponentials, sums of
     gradients."""
-    if device_spec(0).capability != matmul_adapted.CAPABILITY:
+    if device_spec(0).capability != CAPABILITY:
         pytest.skip("needs compute capability 9.0")
     hf_model(name, intermediate_size=192).save_pretrained(tmp_path)
     beside = run(tmp_path, **formats)

@@ -12,19 +12,14 @@ from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError
 from llmq.ops import (
     attention_backward,
-    matmul_adapted,
-    matmul_exp,
-    matmul_gradient,
-    matmul_swiglu,
-    matmul_swiglu_backward,
+    matmul_fused,
 )
 from llmq.ops.product import ROUTES, Sizes, taken
 from llmq.runtime.device import FUSED
 from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise
-from tests.harness import GPU_SPEC
+from tests.harness import GPU_SPEC, devices_without
 from tests.models import exported, random_batch, trainer_for
-from tests.own_products import devices_without
 
 T, LAYERS = 24, 2
 FP8 = {"matmul_dtype": "e4m3", "fp8_fast_accumulation": "activations"}
@@ -49,10 +44,9 @@ def fuse(monkeypatch):
     def fuse(*operations):
         if attention_backward in operations:  # which is no product
             monkeypatch.setattr(attention_backward, "CAPABILITY", 0)
-        names = [operation.__name__.rpartition(".")[2] for operation in operations]
-        told.extend(name for name in names if name in FUSED)
+        told.extend(name for name in operations if name in FUSED)
         monkeypatch.setenv("LLMQ_FUSED", ",".join(told) or "none")
-        monkeypatch.setattr(matmul_swiglu_backward, "COLUMNS", 16)  # the models have 160
+        monkeypatch.setattr(matmul_fused, "GRADIENT_COLUMNS", 16)  # the models have 160
 
     return fuse
 
@@ -103,9 +97,9 @@ def beside(name: str, format: str):
 def test_activation_within_products(name, format, recompute, fuse):
     """The same bits as beside them."""
     options, adapters = FORMATS[format], "adapters" in format
-    fuse(*[matmul_adapted] * adapters)  # which rounds otherwise than two products
+    fuse(*["matmul_adapted"] * adapters)  # which rounds otherwise than two products
     want = beside(name, format)
-    fuse(matmul_adapted, matmul_swiglu, matmul_swiglu_backward)
+    fuse("matmul_adapted", "matmul_swiglu", "matmul_swiglu_backward")
     found = run(name, **options, **({f"recompute_{recompute}": True} if recompute else {}))
     assert found[0] == want[0]
     for weight, values in want[1].items():
@@ -160,7 +154,7 @@ HEADS = {
 def test_exponentials_within_the_product_of_logits(name, options, fuse):
     """Logits have the same bits: the difference is how gradients are rounded, to 8 bits."""
     want = run(name, **options)
-    fuse(matmul_exp)
+    fuse("matmul_exp")
     found = run(name, **options)
     first, second = zip(want[0], found[0], strict=True)
     assert first[1].loss == pytest.approx(first[0].loss, rel=1e-6)
@@ -185,7 +179,7 @@ GRADIENTS = {
 def test_gradients_within_products(options, fuse):
     """The same bits as with sums behind the products."""
     want = run("qwen3", grad_accumulation=2, **options)
-    fuse(matmul_gradient)
+    fuse("matmul_gradient")
     found = run("qwen3", grad_accumulation=2, **options)
     assert found[0] == want[0]
     for weight, values in want[1].items():
@@ -200,7 +194,7 @@ def test_gradients_within_products(options, fuse):
 
 @pytest.mark.parametrize("options", [{}, FP8 | {"grad_accum_dtype": "fp32"}], ids=["bf16", "f32"])
 def test_gradients_that_the_library_computes(options, fuse):
-    fuse(matmul_gradient)
+    fuse("matmul_gradient")
     assert not run("qwen3", grad_accumulation=2, **options)[2]["matmul_gradient"]
 
 

@@ -19,6 +19,7 @@ from llmq.base.errors import LlmqError
 from llmq.model.results import Result
 from llmq.options.card_file import record_of
 from llmq.options.options_io import make_config
+from llmq.runtime.device import FUSED
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
 from tests.kept import kept
@@ -52,7 +53,8 @@ def smallest(cases):
 
 def operations():
     stems = {path.stem for path in (TOOLS.parent / "llmq" / "ops").glob("*.py")}
-    return sorted(stems - {"__init__", "common", "product"} | {"matmul_fp8"})
+    no_single = {"__init__", "common", "product", "matmul_fused"}
+    return sorted(stems - no_single | {"matmul_fp8", *FUSED})
 
 
 def test_every_operation_has_calls(tool):
@@ -81,8 +83,7 @@ def test_every_call_runs(tool, monkeypatch, op):
             "matmul_fp8": 2e12,
             "matmul_int8": 2e12,
         }
-        ours = ("matmul_adapted", "matmul_exp", "matmul_gradient", "matmul_swiglu")
-        if op.startswith(ours):
+        if op in FUSED:
             bound[op] = 2e12 if record["call"].startswith("fp8") else 1e12
         bound = bound.get(op, 1e9)
         work = record["bytes"] if bound == 1e9 else record["flops"]

@@ -35,7 +35,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import fill, random
 from llmq.rig.ladder import fill_codes
 from llmq.runtime.arena import align_up
-from llmq.runtime.device import Device, DeviceSpec, MemorySizes
+from llmq.runtime.device import FUSED, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import PlanDevice
@@ -51,13 +51,9 @@ PRODUCTS = (
     "attention",
     "attention_backward",
     "matmul",
-    "matmul_adapted",
-    "matmul_exp",
     "matmul_fp8",
-    "matmul_gradient",
     "matmul_int8",
-    "matmul_swiglu",
-    "matmul_swiglu_backward",
+    *FUSED,
 )  # bound by arithmetic, all others by memory
 
 

@@ -24,7 +24,8 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, DType
 from llmq.model.inference import Decoder
 from llmq.model.step import Step
-from llmq.ops import attention, matmul_adapted
+from llmq.ops import attention
+from llmq.ops.common import CAPABILITY
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernel
@@ -186,7 +187,7 @@ def all_runs(capability: int) -> list[Run]:
             fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base}
             of_one.append(fields | ADAPTERS)
     runs += [Run(first, tuple(fields.items())) for fields in of_one]
-    if capability == matmul_adapted.CAPABILITY:  # in both directions: without dropout
+    if capability == CAPABILITY:  # in both directions: without dropout
         adapted = {"lora_rank": 8, "lora_dropout": 0.0}
         formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]
         for gradient in ("e4m3", "e5m2"):

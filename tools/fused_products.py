@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops import matmul_swiglu, matmul_swiglu_backward, swiglu
+from llmq.ops import matmul_fused, swiglu
 from llmq.ops.matmul import matmul, matmul_fp8
-from llmq.ops.matmul_adapted import matmul_adapted
 
 if TYPE_CHECKING:
     from gemm_gate import Bench
@@ -109,7 +108,7 @@ def forward(bench: Bench, case: Case, *, coded: bool = False) -> Ways:
 
     def product() -> None:
         if R:
-            matmul_adapted(dev, up_gate, a, b, h, tail, *scales)
+            matmul_fused.adapted(dev, up_gate, a, b, h, tail, *scales)
         elif scales:
             matmul_fp8(dev, up_gate, a, b, *scales, fast_accumulation=True)
         else:
@@ -120,7 +119,7 @@ def forward(bench: Bench, case: Case, *, coded: bool = False) -> Ways:
         swiglu.forward(dev, old.out, up_gate, abs_max=old.abs_max, fp8=old.fp8)
 
     def one() -> None:
-        matmul_swiglu.forward(
+        matmul_fused.swiglu(
             dev, same_up_gate, new.out, a, b, h, tail, *scales, abs_max=new.abs_max, fp8=new.fp8
         )
 
@@ -150,7 +149,7 @@ def backward(bench: Bench, case: Case) -> Ways:
 
     def product() -> None:
         if R:
-            matmul_adapted(dev, d_out, a, b, h, tail, *scales, transposed=True)
+            matmul_fused.adapted(dev, d_out, a, b, h, tail, *scales, transposed=True)
         elif scales:
             matmul_fp8(dev, d_out, a, b, *scales, fast_accumulation=True)
         else:
@@ -161,7 +160,7 @@ def backward(bench: Bench, case: Case) -> Ways:
         swiglu.backward(dev, old.out, d_out, up_gate, abs_max=old.abs_max, fp8=old.fp8)
 
     def one() -> None:
-        matmul_swiglu_backward.backward(
+        matmul_fused.swiglu_backward(
             dev, new.out, a, b, up_gate, h, tail, *scales, abs_max=new.abs_max, fp8=new.fp8
         )
 

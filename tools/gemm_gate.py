@@ -3,7 +3,7 @@
     python tools/gemm_gate.py [--tail | --swiglu | --gradients] [--seconds 3]
         [--out table.md]
 
-For an H100 or H200, whose `matmul_adapted` is. Without --tail it computes plain fp8 products, those
+For an H100 or H200, whose `matmul_fused` is. Without --tail it computes plain fp8 products, those
 between which SwiGLU stands: the up product, and the input gradient of the down product. cuBLASLt is
 allowed to accumulate fast, and not. With --tail it computes these with the product of adapters in
 them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first. With --swiglu it
@@ -33,8 +33,8 @@ import typer
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, DType
 from llmq.base.tensor import Tensor
+from llmq.ops import matmul_fused
 from llmq.ops.matmul import matmul, matmul_fp8
-from llmq.ops.matmul_adapted import matmul_adapted
 
 SHAPES = {  # M, N, K
     "0.5B up": (32768, 9728, 896),
@@ -199,7 +199,7 @@ def plain(card: Card, shape: tuple[int, int, int], seconds: float) -> str:
         runs = {
             "exact": lambda: matmul_fp8(*library),
             "fast": lambda: matmul_fp8(*library, fast_accumulation=True),
-            "ours": lambda: matmul_adapted(dev, ours, a, b, None, None, scale, scale),
+            "ours": lambda: matmul_fused.adapted(dev, ours, a, b, None, None, scale, scale),
         }
         for run in runs.values():
             run()  # which tunes; the fast result stays
@@ -237,7 +237,7 @@ def with_tail(
             matmul(dev, theirs, h, tail, trans_b=not transposed, accumulate=True)
 
         def joined() -> None:
-            matmul_adapted(dev, ours, a, b, h, tail, *scales, transposed=transposed)
+            matmul_fused.adapted(dev, ours, a, b, h, tail, *scales, transposed=transposed)
 
         two(), joined()
         want = real["a"] @ (real["b"] if by_rows else real["b"].T) * (SCALE**2 if scales else 1)

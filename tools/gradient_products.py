@@ -13,7 +13,7 @@ from fused_products import Ways
 
 from llmq.base.dtypes import E4M3, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Accumulator
-from llmq.ops import matmul_gradient, reduce
+from llmq.ops import matmul_fused, reduce
 from llmq.ops.matmul import matmul_fp8
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def gradient(bench: Bench, case: Case) -> Ways:
         reduce.add(dev, old, alone)
 
     def one() -> None:
-        matmul_gradient.add(dev, new, a, b, *scales)
+        matmul_fused.gradient(dev, new, a, b, *scales)
 
     return Ways(product, two, one, ([old.tensor], [new.tensor]))
 

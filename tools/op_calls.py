@@ -50,12 +50,8 @@ from llmq.ops import (
     gelu,
     global_norm,
     matmul,
-    matmul_adapted,
-    matmul_exp,
-    matmul_gradient,
+    matmul_fused,
     matmul_int8,
-    matmul_swiglu,
-    matmul_swiglu_backward,
     nf4,
     norm,
     outliers,
@@ -70,7 +66,7 @@ from llmq.ops import (
 from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE, num_sums, padded_columns
 from llmq.ref.nf4 import scale_levels
-from llmq.runtime.device import Device
+from llmq.runtime.device import FUSED, Device
 from llmq.runtime.head_groups import divisions
 
 SEED = 1
@@ -340,8 +336,8 @@ def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> li
     halves = {"a": bf16(M, K), "b": bf16(*((K, N) if transposed else (N, K)))}
     codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
     return [
-        Call("bf16", matmul_adapted.matmul_adapted, low | halves),
-        Call("fp8", matmul_adapted.matmul_adapted, low | codes),
+        Call("bf16", matmul_fused.adapted, low | halves),
+        Call("fp8", matmul_fused.adapted, low | codes),
     ]
 
 
@@ -354,7 +350,7 @@ def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     codes = operands | {"a": Spec((M, K), E4M3), "b": Spec((F, K), E4M3)}
     codes |= {"scale_a": one, "scale_b": one, "d_up_gate": wide if R else None}
     codes |= {"abs_max": f32(1, value=5.0), "fp8": fp8_out(M, 2 * F, transposed=not R)}
-    function = matmul_swiglu_backward.backward
+    function = matmul_fused.swiglu_backward
     return [Call("bf16", function, halves), Call("fp8", function, codes)]
 
 
@@ -379,13 +375,13 @@ def exp_rows_calls(rows: int, columns: int, K: int, vocab: int) -> list[Call]:
 
 def matmul_exp_calls(M: int, N: int, K: int, vocab: int) -> list[Call]:
     args = _exponentials(M, N, K, vocab) | {"a": bf16(M, K), "b": bf16(N, K)}
-    return [Call("bf16", matmul_exp.forward, args)]
+    return [Call("bf16", matmul_fused.exp, args)]
 
 
 def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
     one, acc = f32(1, value=1.0), {"acc": gradient(M, N)}
     codes = {"a": Spec((M, K), E4M3), "b": Spec((N, K), E4M3), "scale_a": one, "scale_b": one}
-    function = matmul_gradient.add
+    function = matmul_fused.gradient
     return [
         Call("fp8", function, acc | codes),
         Call("fp8 fast", function, acc | codes | {"fast_accumulation": True}),
@@ -406,14 +402,14 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     codes = {"a": Spec((M, K), E4M3), "b": Spec((2 * F, K), E4M3), "scale_a": one, "scale_b": one}
     both = {"out": None, "abs_max": abs_max, "fp8": fp8_out(M, F)}
     calls = [
-        Call("bf16", matmul_swiglu.forward, low | halves),
-        Call("bf16 gelu", matmul_swiglu.forward, low | halves | {"gelu": True}),
-        Call("fp8", matmul_swiglu.forward, low | codes),
-        Call("fp8 both", matmul_swiglu.forward, low | codes | both),
+        Call("bf16", matmul_fused.swiglu, low | halves),
+        Call("bf16 gelu", matmul_fused.swiglu, low | halves | {"gelu": True}),
+        Call("fp8", matmul_fused.swiglu, low | codes),
+        Call("fp8 both", matmul_fused.swiglu, low | codes | both),
     ]
     if not R:
         both |= {"up_gate": product_codes(M, 2 * F)}
-        calls.append(Call("fp8 codes", matmul_swiglu.forward, codes | both))
+        calls.append(Call("fp8 codes", matmul_fused.swiglu, codes | both))
     return calls
 
 
@@ -682,7 +678,9 @@ OPS: dict[str, Callable[..., list[Call]]] = {
 
 
 def cases(op: str) -> dict[str, tuple]:
-    """The named shapes of an operation."""
+    """The named shapes of an operation, or of a kernel of matmul_fused."""
     if op == "matmul_fp8":  # in the files of matmul
         return importlib.import_module("llmq.ref.matmul").FP8_CASES
+    if op in FUSED:
+        return importlib.import_module("llmq.ref.matmul_fused").CASES[op]
     return importlib.import_module(f"llmq.ref.{op}").CASES

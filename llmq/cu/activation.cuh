@@ -38,6 +38,9 @@ struct Gelu {
     }
 };
 
+template <bool GELU_GATE> struct GateOf { using Type = Silu; };
+template <> struct GateOf<true> { using Type = Gelu; };
+
 // s(x). EXACT, for results in F32: within a few units in the last place. Else by two instructions
 // without a branch, within 1e-5 of s, which is 2^-8 of what results in BF16 are rounded by; 0 where
 // s is no normal number.

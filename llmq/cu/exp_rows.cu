@@ -16,7 +16,7 @@
 // for bf16 and F32, or nearly so: its block computes the row's gradient again, from its logits, and
 // its factor is its weight or 0.
 //
-// Data     e: bf16 (rows, columns), as matmul_exp.cu writes it. losses, lse, factors, shift,
+// Data     e: bf16 (rows, columns), as matmul_exp.cuh writes it. losses, lse, factors, shift,
 //          target_logits: F32 (rows). sums: F32 (tiles, rows). x, d: bf16 (rows, K). weight: bf16
 //          (columns, K). targets: I32 (rows); negative: masked. weights: F32 (rows), with
 //          WEIGHTED = 1; else all are 1.

@@ -23,9 +23,9 @@ constexpr int SLICES = 4;          // of a tile: products of 32 bytes of K
 constexpr int TAIL_K = 64;         // BF16 in a line: of the tiles of adapters
 
 // A place in the ring of stages. parity: of the barrier's phase that is waited for.
-template <int STAGES> struct Ring {
+template <int STAGES> struct Place {
     u32 stage, parity;
-    __device__ __forceinline__ Ring(u32 steps) : stage(steps % STAGES), parity(steps / STAGES & 1) {}
+    __device__ __forceinline__ Place(u32 steps) : stage(steps % STAGES), parity(steps / STAGES & 1) {}
     __device__ __forceinline__ void next() {
         if (++stage == STAGES) {
             stage = 0;
@@ -70,8 +70,7 @@ struct Tile {
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
-                                          const Tile& tile, u32 rank,
-                                          int apart = TILE_COLUMNS / 2) {
+                                          const Tile& tile, u32 rank, int apart) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
     barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
     load_box(stage, left, k, tile.row, arrived);
@@ -111,15 +110,23 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
     wgmma_commit();
 }
 
+// What is multiplied, and what by. N: the results' columns.
+struct Operands {
+    const TensorMap *left, *right, *h, *tail;
+    const f32 *scale_left, *scale_right;  // of fp8 codes
+    int N;
+};
+
 // A block's stages, the thread that keeps them full, and the warpgroups that multiply what they hold.
 //
 // Left, Right: formats of left and right. RIGHT_OUTSIDE: right is BF16 (K, N). TAIL_RANK: columns of
 // BF16 h and tail, which are the last tiles of the sum; 0: there are none. TAIL_OUTSIDE: tail is
 // (TAIL_RANK, N).
 template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, int STAGES>
-struct Stages {
+struct Sm90Mainloop {
     static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
     static constexpr bool SCALED = sizeof(Left) == 1;
+    using Ring = Place<STAGES>;
     static constexpr int STEP_K = LINE / sizeof(Left);
 
     // Of the stages and of what follows them, 1024-byte aligned; barriers of each stage, and what
@@ -128,7 +135,7 @@ struct Stages {
     int steps;  // of K, without tails
 
     // bytes: of results.
-    __device__ __forceinline__ Stages(void* shared, int K, int bytes)
+    __device__ __forceinline__ Sm90Mainloop(void* shared, int K, int bytes)
         : steps((K + STEP_K - 1) / STEP_K) {
         stages = (shared_address(shared) + 1023) & ~(SharedAddress)1023;
         results = stages + STAGES * STAGE_BYTES;
@@ -146,11 +153,8 @@ struct Stages {
     }
 
     // By one thread of the block. apart: see load_pair.
-    __device__ __forceinline__ void load(const Work& work, const TensorMap* left,
-                                         const TensorMap* right, const TensorMap* h,
-                                         const TensorMap* tail,
-                                         int apart = TILE_COLUMNS / 2) const {
-        Ring<STAGES> ring(STAGES);  // the first wait for an empty stage is over at once
+    __device__ __forceinline__ void load(const Work& work, const Operands& from, int apart) const {
+        Ring ring(STAGES);  // the first wait for an empty stage is over at once
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
 #pragma unroll 1
@@ -159,21 +163,26 @@ struct Stages {
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 if (k < steps) {
-                    load_pair<RIGHT_OUTSIDE>(stage, arrived, left, right, k * STEP_K, tile,
-                                             work.rank, apart);
+                    load_pair<RIGHT_OUTSIDE>(stage, arrived, from.left, from.right, k * STEP_K,
+                                             tile, work.rank, apart);
                 } else {
-                    load_pair<TAIL_OUTSIDE>(stage, arrived, h, tail, (k - steps) * TAIL_K, tile,
-                                            work.rank, apart);
+                    load_pair<TAIL_OUTSIDE>(stage, arrived, from.h, from.tail,
+                                            (k - steps) * TAIL_K, tile, work.rank, apart);
                 }
             }
         }
+    }
+
+    // Of the sum without tails.
+    static __device__ __forceinline__ float scale(const Operands& of) {
+        return SCALED ? *of.scale_left * *of.scale_right : 1.0f;
     }
 
     // d = the sum of so many steps, of a warpgroup's rows from first_row on. The last product may be
     // under way yet: its stage's barrier is returned, at which nobody has arrived.
     template <int COUNT>
     __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
-                                                            Ring<STAGES>& ring, int first_row,
+                                                            Ring& ring, int first_row,
                                                             int count) const {
         SharedAddress before = empty;
 #pragma unroll 1
@@ -190,7 +199,7 @@ struct Stages {
 
     // d += the products of tail k.
     template <int COUNT>
-    __device__ __forceinline__ void multiply_tail(float (&d)[COUNT][SUMS], const Ring<STAGES>& ring,
+    __device__ __forceinline__ void multiply_tail(float (&d)[COUNT][SUMS], const Ring& ring,
                                                   int first_row, int k) const {
         multiply<bf16, bf16, TAIL_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, first_row,
                                            (TAIL_RANK - k * TAIL_K + 15) / 16, 1);

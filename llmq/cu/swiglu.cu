@@ -27,9 +27,7 @@
 #include "common.cuh"
 #include "fp8.cuh"
 
-template <bool> struct Choice { using Type = Silu; };
-template <> struct Choice<true> { using Type = Gelu; };
-using Gate = Choice<GELU>::Type;
+using Gate = GateOf<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
 constexpr int N = Vec<T>::N;
 // The format of results beside inputs of Element.

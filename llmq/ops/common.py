@@ -26,12 +26,7 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 # Products of our own in instructions that only these tensor cores have (cu/product_sm90.cuh).
 CAPABILITY = 90
 MULTIPLE = 16  # bytes: of rows of all their matrices
-MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
-# With work behind them, in warps of its own: threads, and bytes of stages, of a tile's three boxes,
-# barriers and alignment; rows and columns of a cluster's tile.
-PRODUCT_THREADS, PRODUCT_STAGES, STAGE_BYTES, BOXES_BYTES = 512, 4, 40960, 3 * 16384
-PRODUCT_SHARED = PRODUCT_STAGES * STAGE_BYTES + BOXES_BYTES + 8 * (2 * PRODUCT_STAGES + 6) + 1024
-PRODUCT_TILE = (256, 192)
+SUM_COLUMNS = 192  # of logits whose exponentials have one sum, as a tile of their product has
 
 # column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
@@ -323,52 +318,9 @@ def octet_tiles(op: str, rows: int, columns: int) -> tuple[int, int]:
     return ceil_div(columns, OCTET_TILE[1]), ceil_div(rows, OCTET_TILE[0])
 
 
-def own_product_tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """The number of tiles of a result. tile: rows and columns of what a cluster of two blocks
-    computes at once."""
-    return ceil_div(rows, tile[0]) * ceil_div(columns, tile[1])
-
-
 def num_sums(columns: int) -> int:
-    """The number of sums of a row of a result, by PRODUCT_TILE's columns."""
-    return ceil_div(columns, PRODUCT_TILE[1])
-
-
-def own_product_blocks(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """The size of a persistent grid, in clusters of two. tile: as own_product_tiles."""
-    return 2 * min(own_product_tiles(rows, columns, tile), dev.spec.num_sms // 2)
-
-
-def own_product_computed(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> int:
-    """Tiles that all clusters could compute in the turns that they take. tile: as above."""
-    clusters = dev.spec.num_sms // 2
-    return ceil_div(own_product_tiles(rows, columns, tile), clusters) * clusters
-
-
-def own_product_idle(dev: Device, rows: int, columns: int, tile: tuple[int, int]) -> float:
-    """The share, of what all clusters could compute in their turns, that is no result; the result
-    is 1."""
-    computed = own_product_computed(dev, rows, columns, tile)
-    return computed * tile[0] * tile[1] / (rows * columns) - 1
-
-
-def rank_consts(R: int) -> dict[str, int]:
-    """The constant for adapters of rank R, 0 without them."""
-    return {"RANK": RANK_STEP * ceil_div(R, RANK_STEP)}
-
-
-def expect_adapters(
-    op: str, h: Tensor | None, tail: Tensor | None, M: int, N: int, *, transposed: bool
-) -> int:
-    """R of BF16 h (M, R) and tail (N, R), transposed (R, N); 0 without both."""
-    if h is None and tail is None:
-        return 0
-    if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
-        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-    R = h.shape[1]
-    expect(op, "h", h, BF16, (M, R))
-    expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
-    return R
+    """The number of sums of a row of logits."""
+    return ceil_div(columns, SUM_COLUMNS)
 
 
 # -- What launchers of products check --------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Exponentials of logits become the gradient of a cross-entropy with these factors of their rows.
 
-With e = exp(logits - shift), as `llmq.ops.matmul_exp` leaves it, a row's gradient is factor * e,
+With e = exp(logits - shift), as `ops.matmul_fused.exp` leaves it, a row's gradient is factor * e,
 once the target's element has been changed. It is never stored: the product with the weight has its
 rows multiplied by the factors afterwards, and that with x has those of x multiplied before.
 """
@@ -91,7 +91,7 @@ def finish(
 
     scale_x: x is multiplied by the factors, for the gradient of the weight, e^T @ x.
 
-    Args (e, sums and target_logits as `matmul_exp.forward` leaves them, of this shift):
+    Args (e, sums and target_logits as `matmul_fused.exp` leaves them, of this shift):
         e              inout  BF16  (rows, N)   the target's element is changed; all of a row whose
                                                 sum is not between 1 / limit and limit
         x              inout  BF16  (rows, K)   K a multiple of 8; with scale_x times factors

@@ -33,27 +33,15 @@ from llmq.ops import (
     cross_entropy,
     exp_rows,
     gelu,
-    matmul_adapted,
-    matmul_exp,
-    matmul_gradient,
-    matmul_swiglu,
-    matmul_swiglu_backward,
+    matmul_fused,
     outliers,
     quantize_int8,
     reduce,
     swiglu,
 )
-from llmq.ops.common import (
-    CAPABILITY,
-    MAX_RANK,
-    MULTIPLE,
-    PRODUCT_TILE,
-    num_sums,
-    own_product_computed,
-    own_product_idle,
-    own_product_tiles,
-)
+from llmq.ops.common import CAPABILITY, MULTIPLE, num_sums
 from llmq.ops.matmul import matmul, matmul_fp8
+from llmq.ops.matmul_fused import MAX_RANK, TILE_ROWS, Tiles, tile_columns
 from llmq.ops.matmul_int8 import matmul_int8
 from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.machine import PLAN_SPEC
@@ -126,17 +114,16 @@ def _fills_turns(dev: Device, sizes: Sizes) -> bool:
     if sizes.N >= MANY_COLUMNS:
         return True
     M, N, row = sizes.M, sizes.N, sizes.row
-    tile = (matmul_adapted.TILE_ROWS, matmul_adapted.tile_columns(dev, M, N, row))
-    return own_product_idle(dev, M, N, tile) * row <= MOST_IDLE
+    return Tiles.of(dev, M, N, tile_columns(dev, M, N, row)).idle * row <= MOST_IDLE
 
 
 def _uses_turns(dev: Device, sizes: Sizes) -> bool:
     """The library divides sums among multiprocessors where turns would be wasted, and has tiles of
     other sizes. A shorter product hides less of the addition."""
     M, N = sizes.M, sizes.N
-    tiles = own_product_tiles(M, N, PRODUCT_TILE)
-    used = tiles / own_product_computed(dev, M, N, PRODUCT_TILE)
-    filled = M * N / (tiles * PRODUCT_TILE[0] * PRODUCT_TILE[1])
+    tiles = Tiles.of(dev, M, N)
+    used = tiles.count / tiles.computed
+    filled = M * N / (tiles.count * TILE_ROWS * tiles.columns)
     return sizes.K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
 
 
@@ -173,7 +160,7 @@ ROUTES = {
         kernel="matmul_swiglu_backward",
         a=(BF16, E4M3, E5M2),
         aligned=lambda s: (s.M, s.row, 2 * s.rank),
-        columns=lambda: matmul_swiglu_backward.COLUMNS,
+        columns=lambda: matmul_fused.GRADIENT_COLUMNS,
         rows=2048,
         least=4864,
         fast=True,
@@ -293,13 +280,16 @@ class _Terms(NamedTuple):
         # A bias comes before an activation.
         return None if route and self.bias is not None and not route.bias else route
 
-    def joined(self, launch: Callable[[Tensor | None, Tensor | None], None]) -> None:
-        """Launch a product of ours with the adapters' operands, or without any."""
+    @contextmanager
+    def operands(self) -> Iterator[dict[str, Tensor | None]]:
+        """The operands of a product of ours, by name; those of adapters live that long."""
+        left, right, (scale_a, scale_b) = self.left, self.right, self.scales
+        given = {"a": left, "b": right, "scale_a": scale_a, "scale_b": scale_b}
         if self.adapters is None:
-            launch(None, None)
+            yield given
             return
         with self.adapters.made() as tail:
-            launch(self.adapters.hidden, tail)
+            yield given | {"h": self.adapters.hidden, "tail": tail}
 
 
 def product(
@@ -428,12 +418,9 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
 
 def _adapted(terms: _Terms, out: Tensor) -> None:
     """All terms by one kernel of ours."""
-    terms.joined(
-        lambda hidden, tail: matmul_adapted.matmul_adapted(
-            terms.dev, out, terms.left, terms.right, hidden, tail, *terms.scales,
-            bias=terms.bias, addend=terms.addend, transposed=not terms.trans_b,
-        )
-    )  # fmt: skip
+    added = {"bias": terms.bias, "addend": terms.addend}
+    with terms.operands() as operands:
+        matmul_fused.adapted(terms.dev, out, **operands, **added, transposed=not terms.trans_b)
 
 
 def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
@@ -457,7 +444,7 @@ def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
 def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
     dev, target = terms.dev, out.tensor
     if terms.route("gradient", target.dtype) is not None:
-        matmul_gradient.add(
+        matmul_fused.gradient(
             dev, out, terms.left, terms.right, *terms.scales, fast_accumulation=terms.fast
         )
     elif target.dtype == F32 or not out.accumulate:
@@ -476,25 +463,19 @@ def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
 
     def write(out: Result) -> None:
         if isinstance(out, ProductCodes):
-            terms.joined(partial(_swiglu, terms, out, Target(None), "swiglu"))
+            _swiglu(terms, Target(None), "swiglu", out)
         else:
             _adapted(terms, out)
 
     return write
 
 
-def _swiglu(
-    terms: _Terms,
-    up: Result | None,
-    to: Target,
-    name: str,
-    hidden: Tensor | None,
-    tail: Tensor | None,
-) -> None:
-    matmul_swiglu.forward(
-        terms.dev, up, to.out, terms.left, terms.right, hidden, tail, *terms.scales,
-        gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8,
-    )  # fmt: skip
+def _swiglu(terms: _Terms, to: Target, name: str, up: Result | None) -> None:
+    gelu = name == "geglu"
+    with terms.operands() as operands:
+        matmul_fused.swiglu(
+            terms.dev, up, to.out, **operands, gelu=gelu, abs_max=to.abs_max, fp8=to.fp8
+        )
 
 
 def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
@@ -504,7 +485,7 @@ def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Non
         _alone(terms, route)(out)
         return
     if route is not None and out.ready:
-        out.result(out.kept, lambda up: terms.joined(partial(_swiglu, terms, up, to, name)))
+        out.result(out.kept, partial(_swiglu, terms, to, name))
         return
     forward, _ = ACTIVATIONS[name]
     with ExitStack() as temps:
@@ -518,12 +499,11 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
     # With the activation's codes in it as well, one kernel takes longer than two.
     if route is not None and again.fp8 is None:
-        terms.joined(
-            lambda hidden, tail: matmul_swiglu_backward.backward(
-                terms.dev, to.out, terms.left, terms.right, up, hidden, tail, *terms.scales,
-                gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8, out=again.out,
-            )
-        )  # fmt: skip
+        with terms.operands() as operands:
+            matmul_fused.swiglu_backward(
+                terms.dev, to.out, **operands, up_gate=up, out=again.out,
+                gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8,
+            )  # fmt: skip
         return
     _, backward = ACTIVATIONS[name]
     with ExitStack() as temps:
@@ -564,7 +544,7 @@ def _exponentials(terms: _Terms, out: Tensor, e: CrossEntropy) -> None:
         dev.scratch("logits.targets", (rows,), F32) as picked,
     ):
         exp_rows.shift(dev, shift, x, weight, e.targets)
-        matmul_exp.forward(dev, out, sums, picked, x, weight, shift, e.targets, e.vocab_size)
+        matmul_fused.exp(dev, out, sums, picked, x, weight, shift, e.targets, e.vocab_size)
         exp_rows.finish(
             dev, out, x, e.losses, e.lse, e.factors, sums, shift, picked, weight, e.targets,
             e.vocab_size, e.z_loss, scale_x=e.scale_a, weights=e.weights,

@@ -20,7 +20,7 @@ LARGE = 16 << 20  # bytes from which on a launch shows the memory's rate
 # they would take alone; the second factor is for codes in both layouts, which is more to compute.
 # About the means of h100_gemm_swiglu.md, whose rows have 0.6 to 1.8 times and, with codes in both
 # layouts, 1.1 to 1.7 times.
-EXPOSED, EXPOSED_TURNED = 0.9, 1.5
+EXPOSED, EXPOSED_TRANSPOSED = 0.9, 1.5
 
 Known = dict[tuple[int, ...], float]
 """Median seconds by sizes."""
@@ -28,17 +28,17 @@ Known = dict[tuple[int, ...], float]
 
 class More(NamedTuple):
     """The work of a launch beside the library's product of the same matrices. nbytes: what it
-    moves. turns: whether it writes codes in both layouts."""
+    moves. transposes: whether it writes codes in both layouts."""
 
     nbytes: int = 0
-    turns: bool = False
+    transposes: bool = False
 
     @classmethod
     def of(cls, cost: Cost, device_bytes: int) -> More:
         """Nothing of launches that are no such product, or hide what they do besides."""
         if cost.matrices is None:
             return NOTHING
-        return cls(max(device_bytes - cost.matrices, 0), cost.turns)
+        return cls(max(device_bytes - cost.matrices, 0), cost.transposes)
 
 
 NOTHING = More()
@@ -46,7 +46,7 @@ NOTHING = More()
 
 def exposed(more: More) -> float:
     """So many bytes would take as long, alone, as what a product of ours does besides."""
-    return (EXPOSED_TURNED if more.turns else EXPOSED) * more.nbytes
+    return (EXPOSED_TRANSPOSED if more.transposes else EXPOSED) * more.nbytes
 
 
 class Measured:

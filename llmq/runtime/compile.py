@@ -103,6 +103,11 @@ def definitions(file: str, types: Mapping[str, str], consts: Mapping[str, int]) 
     return lines + [f"#define {name} {value}" for name, value in sorted(consts.items())]
 
 
+def kernel_text(file: str, entry: str) -> str:
+    """A kernel file. ENTRY in it is the entry point, which may have a header of its own."""
+    return re.sub(r"\bENTRY\b", entry, (KERNEL_DIR / file).read_text())
+
+
 def program(source: Source) -> str:
     """The text that the compiler gets. Shared headers come before the definitions, whose one-letter
     names would otherwise meet the template parameters in there.
@@ -114,7 +119,7 @@ def program(source: Source) -> str:
     def declared(match: re.Match) -> str:
         return match.group() if match.group(1) == entry else "template <int = 0> "
 
-    text = _ENTRY.sub(declared, (KERNEL_DIR / file).read_text())
+    text = _ENTRY.sub(declared, kernel_text(file, entry))
     defined = definitions(file, dict(types), dict(consts))
     return "\n".join(['#include "common.cuh"', *defined, f'#line 1 "{file}"', text])
 

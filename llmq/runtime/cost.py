@@ -72,7 +72,7 @@ class Cost:
     attention and where it is from, "attention_forward/library".
     fast: whether a product of fp8 codes may sum with fewer bits.
     matrices: bytes of the library's product of the same matrices, if the launch takes time for what
-    it moves besides; else None. turns: whether it writes codes in both layouts.
+    it moves besides; else None. transposes: whether it writes codes in both layouts.
     heads: those of the library's backward of attention.
     label: what a profile says of it behind the kernel's name.
     """
@@ -83,7 +83,7 @@ class Cost:
     rate: str = ""
     fast: bool = False
     matrices: int | None = None
-    turns: bool = False
+    transposes: bool = False
     heads: Heads | None = None
     label: str = ""
 
@@ -106,7 +106,7 @@ def product_cost(
     epilogue: str = "",
     rank: int = 0,
     besides: str = "",
-    turns: bool = False,
+    transposes: bool = False,
 ) -> Cost:
     """The cost of a matrix product, of the library or of ours.
 
@@ -114,7 +114,7 @@ def product_cost(
     trans_a, trans_b, accumulate, addend, fast (fast_accumulation): as ops.matmul has them.
     epilogue: a word for what a launch of ours does besides; a card file without it is asked for the
     library's product. rank: columns of the adapters that are in the product. besides: the formats
-    (`kernel.formats`) of the other tensors of one of LONGER. turns: as Cost has it.
+    (`kernel.formats`) of the other tensors of one of LONGER. transposes: as Cost has it.
     """
     M, N, K = sizes
     matrices = (M * K + N * K) * a.itemsize + M * N * out.itemsize
@@ -138,7 +138,7 @@ def product_cost(
         rate="f32" if a is F32 else library,
         fast=fast,
         matrices=matrices if epilogue and epilogue not in HIDDEN else None,
-        turns=turns,
+        transposes=transposes,
         label=label,
     )
 

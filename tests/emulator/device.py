@@ -81,10 +81,10 @@ def adapt(text: str) -> str:
 
 
 def program(
-    file: str, types: dict[str, DType], consts: dict[str, int] | None, capability: int
+    file: str, entry: str, types: dict[str, DType], consts: dict[str, int] | None, capability: int
 ) -> str:
     """The C++ program of one kernel file."""
-    text = adapt((compile.KERNEL_DIR / file).read_text())
+    text = adapt(compile.kernel_text(file, entry))
     entries = _ENTRY.findall(_ATTRIBUTE.sub("", text))
     lines = [
         f'#include "{HEADER}"',
@@ -168,9 +168,11 @@ def build(text: str, name: str) -> Path:
 
 
 @functools.cache
-def load(file: str, types: tuple, consts: tuple, capability: int) -> tuple[ctypes.CDLL, str]:
+def load(
+    file: str, entry: str, types: tuple, consts: tuple, capability: int
+) -> tuple[ctypes.CDLL, str]:
     """The compiled library of a kernel file, and its source."""
-    text = program(file, dict(types), dict(consts), capability)
+    text = program(file, entry, dict(types), dict(consts), capability)
     return ctypes.CDLL(str(build(text, Path(file).stem))), text
 
 
@@ -229,7 +231,7 @@ class EmulatorDevice(HostDevice):
         types = kernel.bind(args)
         geometry = self._geometry(kernel, grid, block, smem)
         items = (tuple(sorted(d.items())) for d in (types, consts or {}))
-        library, text = load(kernel.file, *items, self.spec.capability)
+        library, text = load(kernel.file, kernel.entry, *items, self.spec.capability)
         self._check_parameters(kernel, types, library)
         cluster = _CLUSTER.search(text[: text.index(f"{kernel.entry}(")][-300:])
         arguments = Arguments(kernel, _encode_map)

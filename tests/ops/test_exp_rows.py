@@ -6,7 +6,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import cross_entropy, exp_rows
 from llmq.ref.exp_rows import CASES
-from llmq.ref.matmul_exp import TILE, matmul_exp
+from llmq.ref.matmul_fused import TILE, matmul_exp
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run
@@ -27,7 +27,8 @@ def arrays_of(rng, rows, columns, K, vocab, size=4.0):
     shift = run(host_device(), exp_rows.shift, arrays)["shift"]
     e = np.full((rows, columns), np.nan, BF16.numpy)
     sums, logits = np.empty((-(-columns // TILE), rows), np.float32), row.copy()
-    matmul_exp(e, sums, logits, x, weight, shift, targets, rows, columns, K, vocab)
+    operands = (x, weight, *[None] * 4, rows, columns, K)
+    matmul_exp(*operands, e, sums, logits, shift, targets, vocab)
     results = {"losses": row, "lse": row, "factors": row}
     return arrays | results | {"e": e, "sums": sums, "shift": shift, "target_logits": logits}
 

@@ -6,7 +6,7 @@ import torch
 
 from llmq.base.dtypes import BF16
 from llmq.ref.exp_rows import CASES, exp_rows_finish, exp_rows_shift
-from llmq.ref.matmul_exp import TILE, matmul_exp
+from llmq.ref.matmul_fused import TILE, matmul_exp
 
 
 @pytest.mark.parametrize("size", [3.0, 60.0], ids=["near", "far"])
@@ -24,7 +24,8 @@ def test_equals_torch(rng, size):
     losses, lse, factors, shift, picked = np.full((5, rows), np.nan, np.float32)
     e, sums = np.empty((rows, columns), BF16.numpy), np.empty((-(-columns // TILE), rows), "f4")
     exp_rows_shift(shift, x, weight, targets, rows, K, 32.0)
-    matmul_exp(e, sums, picked, x, weight, shift, targets, rows, columns, K, vocab)
+    operands = (x, weight, *[None] * 4, rows, columns, K)
+    matmul_exp(*operands, e, sums, picked, shift, targets, vocab)
     before = x.astype(np.float64)
     exp_rows_finish(
         e, x, losses, lse, factors, sums, shift, picked, weight, targets, rows, columns, vocab, K,

@@ -15,7 +15,7 @@ from llmq.options.rig_cards import card_from
 from llmq.plan.cost import step_time
 from llmq.plan.plan import Plan, make_plan
 from llmq.runtime.cost import Cost, Kind, product_cost
-from llmq.runtime.device import Launch
+from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.plan_device import PlanDevice, Work
 from tests.kept import kept
@@ -89,7 +89,7 @@ def test_every_product_and_attention_says_what_it_costs(run):
 def test_runs_launch_every_product():
     """So that none of them is without a test."""
     launched = {launch.kernel.entry for run in RUNS for launch in launches_of(run)}
-    assert {"matmul", "matmul_fp8", "matmul_mxfp8"} <= launched
+    assert {"matmul", "matmul_fp8", "matmul_mxfp8", *FUSED} <= launched
     assert launched >= {kernel.entry for kernel in declared_kernels() if multiplies(kernel)}
 
 

@@ -1,50 +1,42 @@
-// matmul_swiglu_backward.cu -- the down product's input gradient for Hopper, and behind it the
-// gradient of SwiGLU or GeGLU.
+// matmul_swiglu_backward.cuh -- the gradient of SwiGLU or GeGLU behind the product that is the gradient
+// of its result.
 //
-//   d_out = bf16(scale_a * scale_b * (a @ b) + h @ tail)
+//   d_out = bf16(x)
 //   d_up_gate, out = swiglu_backward(d_out, up_gate)        as in swiglu.cu, with the same bits
 //
-// The product is that of product_sm90.cuh. While two warpgroups multiply a tile of d_out, seven warps
-// compute what follows from the one before, in units of 16 rows and 64 columns, a thread 4 rows and 8
-// columns. What is read of up_gate is loaded a unit ahead, into registers, in lines of 128 bytes.
-// Transposed codes meet in shared memory, those of a box: with a unit of the next box, a warp copies
-// an eighth of them, in whole lines. Less than a line costs as much of the caches' time as a line.
+// While two warpgroups multiply a tile of d_out, seven warps compute what follows from the one
+// before, in units of 16 rows and 64 columns, a thread 4 rows and 8 columns. A unit's part of
+// up_gate is loaded one unit ahead, into registers, in lines of 128 bytes. Transposed codes meet in
+// shared memory, those of a box: with a unit of the next box, a warp copies an eighth of them, in
+// whole lines. Less than a line costs as much of the caches' time as a line.
 //
-// Data     d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
-//          a: A (M, K), b: bf16 (K, F), fp8 codes B (F, K). h: bf16 (M, R), tail: bf16 (R, F).
-//          scale_a, scale_b: F32 (1), of fp8 codes. RANK: R rounded up to 16; 0: there are none.
-//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu. TENSOR: whether
+// Data     N is F. d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
+//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu. D_UP_GATE: whether
 //          d_up_gate is written, else it is null.
-// Launch   an even number of blocks of 512 threads, not more than there are multiprocessors;
-//          dynamic shared memory (ops/matmul_swiglu_backward.py).
-// Cost     2 M F (K + R) FLOPs; reads 4 F bytes a row, and writes as many with codes in both
-//          layouts: bound by memory where K is below about 2000 (fp8).
-// Needs    compute capability 9.0; M % 16 == 0, F % 64 == 0; rows that are multiples of 16 bytes.
-// Same name  llmq/ops/matmul_swiglu_backward.py  llmq/ref/matmul_swiglu_backward.py
-//            tests/ops/test_matmul_swiglu_backward.py
+// Cost     Reads 4 F bytes a row, and writes as many with codes in both layouts: bound by memory where
+//          K is below about 2000 (fp8).
+// Needs    M % 16 == 0, F % 64 == 0.
+#pragma once
 #include "activation.cuh"
-#include "common.cuh"
+#include "cooperative_sm90.cuh"
 #include "fp8.cuh"
 
-constexpr int TILE_COLUMNS = 192;
-#include "shared_sm90.cuh"
+using Gate = GateOf<GELU>::Type;
 
-template <bool> struct Choice { using Type = Silu; };
-template <> struct Choice<true> { using Type = Gelu; };
-using Gate = Choice<GELU>::Type;
-
-constexpr int STAGES = TRANSPOSED ? 3 : 4;  // the fourth one's place is that of transposed codes
-constexpr int WARPS = 7;                    // of the epilogue
-constexpr int UNIT_ROWS = 16, UNITS_OF_BOX = TILE_ROWS / UNIT_ROWS;
+constexpr int WARPS = 7;  // of the epilogue
+constexpr int UNIT_ROWS = 16;
 // Transposed codes of a box, of up and then of gate: a line of 128 bytes for each column, whose 16
 // bytes of unit u lie in place u ^ (column / 8). Two boxes take turns.
-constexpr int TURNED_BYTES = BOX * LINE, BUFFERS = 2;
+constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = 2;
 constexpr int BARRIER_BYTES = 512;  // not all of them are used
 
-using Product =
-    SharedProduct<A, B, sizeof(A) == 2, RANK, true, false, STAGES, WARPS, bf16, UNITS_OF_BOX>;
+struct Shape : Boxes {
+    static constexpr int UNITS_OF_BOX = TILE_ROWS / UNIT_ROWS;
+    static constexpr int BARRIERS = TRANSPOSED ? 2 * BUFFERS : 0;
+};
+using Product = Cooperative<Mainloop, WARPS, Shape>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
-constexpr int UNITS = Product::BOXES * UNITS_OF_BOX;
+constexpr int UNITS_OF_BOX = Product::UNITS_OF_BOX, UNITS = Product::BOXES * UNITS_OF_BOX;
 
 // A unit: of a tile its box, and 16 rows of that. row, column: of the lane's first element, which has
 // four rows and eight columns.
@@ -64,7 +56,7 @@ struct Unit {
 };
 
 // A box whose transposed codes are in shared memory. turn: its number of all of this block.
-struct Turned {
+struct TransposedBox {
     u32 turn;
     int row, column;  // its first
     __device__ __forceinline__ u32 buffer() const { return turn % BUFFERS; }
@@ -72,32 +64,32 @@ struct Turned {
 };
 
 // What a warp of the epilogue does.
-struct Gradients {
+struct Epilogue {
     bf16* d_up_gate;
     const bf16* up_gate;
     bf16* out;
     Q *codes, *transposed;
+    f32* abs_max;
+    const f32* scale;
+    i32* saturated;
     int M, F;
-    unsigned char* turned;
+    unsigned char *dynamic, *lines;  // shared memory: of all, of transposed codes
     SharedAddress coded, drained;  // barriers, as many as buffers: all units are in; have been copied
     Encoder encoder;
     uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
-    static __device__ __forceinline__ void init(SharedAddress coded, SharedAddress drained) {
-        for (int i = 0; i < BUFFERS; ++i) {
-            barrier_init(coded + 8 * i, UNITS_OF_BOX);
-            barrier_init(drained + 8 * i, UNITS_OF_BOX);
-        }
-    }
-
     // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
-    __device__ __forceinline__ void take(const Work& work, const Product& product,
-                                         const unsigned char* boxes, int me) {
+    __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
+        const unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
+        lines = dynamic + (product.boxes - shared_address(dynamic)) +
+                Product::BOXES * Product::BOX_BYTES + BARRIER_BYTES;
+        coded = product.more, drained = coded + 8 * BUFFERS;
+        encoder.begin(scale);
         u32 parity = 0;
         int unit = me;
         Tile tile(work.cluster, work);
-        Turned first{0, tile.row, tile.column};  // of the tile's boxes
-        Turned before{0, M, F};                  // the last one of the tile before
+        TransposedBox first{0, tile.row, tile.column};  // of the tile's boxes
+        TransposedBox before{0, M, F};                  // the last one of the tile before
         Unit now(tile, unit, M, F);
         if (now.inside) {
 #pragma unroll
@@ -115,12 +107,12 @@ struct Gradients {
                 __syncwarp();
                 if (threadIdx.x % 32 == 0) { barrier_arrive(product.taken + 8 * now.box); }
                 if constexpr (TRANSPOSED) {
-                    put_turned(now, first.turn + now.box, up_codes, gate_codes);
-                    const Turned last =
+                    put_transposed(now, first.turn + now.box, up_codes, gate_codes);
+                    const TransposedBox last =
                         now.box == 0 ? before
-                                     : Turned{first.turn + now.box - 1, tile.row,
+                                     : TransposedBox{first.turn + now.box - 1, tile.row,
                                               tile.column + (now.box - 1) * BOX};
-                    if (first.turn + now.box > 0) { copy_turned(last, now.part); }
+                    if (first.turn + now.box > 0) { copy_transposed(last, now.part); }
                 }
                 now = then;
             }
@@ -132,9 +124,10 @@ struct Gradients {
         }
         if constexpr (TRANSPOSED) {
             if (first.turn > 0) {
-                for (int part = me; part < UNITS_OF_BOX; part += WARPS) { copy_turned(before, part); }
+                for (int part = me; part < UNITS_OF_BOX; part += WARPS) { copy_transposed(before, part); }
             }
         }
+        encoder.finish(saturated, abs_max);
     }
 
 private:
@@ -148,11 +141,11 @@ private:
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
                                             const unsigned char* box, uint2 (&up_codes)[4],
                                             uint2 (&gate_codes)[4]) {
-        const unsigned char* const lines = box + unit.line * LINE;
+        const unsigned char* const rows = box + unit.line * LINE;
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
             const int word = unit.octet ^ (unit.line + row) & 7;
-            const uint4 d = *reinterpret_cast<const uint4*>(lines + row * LINE + (word << 4));
+            const uint4 d = *reinterpret_cast<const uint4*>(rows + row * LINE + (word << 4));
             forget(up[row]), forget(gate[row]);
             uint4 d_up, d_gate, again;
             compute(d_up, d_gate, again, d, up[row], gate[row]);
@@ -163,7 +156,7 @@ private:
             const i64 place = unit.place + (i64)row * 2 * F;
             up_codes[row] = encoder.codes(d_up);
             gate_codes[row] = encoder.codes(d_gate);
-            if constexpr (TENSOR) {
+            if constexpr (D_UP_GATE) {
                 store(d_up_gate + place, d_up);
                 store(d_up_gate + place + F, d_gate);
             }
@@ -180,14 +173,14 @@ private:
     }
 
     // The lane's codes into those of the box, when its place has been left by the one before the last.
-    __device__ __forceinline__ void put_turned(const Unit& unit, u32 turn, const uint2 (&up_codes)[4],
+    __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const uint2 (&up_codes)[4],
                                                const uint2 (&gate_codes)[4]) const {
         const u32 buffer = turn % BUFFERS;
         barrier_wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
-        unsigned char* const mine = turned + buffer * 2 * TURNED_BYTES + unit.octet * 8 * LINE +
+        unsigned char* const mine = lines + buffer * 2 * TRANSPOSED_BYTES + unit.octet * 8 * LINE +
                                     (unit.part ^ unit.octet) * 16 + unit.line % 16;
         put_octets(mine, up_codes);
-        put_octets(mine + TURNED_BYTES, gate_codes);
+        put_octets(mine + TRANSPOSED_BYTES, gate_codes);
         __syncwarp();
         if (threadIdx.x % 32 == 0) { barrier_arrive(coded + 8 * buffer); }
     }
@@ -205,18 +198,18 @@ private:
 
     // From there to transposed (2F, M), of up and of gate the columns of octet `part`: eight lanes
     // have a line.
-    __device__ __forceinline__ void copy_turned(const Turned& box, int part) const {
+    __device__ __forceinline__ void copy_transposed(const TransposedBox& box, int part) const {
         barrier_wait(coded + 8 * box.buffer(), box.parity());
         const int lane = threadIdx.x % 32, word = lane % 8, c = part * 8 + lane / 8;
         const int row = box.row + 16 * word, column = box.column + c;
         if (row < M && column < F) {
-            const unsigned char* const from = turned + box.buffer() * 2 * TURNED_BYTES + c * LINE +
+            const unsigned char* const from = lines + box.buffer() * 2 * TRANSPOSED_BYTES + c * LINE +
                                               (word ^ part) * 16;
             Q* const to = transposed + (i64)column * M + row;
             uint4 x[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                x[i] = *reinterpret_cast<const uint4*>(from + i / 2 * TURNED_BYTES + i % 2 * 4 * LINE);
+                x[i] = *reinterpret_cast<const uint4*>(from + i / 2 * TRANSPOSED_BYTES + i % 2 * 4 * LINE);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) { store(to + (i64)(i / 2 * F + i % 2 * 4) * M, x[i]); }
@@ -259,36 +252,8 @@ private:
     }
 };
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
-matmul_swiglu_backward(bf16* d_up_gate, const __grid_constant__ TensorMap a,
-                       const __grid_constant__ TensorMap b, const __grid_constant__ TensorMap h,
-                       const __grid_constant__ TensorMap tail, const f32* scale_a,
-                       const f32* scale_b, const bf16* up_gate, i32 M, i32 F, i32 K, f32* abs_max,
-                       Q* codes, Q* transposed, const f32* scale, i32* saturated, bf16* out) {
-    extern __shared__ unsigned char dynamic[];
-    const Product product(dynamic, K);
-    const SharedAddress coded = product.taken + 8 * Product::BOXES, drained = coded + 8 * BUFFERS;
-    if (threadIdx.x == 0) {
-        if constexpr (TRANSPOSED) { Gradients::init(coded, drained); }
-        product.init();
-    }
-    cluster_arrive();
-    cluster_wait();
-    const Work work(M, F, Product::WIDTH, K * (int)sizeof(A));
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
-    if (warpgroup == 1 || warpgroup == 2) {
-        product.multiply_tiles(work, warpgroup - 1, Product::SCALED ? *scale_a * *scale_b : 1.0f);
-    } else if (warp == 0) {
-        if (threadIdx.x == 0) { product.load(work, &a, &b, &h, &tail, TILE_COLUMNS / 2); }
-    } else {
-        const int me = warp < 4 ? warp - 1 : warp - 9;
-        unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
-        unsigned char* const turned = boxes + Product::BOXES * Product::BOX_BYTES + BARRIER_BYTES;
-        Gradients gradients{d_up_gate, up_gate, out, codes,   transposed,    M,
-                            F,         turned,  coded, drained, Encoder(scale)};
-        gradients.take(work, product, boxes, me);
-        gradients.encoder.finish(saturated, abs_max);
-    }
-    cluster_arrive();
-    cluster_wait();  // a block may not end while the other one still arrives at its barriers
-}
+#define PARAMETERS                                                                                 \
+    bf16 *d_up_gate, const bf16 *up_gate, bf16 *out, f32 *abs_max, Q *codes, Q *transposed,        \
+        const f32 *scale, i32 *saturated
+#define ARGUMENTS                                                                                  \
+    d_up_gate, up_gate, out, codes, transposed, abs_max, scale, saturated, M, N, dynamic

@@ -1,11 +1,11 @@
-// shared_sm90.cuh -- matrix products for Hopper whose tiles go to other warps through shared memory.
+// cooperative_sm90.cuh -- products for Hopper whose tiles go to other warps through shared memory.
 //
 // Tiles, their ring and their order are those of product_sm90.cuh, and so is what is said there of
 // names and of TILE_COLUMNS.
 #pragma once
 #include "product_sm90.cuh"
 
-// What becomes of results that are codes, in the threads that multiply: of x that of x * factor.
+// Makes results codes, in the threads that multiply: x becomes the code of x * factor.
 template <class Format> struct Rounding {
     float factor;
     volatile u32* hot;  // in shared memory: not 0 once a code of the block may be +-MAX
@@ -50,8 +50,8 @@ __device__ __forceinline__ void finish_codes(float largest, u32 count, i32* all,
 // A box of codes: bytes from its start to 16-byte word w of a row, of four. Any eight rows one after
 // the other have one word in different banks, and so have rows r and r + 4 all of theirs.
 __device__ __forceinline__ u32 word_of_codes(u32 row, u32 w) {
-    const u32 pair = row >> 1, turn = pair & 3 | (pair & 2) << 1;
-    return pair * LINE + (((row & 1) << 2 | w) ^ turn) * 16;
+    const u32 pair = row >> 1, moved = pair & 3 | (pair & 2) << 1;
+    return pair * LINE + (((row & 1) << 2 | w) ^ moved) * 16;
 }
 // The codes of the first and of the second eight columns of a word.
 __device__ __forceinline__ uint2 first_octet(const uint4& word) {
@@ -66,35 +66,45 @@ __device__ __forceinline__ uint2 second_octet(const uint4& word) {
 // Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
 // they scale it, round it to Rounded, put it into shared memory, and go on with the next one.
 // EPILOGUES further warps take the tile from there, a unit of a box each, in turns: UNITS_OF_BOX are
-// 128 lines.
+// 128 lines. EPILOGUES: 4, a warpgroup, or 7, all that are left.
 //
 // A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
 // 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
 // and those 96 of the second one that are `apart` rows further; box b has columns 32 b to 32 b + 31
 // of the first ones, and then those of the second ones.
 //
+// HELPED: units of the last tile are taken by the warps that multiply, too; these have more registers.
+// IN_PARTS: the tensor cores' sums of some steps are added up in F32. BARRIERS: of an epilogue, for
+// UNITS_OF_BOX arrivals each, from `more` on.
+//
 // Of codes a line is 64 bytes, which lie as word_of_codes says: word w has the octets of columns w
 // and w + 4 of these eight, two codes of the one and two of the other in turns.
-//
-// IN_PARTS: the tensor cores' sums of some steps are added up in F32. Others: as Stages has them.
-template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE, bool PAIRED,
-          int STAGES, int EPILOGUES, class Rounded = bf16, int UNITS_OF_BOX = 4, bool IN_PARTS = false>
-struct SharedProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES> {
-    using Base = Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES>;
+struct Boxes {  // what most have
+    using Rounded = bf16;
+    static constexpr bool PAIRED = false, HELPED = false, IN_PARTS = false;
+    static constexpr int UNITS_OF_BOX = 4, BARRIERS = 0;
+};
+template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : Base, Policy {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
+    using typename Base::Ring;
+    using typename Policy::Rounded;
+    using Policy::PAIRED, Policy::HELPED, Policy::IN_PARTS, Policy::UNITS_OF_BOX, Policy::BARRIERS;
     static constexpr bool MAKES_CODES = sizeof(Rounded) == 1;
     static constexpr int BOX_LINE = MAKES_CODES ? LINE / 2 : LINE;
     static constexpr int BOXES = TILE_COLUMNS / BOX, BOX_BYTES = TILE_ROWS * BOX_LINE;
     static constexpr int WIDTH = PAIRED ? TILE_COLUMNS / 2 : TILE_COLUMNS;
     static constexpr int THREADS = 512;
+    // Of a thread, where two sums of each element do not fit into what all could have alike.
+    static constexpr int LOADER_REGISTERS = 24, PRODUCT_REGISTERS = 216, EPILOGUE_REGISTERS = 56;
 
-    SharedAddress boxes, ready, taken;  // ready, taken: a barrier of each box
+    SharedAddress boxes, ready, taken, more;  // ready, taken: a barrier of each box
 
-    __device__ __forceinline__ SharedProduct(void* shared, int K)
+    __device__ __forceinline__ Cooperative(void* shared, int K)
         : Base(shared, K, BOXES * BOX_BYTES),
           boxes(Base::results),
           ready(Base::others),
-          taken(ready + 8 * BOXES) {}
+          taken(ready + 8 * BOXES),
+          more(taken + 8 * BOXES) {}
 
     // By one thread of the block; all threads of the cluster meet after that.
     __device__ __forceinline__ void init() const {
@@ -103,15 +113,67 @@ struct SharedProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSID
             barrier_init(ready + 8 * i, 8);  // the warps that multiply
             barrier_init(taken + 8 * i, UNITS_OF_BOX);
         }
+        for (int i = 0; i < BARRIERS; ++i) { barrier_init(more + 8 * i, UNITS_OF_BOX); }
+        if constexpr (MAKES_CODES) { *hot() = 0; }
         barriers_ready();
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. part: steps,
-    // at least 2, with IN_PARTS. Returns the largest |x| of codes.
-    __device__ __forceinline__ float multiply_tiles(const Work& work, int me, float scale,
-                                                    Rounding<Rounded> rounding = {},
-                                                    int part = 0) const {
-        Ring<STAGES> ring(0);
+    // See Rounding.
+    static __device__ __forceinline__ volatile u32* hot() {
+        __shared__ u32 word;
+        return &word;
+    }
+
+    // All that a block does. epilogue.take(product, work, me) is what warp `me` of the epilogue does;
+    // HELPED: epilogue.help(product, work), what one does that has multiplied. IN_PARTS:
+    // epilogue.part_steps, at least 2. Codes: what *epilogue.up_factor makes of x, and in the end of
+    // all warps but the first one epilogue.finish(the largest |x|).
+    template <class Epilogue>
+    __device__ __forceinline__ void run(const Work& work, const Operands& operands,
+                                        Epilogue& epilogue) const {
+        if constexpr (EPILOGUES == 4) {
+            const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+            if (warpgroup == 0) {
+                if constexpr (HELPED) { give_registers<LOADER_REGISTERS>(); }
+                load(work, operands);
+            } else if (warpgroup < 3) {
+                if constexpr (HELPED) { take_registers<PRODUCT_REGISTERS>(); }
+                multiply_tiles(work, operands, epilogue, warpgroup - 1);
+                if constexpr (HELPED) { epilogue.help(*this, work); }
+            } else {
+                if constexpr (HELPED) { give_registers<EPILOGUE_REGISTERS>(); }
+                epilogue.take(*this, work, __shfl_sync(~0u, threadIdx.x / 32 % 4, 0));
+            }
+            return;
+        }
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), warpgroup = warp / 4;
+        float largest = 0.0f;
+        if (warpgroup == 1 || warpgroup == 2) {
+            largest = multiply_tiles(work, operands, epilogue, warpgroup - 1);
+        } else if (warp == 0) {
+            load(work, operands);
+        } else {
+            epilogue.take(*this, work, warp < 4 ? warp - 1 : warp - 9);
+        }
+        if constexpr (MAKES_CODES) {
+            if (warp != 0) { epilogue.finish(largest); }
+        }
+    }
+
+    __device__ __forceinline__ void load(const Work& work, const Operands& operands) const {
+        if (threadIdx.x == 0) {
+            Base::load(work, operands, PAIRED ? operands.N : TILE_COLUMNS / 2);
+        }
+    }
+
+    // Warpgroup `me`, 0 or 1, of the two that multiply. Returns the largest |x| of codes.
+    template <class Epilogue>
+    __device__ __forceinline__ float multiply_tiles(const Work& work, const Operands& operands,
+                                                    const Epilogue& epilogue, int me) const {
+        Rounding<Rounded> rounding{1.0f, hot()};
+        if constexpr (MAKES_CODES) { rounding.factor = *epilogue.up_factor; }
+        const float scale = Base::scale(operands);  // of the sum without tails
+        Ring ring(0);
         u32 free_parity = 1;  // the boxes are free at first
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             float d[1][SUMS];
@@ -120,6 +182,7 @@ struct SharedProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSID
 #pragma unroll
                 for (int i = 0; i < SUMS; ++i) { d[0][i] = 0.0f; }
                 // One warpgroup adds while the other one has products on their way.
+                const int part = epilogue.part_steps;
                 int count = me == 0 ? part : part / 2;
 #pragma unroll 1
                 for (int left = steps; left > 0; left -= count, count = part) {
@@ -153,7 +216,7 @@ struct SharedProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSID
     }
 
     // d = the sum of so many steps, of a warpgroup's rows.
-    __device__ __forceinline__ void finish_steps(float (&d)[1][SUMS], Ring<STAGES>& ring, int me,
+    __device__ __forceinline__ void finish_steps(float (&d)[1][SUMS], Ring& ring, int me,
                                                  int count) const {
         const SharedAddress before = Base::multiply_steps(d, ring, 64 * me, count);
         wgmma_wait<0>();
@@ -222,7 +285,7 @@ struct SharedProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSID
     // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
     // lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
     // takes its first unit alone, the others are the multiplying warps' (take_last).
-    template <bool HELPED = false, class WorkOn>
+    template <class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
         static_assert(UNITS_OF_BOX == PARTS, "units of other sizes are taken by the file's own code");
         u32 unit = me, parity = 0;
@@ -258,29 +321,6 @@ private:
     static constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;  // of a tile
 };
 
-// All that a block of 512 threads does where the epilogue is one warpgroup, and there are no tails.
-// take(product, work, me): what warp `me` of the epilogue does.
-template <class Product, class Take>
-__device__ __forceinline__ void multiply_and_take(unsigned char* dynamic, int M, int N, int K,
-                                                  const TensorMap* left, const TensorMap* right,
-                                                  float scale, const Take& take) {
-    const Product product(dynamic, K);
-    if (threadIdx.x == 0) { product.init(); }
-    cluster_arrive();
-    cluster_wait();
-    const Work work(M, N, Product::WIDTH, K * (LINE / Product::STEP_K));
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-    if (warpgroup == 0) {
-        if (threadIdx.x == 0) { product.load(work, left, right, left, right, TILE_COLUMNS / 2); }
-    } else if (warpgroup < 3) {
-        product.multiply_tiles(work, warpgroup - 1, scale);
-    } else {
-        take(product, work, __shfl_sync(~0u, threadIdx.x / 32 % 4, 0));
-    }
-    cluster_arrive();
-    cluster_wait();  // a block may not end while the other one still arrives at its barriers
-}
-
 // -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
 
 // Of the bits, as unsigned numbers: of all lower, and of all upper halves.
@@ -288,13 +328,13 @@ __device__ __forceinline__ u32 most_of(const uint4& x) {
     return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));
 }
 
-// As Fp8Encoder of fp8.cuh, which it gives the codes of; and with IS_MEASURED the largest abs_bits.
+// Gives the codes that Fp8Encoder of fp8.cuh gives, and with IS_MEASURED the largest abs_bits.
 template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
     float factor;
     u32 limit;        // twice the upper half of the largest number that is not saturated
     u32 count = 0, largest = 0;  // largest: of lower and of upper halves
 
-    __device__ __forceinline__ explicit OctetEncoder(const float* scale) {
+    __device__ __forceinline__ void begin(const float* scale) {
         if constexpr (IS_WANTED) {
             factor = 1.0f / *scale;
             limit = (__float_as_uint(Fp8<Format>::MAX * *scale) >> 16) * 0x10001u;

@@ -1,32 +1,24 @@
-// matmul_exp.cu -- the product of logits for Hopper, with their exponentials behind it.
+// matmul_exp.cuh -- logits' exponentials behind their product.
 //
-//   l = bf16(a @ b^T)        e = exp(l - shift of the row)        0 in columns >= vocab
+//   l = bf16(x)        e = exp(l - shift of the row)        0 in columns >= vocab
 //
-// The product is that of product_sm90.cuh. While two warpgroups multiply a tile, another one takes
-// the exponentials of the one before, in place in shared memory, from where the copy engine stores
-// them: one warp on each scheduler, with 32 rows of all boxes, a thread one row. So a thread has its
-// row's sum to itself, and swizzled lines keep the threads of a warp from meeting in a bank.
+// While two warpgroups multiply a tile, another one takes the exponentials of the one before, in place
+// in shared memory, from where the copy engine stores them: one warp on each scheduler, with 32 rows
+// of all boxes, a thread one row. So a thread has its row's sum to itself, and swizzled lines keep the
+// threads of a warp from meeting in a bank.
 //
 // Data     e: bf16 (M, N). sums: F32 (ceil(N / 192), M), of e over the columns of a tile, before it
-//          is rounded. target_logits: F32 (M), written where a row has a target. a: bf16 (M, K), b:
-//          bf16 (N, K). shift: F32 (M). targets: I32 (M), negative: none.
-// Launch   an even number of blocks of 512 threads, not more than there are multiprocessors, nor
-//          tiles; SHARED bytes of dynamic shared memory (ops/matmul_exp.py).
-// Cost     2 M N K FLOPs. About 5 instructions and one exponential for each element, which hide
-//          behind the product. Of what a product alone would store, sums are 1 % more.
-// Needs    compute capability 9.0; N and K multiples of 8; targets < vocab <= N.
-// Same name  llmq/ops/matmul_exp.py  llmq/ref/matmul_exp.py  tests/ops/test_matmul_exp.py
-// Source   PTX ISA, as matmul_adapted.cu.
-#include "common.cuh"
+//          is rounded. target_logits: F32 (M), written where a row has a target. shift: F32 (M).
+//          targets: I32 (M), negative: none; others < vocab <= N.
+// Cost     About 5 instructions and one exponential for each element, which hide behind the product.
+//          Of what a product alone would store, sums are 1 % more.
+#pragma once
+#include "cooperative_sm90.cuh"
 
-constexpr int TILE_COLUMNS = 192;
-#include "shared_sm90.cuh"
+using Product = Cooperative<Mainloop, 4>;
 
-constexpr int STAGES = 4, WARPS = 4;  // WARPS: of the epilogue
-using Product = SharedProduct<bf16, bf16, false, 0, false, false, STAGES, WARPS>;
-
-// What a thread of the epilogue does with its row of a tile, box after box.
-struct Exponentials {
+// A thread's work on its row of a tile, box after box.
+struct Epilogue {
     const TensorMap* e;
     f32 *sums, *target_logits;
     const f32* shift;
@@ -35,6 +27,11 @@ struct Exponentials {
     unsigned char* dynamic;  // shared memory
     float sum, offset;       // of the row: so far in this tile; -shift in powers of two
     int target;
+
+    __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
+        product.take_boxes(work, me, *this);
+        if (threadIdx.x % 32 == 0) { stores_are_done(); }
+    }
 
     __device__ __forceinline__ void operator()(const Tile& tile, int b, int first_line,
                                                SharedAddress lines) {
@@ -113,15 +110,7 @@ private:
     }
 };
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
-matmul_exp(const __grid_constant__ TensorMap e, f32* sums, f32* target_logits,
-           const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
-           const f32* shift, const i32* targets, i32 M, i32 N, i32 K, i32 vocab) {
-    extern __shared__ unsigned char dynamic[];
-    const auto take = [&](const Product& product, const Work& work, int me) {
-        Exponentials exponentials{&e, sums, target_logits, shift, targets, M, N, vocab, dynamic};
-        product.take_boxes(work, me, exponentials);
-        if (threadIdx.x % 32 == 0) { stores_are_done(); }
-    };
-    multiply_and_take<Product>(dynamic, M, N, K, &a, &b, 1.0f, take);
-}
+#define PARAMETERS                                                                                 \
+    const __grid_constant__ TensorMap e, f32 *sums, f32 *target_logits, const f32 *shift,          \
+        const i32 *targets, i32 vocab
+#define ARGUMENTS &e, sums, target_logits, shift, targets, M, N, vocab, dynamic

@@ -1,8 +1,8 @@
-// turns_sm90.cuh -- matrix products for Hopper whose tiles are stored by the warps that multiply them.
+// pingpong_sm90.cuh -- products for Hopper whose tiles are stored by the warps that multiply them.
 //
 // Three warpgroups: one thread of the first loads, the two others take tiles in turns ("ping-pong"),
-// so that one multiplies while the other one stores. Of tiles wider than 192 columns a thread could not
-// hold its part: the two take 64 rows each.
+// so that one multiplies while the other one stores. A thread could not hold its part of a tile
+// that is wider than 192 columns: the two take 64 rows each.
 //
 // Tiles, their ring and their order are those of product_sm90.cuh, and so is what is said there of
 // names and of TILE_COLUMNS.
@@ -14,12 +14,11 @@ constexpr int HALVES_OF_TILE = IN_TURNS ? 2 : 1;  // that a warpgroup has, of 64
 constexpr int CHUNK_BYTES = 16 * LINE;            // 16 rows of 64 BF16
 using Sums = float[HALVES_OF_TILE][SUMS];         // of a thread, as ptx.cuh has those of 64 rows
 
-// WARP_BYTES: of shared memory, of each warp that multiplies. Others: as Stages has them.
-template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_OUTSIDE,
-          int STAGES, int WARP_BYTES>
-struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES> {
-    using Base = Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE, STAGES>;
+// WARP_BYTES: of shared memory, of each warp that multiplies.
+template <class Base, int WARP_BYTES> struct PingPong : Base {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
+    using typename Base::Ring;
+    static constexpr int WIDTH = TILE_COLUMNS;
     static constexpr int LOADER_REGISTERS = IN_TURNS ? 24 : 40;  // of a thread
     static constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
     static constexpr int TAKERS = IN_TURNS ? CONSUMERS : 1;  // of tiles, one after the other
@@ -28,7 +27,7 @@ struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE
     // multiplies, the latter for one arrival.
     SharedAddress chunks, turn, arrived;
 
-    __device__ __forceinline__ TurnsProduct(void* shared, int K)
+    __device__ __forceinline__ PingPong(void* shared, int K)
         : Base(shared, K, WARPS * WARP_BYTES),
           chunks(Base::results),
           turn(Base::others),
@@ -42,24 +41,27 @@ struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE
         barriers_ready();
     }
 
-    // The first warpgroup.
-    __device__ __forceinline__ void load_tiles(const Work& work, const TensorMap* left,
-                                               const TensorMap* right, const TensorMap* h,
-                                               const TensorMap* tail) const {
-        give_registers<LOADER_REGISTERS>();
-        if (threadIdx.x == 0) {
-            Base::load(work, left, right, h, tail, TILE_COLUMNS / 2);
+    // All that a block does. Each tile is given to store(tile, d, row, chunks, arrived): of d, 16 rows
+    // of the tile from `row` on are the warp's, of each half of its warpgroup's rows; chunks,
+    // arrived: the warp's.
+    template <class Store>
+    __device__ __forceinline__ void run(const Work& work, const Operands& operands,
+                                        const Store& store) const {
+        const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+        if (warpgroup == 0) {
+            give_registers<LOADER_REGISTERS>();
+            if (threadIdx.x == 0) { Base::load(work, operands, TILE_COLUMNS / 2); }
+        } else {
+            take_registers<252 - LOADER_REGISTERS / 2>();
+            multiply_tiles(work, warpgroup - 1, Base::scale(operands), store);
+            if (threadIdx.x % 32 == 0) { stores_are_done(); }
         }
     }
 
-    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails. Of each tile
-    // store.begin(tile, row), before it is multiplied, and then store(tile, d, row, chunks, arrived):
-    // of d, Sums, 16 rows of the tile from `row` on are the warp's, of each half of the warpgroup's
-    // rows; chunks, arrived: the warp's.
+    // Warpgroup `me`, 0 or 1, of the two that multiply. scale: of the sum without tails.
     template <class Store>
     __device__ __forceinline__ void multiply_tiles(const Work& work, int me, float scale,
-                                                   Store& store) const {
-        take_registers<252 - LOADER_REGISTERS / 2>();
+                                                   const Store& store) const {
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
         const int taker = IN_TURNS ? me : 0, first_row = IN_TURNS ? 0 : 64 * me;
         const SharedAddress chunk = chunks + warp * WARP_BYTES;
@@ -67,14 +69,13 @@ struct TurnsProduct : Stages<Left, Right, RIGHT_OUTSIDE, TAIL_RANK, TAIL_OUTSIDE
         for (int n = taker, t; t = work.cluster + n * work.clusters, t < work.tiles; n += TAKERS) {
             const Tile tile(t, work);
             const int row = first_row + thread / 32 * 16;
-            store.begin(tile, row);
             Sums d;
-            Ring<STAGES> ring(n * (steps + TAILS));
+            Ring ring(n * (steps + TAILS));
             if constexpr (IN_TURNS) {  // else a wait may be for a later phase; the first may begin
                 barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
             }
             const SharedAddress before = Base::multiply_steps(d, ring, first_row, steps);
-            Ring<STAGES> last = ring;
+            Ring last = ring;
 #pragma unroll
             for (int k = 0; k < TAILS; ++k, last.next()) {
                 barrier_wait(full + 8 * last.stage, last.parity);

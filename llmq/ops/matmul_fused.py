@@ -1,0 +1,483 @@
+"""Matrix products for Hopper, each with what follows it: one launch.
+
+    x = scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
+
+A kernel behind a product reads what the product has just written, and the product of the adapters
+beside a matrix, which is short and wide, reads the first one's result and writes it again. Here an
+epilogue takes the sums, rounded as they would be kept, while the next tile is multiplied, and
+adapters are the last tiles of the sum. Sums are F32; fp8 codes are added as with fast accumulation
+(`ops.matmul.matmul_fp8`), but for `gradient`.
+
+For all: operands are contiguous, with rows of multiples of 16 bytes; compute capability 9.0.
+
+    a           in   BF16, E4M3 or E5M2   (M,K)
+    b           in   as a, not E5M2 twice (N,K)
+    h           in   BF16                 (M,R)   R at most MAX_RANK; or None
+    tail        in   BF16                 (N,R)   or None, with h
+    scale_a     in   F32                  (1,)    of fp8 codes, else None
+    scale_b     in   F32                  (1,)
+
+Raises TypeError for a wrong dtype or no result, ValueError for a wrong shape.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DType
+from llmq.base.operand import Fp8Out, ProductCodes
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import (
+    CAPABILITY,
+    FP8_ARGS,
+    MULTIPLE,
+    SUM_COLUMNS,
+    abs_max_consts,
+    expect_added,
+    expect_matrix,
+    expect_operands,
+    fp8_args,
+    fp8_consts,
+    num_sums,
+)
+from llmq.runtime.cost import Cost, product_cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect, formats
+
+MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
+TILE_ROWS = 256  # of a tile of a cluster of two blocks
+NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
+STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
+GRADIENT_COLUMNS = 64  # F is a multiple of them in `swiglu_backward`: what its warps share
+# If sums may not be fast, the tensor cores' sum, of 14 significant bits, is added to one in F32
+# after so many steps of 128.
+PART_STEPS = 4
+
+# Bytes of shared memory: of a block, of barriers and alignment, of a tile's three boxes, of two
+# boxes of transposed codes of up and of gate, of 16 rows of a box.
+SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 32768, 2048
+LINE = 128  # bytes of K in a tile
+OUTSIDE = 32  # rows of the half of one where K is the outer dimension
+
+
+class Tiles(NamedTuple):
+    """Those of a result (M, N), in so many columns, on so many clusters of two blocks."""
+
+    M: int
+    N: int
+    columns: int
+    clusters: int
+
+    @classmethod
+    def of(cls, dev: Device, M: int, N: int, columns: int = NARROW) -> Tiles:
+        """On all multiprocessors."""
+        return cls(M, N, columns, dev.spec.num_sms // 2)
+
+    @property
+    def count(self) -> int:
+        """Tiles of the result."""
+        return ceil_div(self.M, TILE_ROWS) * ceil_div(self.N, self.columns)
+
+    @property
+    def computed(self) -> int:
+        """Tiles that all clusters could compute in the turns that they take."""
+        return ceil_div(self.count, self.clusters) * self.clusters
+
+    @property
+    def idle(self) -> float:
+        """The share of what all clusters could compute that is no result; the result is 1."""
+        return self.computed * TILE_ROWS * self.columns / (self.M * self.N) - 1
+
+
+def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
+    """The columns of tiles with which `adapted` takes the least time. row_bytes: of a row of a.
+
+    Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
+    stored, others are multiplied; while wide ones are, nothing is.
+    """
+
+    def seconds(columns: int) -> int:  # in no unit
+        alone = STORED_ALONE if columns == WIDE else 0
+        return Tiles.of(dev, M, N, columns).computed * columns * (row_bytes + alone)
+
+    return min((NARROW, WIDE), key=seconds)
+
+
+@cache
+def _kernel(entry: str, own: str, b_rows: int, tail_rows: int) -> Kernel:
+    """own: its arguments beside the operands. b_rows, tail_rows: of the half of a tile."""
+    return Kernel(
+        "matmul_fused.cu",
+        entry,
+        args=f"const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
+        f"const bf16[{tail_rows}]*? tail, const f32*? scale_a, const f32*? scale_b, "
+        f"i32 M, i32 N, i32 K, {own}",
+        capability=CAPABILITY,
+    )
+
+
+class _Product(NamedTuple):
+    """Operands that fit each other, and whether K is the outer dimension of b and of tail."""
+
+    operands: tuple[Tensor | None, ...]
+    M: int
+    N: int
+    K: int
+    rank: int
+    b_outside: bool
+    tail_outside: bool
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        a: Tensor,
+        b: Tensor,
+        h: Tensor | None = None,
+        tail: Tensor | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+        *,
+        dtypes: tuple[DType, ...] = (BF16, E4M3, E5M2),
+        codes: tuple[DType, ...] = (E4M3,),
+        transposed: bool = False,
+    ) -> _Product:
+        """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16."""
+        expect_operands(op, a, b, scale_a, scale_b, dtypes=dtypes, codes=codes)
+        outside = transposed and a.dtype == BF16
+        (M, K), N = a.shape, b.shape[1 if outside else 0]
+        expect(op, "b", b, None, (K, N) if outside else (N, K))
+        R = 0
+        if h is not None or tail is not None:
+            if h is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+                raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+            R = h.shape[1]
+            expect(op, "h", h, BF16, (M, R))
+            expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
+        return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
+
+    def launch(
+        self,
+        dev: Device,
+        entry: str,
+        own: str,
+        args: tuple,
+        cost: Cost,
+        *,
+        columns: int = NARROW,
+        paired: bool = False,
+        threads: int = 512,
+        beside: int = BOXES,
+        consts: dict[str, int] | None = None,
+    ) -> None:
+        """own, args: what the kernel takes beside the operands. columns: of a tile; paired: half of
+        them are a result's. beside: bytes of shared memory beside pairs of tiles of a and b, of
+        which there are as many as it has place for."""
+        N = self.N // (1 + paired)
+        tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
+        pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
+        stages = (SHARED - BARRIERS - beside) // pair
+        rows = (OUTSIDE if way else columns // 2 for way in (self.b_outside, self.tail_outside))
+        dev.launch(
+            _kernel(entry, own, *rows),
+            2 * min(tiles.count, tiles.clusters),
+            threads,
+            (*self.operands, self.M, N, self.K, *args),
+            consts={
+                "B_K_OUTSIDE": int(self.b_outside),
+                "TAIL_K_OUTSIDE": int(self.tail_outside),
+                "RANK": RANK_STEP * ceil_div(self.rank, RANK_STEP),
+                "RING_STAGES": stages,
+                "TILE_WIDTH": columns,
+            }
+            | (consts or {}),
+            smem=stages * pair + beside + BARRIERS,
+            cost=cost,
+        )
+
+
+def adapted(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor | None = None,
+    tail: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    transposed: bool = False,
+) -> None:
+    """out = scale_a * scale_b * (a @ b^T) + h @ tail^T + bias + addend, rounded once.
+
+    Args (beside those of all):
+        out         out  BF16  (M,N)
+        bias        in   BF16  (N,)    or None
+        addend      in   BF16  (M,N)   or None; other memory than out
+        transposed                     out = a @ b + h @ tail, but for fp8 codes b
+
+    Cost:    2*M*N*(K+R) FLOPs; one launch.
+    """
+    op = "matmul_adapted"
+    expect_matrix(op, "out", out, (BF16,))
+    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, codes=(E4M3, E5M2), transposed=transposed)
+    expect(op, "out", out, BF16, (p.M, p.N))
+    expect_added(op, out, bias, addend)
+    columns = tile_columns(dev, p.M, p.N, a.dtype.itemsize * p.K)
+    how = {"trans_b": b.shape == (p.N, p.K), "addend": addend is not None}  # a square b counts, too
+    p.launch(
+        dev,
+        op,
+        "bf16[16]* out, const bf16*? bias, const bf16[16]*? addend",
+        (out, bias, addend),
+        product_cost(
+            (p.M, p.N, p.K), a.dtype, BF16, fast=True, epilogue="adapted", rank=p.rank, **how
+        ),
+        columns=columns,
+        threads=384,
+        beside=(16 if columns == WIDE else 8) * CHUNK,
+        consts={"BIAS": int(bias is not None), "ADDEND": int(addend is not None)},
+    )
+
+
+def exp(
+    dev: Device,
+    e: Tensor,
+    sums: Tensor,
+    target_logits: Tensor,
+    a: Tensor,
+    b: Tensor,
+    shift: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+) -> None:
+    """e = exp(BF16(a @ b^T) - shift), the sums of its rows by tiles of columns, and some logits.
+
+    The exponentials are in place of logits, so that cross-entropy neither reads nor writes a matrix
+    as large as these (`llmq.ops.exp_rows` says what is left of it).
+
+    Args (a and b are BF16; N and K multiples of 8):
+        e              out  BF16 (M, N)   columns >= vocab_size are 0
+        sums           out  F32  (num_sums(N), M)   of e before it is rounded
+        target_logits  out  F32  (M,)     the target's logit; nothing is written of masked rows
+        shift          in   F32  (M,)     e is infinite where a logit is more than 88 above it
+        targets        in   I32  (M,)     ids in [0, vocab_size), not checked; negative: masked
+
+    Cost:    2*M*N*K FLOPs; one launch.
+    """
+    op = "matmul_exp"
+    p = _Product.of(op, a, b, dtypes=(BF16,))
+    M, N = p.M, p.N
+    if not 0 < vocab_size <= N:
+        raise ValueError(f"{op}: vocab_size must be in [1, {N}], got {vocab_size}")
+    expect(op, "e", e, BF16, (M, N))
+    expect(op, "sums", sums, F32, (num_sums(N), M))
+    expect(op, "shift", shift, F32, (M,))
+    expect(op, "targets", targets, I32, (M,))
+    expect(op, "target_logits", target_logits, F32, (M,))
+    p.launch(
+        dev,
+        op,
+        "bf16[32]* e, f32* sums, f32* target_logits, const f32* shift, const i32* targets, "
+        "i32 vocab",
+        (e, sums, target_logits, shift, targets, vocab_size),
+        product_cost((M, N, p.K), BF16, BF16, trans_b=True, epilogue="exp"),
+    )
+
+
+def gradient(
+    dev: Device,
+    acc: Accumulator,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    fast_accumulation: bool = False,
+) -> None:
+    """acc.tensor += BF16(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
+
+    The bits are those of the product alone, and of `reduce.add` behind it.
+
+    Args (of fp8 codes, b E4M3):
+        acc.tensor   inout  BF16  (M,N)   sums are rounded stochastically
+        fast_accumulation                 as in matmul_fp8; here it is taken
+
+    Cost:    2*M*N*K FLOPs; acc.tensor written once, and read once if it is added to; one launch.
+    """
+    op = "matmul_gradient"
+    expect_matrix(op, "acc.tensor", acc.tensor, (BF16,))
+    p = _Product.of(op, a, b, None, None, scale_a, scale_b, dtypes=(E4M3, E5M2))
+    sizes = p.M, p.N, p.K
+    expect(op, "acc.tensor", acc.tensor, BF16, sizes[:2])
+    expect(op, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
+    if 2 * p.N % MULTIPLE or p.K % MULTIPLE:
+        raise ValueError(f"{op}: rows must have multiples of {MULTIPLE} bytes, got {sizes}")
+    part_steps = 0 if fast_accumulation else PART_STEPS
+    d = "inout bf16* d" if acc.accumulate else "bf16* d"  # one reads what it adds to
+    how = {"accumulate": acc.accumulate, "fast": fast_accumulation, "epilogue": "gradient"}
+    p.launch(
+        dev,
+        op,
+        f"{d}, const i32* scalars, i32 accumulate, u32 salt, i32 part_steps",
+        (acc.tensor, acc.scalars, int(acc.accumulate), acc.salt, part_steps),
+        product_cost(sizes, a.dtype, BF16, **how),
+        consts={"EXACT": int(part_steps > 0)},
+    )
+
+
+SWIGLU_ARGS = (
+    f"U*? up_gate, bf16*? out, inout f32*? abs_max, {FP8_ARGS}, const f32*? up_scale, "
+    "const f32*? up_factor, f32*? up_largest, inout i32*? up_found, inout f32*? up_abs_max, "
+    "inout i32*? up_saturated"
+)
+
+
+def swiglu(
+    dev: Device,
+    up_gate: Tensor | ProductCodes | None,
+    out: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    h: Tensor | None = None,
+    tail: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+) -> None:
+    """up_gate = scale_a * scale_b * (a @ b^T) + h @ tail^T, and out = up * silu(gate) of it.
+
+    The bits are those of `adapted` (fp8: with fast accumulation), which rounds up_gate, and of
+    `swiglu.forward`, which reads that. With gelu it is GeGLU. If up_gate are codes, the product is
+    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
+
+    Args (a: BF16 or E4M3; N is 2F, the rows of up and then those of gate; M, F multiples of 16):
+        up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None; or
+                                          ProductCodes (E4M3) of fp8 codes without h
+        out         out    BF16   (M,F)   may be None with fp8, and with codes
+        abs_max     inout  F32    (1,)    or None; raised to the largest |out|
+        fp8         out           (M,F)   or None; out in FP8
+
+    Cost:    4*M*F*(K+R) FLOPs; one launch.
+    """
+    op = "matmul_swiglu"
+    codes, reads = None, out is not None or fp8 is not None
+    if isinstance(up_gate, ProductCodes):
+        codes, up_gate = up_gate, up_gate.codes
+    if not reads and (codes is None or up_gate is None):
+        raise TypeError(f"{op}: out, fp8 or codes as up_gate must be given, all are None")
+    if b.shape[0] % 2:
+        raise ValueError(f"{op}: b must have rows of up and of gate, got {b.shape}")
+    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, dtypes=(E4M3, BF16))
+    M, F = p.M, p.N // 2
+    if M % MULTIPLE or F % MULTIPLE:
+        raise ValueError(f"{op}: M and F must be multiples of {MULTIPLE}, got {M} and {F}")
+    rounded = BF16 if codes is None else E4M3
+    consts = _results(op, {"UP_GATE": (up_gate, rounded, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
+    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, F)
+    consts |= {"GELU": int(gelu), "CODED": int(codes is not None)}
+    results = (up_gate, out, abs_max, *fp8_args(fp8), *_of_codes(op, codes, a, p.rank, reads))
+    how = {"trans_b": True, "fast": True, "epilogue": "swiglu", "rank": p.rank}
+    how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
+    p.launch(
+        dev,
+        op,
+        SWIGLU_ARGS,
+        results,
+        product_cost((M, 2 * F, p.K), a.dtype, rounded, besides=formats(results), **how),
+        paired=True,
+        consts=consts,
+    )
+
+
+def _results(op: str, results: dict[str, tuple[Tensor | None, DType, tuple]]) -> dict[str, int]:
+    """The constants that switch results on and off, by what they are and how they must be."""
+    for name, (tensor, dtype, shape) in results.items():
+        if tensor is not None:
+            expect(op, name.lower(), tensor, dtype, shape)
+    return {name: int(tensor is not None) for name, (tensor, *_) in results.items()}
+
+
+def _of_codes(
+    op: str, product: ProductCodes | None, a: Tensor, R: int, reads: bool
+) -> tuple[Tensor | None, ...]:
+    """The last arguments of `swiglu`. reads: whether it is the codes' reader."""
+    if product is None:
+        return (None,) * 6
+    if a.dtype != E4M3 or R:
+        raise TypeError(f"{op}: up_gate can be codes only of a product of fp8 codes, without h")
+    given = {"scale": F32, "factor": F32, "largest": F32, "found": I32}
+    if reads and product.abs_max is not None:
+        given |= {"abs_max": F32, "saturated": I32}
+    for name, dtype in given.items():
+        shape = (4,) if name == "found" else (1,)
+        expect(op, f"up_gate.{name}", getattr(product, name), dtype, shape)
+    args = [getattr(product, name) for name in given]
+    return (*args, *[None] * (6 - len(args)))
+
+
+def swiglu_backward(
+    dev: Device,
+    d_up_gate: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    up_gate: Tensor,
+    h: Tensor | None = None,
+    tail: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    gelu: bool = False,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
+
+    The bits are those of `adapted` (fp8: with fast accumulation), which rounds d_out, and of
+    `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
+    can be written again, but not its codes: with these, two kernels take less time.
+
+    Args (N is F, of codes b E4M3; M a multiple of 16, F of 64):
+        d_up_gate  out    BF16  (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
+        b          in           (K,F)   codes (F,K): they are transposed
+        up_gate    in     BF16  (M,2F)
+        tail       in     BF16  (R,F)   or None, with h
+        abs_max    inout  F32   (1,)    or None; raised to the largest |d_up_gate|
+        fp8        out          (M,2F)  or None; d_up_gate in FP8
+        out        out    BF16  (M,F)   or None; the bits of forward's out
+
+    Cost:    2*M*F*(K+R) FLOPs; one launch.
+    """
+    op = "matmul_swiglu_backward"
+    p = _Product.of(op, a, b, h, tail, scale_a, scale_b, transposed=True)
+    M, F = p.M, p.N
+    if M % MULTIPLE or F % GRADIENT_COLUMNS:
+        raise ValueError(
+            f"{op}: M and F must be multiples of {MULTIPLE} and {GRADIENT_COLUMNS}, got {M} and {F}"
+        )
+    expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
+    if d_up_gate is None and fp8 is None:
+        raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")
+    consts = _results(op, {"D_UP_GATE": (d_up_gate, BF16, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
+    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, 2 * F) | {"GELU": int(gelu)}
+    written = (abs_max, *fp8_args(fp8))
+    # A square b counts as transposed, too: card files have it so.
+    how = {"trans_b": b.shape == (F, p.K), "fast": True, "epilogue": "swiglu_backward"}
+    how["besides"] = formats((d_up_gate, up_gate, *written, out))
+    how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
+    p.launch(
+        dev,
+        op,
+        f"bf16*? d_up_gate, const bf16* up_gate, bf16*? out, inout f32*? abs_max, {FP8_ARGS}",
+        (d_up_gate, up_gate, out, *written),
+        product_cost((M, F, p.K), a.dtype, BF16, rank=p.rank, **how),
+        beside=BOXES + consts["TRANSPOSED"] * TRANSPOSED,
+        consts=consts,
+    )

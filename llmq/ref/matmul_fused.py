@@ -1,0 +1,221 @@
+"""References of products with what follows them: NumPy's BLAS, and each epilogue's formula.
+
+All have a (M,K), b (N,K) or with b_k_outside (K,N), h (M,R), tail (N,R) or with tail_k_outside
+(R,N):
+
+    x = scale_a * scale_b * (a @ b^T) + h @ tail^T
+
+is computed in F32, a few rows at a time, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmq.base.dtypes import E4M3
+from llmq.ref.common import (
+    BF16,
+    adapted_product,
+    compute,
+    decode_fp8,
+    decoded,
+    emit_fp8,
+    encode_fp8,
+    gelu_share,
+    gelu_slope,
+    gradient_seed,
+    look_at_codes,
+    random_bits,
+    round_stochastic,
+    sigmoid,
+    silu_slope,
+    update_abs_max,
+)
+
+TILE = 192  # columns of exponentials that have a sum of their own
+
+# By kernel and name, what bench_ops' calls and the tests take.
+CASES = {
+    # M, N, K, R, transposed. Forward x @ W^T + h @ B^T, d_x = d_out @ W + d_h @ A.
+    "matmul_adapted": {
+        "small": (16, 64, 64, 104, False),
+        "small_transposed": (16, 64, 64, 104, True),
+        "tiles": (304, 208, 400, 104, False),
+        "tiles_transposed": (304, 208, 400, 104, True),
+        "qwen7b_up_forward": (4096, 37888, 3584, 32, False),
+        "qwen7b_down_d_input": (4096, 18944, 3584, 16, True),
+    },
+    # M, N, K, vocab
+    "matmul_exp": {
+        "small": (16, 96, 64, 90),
+        "tiles": (304, 600, 72, 577),  # a vocabulary that ends within 16 bytes, edges of tiles
+        "qwen05b": (32768, 151936, 896, 151936),
+        "qwen15b": (8192, 151936, 1536, 151936),
+    },
+    # M, N, K of d_W = d_out^T @ x
+    "matmul_gradient": {
+        "small": (16, 64, 64),
+        "tiles": (304, 336, 528),  # edges of tiles, and a last part of less than a step
+        "qwen05b_up": (9728, 896, 32768),
+        "qwen15b_qkv": (2048, 1536, 32768),
+        "qwen15b_up": (17920, 1536, 32768),
+        "qwen15b_down": (1536, 8960, 32768),
+        "qwen7b_down": (3584, 18944, 16384),
+    },
+    # M, F, K, R
+    "matmul_swiglu": {
+        "small": (16, 48, 64, 0),
+        "tiles": (304, 208, 80, 40),  # multiplied faster than the activation is computed
+        "qwen05b": (32768, 4864, 896, 0),
+        "qwen15b": (32768, 8960, 1536, 0),
+        "qwen7b_lora": (4096, 18944, 3584, 32),
+    },
+    # M, F, K, R
+    "matmul_swiglu_backward": {
+        "small": (16, 64, 64, 0),
+        "whole": (144, 192, 64, 0),
+        "tiles": (304, 320, 400, 40),
+        "qwen05b": (32768, 4864, 896, 0),
+        "qwen15b": (32768, 8960, 1536, 0),
+        "qwen7b_lora": (4096, 18944, 3584, 16),
+    },
+}
+
+Array = np.ndarray | None  # None: it is not given, or not wanted
+
+
+def _sums(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    b_k_outside: int = 0, tail_k_outside: int = 0,
+) -> Iterator[tuple[slice, np.ndarray]]:  # fmt: skip
+    """Rows, and x of them."""
+    right = compute(b) if scale_a is None else decode_fp8(b)
+    low = None if tail is None else compute(tail if tail_k_outside else tail.T)
+    return adapted_product(a, right if b_k_outside else right.T, h, low, scale_a, scale_b)
+
+
+def matmul_adapted(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, out: np.ndarray, bias: Array = None, addend: Array = None,
+    *, b_k_outside: int = 0, tail_k_outside: int = 0,
+) -> None:  # fmt: skip
+    """out (M,N) = x [+ bias (N)] [+ addend (M,N)]."""
+    operands = (a, b, h, tail, scale_a, scale_b)
+    for rows, total in _sums(*operands, b_k_outside, tail_k_outside):
+        if bias is not None:
+            total += compute(bias)
+        if addend is not None:
+            total += compute(addend[rows])
+        out[rows] = total
+
+
+def matmul_exp(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, e: np.ndarray, sums: np.ndarray, target_logits: np.ndarray,
+    shift: np.ndarray, targets: np.ndarray, vocab: int,
+) -> None:  # fmt: skip
+    """e (M,N) = exp(x - shift (M)), of logits that are rounded to BF16.
+
+    Columns >= vocab are 0. sums (ceil(N / TILE), M): of e over TILE columns each, before it is
+    rounded. target_logits (M): where targets (M) are not negative.
+    """
+    edges = np.arange(0, N, TILE)
+    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
+        x = compute(total.astype(BF16))
+        counted = np.flatnonzero(targets[rows] >= 0)
+        target_logits[rows][counted] = x[counted, targets[rows][counted]]
+        x -= shift[rows][:, None]
+        with np.errstate(over="ignore"):
+            np.exp(x, out=x)
+            x[:, vocab:] = 0
+            sums[:, rows] = np.add.reduceat(x, edges, axis=1).T
+            e[rows] = x
+
+
+def matmul_gradient(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
+    part_steps: int,
+) -> None:  # fmt: skip
+    """d (M,N) = or += x, rounded to BF16.
+
+    A sum is rounded stochastically. part_steps: how a GPU sums; here it is in F32.
+    """
+    seed = gradient_seed(scalars, salt)
+    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
+        product = total.astype(BF16)
+        if accumulate:
+            index = np.arange(total.size, dtype=np.uint64).reshape(-1, N) + np.uint64(
+                rows.start * N
+            )
+            total = compute(d[rows]) + compute(product)
+            product = round_stochastic(total, random_bits(seed, index))
+        d[rows] = product
+
+
+def matmul_swiglu(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, up_gate: Array, out: Array, abs_max: Array = None, codes: Array = None,
+    transposed: Array = None, scale: Array = None, saturated: Array = None, up_scale: Array = None,
+    up_factor: Array = None, up_largest: Array = None, up_found: Array = None,
+    up_abs_max: Array = None, up_saturated: Array = None,
+    *, gelu: int = 0,
+) -> None:  # fmt: skip
+    """up_gate (M,2N) = x of b (2N,K); out (M,N) = up * gate * sigmoid(gate), and its codes.
+
+    x is rounded to BF16, and the activation is computed of that. With up_scale it is rounded to
+    E4M3 codes instead, as matmul_fp8 does it, and swiglu_forward_fp8 does the rest; up_found is
+    what only kernels need.
+    """
+    if out is None:
+        out = np.empty((M, N), BF16)
+    if up_scale is not None:
+        up_gate = np.empty((M, 2 * N), E4M3.numpy) if up_gate is None else up_gate
+        up_largest[0] = 0
+    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
+        if up_scale is None:
+            rounded = total.astype(BF16)
+            if up_gate is not None:
+                up_gate[rows] = rounded
+        else:
+            update_abs_max(up_largest, total)
+            encode_fp8(up_gate.view(np.uint8)[rows], total, up_factor[0], up_gate.dtype)
+            rounded = decoded(up_gate[rows], up_scale)
+        up, gate = compute(rounded[:, :N]), compute(rounded[:, N:])
+        with np.errstate(over="ignore"):
+            value = (gelu_share if gelu else sigmoid)(gate)
+        value *= gate
+        value *= up
+        out[rows] = value
+    if up_scale is not None:
+        look_at_codes(up_gate, up_scale, up_largest, up_abs_max, up_saturated)
+    update_abs_max(abs_max, out)
+    emit_fp8(codes, transposed, scale, saturated, out)
+
+
+def matmul_swiglu_backward(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, d_up_gate: Array, up_gate: np.ndarray, out: Array, abs_max: Array,
+    codes: Array, transposed: Array, scale: Array, saturated: Array,
+    *, gelu: int = 0, b_k_outside: int = 0, tail_k_outside: int = 0,
+) -> None:  # fmt: skip
+    """x is d_out (M,N), rounded to BF16; of that and up_gate (M,2N) the gradients of up and gate,
+    and forward's out."""
+    if d_up_gate is None:
+        d_up_gate = np.empty((M, 2 * N), BF16)
+    operands = (a, b, h, tail, scale_a, scale_b)
+    for rows, total in _sums(*operands, b_k_outside, tail_k_outside):
+        d = compute(total.astype(BF16))
+        up, gate = compute(up_gate[rows, :N]), compute(up_gate[rows, N:])
+        with np.errstate(over="ignore"):
+            s = (gelu_share if gelu else sigmoid)(gate)
+            slope = (gelu_slope if gelu else silu_slope)(gate, s)
+            active = gate * s
+            if out is not None:
+                out[rows] = active * up
+            d_up_gate[rows, :N] = active * d
+            d_up_gate[rows, N:] = slope * up * d
+    update_abs_max(abs_max, d_up_gate)
+    emit_fp8(codes, transposed, scale, saturated, d_up_gate)
