@@ -173,8 +173,8 @@ def test_fp8_codes_of_experts(mixture, streamed):
     codes = weights.dev.download(operand.codes).astype(np.float32)
     assert codes.shape == (EXPERTS, WIDTH, C) and np.abs(codes).max() == 448
     transposed = weights.get("layers.1", transposed=True)["many_up"].transposed
-    turned = weights.dev.download(transposed).astype(np.float32)
-    np.testing.assert_array_equal(turned, codes.transpose(0, 2, 1))
+    with_transposed = weights.dev.download(transposed).astype(np.float32)
+    np.testing.assert_array_equal(with_transposed, codes.transpose(0, 2, 1))
     down = weights.get("layers.1", transposed=True)["many_down"]
     values = weights.dev.download(weights.slabs["layers.1"].view(
         weights.master["layers.1"], weights.slabs["layers.1"].params[3]
@@ -201,8 +201,10 @@ def test_frozen_experts_are_kept_as_codes(mixture, dtype):
     codes, scale = (weights.dev.download(t) for t in (operand.codes, operand.scale))
     scale = scale.reshape(EXPERTS, WIDTH, 1) if dtype == "int8" else scale[0]
     np.testing.assert_array_equal(codes.astype(np.float32) * scale, expected)
-    turned = weights.dev.download(weights.get("layers.1", transposed=True)["many_up"].transposed)
-    np.testing.assert_array_equal(turned, codes.transpose(0, 2, 1))
+    with_transposed = weights.dev.download(
+        weights.get("layers.1", transposed=True)["many_up"].transposed
+    )
+    np.testing.assert_array_equal(with_transposed, codes.transpose(0, 2, 1))
 
 
 def test_adapters_of_experts_split_and_merge(mixture):
@@ -212,12 +214,14 @@ def test_adapters_of_experts_split_and_merge(mixture):
     weight = params["model.layers.1.moe.many_up.weight"]
     values = rng.standard_normal(weight.shape).astype(np.float32)
     split = Split(mixture, adapters, scale=0.5)
-    split.begun |= split.begin(weight, values, np.float32)
+    split.initial_adapters |= split.begin(weight, values, np.float32)
     rest = split.rest(weight, values)
     for whole, part in zip(values, rest, strict=True):  # each expert's largest values are gone
         singular = np.linalg.svd(whole, compute_uv=False)
         np.testing.assert_allclose(np.linalg.norm(part), np.linalg.norm(singular[2:]), rtol=1e-5)
-    read = merged_reader(mixture, adapters, 0.5, lambda p: rest, lambda p: split.begun[p.name])
+    read = merged_reader(
+        mixture, adapters, 0.5, lambda p: rest, lambda p: split.initial_adapters[p.name]
+    )
     np.testing.assert_allclose(read(weight), values, atol=1e-5)
 
 

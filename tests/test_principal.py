@@ -85,8 +85,10 @@ def test_bases(base, tmp_path):
         trainer_for(exported("phi3"), **PISSA, **BASES[base]) as trainer,
         HfWeights(exported("phi3")) as files,
     ):
-        begun = {n: x for n, x in trainer.weights().items() if "lora" in n}
-        split = Split(trainer.model, adapters_of(trainer.config), trainer.config.lora_scale, begun)
+        initial_adapters = {n: x for n, x in trainer.weights().items() if "lora" in n}
+        split = Split(
+            trainer.model, adapters_of(trainer.config), trainer.config.lora_scale, initial_adapters
+        )
         read = as_kept(lambda param: split.rest(param, files.read(param)), base)
         for param, values in block_weights(trainer).items():
             rest = read(param)
@@ -186,7 +188,7 @@ def test_parts_of_what_is_left(rows, monkeypatch):
     split = Split(model, adapters, 1.0)
     weight = split.matrices[0]
     values = rng.standard_normal(weight.shape, np.float32)
-    split.begun = split.begin(weight, values, np.dtype(np.float32))
+    split.initial_adapters = split.begin(weight, values, np.dtype(np.float32))
     whole = split.rest(weight, values).reshape(-1)
     assert 0 < np.linalg.norm(whole) < np.linalg.norm(values)
     monkeypatch.setattr("llmq.checkpoint.principal.PIECE", rows * weight.shape[1])
@@ -225,4 +227,7 @@ def test_options():
     idle = [[w for w in RULES.idle(c) if "seed" in w] for c in (config, config_of_zeros)]
     assert [len(lines) for lines in idle] == [1, 0]
     placement = place(config, table_of(config, preset("tiny")))
-    assert placement["lora_a"].begun.memory == "pinned" and placement["layers.0"].begun is None
+    assert (
+        placement["lora_a"].initial_adapters.memory == "pinned"
+        and placement["layers.0"].initial_adapters is None
+    )

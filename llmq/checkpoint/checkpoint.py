@@ -48,7 +48,7 @@ from llmq.state.params import Param, Slab
 from llmq.state.rules import rule_class
 from llmq.state.rules.rule import SCALES
 
-BEGUN = "adapters.begun"  # which there is where adapters began as a part of the model
+INITIAL_ADAPTERS = "adapters.begun"  # which there is where adapters began as a part of the model
 
 
 def required_groups() -> tuple[str, ...]:
@@ -282,7 +282,7 @@ class CheckpointReader:
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
             params = [p for slab in table if every or slab.name in trained for p in slab.params]
-            if group == BEGUN:
+            if group == INITIAL_ADAPTERS:
                 params = [param for param in params if param.of_adapter]
             for param in params:
                 self._cover(group, param, 0, padded_size(group, param))

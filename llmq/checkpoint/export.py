@@ -13,7 +13,7 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
-from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
+from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf_export import export_model
@@ -103,8 +103,8 @@ def _export_adapter(
     origin["base"] = BaseId.of(manifest.base)
     saved = AdapterConfig.of(config)
     if config.splits_model:
-        begun = partial(read, group=BEGUN)
-        adapters, read = doubled(manifest.model, adapters, read, begun)
+        initial_adapters = partial(read, group=INITIAL_ADAPTERS)
+        adapters, read = doubled(manifest.model, adapters, read, initial_adapters)
         saved = saved.doubled
     return export_adapter(out_dir, manifest.model, adapters, saved, read, tokenizer, **origin)
 

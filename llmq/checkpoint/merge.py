@@ -111,8 +111,8 @@ def open_merged(
         kept, scale = base_dtype or files.config.base_dtype, files.config.scale
         base_read, read = partial(_base, files, weights), files.read
         if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
-            adapters, read, begun = halved(model, adapters, read)
-            split = Split(model, adapters, scale, begun)
+            adapters, read, initial_adapters = halved(model, adapters, read)
+            split = Split(model, adapters, scale, initial_adapters)
             base_read = partial(_rest, split, base_read)
         read = merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
         yield model.ending_at(files.ends), read

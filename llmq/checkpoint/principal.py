@@ -83,8 +83,8 @@ def _matrices(model: ModelConfig, adapters: Adapters) -> list[_Matrix]:
 class Split:
     """A model as adapters of its matrices, and what these leave.
 
-    matrices: those that are split, as parameters of the model. begun: A0 and B0 of all of them, by
-    the names of the adapters' parameters, in their shapes.
+    matrices: those that are split, as parameters of the model. initial_adapters: A0 and B0 of all
+    of them, by the names of the adapters' parameters, in their shapes.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Split:
         model: ModelConfig,
         adapters: Adapters,
         scale: float,
-        begun: Mapping[str, np.ndarray] | None = None,
+        initial_adapters: Mapping[str, np.ndarray] | None = None,
     ):
         self._rank, self._scale = adapters.rank, scale
         self._of = {each.weight.name: each for each in _matrices(model, adapters)}
         self.matrices = [each.weight for each in self._of.values()]
-        self.begun = dict(begun or {})
+        self.initial_adapters = dict(initial_adapters or {})
 
     def begin(self, weight: Param, values: np.ndarray, dtype: np.dtype) -> dict[str, np.ndarray]:
         """A0 and B0 of one of the matrices, by name, rounded to a format.
@@ -140,7 +140,7 @@ class Split:
 
     def _taken(self, matrix: _Matrix, first: int, last: int) -> np.ndarray:
         """F64 (last - first, columns): what the adapters have of these rows."""
-        a, b = (self.begun[param.name] for param in (matrix.a, matrix.b))
+        a, b = (self.initial_adapters[param.name] for param in (matrix.a, matrix.b))
         taken, done = np.zeros((last - first, a.shape[1])), 0
         for number, (start, stop) in enumerate(matrix.adapted.spans):
             low, high = max(start, first), min(stop, last)
@@ -157,11 +157,11 @@ class Split:
 
 
 def doubled(
-    model: ModelConfig, adapters: Adapters, read: Read, begun: Read
+    model: ModelConfig, adapters: Adapters, read: Read, initial_adapters: Read
 ) -> tuple[Adapters, Read]:
     """Adapters of twice the rank, whose sum with the model is that of these with the rest of it.
 
-    read, begun: of the adapters' parameters what they are now, and what they began as.
+    read, initial_adapters: of the adapters' parameters what they are now, and what they began as.
     """
     twice = replace(adapters, rank=2 * adapters.rank)
     own = {each.a.name: each for each in _matrices(model, adapters)}
@@ -171,7 +171,7 @@ def doubled(
         now = read(params[param.name])
         if not param.of_adapter:
             return now
-        before = begun(params[param.name]).astype(now.dtype)
+        before = initial_adapters(params[param.name]).astype(now.dtype)
         if param.name not in own:
             return np.concatenate([now, -before], axis=1)
         return _interleaved(param, adapters.rank, len(own[param.name].adapted.spans), now, before)

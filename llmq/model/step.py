@@ -181,8 +181,8 @@ class Step:
     def state(self) -> State:
         """Weights and moments of this rank, by group."""
         groups = {"weights": self.weights.master} | self.optimizer.moment_groups()
-        if self.weights.begun:
-            groups["adapters.begun"] = self.weights.begun
+        if self.weights.initial_adapters:
+            groups["adapters.begun"] = self.weights.initial_adapters
         return state_of(self.dev, self.table, groups | self.optimizer.scale_groups())
 
     def stored_state(self) -> State:

@@ -303,8 +303,8 @@ def _launch(
 ) -> _Launch:
     """Launch over the rows of x, for results of its shape.
 
-    Codes are written row by row only: a block would hold too few rows to turn them, and write a
-    feature's neighbouring bytes in pieces of less than memory's 32.
+    Codes are written row by row only: a block would hold too few rows to transpose them, and write
+    a feature's neighbouring bytes in pieces of less than memory's 32.
 
     Raises TypeError or ValueError if abs_max or fp8 does not fit, or offset LayerNorm.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, MIB, parse_dtype
-from llmq.checkpoint.checkpoint import BEGUN, stored_values
+from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, stored_values
 from llmq.checkpoint.retention import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
 from llmq.state.params import parameter_count
@@ -103,7 +103,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     for slab in table:
         stores = placement[slab.name]
         groups = [(m.group, stores.moments.get(m.name)) for m in rule_class().moments]
-        for group, store in [*groups, (BEGUN, stores.begun)]:
+        for group, store in [*groups, (INITIAL_ADAPTERS, stores.initial_adapters)]:
             for param in slab.params if store else ():
                 total += store.dtype.itemsize * stored_values(group, param)
                 if store.is_scaled:

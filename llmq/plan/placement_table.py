@@ -30,7 +30,9 @@ def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
 def _stores(slab: SlabPlacement) -> dict[str, Store | None]:
     """By kind of tensor, in the order of the columns."""
     moments = {m.name: slab.moments.get(m.name) for m in rule_class().moments}
-    return {kind: getattr(slab, kind) for kind in KINDS} | moments | {"begun": slab.begun}
+    return (
+        {kind: getattr(slab, kind) for kind in KINDS} | moments | {"begun": slab.initial_adapters}
+    )
 
 
 def placement_record(placement: Placement) -> dict[str, Any]:

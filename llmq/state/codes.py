@@ -138,7 +138,7 @@ class WeightCodes:
             scale, largest = self._scale_of[param.name], self._abs_max_of[param.name]
             quantize.quantize(self.dev, q, None, scale, x, largest)
 
-    def turned(
+    def with_transposed(
         self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
     ) -> dict[str, Operand]:
         """Do as Transposes.used, for a block of which only some codes are there; the operands then.

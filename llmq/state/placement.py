@@ -52,15 +52,15 @@ class Store:
 class SlabPlacement:
     """The stores of one slab; None where it has no such tensor.
 
-    trainable: the optimizer updates it. group: of slabs that the optimizer treats alike.
-    work: what products read. base: codes that a frozen block is kept as, see state/frozen.py; as a
-    shard, ranks gather them at each use. master: the shard that work weights are made from, where
-    it is not a part of these themselves. part: of streamed work weights a shard in their format,
-    where that is not the master; without both, codes are made from the master at every gather.
+    trainable: the optimizer updates it. group: of slabs that the optimizer treats alike. work: what
+    products read. base: codes that a frozen block is kept as, see state/frozen.py; as a shard,
+    ranks gather them at each use. master: the shard that work weights are made from, where it is
+    not a part of these themselves. part: of streamed work weights a shard in their format, where
+    that is not the master; without both, codes are made from the master at every gather.
     transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
-    copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of
-    the update rule. begun: what adapters were taken from the model as, and what an export gives
-    back to it.
+    copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of the
+    update rule. initial_adapters: what adapters were taken from the model as, and what an export
+    gives back to it.
     """
 
     trainable: bool
@@ -73,7 +73,7 @@ class SlabPlacement:
     mirror: Store | None = None
     gradient: Store | None = None
     moments: Mapping[str, Store] = field(default_factory=dict)
-    begun: Store | None = None
+    initial_adapters: Store | None = None
 
     @property
     def is_coded(self) -> bool:
@@ -271,7 +271,7 @@ def _trained(
             sharded=streams,
             streamed=streams,
         ),
-        begun=_begun(config, slab),
+        initial_adapters=_initial_adapters(config, slab),
         moments={
             m.name: _shard(config, getattr(config, m.dtype), offloaded=getattr(config, m.offload))
             for m in rule_class().moments
@@ -279,7 +279,7 @@ def _trained(
     )
 
 
-def _begun(config: TrainConfig, slab: Slab) -> Store | None:
+def _initial_adapters(config: TrainConfig, slab: Slab) -> Store | None:
     """Nothing computes with it: it waits in host memory, in the format that products read."""
     if not config.splits_model or slab.name not in ("lora_a", "lora_b"):
         return None

@@ -60,7 +60,7 @@ class Weights:
 
     master[name]: this rank's shard; without a master of its own, of the work weights themselves.
     work[name]: what an update also writes, rounded: this rank's shard of the work weights, or None.
-    begun[name]: this rank's shard of what adapters were taken from the model as.
+    initial_adapters[name]: this rank's shard of what adapters were taken from the model as.
     slots: of streamed blocks; what nobody needs in an update.
     """
 
@@ -69,7 +69,7 @@ class Weights:
         self.slabs = {slab.name: slab for slab in table}
         self.master: dict[str, Tensor] = {}
         self.work: dict[str, Tensor | None] = {}
-        self.begun: dict[str, Tensor] = {}
+        self.initial_adapters: dict[str, Tensor] = {}
         self._whole: dict[str, Tensor] = {}
         self._part: dict[str, Tensor] = {}  # of streamed blocks: this rank's shard, for gathers
         self._mirrors = Mirrors(dev)
@@ -125,8 +125,10 @@ class Weights:
             own = self._alloc(f"{name}.{suffix}", size, stores.part, category)
         self.master[name] = own if master is None else master
         self.work[name] = None if master is None or stores.is_coded else own
-        if stores.begun is not None:
-            self.begun[name] = self._alloc(f"{name}.begun", size, stores.begun, "Master")
+        if stores.initial_adapters is not None:
+            self.initial_adapters[name] = self._alloc(
+                f"{name}.begun", size, stores.initial_adapters, "Master"
+            )
         if stores.work.streamed and stores.source is not None:
             self._part[name] = self.master[name] if own is None else own
         self._add_mirror(name, self._part.get(name))
@@ -226,7 +228,9 @@ class Weights:
             self._operands[key] = self._views.get(block, {}) | self._matrices(block, slot)
         if transposed and block in self._pass.partly:
             there = self._pass.partly[block]
-            return self.weight_codes.turned(block, self._operands[key], self.master[block], there)
+            return self.weight_codes.with_transposed(
+                block, self._operands[key], self.master[block], there
+            )
         if transposed:
             self._transposes.used(block, self._operands[key])
         return self._operands[key]
@@ -362,7 +366,7 @@ class Weights:
         reads less than a whole parameter; None if nothing is kept as codes.
         """
         for slab in self._with_masters():
-            held = [self.master[slab.name], *filter(None, [self.begun.get(slab.name)])]
+            held = [self.master[slab.name], *filter(None, [self.initial_adapters.get(slab.name)])]
             for tensor in held:
                 self.dev.zero(tensor)
             for param, target, first in self._owned(slab):

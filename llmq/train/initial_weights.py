@@ -15,7 +15,7 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
-from llmq.checkpoint.checkpoint import BEGUN, CheckpointReader
+from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
@@ -167,10 +167,12 @@ class InitialWeights:
         split = Split(self.model, self.adapters, config.lora_scale)
         if checkpoint is not None:
             params = [p for s in table_of(config, self.model) for p in s.params if p.of_adapter]
-            split.begun = {p.name: checkpoint.read(BEGUN, p).reshape(p.shape) for p in params}
+            split.initial_adapters = {
+                p.name: checkpoint.read(INITIAL_ADAPTERS, p).reshape(p.shape) for p in params
+            }
             return split
         for matrix in split.matrices:
-            split.begun |= processes().on_first(
+            split.initial_adapters |= processes().on_first(
                 lambda param=matrix: split.begin(param, self.weights.read(param), dtype)
             )
         return split
@@ -218,14 +220,16 @@ class InitialWeights:
         saved, adapters = AdapterConfig.of(config), self.adapters
         origin["base"] = self.base
         if config.splits_model:
-            adapters, read = doubled(self.model, adapters, read, partial(read, group=BEGUN))
+            adapters, read = doubled(
+                self.model, adapters, read, partial(read, group=INITIAL_ADAPTERS)
+            )
             saved = saved.doubled
         export_adapter(directory, self.model, adapters, saved, read, tokenizer, **origin)
 
 
 def _read_split(split: Split, weights: HfWeights, param: Param) -> np.ndarray:
     if param.of_adapter:
-        return split.begun[param.name]
+        return split.initial_adapters[param.name]
     return split.rest(param, weights.read(param))
 
 
