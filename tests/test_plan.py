@@ -218,8 +218,6 @@ def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
     spec = spec_of(find_card("h100"))
     older, newer = ("h100_offload",), ("h100_recipes", "h100_lora", "h100_int8")
     runs = [(report, run) for report, _, run in kept_runs() if report in older + newer]
-    # An fp8 head of that day needed less scratch, by kernels that are gone.
-    runs = [(r, run) for r, run in runs if not (run["fp8_head"] and "2026-11-23" in run["date"])]
     assert len(runs) >= 8 + 15
     for report, run in runs:
         config, model = make_config(run["options"]), preset(run["model"])
