@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import llmq.train.restarts
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import digest_of, manifest_damage
 from llmq.checkpoint.store import delete_old, own_checkpoints
@@ -21,20 +22,30 @@ from llmq.train.trainer import Trainer
 from tests import mpi
 from tests.runs import flags, make_workplace, options, records, train
 
-RUN = {"steps": 3, "ckpt_interval": 1, "save_training_state": True, "overwrite": None}
-RUN |= {"eval_file": "none"}
-ON = RUN | {"continue": "", "steps": 4}
-FIRST, NEWEST = "ckpt/step_00000001", "ckpt/step_00000003"
-ASIDE = "ckpt/step_00000001.damaged-1"
+# As many checkpoints as there are ways to damage one, and some more: a run of a test meets all ways
+# at once.
+STEPS = 19
+RUN = {"steps": STEPS, "ckpt_interval": 1, "ckpt_keep_n": 0, "save_training_state": True}
+RUN |= {"overwrite": None, "eval_file": "none", "eval_every_n_steps": 0, "batch_size": 1}
+RUN |= {"grad_accumulation": 1}
+ON = RUN | {"continue": "", "steps": STEPS + 1}
+
+
+def checkpoint(step):
+    return f"ckpt/step_{step:08d}"
+
+
+FIRST, NEWEST = checkpoint(1), checkpoint(STEPS)
+ASIDE = f"{FIRST}.damaged-1"
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """A folder with a run of 3 steps; `whole` is the model of 4 steps that nobody disturbed."""
+    """A folder with a run; `whole` is the model of one step more that nobody disturbed."""
     folder = make_workplace(tmp_path_factory.mktemp("damaged"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert train(**RUN | {"steps": 4, "out_dir": "whole", "ckpt_interval": 0}) == 0
+        assert train(**ON | {"continue": None, "out_dir": "whole", "ckpt_interval": 0}) == 0
         shutil.rmtree("ckpt")
         os.remove("log.json")
         assert train(**RUN) == 0
@@ -85,8 +96,16 @@ DAMAGES = {
 FEW = ["empty", "deep", "step", "folder", "loop"]  # what is found in different ways
 
 
-def damage(checkpoint=FIRST, how="empty"):
-    DAMAGES[how](Path(checkpoint) / "checkpoint.json")
+def damage(path=FIRST, how="empty"):
+    DAMAGES[how](Path(path) / "checkpoint.json")
+
+
+def damage_each(ways, first=1):
+    """Damage one checkpoint after the other in these ways; their paths."""
+    paths = [checkpoint(step) for step, _ in enumerate(ways, first)]
+    for path, how in zip(paths, ways, strict=True):
+        damage(path, how)
+    return paths
 
 
 def model(folder="out"):
@@ -101,94 +120,104 @@ def warnings_of(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_checkpoint_is_set_aside(how, capsys):
-    damage(how=how)
-    tensors = {path.name: path.read_bytes() for path in Path(FIRST).glob("*.safetensors")}
+def aside_of(path):
+    return (
+        f"warning: '{path}' is damaged and was set aside as '{Path(path).name}.damaged-1': '{path}"
+    )
+
+
+def test_damaged_checkpoints_are_set_aside(capsys):
+    paths = damage_each(DAMAGES)
+    tensors = {path: contents(path) for path in paths}
     capsys.readouterr()
     assert train(**ON) == 0
-    (line,) = warnings_of(capsys)
-    said = f"warning: '{FIRST}' is damaged and was set aside as 'step_00000001.damaged-1': '{FIRST}"
-    assert line.startswith(said)
+    said = warnings_of(capsys)
+    assert len(said) == len(DAMAGES)
+    for path, line in zip(paths, said, strict=True):
+        assert line.startswith(aside_of(path))
+        assert contents(f"{path}.damaged-1") == tensors[path]
+        assert os.path.lexists(f"{path}.damaged-1/checkpoint.json") and not Path(path).exists()
     assert model() == model("whole")
-    assert {path.name: path.read_bytes() for path in Path(ASIDE).glob("*.safetensors")} == tensors
-    assert os.path.lexists(f"{ASIDE}/checkpoint.json") and not Path(FIRST).exists()
-    assert train(**ON | {"steps": 5}) == 0, "what lies aside is no longer in the way"
+    assert train(**ON | {"steps": STEPS + 2}) == 0, "what lies aside is no longer in the way"
     assert warnings_of(capsys) == []
 
 
-@pytest.mark.parametrize("how", FEW)
-@pytest.mark.parametrize("given", [{"continue": 2}, {"continue": "ckpt/step_00000002"}])
-def test_an_older_one_that_is_named(how, given, capsys):
-    damage(how=how)
+def contents(path):
+    return {file.name: file.read_bytes() for file in Path(path).glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("given", [STEPS - 1, checkpoint(STEPS - 1)])
+def test_an_older_one_that_is_named(given, capsys):
+    paths = damage_each(FEW)
     capsys.readouterr()
-    assert train(**ON | given) == 0
-    (line,) = warnings_of(capsys)
-    assert f"'{FIRST}' is damaged and was set aside" in line
+    assert train(**ON | {"continue": given}) == 0
+    for path, line in zip(paths, warnings_of(capsys), strict=True):
+        assert line.startswith(aside_of(path))
     assert model() == model("whole")
-    assert "step_00000001.damaged-1" in names() and names("ckpt.old-1") == ["step_00000003"]
+    assert f"{Path(FIRST).name}.damaged-1" in names()
+    assert names("ckpt.old-1") == [Path(NEWEST).name]
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_the_newest_is_damaged(how, capsys):
-    damage(NEWEST, how)
+def test_the_newest_are_damaged(capsys):
+    paths = damage_each(FEW, STEPS - len(FEW) + 1)
     capsys.readouterr()
     assert train(**ON) == 0
-    passed, aside = warnings_of(capsys)
-    assert passed.startswith(f"warning: --continue: passed over checkpoint '{NEWEST}': ")
-    assert f"'{NEWEST}' is damaged and was set aside as 'step_00000003.damaged-1'" in aside
+    said = warnings_of(capsys)
+    passed, aside = said[: len(FEW)], said[len(FEW) :]
+    for path, line in zip(reversed(paths), passed, strict=True):
+        assert line.startswith(f"warning: --continue: passed over checkpoint '{path}': ")
+    for path, line in zip(paths, aside, strict=True):
+        assert line.startswith(aside_of(path))
     assert model() == model("whole")
     assert manifest_damage(Path(NEWEST) / "checkpoint.json") is None, "it was made again"
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_one_that_is_named_itself_is_refused_and_stays(how, capsys):
-    damage(how=how)
+def test_one_that_is_named_itself_is_refused_and_stays(capsys):
+    damage_each(FEW)
     before = names()
-    capsys.readouterr()
-    assert train(**ON | {"continue": 1}) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    for step, _ in enumerate(FEW, 1):
+        capsys.readouterr()
+        assert train(**ON | {"continue": step}) == 2
+        assert capsys.readouterr().err.startswith("error: ")
     assert names() == before
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_none_is_whole(how, capsys):
-    for step in (1, 2, 3):
-        damage(f"ckpt/step_0000000{step}", how)
+def test_none_is_whole(capsys):
+    damage_each((FEW * 4)[:STEPS])
     before = names()
     capsys.readouterr()
     assert train(**ON) == 2
-    assert "error: none of the 3 checkpoints is whole; the newest: " in capsys.readouterr().err
+    said = f"error: none of the {STEPS} checkpoints is whole; the newest: "
+    assert said in capsys.readouterr().err
     assert names() == before
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_a_new_run_beside_damaged_ones(how, capsys):
-    for step in (1, 2, 3):
-        damage(f"ckpt/step_0000000{step}", how)
+def test_a_new_run_beside_damaged_ones(capsys):
+    paths = damage_each((FEW * 4)[:STEPS])
     shutil.rmtree("out")
     os.remove("log.json")
     capsys.readouterr()
-    assert train(**RUN | {"steps": 4}) == 0
-    assert len(warnings_of(capsys)) == 3
+    assert train(**ON | {"continue": None}) == 0
+    assert len(warnings_of(capsys)) == STEPS
     assert model() == model("whole")
-    assert {f"step_0000000{step}.damaged-1" for step in (1, 2, 3)} < set(names())
+    assert {f"{Path(path).name}.damaged-1" for path in paths} < set(names())
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_overwrite(how, capsys):
-    damage(how=how)
+def test_overwrite(capsys):
+    paths = damage_each(FEW)
     capsys.readouterr()
-    assert train(**RUN | {"steps": 4, "overwrite": ""}) == 0
-    (line,) = warnings_of(capsys)
-    assert f"'{FIRST}' is damaged and was set aside as 'step_00000001.damaged-1'" in line
+    assert train(**ON | {"continue": None, "overwrite": ""}) == 0
+    for path, line in zip(paths, warnings_of(capsys), strict=True):
+        assert line.startswith(aside_of(path))
     assert model() == model("whole")
-    assert names("ckpt.old-1") == ["step_00000002", "step_00000003"]
+    rest = range(len(FEW) + 1, STEPS + 1)
+    assert names("ckpt.old-1") == [Path(checkpoint(step)).name for step in rest]
 
 
 def test_another_run_is_refused_as_before_and_nothing_is_renamed(capsys):
     damage()
-    shutil.rmtree("ckpt/step_00000002")
+    for step in range(2, STEPS):
+        shutil.rmtree(checkpoint(step))
     before = names()
     capsys.readouterr()
     assert train(**RUN) == 2
@@ -211,57 +240,64 @@ def test_a_copy_that_was_kept_takes_its_place():
     damage(NEWEST)
     assert train(**ON) == 0
     assert model() == model("whole")
-    assert "step_00000003.damaged-1" in names()
+    assert f"{Path(NEWEST).name}.damaged-1" in names()
 
 
-def test_restarts(monkeypatch, capfd):
+def test_restarts(monkeypatch, capsys):
+    """The process that starts the run reads the checkpoints, too. The run is in this process."""
     damage()
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    tried = []
+
+    def supervise(command, config, restarts):
+        tried.append(config.continue_from)
+        return _run([argument for argument in command[3:] if "--restarts" not in argument])
+
+    monkeypatch.setattr(llmq.train.restarts, "supervise", supervise)
     command = ["train", *flags(**ON), "--restarts=1"]
     monkeypatch.setattr(sys, "argv", ["llmq", *command])
-    assert _run(command) == 0
-    assert f"'{FIRST}' is damaged and was set aside" in capfd.readouterr().err
+    assert _run(command) == 0 and tried == ["latest"]
+    assert f"'{FIRST}' is damaged and was set aside" in capsys.readouterr().err
     assert model() == model("whole")
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_check_names_it_and_goes_on(how, capsys):
-    damage(how=how)
+def test_check_names_them_and_goes_on(capsys):
+    paths = damage_each(DAMAGES)
     capsys.readouterr()
     assert _run(["check", "ckpt"]) == 2
     out, err = capsys.readouterr()
     whole = "checksums agree, all weights are finite"
+    rest = range(len(DAMAGES) + 1, STEPS + 1)
     assert out.splitlines() == [
-        f"'{FIRST}': DAMAGED",
-        *(f"'ckpt/step_0000000{n}': step {n}, {whole}" for n in (2, 3)),
+        *(f"'{path}': DAMAGED" for path in paths),
+        *(f"'{checkpoint(n)}': step {n}, {whole}" for n in rest),
     ]
-    assert len(err.splitlines()) == 1 and FIRST in err
+    for path, line in zip(paths, err.splitlines(), strict=True):
+        assert path in line
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_export_takes_the_newest_that_is_whole(how, capsys):
-    damage(how=how)
-    damage(NEWEST, how)
+def test_export_takes_the_newest_that_is_whole(capsys):
+    paths = damage_each(FEW, STEPS - len(FEW) + 1)
+    before = names()
     capsys.readouterr()
     assert _run(["export", "--checkpoint-dir=ckpt", "--out-dir=exported"]) == 0
-    (line,) = warnings_of(capsys)
-    assert f"passed over checkpoint '{NEWEST}'" in line
-    assert names() == ["step_00000001", "step_00000002", "step_00000003"]
+    for path, line in zip(reversed(paths), warnings_of(capsys), strict=True):
+        assert f"passed over checkpoint '{path}'" in line
+    assert names() == before
 
 
-@pytest.mark.parametrize("how", FEW)
-def test_it_is_not_the_trainers_and_is_not_deleted(how):
+def test_they_are_not_the_trainers_and_are_not_deleted():
     """Not even where a run takes what has no id for its own."""
-    damage(NEWEST, how)
+    damage_each((FEW * 4)[: STEPS - 2], 3)
+    before = names()
     adopting = RunId("0" * 12, "llmq", adopts=True)
     assert own_checkpoints(Path("ckpt"), adopting) == {}
     for run in (adopting, None):
-        assert delete_old(Path("ckpt"), run, [1, 2, 3]) == []
+        assert delete_old(Path("ckpt"), run, [1, 2, *range(3, STEPS + 1)]) == []
     given = {n.replace("-", "_"): v for n, v in options(**RUN).items() if n != "overwrite"}
     with Trainer(**given) as trainer:
         trainer.load("ckpt")
         assert trainer.steps_done == 2
-    assert names() == ["step_00000001", "step_00000002", "step_00000003"]
+    assert names() == before
 
 
 def test_a_damaged_note_of_the_best(capsys):
@@ -285,8 +321,7 @@ LOGS = {
 }
 
 
-@pytest.mark.parametrize("how", LOGS)
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("how", "given"), [*((how, False) for how in LOGS), ("deep", True)])
 def test_a_damaged_log_is_set_aside(how, given, capsys):
     """Whether --log-file names it or the checkpoint does."""
     LOGS[how](Path("log.json"))
@@ -297,18 +332,19 @@ def test_a_damaged_log_is_set_aside(how, given, capsys):
     said = "warning: 'log.json' is damaged and was set aside as 'log.json.damaged-1': it is no log"
     assert line == said
     assert model() == model("whole")
-    assert [record["step"] for record in records("step")] == [3]
+    assert [record["step"] for record in records("step")] == [STEPS]
     aside = Path("log.json.damaged-1")
     assert aside.is_dir() if before is None else aside.read_bytes() == before
 
 
-@pytest.mark.parametrize("how", LOGS)
+@pytest.mark.parametrize("how", ["text", "deep", "folder"])
 def test_the_log_that_was_begun_beside_it_goes_on(how):
     os.rename("log.json", "log.json.new-1")
     Path("log.json").touch()
     LOGS[how](Path("log.json"))
     assert train(**ON | {"log_file": None}) == 0
-    assert [record["step"] for record in records("step", "log.json.new-1")] == [0, 1, 2, 3]
+    steps = [record["step"] for record in records("step", "log.json.new-1")]
+    assert steps == list(range(STEPS + 1))
     assert names(".").count("log.json") == 1, "the other one is left alone"
 
 
@@ -349,9 +385,14 @@ def test_what_a_stop_leaves_is_not_damaged(tmp_path, content):
 
 def test_all_processes_do_the_same():
     damage(how="deep")
+    for step in range(2, STEPS):
+        shutil.rmtree(checkpoint(step))
     Path("log.json").write_text("[" * 100_000)
-    status, _, err = mpi.run(2, mpi.case(**ON | {"gpus": 2, "batch_size": 1}))
+    status, _, err = mpi.run(2, mpi.case(**ON | {"gpus": 2}))
     assert status == 0, err
     assert err.count(f"'{FIRST}' is damaged and was set aside as 'step_00000001.damaged-1'") == 1
     assert err.count("'log.json' is damaged and was set aside as 'log.json.damaged-1'") == 1
-    assert names().count("step_00000001.damaged-1") == 1 and "step_00000004" in names()
+    assert (
+        names().count("step_00000001.damaged-1") == 1
+        and Path(checkpoint(STEPS + 1)).name in names()
+    )
