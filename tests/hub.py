@@ -17,8 +17,9 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """folder: holds OWNER/NAME/files. fetched: files that were asked for, with the first byte.
 
-    drops: of a file, how many of its bytes are sent before the connection ends, once. failing: the
-    files that are answered with an error.
+    sha: the commit of every branch now. asked: the revisions that files were asked for. drops: of a
+    file, how many of its bytes are sent before the connection ends, once. failing: the files that
+    are answered with an error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,6 +28,7 @@ class Hub:
         self.drops: dict[str, int] = {}
         self.failing: set[str] = set()
         self.gated = False
+        self.sha, self.asked = SHA, []
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """GET or HEAD."""
@@ -36,7 +38,8 @@ class Hub:
             self._model(request, name)
             return
         name, _, file = path.partition("/resolve/")
-        file = file.partition("/")[2]
+        revision, _, file = file.partition("/")
+        self.asked.append(revision)
         content = self.folder / name / file
         if not content.is_file():
             _send(request, 404, {"X-Error-Code": "EntryNotFound"}, b"{}")
@@ -56,13 +59,13 @@ class Hub:
             {"rfilename": str(path.relative_to(folder)), "size": path.stat().st_size}
             for path in paths
         ]
-        model = {"id": name, "sha": SHA, "siblings": siblings, "tags": [], "downloads": 0}
+        model = {"id": name, "sha": self.sha, "siblings": siblings, "tags": [], "downloads": 0}
         content = json.dumps(model | {"likes": 0, "private": False}).encode()
         _send(request, 200, {"Content-Type": "application/json"}, content)
 
     def _file(self, request: BaseHTTPRequestHandler, file: str, content: bytes) -> None:
         etag = hashlib.sha256(content).hexdigest()
-        headers = {"X-Repo-Commit": SHA, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": self.sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         if request.command == "HEAD":
             _send(request, 200, headers | {"Content-Length": str(len(content))}, b"")
             return

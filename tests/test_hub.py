@@ -25,8 +25,8 @@ from llmq.data.tokenizer import load_tokenizer
 from llmq.options.options_io import make_config
 from llmq.options.presets import find_directory
 from llmq.state.params import weight_table
-from llmq.train.model_of_run import model_of_run
-from tests.hub import serving
+from llmq.train.model_of_run import at_commit, model_of_run
+from tests.hub import SHA, serving
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import documents, write_bpe, write_jsonl
 
@@ -83,7 +83,8 @@ def test_what_is_needed_is_fetched_when_asked_for(hub, capsys):
     model, directory = model_of_run(of(download=True))
     assert names(hub) == [*DESCRIPTION, INDEX, "tokenizer.json", *WEIGHTS]
     said = capsys.readouterr().err
-    assert f"Downloading {ID}: 4 files, 0.0 MB\n" in said and "2 files of weights, 0.1 MB" in said
+    assert f"Downloading {ID}: 4 files, 0.0 MB, of commit {SHA[:12]}\n" in said
+    assert "2 files of weights, 0.1 MB" in said
     with HfWeights(directory) as weights:
         weights.check(weight_table(model))
     assert model_of_run(of()) == (model, directory)
@@ -115,6 +116,25 @@ def test_a_plan_and_a_run_from_scratch_need_no_weights(hub):
     (directory / WEIGHTS[1]).unlink()
     with pytest.raises(ConfigError, match=offer):
         model_of_run(of())
+
+
+def test_a_download_is_of_one_commit_which_a_run_keeps(hub):
+    _, directory = model_of_run(of(download=True))
+    assert directory.name == SHA and hub.asked[-1] == "main"
+    assert set(hub.asked[:-1]) == {SHA}, "what a branch is may change between two files"
+    config = at_commit(of(), directory)
+    hub.sha = "f" * 40
+    assert model_of_run(config)[1] == model_of_run(of(revision="main"))[1] == directory
+    with pytest.raises(ConfigError, match="add --download to fetch it from the hub"):
+        model_of_run(of(revision="v2"))
+    _, other = model_of_run(of(revision="v2", download=True))
+    assert other.name == hub.sha and at_commit(of(revision="v2"), other).revision == hub.sha
+    assert find_tokenizer(f"{ID}@v2", False) == str(other)
+    assert model_of_run(of())[1] == directory, "its branch is where it was"
+    for revision in ("../../main", "v3"):
+        assert find_directory(f"{ID}@{revision}") is None
+    with pytest.raises(ConfigError, match="--revision: --model tiny is no repository of the hub"):
+        model_of_run(of(revision="v2", model="tiny", from_scratch=True))
 
 
 def test_a_download_goes_on_where_it_stopped(hub, monkeypatch):
@@ -150,6 +170,10 @@ def test_a_model_is_trained_from_the_hub(hub, tmp_path, monkeypatch, capsys):
     options |= {"download": "", "save_training_state": True}
     assert train(**options) == 0, capsys.readouterr().err
     assert json.loads(Path("out/config.json").read_text())["hidden_size"] == CONFIG["hidden_size"]
+    begun = {"name": ID, "revision": SHA}
+    assert json.loads(Path("out/llmq.json").read_text())["hub"] == begun
+    assert _run(["export", "--checkpoint-dir=ckpt", "--out-dir=again"]) == 0
+    assert json.loads(Path("again/llmq.json").read_text())["hub"] == begun
     capsys.readouterr()
     assert _run(["train", "--continue", "--checkpoint-dir=ckpt", "--steps=2"]) == 0
     assert "--download" not in capsys.readouterr().err, "it is of the command that fetched"

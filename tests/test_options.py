@@ -31,6 +31,7 @@ from llmq.runtime.machine import PLAN_SPEC
 # Defaults of the program whose command lines must run unchanged.
 LLMQ_DEFAULTS = {
     "model": ".",
+    "revision": None,
     "from-scratch": False,
     "init-proj-to-zero": False,
     "model-dtype": "bf16",

@@ -14,7 +14,7 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
-from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.export_files import HubModel, export_owner, exported_files
 from llmq.checkpoint.finite import finite
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.manifest import Manifest
@@ -71,6 +71,7 @@ def export_checkpoint(
         read = partial(_read, reader)
         read = read if force else finite(read)
         origin = {"made": made, "run": reader.manifest.run}
+        origin["hub"] = HubModel.of(saved_config(reader.manifest))
         return export(reader, read, out_dir, model_dtype, tokenizer, **origin)
 
 

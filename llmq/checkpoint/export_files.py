@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.json_file import json_object
@@ -17,6 +17,7 @@ from llmq.data.tokenizer import (
     tokenizer_names,
 )
 from llmq.data.tokenizer_config import take_as_it_is
+from llmq.options.options import TrainConfig
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -27,9 +28,26 @@ MODEL_FILES += (ADAPTER_CONFIG, ADAPTER_FILE)
 """An export replaces these. RUN_FILE says which run it is of; other readers do not look at it."""
 
 
+class HubModel(NamedTuple):
+    """The repository of the hub that a run's first weights are from, and its commit."""
+
+    name: str
+    revision: str
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> HubModel | None:
+        """The one of these options; None where they name none of the hub."""
+        known = config.revision is not None and not config.from_scratch
+        return cls(config.model, config.revision) if known else None
+
+    def record(self) -> dict[str, str]:
+        """The model as JSON."""
+        return self._asdict()
+
+
 def run_record(**origin: Any) -> dict[str, Any]:
-    """The content of an export's llmq.json. made: what made the data's ids; run; base: of
-    adapters."""
+    """The content of an export's llmq.json. made: what made the data's ids; run; hub: where the
+    first weights are from; base: of adapters."""
     records = {name: known.record() for name, known in origin.items() if known is not None}
     return {"tokenizer" if name == "made" else name: record for name, record in records.items()}
 

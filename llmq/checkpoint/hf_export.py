@@ -19,6 +19,7 @@ from llmq.checkpoint.export_files import (
     INDEX_FILE,
     MODEL_FILES,
     SINGLE_FILE,
+    HubModel,
     run_record,
     save_tokenizer,
     tokenizer_files,
@@ -43,15 +44,16 @@ def export_model(
     made: TokenizerId | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     run: RunId | None = None,
+    hub: HubModel | None = None,
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
     read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
     before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
     beside them, or the model directory whose tokenizer files are copied, such that AutoTokenizer
-    makes the same ids. made, run: what made the ids that the model was trained on, and whose model
-    it is, noted in llmq.json. Nothing appears in out_dir before everything is on the disk; of what
-    is there already, only an older export is replaced.
+    makes the same ids. made, run, hub: what made the ids that the model was trained on, whose model
+    it is, and what it began as, noted in llmq.json. Nothing appears in out_dir before everything is
+    on the disk; of what is there already, only an older export is replaced.
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
@@ -60,7 +62,7 @@ def export_model(
         write_json(staging / CONFIG_FILE, config.to_hf(option))
         write_json(staging / "generation_config.json", _generation_config(config))
         sums = _write_weights(staging, config, read, dtype, max_shard_bytes)
-        origin = run_record(made=made, run=run)
+        origin = run_record(made=made, run=run, hub=hub)
         if origin:
             write_json(staging / RUN_FILE, origin | {"sha256": sums})
         save_tokenizer(staging, config, tokenizer)

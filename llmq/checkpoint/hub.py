@@ -24,12 +24,12 @@ MODEL, WEIGHTS, TOKENIZER = "model", "weights", "tokenizer"
 
 _DESCRIPTION = ("config.json", "generation_config.json")
 BYTES = "bytes"
-_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+(/[\w.-]+)*)?", re.ASCII)
 _ON = ("1", "on", "yes", "true")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name can be that of a repository, and is no directory."""
+    """Whether a name can be that of a repository, perhaps with @REVISION, and is no directory."""
     return _ID.fullmatch(name) is not None and not os.path.isdir(os.path.expanduser(name))
 
 
@@ -69,26 +69,32 @@ def offer(flag: str, name: str, part: str) -> ConfigError:
 
 
 def download(flag: str, name: str, parts: Sequence[str]) -> None:
-    """Fetch parts of a repository's newest revision into the cache, after a line that says so.
+    """Fetch parts of a repository into the cache, after a line that says so: all of one commit.
 
-    flag: that names it. ConfigError where that is not possible, or not allowed.
+    name: with @REVISION for another one than the newest. flag: that names it. ConfigError where
+    that is not possible, or not allowed.
     """
     hub = _library()
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    name, _, revision = name.partition("@")
     try:
-        info = api.model_info(name, files_metadata=True)
+        info = api.model_info(name, revision=revision or None, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         files = _files(flag, name, parts, [*sizes])
-        size = sum(sizes[file] for file in files)
-        print(f"Downloading {name}: {len(files)} files, {_mb(size)}", file=sys.stderr, flush=True)
+        size, first = sum(sizes[file] for file in files), files[0]
+        said = f"Downloading {name}: {len(files)} files, {_mb(size)}, of commit {info.sha[:12]}"
+        print(said, file=sys.stderr, flush=True)
         for file in files:
-            folder = _fetch(hub, name, file)
+            folder = _fetch(hub, name, file, info.sha)
         if WEIGHTS in parts and SINGLE_FILE not in sizes:
             files = [f for f in _indexed(folder / INDEX_FILE) if f in sizes and f.isprintable()]
             size = sum(sizes[file] for file in files)
             print(f"  {len(files)} files of weights, {_mb(size)}", file=sys.stderr, flush=True)
             for file in files:
-                _fetch(hub, name, file)
+                _fetch(hub, name, file, info.sha)
+        # Under the name of a branch or a tag only now: it is this commit, unless it has moved on.
+        if _fetch(hub, name, first, revision or "main").name != info.sha:
+            raise ConfigError(f"--download: {name} has just changed: give the same command again")
     except ConfigError:
         raise
     except Exception as error:  # of the library, of the network, of the disk
@@ -132,11 +138,10 @@ def _files(flag: str, name: str, parts: Sequence[str], there: Sequence[str]) -> 
     return wanted
 
 
-def _fetch(hub: Any, name: str, file: str) -> Path:
+def _fetch(hub: Any, name: str, file: str, revision: str) -> Path:
     """The snapshot that a file is in then."""
-    path = hub.hf_hub_download(
-        name, file, cache_dir=hub_cache(), endpoint=os.environ.get("HF_ENDPOINT")
-    )
+    where = {"cache_dir": hub_cache(), "endpoint": os.environ.get("HF_ENDPOINT")}
+    path = hub.hf_hub_download(name, file, revision=revision, **where)
     return Path(path).parents[file.count("/")]
 
 

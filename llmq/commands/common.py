@@ -206,7 +206,7 @@ def load_run(
             config, model, model_dir = of_run.planned_model(config)
         else:
             model, model_dir = of_run.model_of_run(config, weights=weights)
-        config = with_adapter(config, model).validate_with(model)
+        config = with_adapter(of_run.at_commit(config, model_dir), model).validate_with(model)
         idle = RULES.idle(config) + RULES.idle(config, model=model)
         line = of_run.vocabulary_line(config, model, trains=trains)
         warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))

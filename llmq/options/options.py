@@ -67,6 +67,11 @@ class TrainConfig:
     download: bool = switch(
         _MODEL, "Fetch what of --model is not in the local cache from the Hugging Face hub"
     )
+    revision: str | None = option(
+        _MODEL,
+        None,
+        "Commit, branch or tag of the repository that --model names; a run keeps the commit",
+    )
     from_scratch: bool = switch(_MODEL, "Start from random weights")
     init_proj_to_zero: bool = switch(
         _MODEL, "Start the attention-out and MLP-down matrices at zero"

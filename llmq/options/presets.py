@@ -199,8 +199,20 @@ def is_preset(name: str) -> bool:
     return name.lower() in _BY_LOWER_NAME
 
 
+def pinned(name: str, revision: str | None) -> str:
+    """NAME@REVISION: how a revision of a repository of the hub is written."""
+    return name if revision is None else f"{name}@{revision}"
+
+
+def revision_of(directory: Path | None) -> str | None:
+    """The commit of a snapshot in the hub's cache; None of any other directory."""
+    is_snapshot = directory is not None and directory.parent.name == "snapshots"
+    return directory.name if is_snapshot else None
+
+
 def find_directory(name: str) -> Path | None:
-    """The directory of this name, else of the repository of this name in the cache."""
+    """The directory of this name, else of the repository of this name in the cache, which may end
+    in @REVISION."""
     directory = Path(os.path.expanduser(name))  # pathlib's raises where there is no such user
     return directory if directory.is_dir() else _cached_snapshot(name)
 
@@ -270,12 +282,18 @@ def hub_cache() -> Path:
 
 
 def _cached_snapshot(repository: str) -> Path | None:
-    """The snapshot that refs/main names, else the newest one; None if there is none."""
+    """The snapshot of the revision, else that which refs/main names, else the newest one; None if
+    there is none."""
+    repository, _, revision = repository.partition("@")
     cached = hub_cache() / f"models--{repository.replace('/', '--')}"
-    reference = cached / "refs" / "main"
-    if reference.is_file():
-        snapshot = cached / "snapshots" / reference.read_text().strip()
-        if snapshot.is_dir():
-            return snapshot
+    if ".." in revision.split("/"):
+        return None
+    reference = cached / "refs" / (revision or "main")
+    named = reference.read_text().strip() if reference.is_file() else revision
+    snapshot = cached / "snapshots" / named
+    if named and snapshot.is_dir():
+        return snapshot
+    if revision:
+        return None
     snapshots = [path for path in cached.glob("snapshots/*") if path.is_dir()]
     return max(snapshots, key=lambda path: path.stat().st_mtime, default=None)

@@ -16,6 +16,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
+from llmq.checkpoint.export_files import HubModel
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
@@ -212,7 +213,8 @@ class InitialWeights:
     ) -> None:
         """Export as export_model does, or a run with adapters as export_adapter does. read: a
         parameter of the run."""
-        config, origin = self.config, {"made": made, "run": run}
+        config = self.config
+        origin = {"made": made, "run": run, "hub": HubModel.of(config)}
         if self.adapters is None:
             dtype = parse_dtype(config.model_dtype)
             export_model(directory, self.model, read, dtype, tokenizer, **origin)

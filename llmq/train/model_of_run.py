@@ -15,7 +15,14 @@ from llmq.data.document_file import documents_path
 from llmq.data.tokens import open_token_files
 from llmq.options.option_types import AUTO, split_weights
 from llmq.options.options import TrainConfig
-from llmq.options.presets import find_directory, is_preset, released, resolve_model
+from llmq.options.presets import (
+    find_directory,
+    is_preset,
+    pinned,
+    released,
+    resolve_model,
+    revision_of,
+)
 from llmq.options.sizes import given_sizes, resized
 
 MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padded
@@ -28,11 +35,18 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
     needed. --vocab-size auto reads the headers of the token files. Raises ConfigError or DataError.
     """
     _download(config, weights and not config.from_scratch)
-    model, model_dir = resolve_model(config.model, config.from_scratch)
+    name = pinned(config.model, config.revision)
+    model, model_dir = resolve_model(name, config.from_scratch)
     given = given_sizes(config)
     if given.get("vocab_size") == AUTO:
         given["vocab_size"] = _vocab_size_of_data(config)
     return resized(model, given), model_dir
+
+
+def at_commit(config: TrainConfig, model_dir: Path | None) -> TrainConfig:
+    """The options with the commit of the repository that the model is of, by which a run that goes
+    on and its exports know it."""
+    return replace(config, revision=revision_of(model_dir) or config.revision)
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
@@ -41,7 +55,8 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
 
     Returns the options of the run that it is a plan of, too: their --model can be trained.
     """
-    unread = config.from_scratch or config.download or find_directory(config.model) is not None
+    unread = config.from_scratch or config.download
+    unread = unread or find_directory(pinned(config.model, config.revision)) is not None
     trained = None if unread else released(config.model)
     if trained is not None:
         repository, model = trained
@@ -70,12 +85,14 @@ def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _download(config: TrainConfig, weights: bool) -> None:
     """See that what of the hub is needed is in the cache. ConfigError if it is not."""
-    name = config.model
-    from_hub = hub.is_hub_id(name) and not (config.from_scratch and is_preset(name))
+    name = pinned(config.model, config.revision)
+    from_hub = hub.is_hub_id(name) and not (config.from_scratch and is_preset(config.model))
+    if config.revision is not None and not from_hub:
+        raise ConfigError(f"--revision: --model {config.model} is no repository of the hub")
     known = find_directory(name) is not None or config.download
     if not from_hub or not known:  # resolve_model says what else could be meant
         if config.download:
-            what = "a preset" if is_preset(name) else "no name of the hub"
+            what = "a preset" if is_preset(config.model) else "no name of the hub"
             warn([f"--download has no effect: --model {name} is {what}"])
         return
     parts = [hub.MODEL, *([hub.WEIGHTS] if weights else [])]

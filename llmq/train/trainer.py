@@ -40,7 +40,7 @@ from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
 from llmq.train.initial_weights import InitialWeights, with_adapter
 from llmq.train.loaders import mean_loss, move_loaders, open_loaders
-from llmq.train.model_of_run import model_of_run
+from llmq.train.model_of_run import at_commit, model_of_run
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Predictor, Sampling
 from llmq.train.tokenizers import (
@@ -77,7 +77,7 @@ class Trainer:
         config = make_config(options)
         RULES.check(config, script=True)
         model, model_dir = model_of_run(config)
-        config = with_adapter(config, model).validate_with(model)
+        config = with_adapter(at_commit(config, model_dir), model).validate_with(model)
         self._open(config, model, model_dir, agreed_tokenizer(config, model_dir))
         try:
             self.load_weights()
