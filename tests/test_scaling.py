@@ -9,7 +9,6 @@ from llmq.comm.collectives import SilentComm
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh
-from llmq.train.rank import Rank
 from llmq.train.scaling import COMPARED, Scaling, alone, time_alone
 from tests.runs import make_workplace, options
 
@@ -91,7 +90,7 @@ def test_a_warm_up_leaves_no_trace(recipe, tmp_path, monkeypatch):
     for warm in (False, True):
         with llmq.Trainer(**{k.replace("-", "_"): v for k, v in given.items()}) as t:
             if warm:
-                t.ranks.run("finishing", Rank.finish)
+                t.ranks.run("finishing", lambda rank: rank.dev.synchronize())
                 t.ranks.run("warming up", lambda rank, t=t: rank.warm_up(t.model, 1))
                 t.load_weights()
             losses.append([t.step() for _ in range(3)] + [t.validate(2)])

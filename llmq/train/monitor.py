@@ -195,7 +195,9 @@ class StepReports(Member):
         given = (done.step, done.result, done.lr, done.ms, tokens, sol, done.epoch)
         self._reporter.train_step(*given)
         if done.number == 0:  # all products have been tuned
-            chosen = self._trainer.ranks.run_first("choices", lambda rank: rank.choices())
+            chosen = self._trainer.ranks.run_first(
+                "choices", lambda rank: (rank.dev.fast_products(), rank.dev.choices())
+            )
             self._reporter.choices(done.step, *chosen)
 
     def state(self) -> dict[str, Any]:

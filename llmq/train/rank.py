@@ -59,14 +59,6 @@ class Rank:
             for tensor in tensors.values():
                 self.dev.zero(tensor)
 
-    def choices(self) -> tuple[dict[str, bool], dict[str, str]]:
-        """The fast_products and choices of its device."""
-        return self.dev.fast_products(), self.dev.choices()
-
-    def finish(self) -> None:
-        """Wait until all that was enqueued is done."""
-        self.dev.synchronize()
-
     def evaluate(self, batches: Iterable[Batch]) -> Result:
         """The mean loss over the batches of all ranks."""
         return self.step.evaluate(self.counted(batches))

@@ -59,7 +59,7 @@ def time_alone(trainer: Trainer) -> float:
     # rate is 0: it stays so.
     ranks = trainer.ranks
     ranks.result(ranks.train(0, 0.0, config.grad_clip, [batches] * ranks.world.count))
-    ranks.run("finishing", Rank.finish)
+    ranks.run("finishing", lambda rank: rank.dev.synchronize())
     seconds = ranks.run_first("timing one GPU alone", lambda rank: _timed(rank, batches))
     ranks.run("resetting", Rank.reset)
     return 1000 * seconds
