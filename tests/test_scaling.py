@@ -64,7 +64,7 @@ def test_the_optimizer_is_as_new_afterwards(level, tmp_path, monkeypatch):
 
 
 def test_report_is_of_the_median():
-    scaling = Scaling(4, 90.0)
+    scaling = Scaling(4, 90.0, reporter=None)
     assert not scaling.missing
     assert not any(scaling.add(ms) for ms in (100.0, 5000.0, 99.0))
     assert scaling.missing
