@@ -77,7 +77,7 @@ def test_the_choice_is_the_faster_one_by_prediction(head_dim):
                 lse = dev.alloc("lse", (8, 16, T), F32, "Activations")
                 sight = attention.Sight(window=window)
                 own = attention_backward.chosen(dev, qkv, sight)
-                options = {"sight": sight, "backend": backend, "own": own}
+                options = {"sight": sight, "backend": backend, "kernel": own}
                 tensors = (qkv, out, out, lse, qkv)
                 run = partial(attention.backward, dev, *tensors, 16, 2, **options)
                 dev.graph(("backward",), run)

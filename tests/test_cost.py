@@ -596,7 +596,7 @@ def test_attention_backward_of_hopper(case):
     lse = dev.alloc("lse", (B, heads, T), F32, "Activations")
     own = attention_backward.chosen(dev, qkv, attention.ALL)
     tensors = (qkv, out, out, lse, qkv)
-    dev.graph(("call",), lambda: attention.backward(dev, *tensors, heads, kv_heads, own=own))
+    dev.graph(("call",), lambda: attention.backward(dev, *tensors, heads, kv_heads, kernel=own))
     wall = 1e6 * replay(dev.graphs[-1][1], Rates(H100)).wall
     assert 0.95 < wall / measured_attention()["backward", case] < 1.05
 

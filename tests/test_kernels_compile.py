@@ -8,7 +8,7 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.runtime.compile import Resources, target
 from llmq.runtime.device import FUSED
-from llmq.runtime.kernel import Source
+from llmq.runtime.kernel import KernelSource
 from tests.covering import covering
 from tools.compile_all import (
     ARCHITECTURES,
@@ -85,7 +85,7 @@ def test_no_kernel_is_left_out():
 def test_what_a_report_complains_of():
     good = Report(
         capability=89,
-        source=Source("a.cu", "a", (("T", "bf16"),), (("N", 4),)),
+        source=KernelSource("a.cu", "a", (("T", "bf16"),), (("N", 4),)),
         launch=Launch(256, 90 << 10),
         resources=Resources(registers=255, shared=9 << 10, spilled=0, stack=0, serialized=False),
     )

@@ -17,7 +17,7 @@ from llmq.base.epilogue import (
     GradientSum,
     Handed,
 )
-from llmq.base.operand import Fp8, Rounded, Target
+from llmq.base.operand import Fp8, OutputForms, Rounded
 from llmq.base.tensor import Accumulator
 from llmq.ops.product import ROUTES, product, route
 from tests.harness import host_device, step_scalars
@@ -70,7 +70,7 @@ def glu(bench):
     up, act = bench.empty(M, 2 * N), bench.empty(M, N)
     a, b = bench.tensor(M, K), bench.tensor(2 * N, K)
     handed = Handed(place=lambda temps: up, kept=up)
-    epilogue = Activated(name="geglu", to=Target(act))
+    epilogue = Activated(name="geglu", to=OutputForms(act))
     product(bench.dev, handed, a, b, trans_b=True, epilogue=epilogue)
     return [up, act]
 
@@ -79,7 +79,7 @@ def glu_grad(bench):
     d_up, act, up = bench.empty(M, 2 * N), bench.empty(M, N), bench.tensor(M, 2 * N)
     a, b, d_act = bench.tensor(M, K), bench.tensor(K, N), bench.empty(M, N)
     handed = Handed(place=lambda temps: d_act)
-    epilogue = ActivatedGradient(name="swiglu", up=up, to=Target(d_up), again=Target(act))
+    epilogue = ActivatedGradient(name="swiglu", up=up, to=OutputForms(d_up), again=OutputForms(act))
     product(bench.dev, handed, a, b, epilogue=epilogue)
     return [d_up, act]
 
@@ -143,10 +143,10 @@ def test_a_product_of_signed_bytes_has_no_route(monkeypatch):
     call = partial(product, bench.dev, handed, trans_b=True)
     signed = Rounded(source=a), Rounded(source=b)
     with bench.dev.instead(launch=counted):
-        call(*signed, epilogue=Activated(name="swiglu", to=Target(act)))
+        call(*signed, epilogue=Activated(name="swiglu", to=OutputForms(act)))
         assert calls == ["quantize_int8_rows"] * 2 + ["matmul_int8", "swiglu_forward"]
         calls.clear()
-        call(a, b, epilogue=Activated(name="swiglu", to=Target(act)), bias=bias)
+        call(a, b, epilogue=Activated(name="swiglu", to=OutputForms(act)), bias=bias)
         assert calls == ["matmul", "swiglu_forward"]
         calls.clear()
         dropped = replace(bench.adapters(R, N), added=lambda out, part: None)

@@ -31,7 +31,7 @@ from llmq.options.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.device import Launch as Launched
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.kernel import Kernel, KernelSource
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.placement import place, resident, table_of
@@ -50,14 +50,14 @@ class Launch(NamedTuple):
     shared: int
 
 
-Launches = dict[Source, set[Launch]]
+Launches = dict[KernelSource, set[Launch]]
 
 
 class Work(NamedTuple):
     """A kernel, compiled for one architecture, and how it is launched."""
 
     capability: int
-    source: Source
+    source: KernelSource
     launches: set[Launch]
 
 
@@ -71,7 +71,7 @@ class NotingDevice(PlanDevice):
     def _launch(self, launch: Launched) -> None:
         super()._launch(launch)
         if launch.kernel.file.endswith(".cu"):
-            source = Source.of(launch.kernel, launch.types, launch.consts)
+            source = KernelSource.of(launch.kernel, launch.types, launch.consts)
             threads = int(np.prod(launch.block))
             self.noted.setdefault(source, set()).add(Launch(threads, launch.smem))
 
@@ -223,7 +223,7 @@ def launches_of(runs: Iterable[tuple[int, Run]]) -> dict[int, Launches]:
         variables = sorted({a.type for a in kernel.declared if a.is_type_variable})
         for types in itertools.product(("bf16", "f32"), repeat=len(variables)):
             bound = tuple(zip(variables, types, strict=True))
-            key = Source(kernel.file, kernel.entry, bound, ())
+            key = KernelSource(kernel.file, kernel.entry, bound, ())
             for capability, noted in found.items():
                 if kernel.capability in (None, capability):
                     noted.setdefault(key, set()).add(Launch(1, 0))
@@ -235,7 +235,7 @@ class Report:
     """A kernel as compiled for one architecture, and one of its launches."""
 
     capability: int
-    source: Source
+    source: KernelSource
     launch: Launch
     resources: Resources
 
@@ -266,7 +266,7 @@ class Report:
         )
 
 
-def compiled(capability: int, source: Source, launches: set[Launch]) -> list[Report]:
+def compiled(capability: int, source: KernelSource, launches: set[Launch]) -> list[Report]:
     """Compile one kernel, or find it in the cache."""
     cubin = compile_kernel(source, capability)
     return [

@@ -237,7 +237,7 @@ def attention_backward_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int) -> list
     out, qkv = bf16(B, T, Hq, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     args = {"d_qkv": qkv, "d_out": out, "out": out, "qkv": qkv, "num_heads": Hq}
     args |= {"lse": f32(B, Hq, T, value=float(np.log(T))), "num_kv_heads": Hkv}  # as above
-    args["own"] = partial(attention_backward.backward, micro_batch=B)
+    args["kernel"] = partial(attention_backward.backward, micro_batch=B)
     return [Call("backward", attention.backward, args, flops=5 * B * Hq * T * T * Hd)]
 
 

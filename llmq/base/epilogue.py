@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
-from llmq.base.operand import Result, Target
+from llmq.base.operand import OutputForms, Result
 from llmq.base.tensor import Tensor
 
 
@@ -88,7 +88,7 @@ class Activated(Epilogue):
 
     kind: ClassVar[str] = "glu"
     name: str
-    to: Target | None
+    to: OutputForms | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +102,8 @@ class ActivatedGradient(Epilogue):
     kind: ClassVar[str] = "glu_grad"
     name: str
     up: Result
-    to: Target
-    again: Target
+    to: OutputForms
+    again: OutputForms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,7 @@ Result = Tensor | ProductCodes
 """The forms in which a product has written its result."""
 
 
-class Target(NamedTuple):
+class OutputForms(NamedTuple):
     """The forms in which a kernel writes a tensor: as it is, its largest absolute value F32 (1,),
     as fp8."""
 

@@ -18,7 +18,7 @@ import numpy as np
 from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, DType, parse_dtype
-from llmq.base.operand import Fp8, Operand, Result, Target
+from llmq.base.operand import Fp8, Operand, OutputForms, Result
 from llmq.base.tensor import Tensor
 from llmq.formats.format import (
     BACKWARD,
@@ -153,8 +153,10 @@ class E4m3(Format):
 
     def _direct(
         self, tensor_id: str, out: Tensor | None, q: Tensor | None, q_t: Tensor | None
-    ) -> Target:
-        return Target(out, self.scales.abs_max(tensor_id), self.scales.fp8_out(tensor_id, q, q_t))
+    ) -> OutputForms:
+        return OutputForms(
+            out, self.scales.abs_max(tensor_id), self.scales.fp8_out(tensor_id, q, q_t)
+        )
 
     @property
     def _known(self) -> bool:
@@ -193,7 +195,7 @@ class E4m3(Format):
         kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
         q, q_t = self._codes(temps, x.tensor_id, x.shape, product=product)
         codes = self.scales.fp8_out_again(x.tensor_id, q, q_t) if q or q_t else None
-        write(Target(kept, None, codes))
+        write(OutputForms(kept, None, codes))
         return self._fp8(x.tensor_id, kept, q, q_t)
 
     # -- tensors that are there already ----------------------------------------------------------
@@ -219,8 +221,8 @@ class E4m3(Format):
             quantize.scaled(self.dev, x, self.scales.fp8_out_again(tensor_id, q, q_t))
         return self._fp8(tensor_id, x, q, q_t)
 
-    def measured(self, tensor_id: str, out: Tensor) -> Target:
-        return Target(out, self.scales.abs_max(tensor_id))
+    def measured(self, tensor_id: str, out: Tensor) -> OutputForms:
+        return OutputForms(out, self.scales.abs_max(tensor_id))
 
     def largest(self) -> dict[tuple[int, str], float]:
         values, found = self.dev.download(self.scales.abs_maxes)[:, 0].tolist(), {}
@@ -284,7 +286,7 @@ class E4m3(Format):
         write(self._direct(tensor_id, source, q, q_t))
         return self._fp8(tensor_id, source, q, q_t)
 
-    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> Target:
+    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> OutputForms:
         if not self._known:
             return self.measured(tensor_id, d_out)
         return self._direct(tensor_id, d_out, *self._half_gradient)

@@ -22,7 +22,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
-from llmq.base.operand import Operand, Result, Target
+from llmq.base.operand import Operand, OutputForms, Result
 from llmq.base.tensor import Tensor
 from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
 from llmq.formats.scales import NoScales
@@ -31,7 +31,7 @@ from llmq.runtime.device import Device
 
 HEAD = "norm"  # the LM head's input
 
-Write = Callable[[Target], None]
+Write = Callable[[OutputForms], None]
 """Enqueues the kernel that makes a tensor, given where it goes; it is called once."""
 InputAgain = Callable[..., Operand]
 """Makes the input of half a block again, for backward; `product` is as in Format.input_again."""
@@ -140,7 +140,7 @@ class Format:
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         """A product's input, in the forward pass; what x has room for is kept for backward."""
         out = x.place(self.dev, temps)
-        write(Target(out))
+        write(OutputForms(out))
         return out
 
     def kept(self, x: Activation) -> Operand | None:
@@ -176,9 +176,9 @@ class Format:
         input_again."""
         return x
 
-    def measured(self, tensor_id: str, out: Tensor) -> Target:
+    def measured(self, tensor_id: str, out: Tensor) -> OutputForms:
         """The forms in which a kernel writes a tensor of which of_tensor makes an operand later."""
-        return Target(out)
+        return OutputForms(out)
 
     # -- results and gradients -------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Format:
         write(self.measured(tensor_id, out))
         return self.of_tensor(temps, tensor_id, out, measured=True, transposed=True)
 
-    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> Target:
+    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> OutputForms:
         """Where a kernel writes the gradient d_out (rows, C) of the output of half a block."""
         return self.measured(tensor_id, d_out)
 

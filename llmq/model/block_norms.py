@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.operand import Operand, Target
+from llmq.base.operand import Operand, OutputForms
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.model.activations import NormTensors
@@ -67,7 +67,7 @@ class BlockNorms:
         """
         if not self.pre:
             if before is not None:
-                self._run(here, before, w, Target(here.stream))
+                self._run(here, before, w, OutputForms(here.stream))
             return self.operands.of_tensor_again(
                 temps, here.out.tensor_id, here.stream, product=product
             )
@@ -77,14 +77,16 @@ class BlockNorms:
         write = partial(self._run, here, before, w)
         return self.operands.input_again(temps, here.out, write, product=product)
 
-    def _run(self, here: NormTensors, before: Tensor | None, w: BlockWeights, to: Target) -> None:
+    def _run(
+        self, here: NormTensors, before: Tensor | None, w: BlockWeights, to: OutputForms
+    ) -> None:
         """The stream if `before` and a branch are given, and the half's input; without a norm of
         its own, the stream is that."""
         stream, (weight, bias) = here.stream, here.parameters(w)
         if here.branch is None:
             before = None
         if self.post and before is not None:
-            into = Target(stream) if self.pre else to
+            into = OutputForms(stream) if self.pre else to
             self.norm.post(into, here.post_stats, here.branch, before, here.post_weight(w))
             before = None
         if not self.pre:
@@ -112,12 +114,12 @@ class BlockNorms:
         d_x (rows, C): the gradient of the half's input. `d_out` then is the gradient of what the
         half before has put out; id_before is its name, None where there is no half.
         """
-        d_branch = Target(d_residual)
+        d_branch = OutputForms(d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)
             d_branch = self.operands.half_gradient_target(id_before, out)
         if self.pre:
-            to = Target(d_residual) if self.post else d_branch
+            to = OutputForms(d_residual) if self.post else d_branch
             (weight, _), grads = here.parameters(w), here.parameters(g)
             self.norm.backward(to, *grads, d_x, here.stream, weight, here.stats, d_residual)
         else:

@@ -21,7 +21,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32
 from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
-from llmq.base.operand import Fp8, Operand, Target
+from llmq.base.operand import Fp8, Operand, OutputForms
 from llmq.base.tensor import Tensor
 from llmq.formats.format import HEAD, Format
 from llmq.model.linear import Linear
@@ -85,7 +85,9 @@ class Head:
         """
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
-            self.norm.post(Target(residual), self.branch_stats, branch, residual_att, w.ln1_post)
+            self.norm.post(
+                OutputForms(residual), self.branch_stats, branch, residual_att, w.ln1_post
+            )
             self.norm.post(to, stats, residual, None, w.norm)
         elif branch is None:
             self.norm.forward(to, stats, residual, w.norm, w.norm_bias)
@@ -123,7 +125,7 @@ class Head:
         targets: Tensor,
         weights: Tensor | None,
         branch: Tensor | None,
-        to: Target,
+        to: OutputForms,
         d_residual: Tensor,
         d_norm: Tensor,
     ) -> None:
@@ -146,7 +148,7 @@ class Head:
             if d_weight is not None:
                 d_weight = d_weight._replace(accumulate=True)
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
-        stream = Target(d_residual) if post else to
+        stream = OutputForms(d_residual) if post else to
         self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
         if post:
             stats = self.branch_stats

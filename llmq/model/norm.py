@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.operand import Target
+from llmq.base.operand import OutputForms
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import norm, quantize
 from llmq.runtime.device import Device
@@ -39,7 +39,7 @@ class Normalization:
         self.dev, self.eps, self.offset = dev, config.norm_eps, config.arch.norm_offset
 
     def forward(
-        self, to: Target, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
+        self, to: OutputForms, stats: Stats, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> None:
         """to (rows, C) = norm(x)."""
         dev, (rstd, mean) = self.dev, stats
@@ -50,7 +50,7 @@ class Normalization:
     def forward_residual(
         self,
         residual_out: Tensor,
-        to: Target,
+        to: OutputForms,
         stats: Stats,
         residual: Tensor,
         branch: Tensor,
@@ -64,7 +64,7 @@ class Normalization:
             norm.forward_residual(dev, *args, offset=self.offset, **results)
 
     def post(
-        self, to: Target, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
+        self, to: OutputForms, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> None:
         """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
 
@@ -76,7 +76,7 @@ class Normalization:
 
     def backward(
         self,
-        to: Target,
+        to: OutputForms,
         d_weight: Accumulator | None,
         d_bias: Accumulator | None,
         d_out: Tensor,
@@ -96,7 +96,7 @@ class Normalization:
 
 
 @contextmanager
-def _results(dev: Device, to: Target, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def _results(dev: Device, to: OutputForms, shape: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """The places of a kernel's further results: it writes codes row by row, others are made of
     those."""
     if to.fp8 is None or to.fp8.transposed is None:

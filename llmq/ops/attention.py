@@ -190,7 +190,7 @@ def backward(
     *,
     backend: str | tuple[str, ...] = "native",
     deterministic: bool = True,
-    own: Callable[..., None] | None = None,
+    kernel: Callable[..., None] | None = None,
 ) -> None:
     """Gradient of attention: probabilities are computed again from lse.
 
@@ -203,7 +203,7 @@ def backward(
                        with cudnn up to B*Hq, of which those beyond B cut the heads
         sight          of the forward
         backend        of the forward or another one, as there
-        own            what "native" means here, of ops.attention_backward.chosen()
+        kernel         what "native" means here, of ops.attention_backward.chosen()
         deterministic  False lets cudnn add in any order, for less workspace; native always is
 
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
@@ -233,7 +233,7 @@ def backward(
     def native() -> None:
         at_once = _fitting(lse, qkv, step, parts) if "cudnn" in backends else step
         for part, seen in _batches(tensors, sight, at_once):
-            (own or _backward_native)(dev, part, num_heads, num_kv_heads, seen)
+            (kernel or _backward_native)(dev, part, num_heads, num_kv_heads, seen)
 
     _choose(op, dev, backends, {"native": native, "cudnn": cudnn}, qkv, num_heads, sight)
 

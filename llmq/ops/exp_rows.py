@@ -19,8 +19,8 @@ THREADS = 256
 FINISH_ROWS = 32  # of one block
 MULTIPLE = 8  # of K and of columns: one 16-byte access
 
-# shift is the target's logit and so much more: what is less likely than e^(MARGIN - 87) is 0.
-MARGIN = 32.0
+# shift is the target's logit and so much more: what is less likely than e^(SHIFT_MARGIN - 87) is 0.
+SHIFT_MARGIN = 32.0
 # Rows whose sum of exponentials is not between 1 / LIMIT and LIMIT are computed again. Far enough
 # from what is infinite for 1 / factor too.
 LIMIT = math.exp(70.0)
@@ -46,10 +46,10 @@ SCALE = Kernel(
 
 
 def shift(dev: Device, shift: Tensor, x: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """shift = x @ weight[target] + MARGIN, of masked rows with column 0.
+    """shift = x @ weight[target] + SHIFT_MARGIN, of masked rows with column 0.
 
-    The sum of a row's exponentials is then exp(loss - MARGIN), which is in range for any loss of a
-    model that has learned something or nothing.
+    The sum of a row's exponentials is then exp(loss - SHIFT_MARGIN), which is in range for any loss
+    of a model that has learned something or nothing.
 
     Args:
         shift    out  F32   (rows,)
@@ -64,7 +64,7 @@ def shift(dev: Device, shift: Tensor, x: Tensor, weight: Tensor, targets: Tensor
     expect(op, "shift", shift, F32, (rows,))
     expect(op, "targets", targets, I32, (rows,))
     blocks = ceil_div(rows, THREADS // WARP)
-    dev.launch(SHIFT, blocks, THREADS, (shift, x, weight, targets, rows, K, MARGIN))
+    dev.launch(SHIFT, blocks, THREADS, (shift, x, weight, targets, rows, K, SHIFT_MARGIN))
 
 
 def finish(

@@ -27,7 +27,16 @@ from llmq.base.epilogue import (
     Handed,
     RowFactors,
 )
-from llmq.base.operand import Fp8, Int8, Operand, ProductCodes, Result, Rounded, Target, tensor_of
+from llmq.base.operand import (
+    Fp8,
+    Int8,
+    Operand,
+    OutputForms,
+    ProductCodes,
+    Result,
+    Rounded,
+    tensor_of,
+)
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import (
     cross_entropy,
@@ -463,14 +472,14 @@ def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
 
     def write(out: Result) -> None:
         if isinstance(out, ProductCodes):
-            _swiglu(terms, Target(None), "swiglu", out)
+            _swiglu(terms, OutputForms(None), "swiglu", out)
         else:
             _adapted(terms, out)
 
     return write
 
 
-def _swiglu(terms: _Terms, to: Target, name: str, up: Result | None) -> None:
+def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Result | None) -> None:
     gelu = name == "geglu"
     with terms.operands() as operands:
         matmul_fused.swiglu(

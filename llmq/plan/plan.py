@@ -17,7 +17,7 @@ from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
 from llmq.runtime.head_groups import divisions
-from llmq.runtime.kernel import Source
+from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import DATA
 from llmq.runtime.plan_device import PlanDevice, Trace
 from llmq.runtime.world import World
@@ -73,7 +73,7 @@ class Plan:
     traffic: int
     launches: int
     placement: Placement
-    sources: frozenset[Source]
+    sources: frozenset[KernelSource]
     micro_steps: tuple[tuple[Trace, int], ...] = field(repr=False)
     update: Trace = field(repr=False)
     gpus: int | None = None

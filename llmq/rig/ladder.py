@@ -126,7 +126,7 @@ def _attention(
     ahead()
     tensors = (d_qkv, d_out, out, lse, qkv)
     way = partial(attention_backward.backward, micro_batch=batch) if own else None
-    return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend, own=way)
+    return partial(attention.backward, dev, *tensors, heads, kv_heads, backend=backend, kernel=way)
 
 
 def cases(spec: DeviceSpec) -> Iterator[Case]:

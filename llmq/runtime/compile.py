@@ -24,7 +24,7 @@ from typing import Any
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import read_own, write_shared
 from llmq.runtime.cuda_api import load_libraries
-from llmq.runtime.kernel import TYPE_VARIABLES, Source
+from llmq.runtime.kernel import TYPE_VARIABLES, KernelSource
 
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
 DEFAULT_TYPE = "f32"  # of a type variable that only other entry points of the same file use
@@ -108,7 +108,7 @@ def kernel_text(file: str, entry: str) -> str:
     return re.sub(r"\bENTRY\b", entry, (KERNEL_DIR / file).read_text())
 
 
-def program(source: Source) -> str:
+def program(source: KernelSource) -> str:
     """The text that the compiler gets. Shared headers come before the definitions, whose one-letter
     names would otherwise meet the template parameters in there.
 
@@ -225,7 +225,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
     return found
 
 
-def compile_kernel(source: Source, capability: int) -> Cubin:
+def compile_kernel(source: KernelSource, capability: int) -> Cubin:
     """Machine code of a kernel for a GPU of this capability, from the cache if it is there.
 
     Raises LlmqError when the compiler or its headers are missing, RuntimeError with the
@@ -249,7 +249,7 @@ def compile_kernel(source: Source, capability: int) -> Cubin:
     return cached
 
 
-def compile_ahead(sources: Iterable[Source], capability: int) -> None:
+def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
     """Start to fill the cache in threads, which NVRTC lets run side by side; returns at once.
 
     Whoever needs one of these kernels earlier waits for it, or compiles it. Errors are left to
@@ -266,7 +266,7 @@ def compile_ahead(sources: Iterable[Source], capability: int) -> None:
         thread.start()
 
 
-def _compile_waiting(waiting: deque[Source], capability: int) -> None:
+def _compile_waiting(waiting: deque[KernelSource], capability: int) -> None:
     """A thread of compile_ahead."""
     while True:
         try:
@@ -277,14 +277,16 @@ def _compile_waiting(waiting: deque[Source], capability: int) -> None:
             compile_kernel(source, capability)
 
 
-def _stop_compiling(waiting: deque[Source], threads: list[threading.Thread]) -> None:
+def _stop_compiling(waiting: deque[KernelSource], threads: list[threading.Thread]) -> None:
     """At exit: NVRTC crashes in threads that still use it when the process unloads it."""
     waiting.clear()
     for thread in threads:
         thread.join()
 
 
-def _compile(nvrtc: Nvrtc, source: Source, text: str, flags: list[str]) -> tuple[bytes, Resources]:
+def _compile(
+    nvrtc: Nvrtc, source: KernelSource, text: str, flags: list[str]
+) -> tuple[bytes, Resources]:
     """Machine code, and what it needs."""
     includes = cuda_include_dirs(nvrtc.version[0])
     if not includes:

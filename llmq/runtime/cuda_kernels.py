@@ -15,7 +15,7 @@ from llmq.base.errors import LlmqError
 from llmq.runtime.arguments import Arguments
 from llmq.runtime.compile import compile_kernel
 from llmq.runtime.device import FUSED, Launch
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.kernel import Kernel, KernelSource
 from llmq.runtime.tensor_map import tensor_map
 
 DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
@@ -49,7 +49,7 @@ class CudaKernels:
         self._api = api
         self._launch = api.driver.cuLaunchKernel
         self._capability = capability
-        self._loaded: dict[Source, Loaded] = {}
+        self._loaded: dict[KernelSource, Loaded] = {}
         self._arguments: dict[Kernel, Arguments] = {}
 
     def launch(self, launch: Launch, stream: int) -> None:
@@ -73,7 +73,7 @@ class CudaKernels:
 
     def load(self, kernel: Kernel, types: dict[str, DType], consts: dict[str, int]) -> Loaded:
         """The kernel with these types and constants."""
-        source = Source.of(kernel, types, consts)
+        source = KernelSource.of(kernel, types, consts)
         loaded = self._loaded.get(source)
         if loaded is None:
             if kernel.capability not in (None, self._capability):

@@ -178,7 +178,7 @@ def _expect_map(what: str, tensor: Tensor) -> None:
         )
 
 
-class Source(NamedTuple):
+class KernelSource(NamedTuple):
     """The source of one compilation, which makes machine code of a kernel with types and constants.
 
     file: of llmq/cu. types: names by type variable. consts: -DNAME=value. Both sorted.
@@ -190,7 +190,9 @@ class Source(NamedTuple):
     consts: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None) -> Source:
+    def of(
+        cls, kernel: Kernel, types: dict[str, DType], consts: dict[str, int] | None
+    ) -> KernelSource:
         """The source for a launch with these types of its variables."""
         given = tuple(types.items()), tuple((consts or {}).items())
         return _source(kernel.file, kernel.entry, *given)
@@ -207,9 +209,9 @@ def _source(
     entry: str,
     types: tuple[tuple[str, DType], ...],
     consts: tuple[tuple[str, int], ...],
-) -> Source:
+) -> KernelSource:
     names = sorted((variable, dtype.name) for variable, dtype in types)
-    return Source(file, entry, tuple(names), tuple(sorted(consts)))
+    return KernelSource(file, entry, tuple(names), tuple(sorted(consts)))
 
 
 def expect(op: str, name: str, tensor: Tensor, dtype: DType | None, shape: tuple) -> None:

@@ -12,7 +12,7 @@ from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_memory import available_host_memory
-from llmq.runtime.kernel import Source
+from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.processes import Processes, processes
 from llmq.runtime.world import World
@@ -52,7 +52,7 @@ class Machine:
         place = rank - self.world.base
         return self.indices[place] if self.indices else place
 
-    def compile_ahead(self, sources: Iterable[Source]) -> None:
+    def compile_ahead(self, sources: Iterable[KernelSource]) -> None:
         """Start to compile kernels that will be launched; on the CPU there is nothing to do."""
         if self.kind == "cuda":
             from llmq.runtime.compile import compile_ahead

@@ -12,7 +12,7 @@ import numpy as np
 from llmq.base.tensor import Storage, Tensor
 from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
-from llmq.runtime.kernel import Source
+from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 
 
@@ -72,7 +72,7 @@ class PlanDevice(Device):
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
-        self.sources: set[Source] = set()
+        self.sources: set[KernelSource] = set()
         self.graphs: list[tuple[tuple, Trace]] = []
         self._trace: Trace | None = None  # of the graph that is being run
         self._part = ""
@@ -97,7 +97,7 @@ class PlanDevice(Device):
     def _launch(self, launch: Launch) -> None:
         kernel, args = launch.kernel, launch.args
         if kernel.file.endswith(".cu"):
-            self.sources.add(Source.of(kernel, launch.types, launch.consts))
+            self.sources.add(KernelSource.of(kernel, launch.types, launch.consts))
         device, *host = kernel.traffic(args)
         kind = Kind.of(kernel, args, launch.cost, device)
         self._note(kernel.file, kernel.entry, kind, launch.cost, device, *host)

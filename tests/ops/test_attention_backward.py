@@ -31,7 +31,7 @@ def gradient(dev, qkv, d_out, heads, kv_heads, chunks=1, chosen=attention_backwa
         own = chosen(dev, tensors["qkv"], Sight())
         if chosen is attention_backward.chosen:
             assert (own is None) == (dev.spec.capability != CAPABILITY)
-        options = {"num_heads": heads, "num_kv_heads": kv_heads, "chunks": chunks, "own": own}
+        options = {"num_heads": heads, "num_kv_heads": kv_heads, "chunks": chunks, "kernel": own}
         attention.backward(dev, **tensors, **options)
 
     return run(dev, call, arrays)["d_qkv"]

@@ -51,7 +51,7 @@ def cases_of(entry):
 
 
 def scales_of(dtype, a, b):
-    """Of fp8 codes."""
+    """The scales of fp8 codes."""
     values = {"scale_a": a, "scale_b": b}
     fp8 = dtype in (E4M3, E5M2)
     return {name: np.array([x], np.float32) if fp8 else None for name, x in values.items()}
@@ -145,7 +145,8 @@ def test_one_is_added(hopper, rng, added):
 
 @gpu_only
 def test_without_adapters(hopper, rng):
-    """As what is computed again: the up product, and gradients before the activation's."""
+    """Products without adapters are what is computed again: the up product, and gradients before
+    the activation's."""
     check_adapted(hopper, rng, (304, 208, 144, 0, False), E4M3)
     for dtype in (E4M3, E5M2):
         check_adapted(hopper, rng, (304, 208, 144, 0, True), dtype, E4M3)
@@ -189,7 +190,7 @@ def test_where_adapted_is_faster():
     assert faster() and faster(dtype=E4M3) and faster(R=128)
     assert not faster(M=1024) and not faster(R=136)
     assert not faster(R=12) and not faster(K=3592, dtype=E4M3)  # rows of no multiple of 16 bytes
-    # What is idle in the last turn costs less than is saved, if it is little, or K is short.
+    # An idle last turn costs less than is saved, if little of it is idle, or K is short.
     assert faster(N=3584) and faster(N=3584, K=37888) and faster(N=3584, K=37888, dtype=E4M3)
     assert faster(N=3584, M=3584) and not faster(N=3584, M=3584, K=18944)
     assert not faster(N=512) and faster(N=512, M=16384)  # the first turn is not full
@@ -429,7 +430,7 @@ def up_arrays(rng, M, F, K, R, dtype):
 
 
 def up_results(M, F, layout):
-    """Of all kinds; layout: of codes, None: none."""
+    """Results of all kinds; layout: of codes, None: none."""
     found = {
         "up_gate": np.full((M, 2 * F), np.nan, BF16.numpy),
         "out": np.full((M, F), np.nan, BF16.numpy),
@@ -509,7 +510,8 @@ def two_with_codes(dev, *, a, b, scale_a, scale_b, gelu, out=None, abs_max=None,
 
 
 def check_codes(dev, case, *, scale, abs_max=3.0, nan=False, layout="both", keeps=True, gelu=False):
-    """As check_swiglu, with codes as up_gate. layout: None without activation. keeps: up_gate."""
+    """Check as check_swiglu does, with codes as up_gate. layout: None without activation. keeps:
+    up_gate."""
     M, F, *_ = case
     given = up_arrays(np.random.default_rng(1), *case, E4M3)
     given["scale_b"][:] = 4
@@ -638,7 +640,8 @@ def test_wrong_arguments_of_swiglu():
 
 
 def down_arrays(rng, case, left):
-    """Of the product, and up_gate; gates of all sizes, and what is no number in the last rows."""
+    """The arrays of the product, and up_gate; gates of all sizes, and what is no number in the last
+    rows."""
     M, F, K, R = case
     codes = left != BF16
     up_gate = (rng.normal(size=(M, 2 * F)) * 4).astype(BF16.numpy)

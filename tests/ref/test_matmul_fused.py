@@ -103,7 +103,7 @@ def test_exp(rng):
 
 
 def test_gradient(rng):
-    """Of the product's rounding half a unit of BF16's last place remains, of the sum's a whole."""
+    """The product's rounding leaves half a unit of BF16's last place, the sum's a whole."""
     M, N, K = CASES["matmul_gradient"]["tiles"]
     operands, product = operands_of(rng, M, N, K, 0, E4M3)
     before = normal(rng, BF16, M, N, scale=30)

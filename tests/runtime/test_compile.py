@@ -15,7 +15,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime import compile
 from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
 from llmq.runtime.compile import Resources, compile_kernel
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.kernel import Kernel, KernelSource
 
 FILE = "compiled.cu"
 SOURCE = """
@@ -33,7 +33,7 @@ another(T* y) { y[threadIdx.x] = from_f32<T>(0.0f); }
 """
 SCALE = Kernel(FILE, "scale", args="T* y, const T* x, const G* g")
 KERNELS = ("scale", "another")
-BOUND = Source.of(SCALE, {"T": BF16}, {"FACTOR": 32})
+BOUND = KernelSource.of(SCALE, {"T": BF16}, {"FACTOR": 32})
 
 
 def test_without_a_home_directory_the_cache_is_asked_for(monkeypatch):
@@ -158,7 +158,7 @@ def test_cache_hits_and_what_makes_it_miss(folder, compilations):
     assert compile_kernel(BOUND, 90) == first
     assert len(compilations) == 1
     for change in (
-        lambda: compile_kernel(Source.of(SCALE, {"T": F32}, dict(BOUND.consts)), 90),
+        lambda: compile_kernel(KernelSource.of(SCALE, {"T": F32}, dict(BOUND.consts)), 90),
         lambda: compile_kernel(BOUND._replace(consts=(("FACTOR", 64),)), 90),
         lambda: compile_kernel(BOUND, 80),
         lambda: (
@@ -228,7 +228,7 @@ def test_kernels_are_compiled_ahead_once_and_side_by_side(folder, monkeypatch):
 
     monkeypatch.setattr(compile, "_compile", compiled)
     monkeypatch.setattr(compile.os, "cpu_count", lambda: len(factors))
-    sources = {Source.of(SCALE, {"T": BF16}, {"FACTOR": factor}) for factor in factors}
+    sources = {KernelSource.of(SCALE, {"T": BF16}, {"FACTOR": factor}) for factor in factors}
     assert str(min(sources)) == "scale T=bf16 FACTOR=32"
     compile.compile_ahead(sources, 90)
     for source in sources:  # as launches do, which wait for what is under way

@@ -17,7 +17,7 @@ from llmq.runtime.compile import Cubin, Resources
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import FUSED, MemorySizes
-from llmq.runtime.kernel import Kernel, Source
+from llmq.runtime.kernel import Kernel, KernelSource
 from llmq.runtime.pinned import PinnedMemory
 from llmq.runtime.product import Product
 from tests.conftest import gpu_problem
@@ -340,7 +340,7 @@ def test_which_products_accumulate_fast(dev):
         for dtype in ("bf16", "e4m3"):
             types = ("A", dtype), ("B", dtype)
             for constant in ("RANK", 16), ("EXACT", 1):
-                source = Source(f"{name}.cu", name, types, (constant,))
+                source = KernelSource(f"{name}.cu", name, types, (constant,))
                 dev._kernels._loaded[source] = None
     found = dev.fast_products()
     dev._kernels._loaded.clear()

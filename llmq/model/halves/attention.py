@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.operand import Operand, Target
+from llmq.base.operand import Operand, OutputForms
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
@@ -229,7 +229,7 @@ class AttentionHalf:
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
                     here.kept.lse, by_head, self.Hq, self.Hkv, self.chunks, sight,
                     backend=self.backends[here.index][1],
-                    own=attention_backward.chosen(dev, by_head, sight),
+                    kernel=attention_backward.chosen(dev, by_head, sight),
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv)
             self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
@@ -266,7 +266,7 @@ class AttentionHalf:
         table = self.rope_tables[here.index]
         if table is not None and qk_raw is None:
 
-            def write(to: Target) -> None:
+            def write(to: OutputForms) -> None:
                 rope.backward(
                     self.dev, by_head, table, self.Hq, self.Hkv, self.starts,
                     abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,

@@ -15,14 +15,14 @@ from functools import partial
 from typing import NamedTuple
 
 from llmq.base.epilogue import Activated, ActivatedGradient, Handed
-from llmq.base.operand import Operand, ProductCodes, Result, Target
+from llmq.base.operand import Operand, OutputForms, ProductCodes, Result
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.halves.half import Frame, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 
-NOWHERE = Target(None)
+NOWHERE = OutputForms(None)
 
 
 class _Kept(NamedTuple):
@@ -77,7 +77,7 @@ class MlpHalf:
             ready=self.operands.writes_once,
         )
 
-        def write(to: Target) -> None:
+        def write(to: OutputForms) -> None:
             epilogue = Activated(name=self.activation, to=to)
             self.linear.forward(here.index, "up", handed, x, w, epilogue=epilogue)
 
@@ -134,7 +134,7 @@ class MlpHalf:
         g: BlockGrads,
         mlp_up: Result,
         d_out: Tensor,
-        to: Target,
+        to: OutputForms,
     ) -> None:
         """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up).
 
@@ -153,7 +153,7 @@ class MlpHalf:
                 written=partial(self.operands.written, here.id_of("d_mlp_up")),
             )
 
-            def write(act: Target) -> None:
+            def write(act: OutputForms) -> None:
                 epilogue = ActivatedGradient(name=self.activation, up=mlp_up, to=to, again=act)
                 down = (here.index, "down", handed, d_down, w, g)
                 self.linear.input_gradient(*down, epilogue=epilogue)
