@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -361,6 +362,47 @@ def full(root: Path, rng: random.Random) -> tuple[str, Ended, Problems]:
     return f"no room from step {first} on, --ckpt-required {required}", ended, problems
 
 
+def revision(root: Path, rng: random.Random) -> tuple[str, Ended | None, Problems]:
+    """Let a repository of the hub move on while it is fetched: all is of one commit, or refused."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return "there is no huggingface_hub here", None, []
+    from tests.hub import serving
+
+    shutil.copytree(root / "out", root / "hubs/a/b")
+    (root / "hubs/a/b/llmq.json").unlink()
+    moves = rng.randrange(1, 9)
+    args = train(model="a/b", from_scratch=None, download="", steps=1, out_dir="new",
+                 checkpoint_dir="new-ckpt", log_file="new.json")  # fmt: skip
+    with serving(root / "hubs") as (hub, address):
+        real, count = hub.answer, itertools.count(1)
+
+        def answer(request: object) -> None:
+            if next(count) == moves:
+                hub.sha = "f" * 40
+            real(request)
+
+        hub.answer = answer
+
+        def call() -> int:
+            more = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(root / "hub")}
+            os.environ.update(more | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
+            for name in ("CI", "HF_HUB_OFFLINE"):
+                os.environ.pop(name, None)
+            return command(*args)
+
+        ended = run(inside(root, call))
+    snapshots = [path.name for path in (root / "hub/models--a--b/snapshots").glob("*")]
+    problems = []
+    if ended.status == 0:
+        kept = json.loads((root / "new/llmq.json").read_text())["hub"]["revision"]
+        here = root / "hub/models--a--b/snapshots" / kept
+        if not all((here / name).is_file() for name in ("config.json", "model.safetensors")):
+            problems.append(("changed", f"it says {kept}, and there are {snapshots}"))
+    elif "has just changed" not in ended.text:
+        problems.append(("lost", f"it was not fetched: {ended.text[-300:]}"))
+    return f"it moves on at request {moves}", ended, problems
+
+
 def lost_terminal(root: Path, rng: random.Random) -> tuple[str, None, Problems]:
     """Close the terminal of a command with workers at some time."""
     (root / "long.jsonl").write_text('{"text": "some words of a text"}\n' * 200_000)
@@ -392,6 +434,7 @@ CASES: list[tuple[str, Case, int]] = [
     ("cache", cache, 8),
     ("orders and sizes", data, 16),
     ("a disk that stays full", full, 8),
+    ("a revision that moves on", revision, 2),
     ("a lost terminal", lost_terminal, 1),
     ("a hang under MPI", hang, 1),
 ]
