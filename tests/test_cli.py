@@ -427,6 +427,7 @@ def test_tokenize_has_the_defaults_of_its_implementation():
         "download",
         "tokenizer",
         "max_record",
+        "add_tokens",
     ):  # of what may be given several times, or not at all, or is spelled in another way
         del command[made]
     assert command == {name: real[name] for name in command}

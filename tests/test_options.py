@@ -142,6 +142,7 @@ def test_defaults_of_known_flags():
         "sample-every": -1,
         "sample-tokens": 64,
         "keep-best": None,
+        "add-tokens": None,
         "packing": "concat",
         "long": None,
         "document-mask": False,

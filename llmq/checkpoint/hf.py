@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llmq.arch.matrix import HfPart
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
@@ -27,7 +29,7 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
     SafetensorsFile,
 )
-from llmq.state.params import Param, Slab
+from llmq.state.params import Param, Slab, weight_table
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
@@ -68,6 +70,41 @@ class HfTensor:
                 raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
 
 
+class _GrownTable:
+    """A table of rows as HfTensor, of `rows` rows, with new ones [first, first + count), which are
+    the mean of those before them."""
+
+    def __init__(self, stored: HfTensor, rows: int, first: int, count: int):
+        self.path, self.dtype, self._stored = stored.path, stored.dtype, stored
+        self.shape = (rows, *stored.shape[1:])
+        self._new = range(first, first + count)
+
+    @cached_property
+    def _mean(self) -> np.ndarray:
+        total, dtype = np.zeros(self.shape[1:], np.float64), None
+        for rows, values in self._stored.pieces():
+            dtype = values.dtype
+            total += values[: max(self._new.start - rows.start, 0)].sum(0, dtype=np.float64)
+        return (total / self._new.start).astype(dtype)
+
+    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """A few rows at a time: where they belong, and their values."""
+        for rows, _ in self._stored.pieces():
+            yield rows, self.rows(rows.start, rows.stop)
+        if self.shape[0] > self._stored.shape[0]:
+            rows = slice(self._stored.shape[0], self.shape[0])
+            yield rows, self.rows(rows.start, rows.stop)
+
+    def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
+        """These rows of a table, which is not transposed."""
+        end = min(stop, self._stored.shape[0])
+        out = np.repeat(self._mean[None], stop - start, axis=0)
+        if start < end:
+            out[: end - start] = self._stored.rows(start, end, transposed=transposed)
+        out[max(self._new.start - start, 0) : max(self._new.stop - start, 0)] = self._mean
+        return out
+
+
 class HfWeights:
     """The tensors of a model directory: model.safetensors, else the files its index names.
 
@@ -92,6 +129,16 @@ class HfWeights:
         for tensor in self._where.values():
             sizes[tensor.dtype] += prod(tensor.shape)
         return {"F32": "fp32", "F16": "fp16"}.get(max(sizes, key=sizes.__getitem__), "bf16")
+
+    def grow(self, model: ModelConfig, first: int, count: int) -> None:
+        """Give embedding and LM head the rows of the model's vocabulary, and the ids [first, first
+        + count) the mean of those before them as theirs.
+        """
+        embed = weight_table(model)[0].params[0]  # a tied head may be stored, too
+        for stored in (self._name(embed.hf[0].name), self._name("lm_head.weight")):
+            if stored is not None:
+                table = _GrownTable(self._where[stored], model.vocab_size, first, count)
+                self._where[stored] = table
 
     def _open(self) -> dict[str, HfTensor]:
         """Every tensor, by name."""

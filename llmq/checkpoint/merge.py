@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
+from llmq.data.new_tokens import parse_tokens
+from llmq.data.tokenizer import HfTokenizer
 from llmq.formats import FORMATS
 from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.option_types import QUANTIZED
@@ -102,6 +105,8 @@ def open_merged(
     at the end of a turn. LlmqError if the two do not belong together.
     """
     with AdapterFiles(directory) as files:
+        if files.config.add_tokens is not None:
+            model = _grown(model, weights, directory, files.config.add_tokens)
         adapters = files.adapters(model)
         files.check_adapters(model, adapters)
         if files.base is not None:
@@ -116,6 +121,16 @@ def open_merged(
             base_read = partial(_rest, split, base_read)
         read = merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
         yield model.ending_at(files.ends), read
+
+
+def _grown(model: ModelConfig, weights: HfWeights, directory: Path, tokens: str) -> ModelConfig:
+    """The model with the rows of the tokens that it got for its adapters, whose tokenizer has their
+    ids."""
+    tokenizer, names = HfTokenizer(directory), parse_tokens(tokens)
+    first = min(tokenizer.encode(name)[0] for name in names)
+    grown = replace(model, vocab_size=max(model.vocab_size, first + len(names)))
+    weights.grow(grown, first, len(names))
+    return grown
 
 
 def tokenizer_folder(adapter: Path, directory: Path) -> Path:

@@ -61,6 +61,7 @@ class AdapterConfig:
     base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
     split: whether they are `doubled` ones, of adapters that began as a part of the model.
     modules: those of the model that PEFT trains beside them, by ends of their names.
+    add_tokens: special tokens that the model got, as --add-tokens has them.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class AdapterConfig:
     base_dtype: str | None = None
     split: bool = False
     modules: tuple[str, ...] = ()
+    add_tokens: str | None = None
 
     @property
     def scale(self) -> float:
@@ -94,6 +96,7 @@ class AdapterConfig:
             dropout=config.lora_dropout,
             base=config.model,
             base_dtype=config.base_dtype if config.is_quantized else None,
+            add_tokens=config.add_tokens,
         )
 
 
@@ -168,6 +171,8 @@ class AdapterFiles(HfWeights):
         self.base, dtype = BaseId.of(record.get("base")), record.get("base_dtype")
         known = {"base_dtype": dtype if dtype in QUANTIZED else None}
         known["split"] = record.get("lora_init") == "pissa"
+        tokens = record.get("add_tokens")
+        known["add_tokens"] = tokens if isinstance(tokens, str) else None
         self.config = replace(self.config, **known)
         ends = record.get("eos_token_ids")
         self.ends = ends if isinstance(ends, list) else []

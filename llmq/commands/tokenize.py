@@ -36,6 +36,13 @@ ChatTemplate = Annotated[
         "(docs/data.md has the list), or none; the tokenizer's own if not given."
     ),
 ]
+AddTokens = Annotated[
+    str | None,
+    typer.Option(metavar="A,B", help="Special tokens that the tokenizer gets, of a template's."),
+]
+Download = Annotated[
+    bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
+]
 MaxRecord = Annotated[
     str, typer.Option(metavar="SIZE", help="Refuse a record of more bytes, such as 64MiB.")
 ]
@@ -65,14 +72,14 @@ def tokenize(
     seq_len: SeqLen = None,
     max_record: MaxRecord = "64MiB",
     record_seconds: RecordSeconds = 10.0,
+    add_tokens: AddTokens = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token files.")] = False,
-    download: Annotated[
-        bool, typer.Option("--download", help="Fetch the tokenizer from the Hugging Face hub.")
-    ] = False,
+    download: Download = False,
 ) -> None:
     """Turn texts and conversations into token files."""
     from llmq.checkpoint.hub import find_tokenizer
     from llmq.data.inputs import dataset_of
+    from llmq.data.new_tokens import grown_tokenizer, parse_tokens
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
 
@@ -82,10 +89,11 @@ def tokenize(
             "repository on the hub with --download, such as Qwen/Qwen2.5-0.5B, or bytes for a "
             "small model of your own"
         )
-    with ending_children():
+    tokens, found = parse_tokens(add_tokens), find_tokenizer(tokenizer, download)
+    with ending_children(), grown_tokenizer(found, tokens) as grown:
         summary = tokenize(
             inputs or [],
-            tokenizer=find_tokenizer(tokenizer, download),
+            tokenizer=grown,
             out=out,
             dataset=dataset_of(dataset, split),
             field=one_field(field, template),

@@ -32,6 +32,7 @@ from llmq.data.tokenizer_config import OWN_TOKENS
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 SHIPPED = Path(__file__).with_name("chat_templates")
 """Templates of published formats, NAME.jinja, which mark what the model writes."""
+_CONTROL = re.compile(r"<[^<>\s]+>")
 _PROBE = "probe"  # a reply, to see what the template writes behind it
 _HALF = re.compile("[\ud800-\udfff]")
 _SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -338,6 +339,16 @@ def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> Stop:
         if tail:
             return Stop([*ids], tail.splitlines()[0].rstrip())
     return Stop([*ids], None)
+
+
+def lacking_tokens(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
+    """The texts of the template that look like a token and are none of this tokenizer's."""
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    found: dict[str, None] = {}
+    for start in ([{"role": "system", "content": "!"}], []):
+        with suppress(DataError):  # of a system message
+            found |= dict.fromkeys(_CONTROL.findall(template.render([*start, *messages]).text))
+    return [text for text in found if len(tokenizer.encode(text)) > 1]
 
 
 # ------------------------------------------------------------------------------------------------

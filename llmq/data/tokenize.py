@@ -24,7 +24,7 @@ from llmq.base.locks import LOCK, locked
 from llmq.base.records import MAX_RECORD
 from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
-from llmq.data.chat_template import end_of_turn, load_chat_template
+from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_template
 from llmq.data.conversations import RecordConversation
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
@@ -131,6 +131,15 @@ def _prepare(
     tokenizer = load_tokenizer(spec)
     recipe = _recipe(tokenizer, spec, wanted, special_tokens, train_on, given)
     stop = end_of_turn(recipe.chat.template, tokenizer) if recipe.is_chat else None
+    if stop is not None and stop.text and tokenizer.fingerprint != ByteTokenizer.fingerprint:
+        missing = lacking_tokens(recipe.chat.template, tokenizer)
+        if stop.text in missing:
+            raise DataError(
+                f"the end of a turn, {stop.text}, is no token of the tokenizer '{spec}', so that "
+                "the model would hardly learn to stop: give --add-tokens "
+                f"'{','.join(missing)}' here and to llmq train, or --chat-template with the name "
+                "of a format whose tokens it has"
+            )
     ends = None if stop is None or stop.text is not None else next(iter(stop.ids), None)
     return recipe, _warnings(recipe, special_tokens, train_on, given), ends
 

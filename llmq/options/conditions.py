@@ -251,3 +251,11 @@ def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
                 name = module.rpartition(".")[2]
                 return {"module": name, "rows": rows, "columns": columns, "way": way}
     return None
+
+
+def untrained_rows(o: Options, model: ModelConfig) -> str | None:
+    """The value of --train with which the rows of new tokens are trained beside adapters, None if
+    they are."""
+    needed = ["embeddings", *([] if model.tied_embeddings else ["head"])]
+    lacking = [part for part in needed if part not in o.train]
+    return ",".join([*o.train, *lacking]) if lacking else None

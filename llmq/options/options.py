@@ -76,6 +76,12 @@ class TrainConfig:
     init_proj_to_zero: bool = switch(
         _MODEL, "Start the attention-out and MLP-down matrices at zero"
     )
+    add_tokens: str | None = option(
+        _MODEL,
+        None,
+        "Special tokens that the model gets behind its last ones, as its tokenizer got in `llmq "
+        "tokenize`, with commas between them; their rows begin as the mean of the others",
+    )
     model_dtype: str = dtype_option(_MODEL, "bf16", "Format of weights and activations")
     master_dtype: str | None = dtype_option(
         _MODEL,

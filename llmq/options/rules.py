@@ -28,6 +28,7 @@ from llmq.options.conditions import (
     uncoded_base,
     uncoded_product,
     undivided_gradients,
+    untrained_rows,
     why_gradients_stay,
     why_no_cudnn,
     why_no_mirrors,
@@ -143,6 +144,16 @@ REFUSED = (
         lambda v, o: v < _LEAST_EPSILON,
         "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
         "weight without gradients is 0 / 0, got {value}",
+    ),
+    *refused(
+        "add_tokens",
+        lambda v, o: v is not None and o.from_scratch,
+        "--add-tokens: a new model has rows for all of its tokenizer: use --vocab-size auto",
+    ),
+    *refused(
+        "add_tokens",
+        lambda v, o, model: v is not None and o.has_adapters and untrained_rows(o, model),
+        "--add-tokens: nothing trains the new rows beside adapters: give --train={found}",
     ),
     *refused("seq_len", lambda v, o: v % 4, "--seq-len: must be a multiple of 4, got {value}"),
     *refused(

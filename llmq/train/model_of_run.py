@@ -12,6 +12,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, DataError, warn
 from llmq.checkpoint import hub
 from llmq.data.document_file import documents_path
+from llmq.data.new_tokens import new_tokens, parse_tokens
 from llmq.data.tokens import open_token_files
 from llmq.options.option_types import AUTO, split_weights
 from llmq.options.options import TrainConfig
@@ -40,6 +41,8 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
     given = given_sizes(config)
     if given.get("vocab_size") == AUTO:
         given["vocab_size"] = _vocab_size_of_data(config)
+    if config.add_tokens is not None:
+        model = with_new_tokens(config, model, model_dir)
     return resized(model, given), model_dir
 
 
@@ -47,6 +50,19 @@ def at_commit(config: TrainConfig, model_dir: Path | None) -> TrainConfig:
     """The options with the commit of the repository that the model is of, by which a run that goes
     on and its exports know it."""
     return replace(config, revision=revision_of(model_dir) or config.revision)
+
+
+def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | None) -> ModelConfig:
+    """With a vocabulary that --add-tokens fits into; some models have rows to spare."""
+    if model_dir is None:
+        raise ConfigError("--add-tokens: needs a model with a tokenizer, a directory as --model")
+    first, count, _ = new_tokens(model_dir, parse_tokens(config.add_tokens))
+    if first > model.vocab_size:
+        raise ConfigError(
+            f"--add-tokens: the tokenizer in '{model_dir}' has {first} ids, more than the "
+            f"{model.vocab_size} rows of the model: they do not belong together"
+        )
+    return replace(model, vocab_size=max(model.vocab_size, first + count))
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:

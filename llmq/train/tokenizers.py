@@ -15,6 +15,7 @@ from llmq.data.identity import (
     tokenizer_of_folder,
     tokenizers_of_files,
 )
+from llmq.data.new_tokens import new_tokens, parse_tokens
 from llmq.data.patterns import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import difference
@@ -35,7 +36,10 @@ def agreed_tokenizer(
     found = [(what, made) for what, made in _of_files(config) if made is not None]
     data = found[0][1] if found else None
     if model_dir is not None and not config.from_scratch:
-        found.append((f"the model in '{model_dir}'", tokenizer_of_folder(model_dir)))
+        made = tokenizer_of_folder(model_dir)
+        if config.add_tokens is not None:
+            made = new_tokens(model_dir, parse_tokens(config.add_tokens)).made
+        found.append((f"the model in '{model_dir}'", made))
     if checkpoint is not None:
         found.append((f"the checkpoint '{checkpoint}'", recorded_tokenizer(checkpoint)))
     known = [(what, made) for what, made in found if made is not None]
@@ -83,8 +87,8 @@ def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> N
     if its.fingerprint != others.fingerprint:
         raise DataError(
             f"{one} is of the tokenizer {its}, but {other.split(': ')[-1]} of {others}: tokenize "
-            "the data with the same one, or give --allow-other-tokenizer if you know that their "
-            "ids agree"
+            "the data with the same one, give --add-tokens if this was given there, or "
+            "--allow-other-tokenizer if you know that their ids agree"
         )
 
 
