@@ -1,6 +1,6 @@
 """A made-up family: every other layer has experts in the place of an MLP.
 
-    out = sum over experts e of down[e] @ (up[e] @ x)
+    out[t] = sum over experts e of down[e] @ (up[e] @ x[t]), + x[t - 1]
 
 It is declared as a new one would be: an architecture that makes its HalfSpec, and a half.
 """
@@ -13,6 +13,7 @@ from llmq.arch.halves import attention, mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.arch.qwen2 import Qwen2
 from llmq.model.linear import Linear
+from llmq.ops.add import add
 from llmq.ops.matmul import matmul
 from llmq.state.params import planes
 
@@ -68,6 +69,7 @@ def experts(config, layer, F):
         ),
         output=None,
         activations=("many_act",),
+        cached={"moe_input": (C,)},
         sizes={"experts": EXPERTS},
     )  # fmt: skip
 
@@ -82,6 +84,7 @@ class ExpertsHalf:
 
     def __init__(self, shared):
         self.dev, self.operands, self.linear = shared.dev, shared.operands, Linear(shared.dev)
+        self.T = shared.options.seq_len
 
     def keeps_input(self, recompute):
         return not recompute.norm
@@ -99,12 +102,25 @@ class ExpertsHalf:
         flat = whole.view(EXPERTS * rows, whole.shape[1] // EXPERTS)
         return [flat.rows(i * rows, (i + 1) * rows) for i in range(EXPERTS)]
 
+    def _add_neighbours(self, out, x, of_out, of_x):
+        """Rows [of_out, of_out + T - 1) of each sequence get those from of_x on of x."""
+        for start in range(0, out.shape[0] if self.T > 1 else 0, self.T):
+            to = out.rows(start + of_out, start + of_out + self.T - 1)
+            add(self.dev, to, to, x.rows(start + of_x, start + of_x + self.T - 1))
+
     def forward(self, frame, here, w, x):
         out, addend = here.out
         assert addend is None
         for i, act in enumerate(self._acts(frame.temps, here)):
             matmul(self.dev, act, x, planes(w["many_up"])[i], trans_b=True)
             matmul(self.dev, out, act, planes(w["many_down"])[i], trans_b=True, accumulate=i > 0)
+        self._add_neighbours(out, x, 1, 0)
+        if here.cache is not None:
+            (cache,) = here.cache.values()
+            at, cache = frame.position, cache.view(*cache.shape[1:])
+            self.dev.copy(cache.rows(at, at + x.shape[0]), x)
+            if at > 0:
+                add(self.dev, out.rows(0, 1), out.rows(0, 1), cache.rows(at - 1, at))
 
     def recompute(self, frame, here, w, g, x_again):
         x, acts = x_again(product=here.recompute.ffn), self._acts(frame.temps, here)
@@ -127,3 +143,5 @@ class ExpertsHalf:
                 gradient("many_up", i, d_act, inputs.x)
                 if d_x is not None:
                     matmul(self.dev, d_x, d_act, planes(w["many_up"])[i], accumulate=i > 0)
+        if d_x is not None:
+            self._add_neighbours(d_x, d_out, 0, 1)
