@@ -26,7 +26,6 @@ from llmq.formats.format import (
     HEAD,
     WEIGHT,
     Activation,
-    Alloc,
     Format,
     Write,
     id_of,
@@ -59,9 +58,9 @@ class E4m3(Format):
                   is one.
 
     formats: of codes, by name of a layer's tensor. products: ids of those that products write.
-    limits: the largest finite value of each tensor's format, by its id. adapted: ids of the tensors
-    that adapters multiply as they are; None where there are none, and gradients of matrices need
-    transposed codes.
+    outs: those of the gradients of halves' outputs. limits: the largest finite value of each
+    tensor's format, by its id. adapted: ids of the tensors that adapters multiply as they are; None
+    where there are none, and gradients of matrices need transposed codes.
     """
 
     weights, makes_codes = E4M3, True
@@ -74,13 +73,16 @@ class E4m3(Format):
         self.gradient_dtype = parse_dtype(options.gradient_dtype)
         self.formats: dict[str, DType] = {}
         self.products: list[str] = []
+        self.outs: set[str] = set()
         self.limits: dict[str, float] = {}
         for layer in range(config.num_layers):
             self._add_layer(config, layer, coded=options.mlp_dtype == "e4m3")
         if options.head_dtype == "e4m3":
             self.formats[HEAD], self.limits[HEAD] = E4M3, E4M3_MAX
         self.adapted = None
-        if options.has_adapters:
+        if not options.has_adapters:  # which multiply tensors
+            self.kept_codes = E4M3
+        else:
             self.adapted = frozenset(
                 id_of(layer, name)
                 for layer in range(config.num_layers)
@@ -92,13 +94,12 @@ class E4m3(Format):
             self.scales = Scales(self.dev, self.limits)
             return
         self.scales = DelayedScales(self.dev, self.limits, self.products)
-        q, q_t = self._alloc("q", self.shape), None
+        name, dtype = "d_residual", self.gradient_dtype
+        q = self.dev.alloc(f"{name}.q", self.shape, dtype, "Activations")
+        q_t = None
         if self.adapted is None:
-            q_t = self._alloc("q_t", self.shape[::-1])
+            q_t = self.dev.alloc(f"{name}.q_t", self.shape[::-1], dtype, "Activations")
         self._half_gradient = (q, q_t)
-
-    def _alloc(self, layout: str, lies: tuple[int, int]) -> Tensor:
-        return self.dev.alloc(f"d_residual.{layout}", lies, self.gradient_dtype, "Activations")
 
     @property
     def head(self) -> Format:
@@ -116,6 +117,7 @@ class E4m3(Format):
         for name in [name for half in halves for name in half.coded] if coded else ():
             names[name] = self.gradient_dtype if name.startswith("d_") else E4M3
             self.products.append(id_of(layer, name))
+        self.outs |= {id_of(layer, f"d_{half.name}") for half in halves}
         self.formats |= names
         self.limits |= {id_of(layer, name): MAX[dtype] for name, dtype in names.items()}
 
@@ -165,13 +167,6 @@ class E4m3(Format):
 
     # -- inputs ----------------------------------------------------------------------------------
 
-    def keep(
-        self, alloc: Alloc, name: str, shape: tuple[int, int], dtype: DType, *, may_be_codes: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        if may_be_codes and self.adapted is None:  # adapters multiply tensors
-            return None, alloc(f"{name}_t", *shape[::-1], dtype=E4M3)
-        return super().keep(alloc, name, shape, dtype, may_be_codes=may_be_codes)
-
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
         q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
@@ -203,6 +198,8 @@ class E4m3(Format):
     def of_tensor(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
     ) -> Operand:
+        if measured and self._known and tensor_id in self.outs:
+            return self._fp8(tensor_id, x, *self._half_gradient)
         q, q_t = self._codes(temps, tensor_id, x.shape, transposed=transposed)
         largest = None if measured else self.scales.abs_max(tensor_id)
         if self._known:
@@ -222,6 +219,8 @@ class E4m3(Format):
         return self._fp8(tensor_id, x, q, q_t)
 
     def measured(self, tensor_id: str, out: Tensor) -> OutputForms:
+        if self._known and tensor_id in self.outs:
+            return self._direct(tensor_id, out, *self._half_gradient)
         return OutputForms(out, self.scales.abs_max(tensor_id))
 
     def largest(self) -> dict[tuple[int, str], float]:
@@ -285,16 +284,6 @@ class E4m3(Format):
         source = out if bias or keeps else None
         write(self._direct(tensor_id, source, q, q_t))
         return self._fp8(tensor_id, source, q, q_t)
-
-    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> OutputForms:
-        if not self._known:
-            return self.measured(tensor_id, d_out)
-        return self._direct(tensor_id, d_out, *self._half_gradient)
-
-    def half_gradient(self, temps: ExitStack, tensor_id: str, d_out: Tensor) -> Operand:
-        if not self._known:
-            return super().half_gradient(temps, tensor_id, d_out)
-        return self._fp8(tensor_id, d_out, *self._half_gradient)
 
     # -- frozen matrices -------------------------------------------------------------------------
 

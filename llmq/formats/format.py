@@ -35,8 +35,6 @@ Write = Callable[[OutputForms], None]
 """Enqueues the kernel that makes a tensor, given where it goes; it is called once."""
 InputAgain = Callable[..., Operand]
 """Makes the input of half a block again, for backward; `product` is as in Format.input_again."""
-Alloc = Callable[..., Tensor]
-"""Make a layer's tensor: (name, *shape, dtype=)."""
 
 
 FORWARD, BACKWARD, WEIGHT = "forward", "d_x", "d_weight"
@@ -90,6 +88,8 @@ class Format:
     makes_codes = False
     """Whether codes of inputs are made before products, so that a product that is computed again
     needs its input made again."""
+    kept_codes: DType | None = None
+    """The format of transposed codes that are kept of inputs, where no product needs them again."""
     scales = NoScales()
     fast: frozenset[str] = frozenset()
 
@@ -127,15 +127,6 @@ class Format:
         return True
 
     # -- inputs ----------------------------------------------------------------------------------
-
-    def keep(
-        self, alloc: Alloc, name: str, shape: tuple[int, int], dtype: DType, *, may_be_codes: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Memory for an activation: `tensor` and `codes`, one of them None.
-
-        may_be_codes: backward needs it for weights' gradients alone.
-        """
-        return alloc(name, *shape, dtype=dtype), None
 
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
         """A product's input, in the forward pass; what x has room for is kept for backward."""
@@ -221,14 +212,6 @@ class Format:
         """
         write(self.measured(tensor_id, out))
         return self.of_tensor(temps, tensor_id, out, measured=True, transposed=True)
-
-    def half_gradient_target(self, tensor_id: str, d_out: Tensor) -> OutputForms:
-        """Where a kernel writes the gradient d_out (rows, C) of the output of half a block."""
-        return self.measured(tensor_id, d_out)
-
-    def half_gradient(self, temps: ExitStack, tensor_id: str, d_out: Tensor) -> Operand:
-        """The operand of d_out, which was written to half_gradient_target just before."""
-        return self.of_tensor(temps, tensor_id, d_out, measured=True, transposed=True)
 
     def largest(self) -> dict[tuple[int, str], float]:
         """The largest values recorded of the blocks' tensors, by layer and name; waits for the

@@ -138,9 +138,10 @@ class HalfLayer:
         it for weights' gradients alone."""
         shape, tensor, codes = (self._rows, features), None, None
         dtype = dtype or self._dtype
-        if kept:
-            keep = self._format.keep
-            tensor, codes = keep(self.alloc, name, shape, dtype, may_be_codes=may_be_codes)
+        if kept and may_be_codes and self._format.kept_codes is not None:
+            codes = self.alloc(f"{name}_t", *shape[::-1], dtype=self._format.kept_codes)
+        elif kept:
+            tensor = self.alloc(name, *shape, dtype=dtype)
         return Activation(self.index, name, shape, dtype, tensor, codes)
 
     def id_of(self, name: str) -> str:

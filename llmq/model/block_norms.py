@@ -117,7 +117,7 @@ class BlockNorms:
         d_branch = OutputForms(d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)
-            d_branch = self.operands.half_gradient_target(id_before, out)
+            d_branch = self.operands.measured(id_before, out)
         if self.pre:
             to = OutputForms(d_residual) if self.post else d_branch
             (weight, _), grads = here.parameters(w), here.parameters(g)

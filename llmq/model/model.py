@@ -175,7 +175,7 @@ class Model:
         g = HeadGrads(**grads.full("head") | {"lm_head": d_lm_head})
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
-        to = self.operands.half_gradient_target(last.halves[-1].out_id, d_out)
+        to = self.operands.measured(last.halves[-1].out_id, d_out)
         flat = targets.view(targets.size)
         if self.loss.ahead:
             self.head.token_losses(w.lm_head, flat)

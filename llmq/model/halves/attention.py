@@ -245,7 +245,7 @@ class AttentionHalf:
         d_att: Tensor | None,
     ) -> None:
         with ExitStack() as temps:
-            d_o = self.operands.half_gradient(temps, here.out_id, d_out)
+            d_o = self.operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
             self.linear.input_gradient(here.index, "o", d_att, d_o, w, g)
             self.linear.weight_gradients(here.index, "o", g, g.bias("o"), d_o, inputs.o_input)
 

@@ -141,7 +141,9 @@ class MlpHalf:
         The activation is made once more where the down product's weight needs it.
         """
         with ExitStack() as temps:
-            d_down = self.operands.half_gradient(temps, here.out_id, d_out)
+            d_down = self.operands.of_tensor(
+                temps, here.out_id, d_out, measured=True, transposed=True
+            )
 
             def place(inner: ExitStack) -> Tensor:
                 shape, dtype = here.kept.mlp_act.shape, self.operands.result_dtype("d_mlp_act")
