@@ -57,14 +57,14 @@ def main(
 ) -> None:
     """Measure and print."""
     times: list[float] = []
-    report = Watcher.report
+    after_step = Watcher.after_step
 
     def timed(self: Watcher, *args: Any) -> None:
         start = time.perf_counter()
-        report(self, *args)
+        after_step(self, *args)
         times.append(time.perf_counter() - start)
 
-    Watcher.report = timed
+    Watcher.after_step = timed
     try:
         with tempfile.TemporaryDirectory() as place:
             status = run(Path(place), ["--steps", str(steps), *(extra or [])])
@@ -72,7 +72,7 @@ def main(
                 raise SystemExit(status)
             records = list(LogReader(Path(place) / "log.json").new_records())
     finally:
-        Watcher.report = report
+        Watcher.after_step = after_step
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     step = statistics.median(r["duration_ms"] for r in records if r["log"] == "step")
     cost = [1e6 * f(times) for f in (statistics.median, statistics.mean, max)]
