@@ -154,7 +154,7 @@ def test_a_real_model_answers(model, capsys):
     [
         (["--num-samples=2"], "--num-samples: with --chat it needs --prompt"),
         (["--prompt=" + "x" * 70], "--prompt: it has 73 tokens, but the model has 64 positions"),
-        (["--prompt=x", "--chat-template=nowhere"], "--chat-template nowhere: there is neither a file nor"),
+        (["--prompt=x", "--chat-template=nowhere"], "--chat-template nowhere: there is neither"),
     ],
 )
 def test_bad_options(model, capsys, args, message):
