@@ -22,7 +22,7 @@ from llmq.train.trainer import Trainer
 from tests import mpi
 from tests.runs import flags, make_workplace, options, records, train
 
-# As many checkpoints as there are ways to damage one, and some more: a run of a test meets all ways
+# There are as many checkpoints as ways to damage one, and some more: a run of a test meets all ways
 # at once.
 STEPS = 19
 RUN = {"steps": STEPS, "ckpt_interval": 1, "ckpt_keep_n": 0, "save_training_state": True}

@@ -146,7 +146,7 @@ def test_cuda_sources(path):
 
 
 def test_docstrings_and_comments_are_sentences():
-    for path in [*modules(), *ROOT.glob("tools/**/*.py")]:
+    for path in [*modules(), *ROOT.glob("tools/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         assert not prose.fragments(path), f"{path}: run tools/prose.py"
 
 
