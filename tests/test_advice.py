@@ -247,7 +247,7 @@ def test_limits_of_a_run(monkeypatch):
 def test_host_memory_holds_the_pinned_part_too():
     model, config = preset("tiny"), options()
     plan = make_plan(config, model, HOST_SPEC)
-    device, pinned = plan.usage.device_bytes, plan.usage.sizes.pinned
+    device, pinned = plan.usage.device_bytes, plan.usage.sizes["pinned"]
     assert pinned > 0
     with pytest.raises(OutOfMemory):
         check_fits(config, planner(model, HOST_SPEC), plan, Limits(device=device + pinned - 1))

@@ -127,12 +127,12 @@ def test_a_choice_needs_no_more_memory_than_the_library():
                 attention.forward(dev, out, lse, qkv, Hq, Hkv, backend=backend)
                 tensors = (qkv, out, out, lse, qkv)
                 attention.backward(dev, *tensors, Hq, Hkv, chunks, backend=backend)
-                stacks.append(dev.sizes().stack)
+                stacks.append(dev.sizes()["stack"])
             assert len(set(stacks)) == 1
 
 
 def test_a_plan_has_the_code_of_both():
     plans = [plan_of("auto", card) for card in (H100, CARDS["NVIDIA GeForce RTX 4090"])]
-    assert plans[0].usage.sizes.device == plans[1].usage.sizes.device
+    assert plans[0].usage.sizes["device"] == plans[1].usage.sizes["device"]
     library, both = ({source.entry for source in plan.sources} for plan in plans)
     assert "attention_forward" not in library and "attention_forward" in both

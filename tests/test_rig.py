@@ -568,7 +568,7 @@ def test_every_case_of_a_ladder_can_be_planned_and_fits():
     for case in ladder.cases(spec):
         plan = PlanDevice(spec)
         case.prepare(plan)()
-        assert plan.sizes().device + plan.sizes().stack < spec.memory / 2, case.name
+        assert plan.sizes()["device"] + plan.sizes()["stack"] < spec.memory / 2, case.name
 
 
 def test_rows_are_shortened_and_become_flags(tmp_path):

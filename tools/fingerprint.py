@@ -148,6 +148,7 @@ def trained(trainer: Any) -> dict[str, Any]:
     usage = trainer.plan.usage
     steps = [measured(trainer.step(masked_batches(trainer.micro_batches, trainer.config)))]
     steps += [measured(trainer.step()) for _ in range(STEPS - 1)]
+    sizes = usage.sizes
     return {
         "steps": steps,
         "validation": measured(trainer.validate(2)),
@@ -155,7 +156,8 @@ def trained(trainer: Any) -> dict[str, Any]:
         "gradients": tensors_hash(trainer.gradients()),
         "memory": usage.categories,
         "stack": [{"name": name, "bytes": size} for name, size in usage.stack],
-        "sizes": dataclasses.asdict(usage.sizes),
+        # A dataclass in older versions.
+        "sizes": dict(sizes) if isinstance(sizes, dict) else dataclasses.asdict(sizes),
         "used": trainer.usage == usage,
         "counts": {k: getattr(trainer.plan, k) for k in ("tokens", "flops", "traffic", "launches")},
     }

@@ -8,33 +8,35 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import DType
+from llmq.base.tier import DEVICE, TIERS
 
 
 class Storage:
     """One allocation: where it starts, and its bytes where the host can read them.
 
-    place: "device", "stack", "pinned" or "write_combined". base: address of the first byte (0 on
+    place: "stack", or the name of a tier. base: address of the first byte (0 on
     the plan device). bytes: uint8 view of the whole allocation, None where the host has no access.
-    on_host: whether it is host memory that the GPUs work with, not a device's own.
+    tier: its kind of memory; a stack is the device's own.
     """
 
-    __slots__ = ("base", "bytes", "on_host", "place")
+    __slots__ = ("base", "bytes", "place", "tier")
 
     def __init__(self, place: str, base: int = 0, data: np.ndarray | None = None):
         self.place = place
         self.base = base
         self.bytes = data
-        self.on_host = place in ("pinned", "write_combined")
+        self.tier = TIERS.get(place, DEVICE)
 
 
 class Tensor:
     """A contiguous array of one dtype inside a storage. Copies of this object share the memory.
 
-    ptr: address of the first element. on_host: as its storage's.
+    ptr: address of the first element. on_host, direct: as of its tier.
     """
 
     __slots__ = (
-        "_array", "dtype", "name", "nbytes", "offset", "on_host", "ptr", "shape", "size", "storage",
+        "_array", "direct", "dtype", "name", "nbytes", "offset", "on_host", "ptr", "shape", "size",
+        "storage",
     )  # fmt: skip
 
     def __init__(
@@ -46,7 +48,7 @@ class Tensor:
         self.storage = storage
         self.offset = offset
         self.ptr = storage.base + offset
-        self.on_host = storage.on_host
+        self.on_host, self.direct = storage.tier.on_host, storage.tier.direct
         self.size = prod(self.shape)
         self.nbytes = self.size * dtype.itemsize
         self._array: np.ndarray | None = None

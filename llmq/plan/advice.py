@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llmq.base.dtypes import MIB
+from llmq.base.tier import host_tiers
 from llmq.options.command_line import command_line, flag
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
@@ -108,18 +109,18 @@ def shortages(plan: Plan, spec: DeviceSpec, limits: Limits) -> list[str]:
     if limits.device is not None and device > limits.device:
         problems.append(
             f"out of memory: {mib(device)} are needed, {room(limits.device)} are available "
-            f"(largest: {_largest(plan, ('device',))})"
+            f"(largest: {_largest(plan, ['device'])})"
         )
     if limits.host is not None and plan.host_bytes > limits.host:
         ranks, of_one = (" by all ranks", " of each") if plan.world_size > 1 else ("", "")
         problems.append(
             f"out of host memory: {mib(plan.host_bytes)} are needed{ranks}, {room(limits.host)} "
-            f"are available (largest{of_one}: {_largest(plan, ('pinned', 'write_combined'))})"
+            f"are available (largest{of_one}: {_largest(plan, host_tiers())})"
         )
     return problems
 
 
-def _largest(plan: Plan, places: tuple[str, ...]) -> str:
+def _largest(plan: Plan, places: Iterable[str]) -> str:
     """The largest categories, of one rank."""
     sizes: Counter[str] = Counter()
     for place in places:

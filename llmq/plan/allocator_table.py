@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llmq.base.dtypes import MIB
+from llmq.base.tier import TIERS
 from llmq.plan.plan import Usage
-from llmq.runtime.device import PLACES
 
 
 def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[dict[str, Any]]:
@@ -15,8 +15,8 @@ def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[d
     others: rows that are not the trainer's, such as "Free", and their device memory.
     """
     rows = []
-    for name in dict.fromkeys(name for place in PLACES for name in usage.categories[place]):
-        device, *host = (usage.categories[place].get(name, 0) for place in PLACES)
+    for name in dict.fromkeys(name for place in TIERS for name in usage.categories[place]):
+        device, *host = (usage.categories[place].get(name, 0) for place in TIERS)
         rows.append(_row(name, device, sum(host)))
     return rows + [_row(name, size, 0) for name, size in (others or {}).items()]
 

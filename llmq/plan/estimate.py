@@ -139,7 +139,7 @@ class Planner:
 
     def _values(self, plan: Plan) -> np.ndarray:
         """float64: bytes of the arena, of the stack, and of host memory; seconds of each part."""
-        stack = plan.usage.sizes.stack
+        stack = plan.usage.sizes["stack"]
         device = needed_bytes(plan, self.spec) - page_tables(plan.host_bytes, self.spec)
         memory = [device - stack, stack, plan.host_bytes]
         time = step_time(plan, self.card, self.visible_share, self.network)

@@ -11,11 +11,12 @@ from functools import partial
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.tier import TIERS
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
-from llmq.runtime.device import PLACES, Device, DeviceSpec, MemorySizes
+from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import DATA
@@ -38,12 +39,12 @@ class Usage:
     @property
     def device_bytes(self) -> int:
         """Everything in device memory: the arena and the stack."""
-        return self.sizes.device + self.sizes.stack
+        return self.sizes.on_device
 
     @classmethod
     def of(cls, dev: Device) -> Usage:
         """The tensors that a device holds, and its stack's high-water mark so far."""
-        categories = {place: dict(dev.arenas[place].categories) for place in PLACES}
+        categories = {place: dict(dev.arenas[place].categories) for place in TIERS}
         categories["device"]["Stack"] = dev.stack.high_water_mark
         return cls(
             categories=categories,
@@ -205,7 +206,7 @@ def fewest_attention_parts(
     def stack(parts: int) -> int:
         cut = replace(config, attn_bwd_chunks=parts)
         how = (backend, world_size, ("micro_steps",))
-        return make_plan(cut, model, spec, *how, machines=machines).usage.sizes.stack
+        return make_plan(cut, model, spec, *how, machines=machines).usage.sizes["stack"]
 
     if asked == 1:
         return config

@@ -17,6 +17,7 @@ import numpy as np
 from llmq import __version__
 from llmq.base.errors import LlmqError, MachineError
 from llmq.base.tensor import Storage, Tensor
+from llmq.base.tier import TIERS, host_tiers
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
 from llmq.runtime.choices import Choices
@@ -67,13 +68,13 @@ class CudaDevice(Device):
         self.index = index
         self._runtime = api.runtime
         self._nvtx = api.nvtx
-        stack_offset = align_up(sizes.device)
+        stack_offset = align_up(sizes["device"])
         with ExitStack() as undo:
-            self._memory = self._take_memory(spec, stack_offset + align_up(sizes.stack))
+            self._memory = self._take_memory(spec, stack_offset + align_up(sizes["stack"]))
             undo.callback(self._runtime.free, self._memory)
             self._host_memory = []
-            for place in ("pinned", "write_combined"):
-                memory = PinnedMemory(self._runtime, getattr(sizes, place), place)
+            for name in host_tiers():
+                memory = PinnedMemory(self._runtime, sizes[name], TIERS[name])
                 undo.callback(memory.free)
                 self._host_memory.append(memory)
             undo.pop_all()  # all is there
@@ -216,7 +217,7 @@ class CudaDevice(Device):
     def download(self, src: Tensor) -> np.ndarray:
         array = np.empty(src.shape, src.dtype.numpy)
         self.synchronize()
-        if src.storage.place == "write_combined":
+        if not src.storage.tier.cached:
             read_write_combined(self._runtime, array.ctypes.data, src)
         else:
             kind = self._runtime.memcpyDefault

@@ -18,12 +18,12 @@ import numpy as np
 from llmq.base.dtypes import DType
 from llmq.base.errors import ConfigError
 from llmq.base.tensor import Storage, Tensor
+from llmq.base.tier import TIERS
 from llmq.runtime.arena import Arena, Stack
 from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.mesh import Mesh
 
-PLACES = ("device", "pinned", "write_combined")
 # Products of our own, which do what follows a product of the library's, too.
 FUSED = (
     "matmul_adapted",
@@ -74,22 +74,26 @@ def told_to_fuse() -> frozenset[str] | None:
     return frozenset(names) if text else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySizes:
+class MemorySizes(dict[str, int]):
     """Bytes of each memory that one rank needs: the result of a plan, the input of a device.
 
-    pinned, write_combined: host memory; the latter is fast for GPUs and slow for the CPU to read.
+    By the names of tiers, and "stack".
     """
 
-    device: int
-    stack: int
-    pinned: int
-    write_combined: int = 0
+    def __init__(self, **sizes: int):
+        super().__init__({name: sizes.pop(name, 0) for name in (*TIERS, "stack")})
+        if sizes:
+            raise TypeError(f"MemorySizes: {', '.join(sizes)} is no memory")
+
+    @property
+    def on_device(self) -> int:
+        """The bytes of the device's own memory: its arena and the stack."""
+        return self["device"] + self["stack"]
 
     @property
     def host(self) -> int:
-        """The bytes of both kinds of host memory."""
-        return self.pinned + self.write_combined
+        """The bytes of the machine's memory beside the device."""
+        return sum(self[name] for name, tier in TIERS.items() if tier.on_host and tier.in_ram)
 
 
 class Launch(NamedTuple):
@@ -147,14 +151,14 @@ class Device(ABC):
         *,
         mesh: Mesh | None = None,
     ):
-        """storages: "stack" and one for each of PLACES. sizes None: unlimited (plan).
+        """storages: "stack" and one for each of TIERS. sizes None: unlimited (plan).
 
         mesh: the device's own; None: that of one rank.
         """
         self.spec, self.mesh = spec, mesh or Mesh.of()
-        capacity = (lambda place: getattr(sizes, place)) if sizes else (lambda place: None)
-        self.arenas = {p: Arena(storages[p], capacity(p)) for p in PLACES}
-        self.stack = Stack(storages["stack"], capacity("stack"))
+        capacity = dict.fromkeys((*TIERS, "stack")) if sizes is None else sizes
+        self.arenas = {name: Arena(storages[name], capacity[name]) for name in TIERS}
+        self.stack = Stack(storages["stack"], capacity["stack"])
         self.fused = told_to_fuse()
         self._capture_only = False
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.device import HOST_SPEC, PLACES, Device, Launch, MemorySizes
+from llmq.base.tier import DEVICE, TIERS
+from llmq.runtime.device import HOST_SPEC, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.mesh import Mesh
 
@@ -45,11 +46,11 @@ class HostDevice(Device):
 
     def __init__(self, sizes: MemorySizes, *, poison: bool = False, mesh: Mesh | None = None):
         storages = {}
-        for place in ("stack", *PLACES):
+        for place, size in sizes.items():
             # A NumPy array starts at a multiple of 16 bytes only; the arena needs 256.
-            raw = np.empty(getattr(sizes, place) + 256, np.uint8)
+            raw = TIERS.get(place, DEVICE).memory(size + 256)
             skip = -raw.ctypes.data % 256
-            data = raw[skip : skip + getattr(sizes, place)]
+            data = raw[skip : skip + size]
             storages[place] = Storage(place, raw.ctypes.data + skip, data)
         super().__init__(HOST_SPEC, storages, sizes, mesh=mesh)
         self.poison = poison

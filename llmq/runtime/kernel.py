@@ -134,6 +134,9 @@ class Kernel:
                     raise ValueError(
                         f"{self.entry}: {arg.name} is not {POINTER_ALIGN}-byte aligned"
                     )
+                if not value.direct:
+                    where = value.storage.place
+                    raise TypeError(f"{self.entry}: no kernel reaches {arg.name}, which is {where}")
                 if arg.box_rows:
                     _expect_map(f"{self.entry}: {arg.name}", value)
             elif value is not None or not arg.optional:

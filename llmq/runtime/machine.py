@@ -233,7 +233,7 @@ def common_spec(specs: list[DeviceSpec]) -> DeviceSpec:
 
 def _check_host_memory(sizes: MemorySizes, ranks_here: int) -> None:
     """ranks_here: those that take as much of this machine's memory."""
-    needed = (sizes.device + sizes.stack + sizes.host) * ranks_here
+    needed = (sizes.on_device + sizes.host) * ranks_here
     available = available_host_memory()
     if needed > available:  # the system would promise more than it has, and kill us later
         raise LlmqError(

@@ -12,6 +12,7 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Storage, Tensor
+from llmq.base.tier import PINNED, Tier
 
 PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for every GPU
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU
@@ -30,15 +31,15 @@ class PinnedMemory:
     caches is made here, in large pages and by several threads, and only registered.
     """
 
-    def __init__(self, api: Any, nbytes: int, place: str = "pinned"):
-        """api: CuPy's CUDA runtime module. place: "pinned" or "write_combined".
+    def __init__(self, api: Any, nbytes: int, tier: Tier = PINNED):
+        """api: CuPy's CUDA runtime module. tier: of host memory.
 
         Raises LlmqError if so much cannot be locked.
         """
         self._api = api
         try:
             # A byte more than nothing: there is no address without.
-            if place == "write_combined":
+            if not tier.cached:
                 self._address = api.hostAlloc(max(nbytes, 1), PORTABLE | WRITE_COMBINED)
             else:
                 memory, self._address = _present(max(nbytes, 1))
@@ -50,7 +51,7 @@ class PinnedMemory:
                 "raise the memory limit of the container and `ulimit -l`"
             ) from error
         data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(self._address), np.uint8)
-        self.storage = Storage(place, self._address, data)
+        self.storage = Storage(tier.name, self._address, data)
 
     def free(self) -> None:
         """Give the memory back; no tensor in it may be used afterwards."""

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.tensor import Storage, Tensor
+from llmq.base.tier import TIERS
 from llmq.runtime.cost import MOVES, Cost, Kind
-from llmq.runtime.device import PLACES, Device, DeviceSpec, Event, Launch
+from llmq.runtime.device import Device, DeviceSpec, Event, Launch
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 
@@ -67,7 +68,7 @@ class PlanDevice(Device):
 
     def __init__(self, spec: DeviceSpec, mesh: Mesh | None = None):
         """mesh: as for every device."""
-        storages = {place: Storage(place) for place in ("stack", *PLACES)}
+        storages = {place: Storage(place) for place in ("stack", *TIERS)}
         super().__init__(spec, storages, None, mesh=mesh)
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()

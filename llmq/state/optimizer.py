@@ -235,9 +235,9 @@ class _Staging:
 
     def _moved(self, state: _State) -> dict[str, Tensor]:
         """The state of a slab that goes through buffers, by name."""
-        if self.optimizer.zero_copy:
-            return {}
-        return {name: tensor for name, tensor in state.movable.items() if tensor.on_host}
+        stays = self.optimizer.zero_copy  # where kernels reach it
+        found = state.movable.items()
+        return {name: t for name, t in found if t.on_host and not (stays and t.direct)}
 
     def _stays(self, state: _State) -> bool:
         """Whether the master is on the device until codes are made from it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
+from llmq.base.tier import TIERS
 from llmq.formats import FORMATS
 from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
@@ -27,7 +28,7 @@ from llmq.state.rules import rule_class
 class Store:
     """Format and place of one kind of tensor of a slab.
 
-    memory: "device", "pinned" or "write_combined". sharded: a rank keeps one of W shards of the
+    memory: the name of a tier. sharded: a rank keeps one of W shards of the
     elements, else all of them. streamed: the whole slab is in a slot of the device, only while it
     is in use; else it is resident.
     """
@@ -39,8 +40,8 @@ class Store:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is in host memory."""
-        return self.memory != "device"
+        """Whether it is beside the device, as its tier says."""
+        return TIERS[self.memory].on_host
 
     @property
     def is_scaled(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import warn
+from llmq.base.tier import TIERS
 from llmq.checkpoint.store import checkpoint_step
 from llmq.comm.links import LinkTable
 from llmq.data.identity import read_manifest
@@ -230,7 +231,7 @@ def _other_memory(trainer: Trainer, gpus: Gpus, host_memory_before: int) -> dict
 def _allocations(trainer: Trainer) -> list[str]:
     """Every allocation of at least --debug-log-allocations MiB."""
     least = trainer.config.debug_log_allocations * MIB
-    labels = {"device": "GPU ", "pinned": "HOST", "write_combined": "HOST"}
+    labels = {name: "HOST" if tier.on_host else "GPU " for name, tier in TIERS.items()}
     return [
         f"{label}  {category:>15} - {tensor.name:>15}: {tensor.nbytes // MIB:4d} MiB"
         for place, label in labels.items()

@@ -69,7 +69,7 @@ def test_counts_and_checks():
     matmul(dev, make("sum", (8, 16), F32), a, b, trans_b=True, accumulate=True)
     assert dev.flops["matmul"] == 2 * 8 * 16 * 32
     assert dev.bytes["matmul"] == 2 * 4 * 8 * 16 + 2 * (8 * 32 + 16 * 32)  # out twice, no workspace
-    assert dev.sizes().stack == 1024
+    assert dev.sizes()["stack"] == 1024
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(32, 16\)"):
         matmul(dev, out, a, b)
     with pytest.raises(ValueError, match="matmul: out must have 2 dimensions"):
@@ -304,7 +304,7 @@ def test_counts_and_checks_of_8_bits():
     matmul_fp8(dev, total, a, b, scale, scale, accumulate=True, fast_accumulation=True)
     assert dev.flops["matmul_fp8"] == 2 * 16 * 48 * 32
     assert dev.bytes["matmul_fp8"] == 2 * 4 * 16 * 48 + 16 * 32 + 48 * 32 + 2 * 4
-    assert dev.sizes().stack == 1024
+    assert dev.sizes()["stack"] == 1024
 
     def check(error, match, *args, **kwargs):
         with pytest.raises(error, match=f"^matmul_fp8: {match}"):

@@ -265,7 +265,7 @@ def test_a_plan_allocates_what_a_run_does(monkeypatch, options, flags, staging):
         return dev.arenas["pinned"].used, dev.arenas["device"].used
 
     every_call(plan)
-    used = plan.sizes().pinned, plan.sizes().device
+    used = plan.sizes()["pinned"], plan.sizes()["device"]
     assert run_devices(2, fn, options=options) == [used, used]
 
 

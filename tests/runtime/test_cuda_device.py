@@ -130,7 +130,7 @@ def test_a_gpu_that_is_not_there(api):
 
 
 def test_too_little_memory(api):
-    api.runtime.free_bytes = SIZES.device
+    api.runtime.free_bytes = SIZES["device"]
     with pytest.raises(LlmqError, match=r"GPU 0 \(Fake GPU\): .* GiB are needed, .* GiB are free"):
         CudaDevice(0, SIZES)
 
@@ -168,8 +168,8 @@ def test_pinned_memory_that_is_forgotten_stays_mapped(api):
 def test_one_allocation_holds_arena_and_stack(api, dev):
     x = dev.alloc("x", (8,), F32, "Activations")
     with dev.scratch("y", (8,), F32) as y:
-        assert y.ptr - x.ptr == SIZES.device
-    assert api.runtime.calls.count(f"malloc {SIZES.device + SIZES.stack}") == 1
+        assert y.ptr - x.ptr == SIZES["device"]
+    assert api.runtime.calls.count(f"malloc {SIZES['device'] + SIZES['stack']}") == 1
 
 
 def test_upload_copy_zero_download(dev):

@@ -1,7 +1,5 @@
 """Host and plan device: the same calls, once done and once counted."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -62,7 +60,7 @@ def test_a_plan_is_enough_for_the_host():
     work(plan)
     work(HostDevice(plan.sizes()))
     with pytest.raises(MemoryError):
-        work(HostDevice(replace(plan.sizes(), device=0)))
+        work(HostDevice(MemorySizes(**plan.sizes() | {"device": 0})))
 
 
 @pytest.mark.parametrize("make", [lambda: HostDevice(SIZES), lambda: PlanDevice(HOST_SPEC)])
