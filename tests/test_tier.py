@@ -74,7 +74,7 @@ def test_masters_are_refused_there():
 
 
 def test_it_is_planned_saved_and_gone_on_from(tmp_path, monkeypatch):
-    """What lies there is no host memory."""
+    """Its bytes are no host memory."""
     monkeypatch.chdir(make_workplace(tmp_path))
 
     def trainer(**changes):
