@@ -22,7 +22,7 @@ from tests.test_fp8 import FLAGS, MODELS, check_gradients, first_step, run, same
 
 INT8 = {"model_dtype": "bf16", "matmul_dtype": "int8"}
 LORA = {"lora_rank": 4, "lora_dropout": 0.2, "train": "norms"}
-KINDS = {"full": {}, "adapters": LORA}
+KINDS = {"full": {}, "adapters": LORA | {"lora_alpha": LORA["lora_rank"]}}
 
 
 def options_of(kind: str) -> dict:
