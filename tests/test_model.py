@@ -52,23 +52,22 @@ def test_loss_and_every_gradient_match_torch(models, device):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "gpt2"])
-def test_the_row_of_padding_has_the_gradient_of_transformers(name):
+def test_the_row_of_padding_has_the_gradient_of_transformers(name, device):
     """None from looking it up, that of the head where this is the same matrix; GPT-2's has all."""
     pad = 7
     path, model = exported(name, pad_token_id=pad), hf_model(name, pad_token_id=pad)
     inputs, targets = random_batch(np.random.default_rng(0))
     inputs[:, ::3] = pad
-    with trainer_for(path) as trainer:
+    with trainer_for(path, device=device) as trainer:
         result = trainer.step([(inputs, targets)])
         ours = pieces(trainer, trainer.gradients())
     torch_loss(model, [(inputs, targets)]).backward()
     embedding = model.get_input_embeddings().weight
     (key,) = (n for n, p in model.named_parameters() if p is embedding)
-    row = embedding.grad[pad].numpy()
-    assert (name == "llama") == (np.abs(row).max() == 0)
+    for row in (embedding.grad[pad].numpy(), ours[key][pad]):
+        assert (name == "llama") == (np.abs(row).max() == 0)
     error = np.linalg.norm(ours[key] / result.tokens - embedding.grad.numpy(), axis=1)
     assert error.max() <= GRADIENT_RTOL * np.linalg.norm(embedding.grad.numpy())
-    np.testing.assert_allclose(ours[key][pad] / result.tokens, row, rtol=1e-3, atol=1e-7)
 
 
 def test_ten_adamw_steps_match_torch(models, device):
@@ -137,10 +136,10 @@ def test_loss_ignores_how_a_step_is_cut_into_micro_steps(tmp_path):
     np.testing.assert_allclose([one.loss, one.norm], [four.loss, four.norm], rtol=1e-6)
 
 
-def test_fully_masked_step_changes_nothing(tmp_path):
+def test_fully_masked_step_changes_nothing(tmp_path, device):
     hf_model("qwen2").save_pretrained(tmp_path)
     inputs, targets = random_batch(np.random.default_rng(4))
-    with trainer_for(tmp_path) as trainer:
+    with trainer_for(tmp_path, device=device) as trainer:
         before = trainer.weights()
         result = trainer.step([(inputs, np.full_like(targets, -100))])
         after = trainer.weights()
