@@ -23,6 +23,7 @@ from llmq.options.option_types import split_weight, split_weights
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.data_report import SAMPLE, data_record
+from llmq.train.trainer import Trainer
 from tests.runs import flags, make_workplace, records, train
 
 T, VOCAB = 16, 10**6
@@ -587,6 +588,20 @@ def workplace(tmp_path, monkeypatch):
 def tokens_of(lengths):
     """In sequences: a last token that would stand alone is none."""
     return int((lengths - ((lengths > T) & (lengths % T == 1))).sum())
+
+
+def test_a_trainer_packs_conversations_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "a.bin"
+    how = {"train_file": str(path), "vocab_size": "auto", "from_scratch": True, "device": "cpu"}
+    sizes = {"seq_len": 16, "hidden_size": 64, "num_layers": 1, "eval_file": "none", "gpus": 1}
+    sizes |= {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 64, "head_dim": 32}
+    with TokenWriter(path, 300, with_masks=True, with_documents=True) as writer:
+        writer.write(np.arange(280), np.arange(280) % 7 > 2, np.arange(7, 281, 7))
+    for more, packing in (({}, "best-fit"), ({"packing": "concat"}, "concat")):
+        with Trainer(model="tiny", **how, **sizes, **more) as trainer:
+            assert trainer.config.packing == packing
+            assert trainer.config.document_mask == (packing == "best-fit")
 
 
 def test_a_run_with_packed_documents(workplace, capsys):

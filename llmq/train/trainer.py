@@ -27,7 +27,7 @@ from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.model.results import Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
-from llmq.options.options_io import make_config
+from llmq.options.options_io import config_of, layers_of
 from llmq.options.rules import RULES
 from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
@@ -40,7 +40,7 @@ from llmq.train.agreement import check_start
 from llmq.train.batches import checked_batches
 from llmq.train.initial_weights import InitialWeights, with_adapter
 from llmq.train.loaders import mean_loss, move_loaders, open_loaders
-from llmq.train.model_of_run import at_commit, model_of_run
+from llmq.train.model_of_run import at_commit, model_of_run, packing_of_data
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Predictor, Sampling
 from llmq.train.tokenizers import (
@@ -74,7 +74,8 @@ class Trainer:
 
     def __init__(self, **options: Any):
         refuse_several("llmq.Trainer", "start `llmq train`, which does without a script")
-        config = make_config(options)
+        layers = layers_of(options)
+        config = config_of(layers, packing_of_data(layers[1]))
         RULES.check(config, script=True)
         model, model_dir = model_of_run(config)
         config = with_adapter(at_commit(config, model_dir), model).validate_with(model)
