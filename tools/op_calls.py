@@ -249,6 +249,7 @@ def cross_entropy_calls(rows: int, vocab: int, padded: int) -> list[Call]:
     return [
         Call("forward_backward", cross_entropy.forward_backward, both),
         Call("forward_backward codes", cross_entropy.forward_backward, both | codes),
+        Call("weighted", cross_entropy.forward_backward, both | {"weights": f32(rows)}),
         Call("forward", cross_entropy.forward, shared),
     ]
 
