@@ -185,6 +185,15 @@ def test_a_normalizer_that_explodes_ends_with_its_record(chats, tokenizer):
         tokenized("a.jsonl")
 
 
+def test_files_that_cannot_be_read_are_one_line_from_a_worker_too(chats, capsys):
+    os.remove("theirs/tokenizer_config.json")
+    os.mkdir("theirs/tokenizer_config.json")
+    capsys.readouterr()
+    assert _run(["tokenize", "chats.jsonl", "--tokenizer", "theirs", "--out", "out"]) == 2
+    err = capsys.readouterr().err
+    assert err == "error: Is a directory: theirs/tokenizer_config.json\n"
+
+
 def test_workers_that_are_killed_name_the_record():
     """The system kills what takes too much memory of all."""
     with pytest.raises(DataError, match=r"^a\.jsonl:1: a worker process was killed, perhaps"):

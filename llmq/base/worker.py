@@ -172,6 +172,8 @@ def _outcome(answer: Answer, task: Any, begin: Begin) -> tuple[Any, Exception | 
         return None, type(error)(error.headline, error.details)
     except MemoryError:
         return None, "it wants more memory than a record may have: leave it out"
+    except (OSError, RecursionError) as error:
+        return None, error
     except Exception:  # a bug, which the parent shows
         return None, RuntimeError(traceback.format_exc())
 
