@@ -184,8 +184,9 @@ _WORD = re.compile(r"\w+")
 
 def _has_words(text: str, message: Message) -> bool:
     """Whether a word of the message is in the text, or it has none."""
-    words = [word for said in _said(message) for word in _WORD.findall(said)]
-    return not words or any(word in text for word in words)
+    words = (found[0] for said in _said(message) for found in _WORD.finditer(said))
+    first = next(words, None)
+    return first is None or first in text or any(word in text for word in words)
 
 
 def _said(message: Message) -> Iterator[str]:
