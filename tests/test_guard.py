@@ -150,9 +150,9 @@ def test_a_level_that_lasts_is_the_usual_one():
     of, steps = guard(), healthy()
     judged(of, [next(steps) for _ in range(40)])
     for step in range(40, 40 + NEW_LEVEL):
-        assert not of.takes_new_level()
+        assert not of.accepts_new_level()
         assert of.judge(step, result(5.0 + step % 3), of.limits(step)).bad
-    assert of.takes_new_level() and of.level == 1 and of.in_row == 0
+    assert of.accepts_new_level() and of.level == 1 and of.in_row == 0
     assert judged(of, [result(5.0 + step % 3) for step in range(60)], 140) == [None] * 60
 
 

@@ -114,7 +114,7 @@ class Blocks:
 
     def _adds(self, layer: int, spec: HalfSpec) -> bool:
         out = self.residuals.final
-        return spec.output is not None and self.linear.takes_addend(layer, spec.output, out)
+        return spec.output is not None and self.linear.accepts_addend(layer, spec.output, out)
 
     def forward(self, index: int, w: BlockWeights, *, keep: bool, position: int) -> None:
         """The stream in front of a block to that behind it, or to that between the halves and the

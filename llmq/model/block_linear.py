@@ -29,7 +29,7 @@ from llmq.ops import adapter, adapter_backward, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
-from llmq.ops.product import product, takes_addend
+from llmq.ops.product import accepts_addend, product
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -83,11 +83,11 @@ class BlockLinear:
         # One matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), format.dtype, "Activations")
 
-    def takes_addend(self, layer: int, key: str, out: Tensor) -> bool:
+    def accepts_addend(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
         hidden, fast = parts and parts.hidden, FORWARD in self.format.fast
-        return takes_addend(self.dev, out, self.format.multiplied, features, hidden, fast=fast)
+        return accepts_addend(self.dev, out, self.format.multiplied, features, hidden, fast=fast)
 
     def forward(
         self,
@@ -102,8 +102,8 @@ class BlockLinear:
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
 
-        addend: like out, other memory, or None, as it is unless `takes_addend`. Beside adapters no
-        product writes codes.
+        addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
+        no product writes codes.
         """
         adapters, parts = None, self._parts.get((layer, key))
         if parts is not None:

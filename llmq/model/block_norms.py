@@ -7,9 +7,9 @@ That is most architectures' way. Where norms stand behind the halves (`ln1_post`
 the branch's norm that is added; where none stands before them (no `ln1`, `ln2`), x is the stream.
 
 Without norms behind halves the last product of a half adds to the stream itself, unless it cannot
-(`BlockLinear.takes_addend`); that half has no branch then. Else the addition happens inside a norm,
-so that what a half puts out stays beside the stream until the next half (or the head) begins. A
-norm behind the half needs it in backward, so that it is kept.
+(`BlockLinear.accepts_addend`); that half has no branch then. Else the addition happens inside a
+norm, so that what a half puts out stays beside the stream until the next half (or the head) begins.
+A norm behind the half needs it in backward, so that it is kept.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def product(
         a         (M,K)  (K,M) with trans_a
         b         (K,N)  (N,K) with trans_b
         bias      (N,)   like out, of fp8 codes BF16; or None
-        addend    (M,N)  like out, other memory; or None, as it is unless `takes_addend`
+        addend    (M,N)  like out, other memory; or None, as it is unless `accepts_addend`
         fast             whether sums of fp8 codes may have fewer bits, see `matmul_fp8`
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape, as the kernels' launchers do.
@@ -353,7 +353,7 @@ def route(
     return terms.route(epilogue.kind, out.dtype)
 
 
-def takes_addend(
+def accepts_addend(
     dev: Device, out: Tensor, dtype: DType, K: int, hidden: Tensor | None, *, fast: bool
 ) -> bool:
     """Whether a product, of an operand (M, K) that is multiplied in this format, takes an addend.

@@ -184,7 +184,7 @@ class Guard:
             self.trouble = step if self.trouble is None else self.trouble
         return judgement
 
-    def takes_new_level(self) -> bool:
+    def accepts_new_level(self) -> bool:
         """After a bad step that made an update: whether so many were bad that they are what is
         usual from now on, as with other data; then the accepted steps are forgotten."""
         if self.in_row < NEW_LEVEL:

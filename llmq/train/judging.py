@@ -61,7 +61,7 @@ class Judging(Member):
             given = {"limit_loss": limits.loss, "limit_norm": limits.norm}
             action = "skip" if skipped else "warn"
             self.reporter.guard(step, action, text, shown=shown, **given)
-            if not skipped and guard.takes_new_level():
+            if not skipped and guard.accepts_new_level():
                 text = f"WARNING: {NEW_LEVEL} bad steps in a row: what is usual is measured anew"
                 self.reporter.guard(step, "level", text)
         left_out = judgement.reason if judgement.left_out else None
