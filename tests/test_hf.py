@@ -546,12 +546,13 @@ def test_a_model_can_be_exported_onto_its_own_tokenizer(source, tmp_path):
 
 
 def test_copied_tokenizer_files_are_files_even_from_a_cache_of_links(tmp_path):
-    for name in ("blobs", "snapshot", "out"):
-        (tmp_path / name).mkdir()
+    snapshot = tmp_path / "snapshots" / "0123"
+    for folder in (tmp_path / "blobs", snapshot, tmp_path / "out"):
+        folder.mkdir(parents=True)
     (tmp_path / "blobs" / "abc").write_text("{}")
-    (tmp_path / "snapshot" / "tokenizer.json").symlink_to(tmp_path / "blobs" / "abc")
-    (tmp_path / "snapshot" / "model.safetensors").touch()
-    assert copy_tokenizer_files(tmp_path / "snapshot", tmp_path / "out") == ["tokenizer.json"]
+    (snapshot / "tokenizer.json").symlink_to(tmp_path / "blobs" / "abc")
+    (snapshot / "model.safetensors").touch()
+    assert copy_tokenizer_files(snapshot, tmp_path / "out") == ["tokenizer.json"]
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
     assert os.listdir(tmp_path / "out") == ["tokenizer.json"]
 
