@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from llmq.base.tier import TIERS
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import read_group, write_group
@@ -16,7 +17,7 @@ from llmq.ops.adamw import SCALE_BLOCK
 from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
 from llmq.runtime.arena import align_up
-from llmq.runtime.device import HOST_SPEC, PLACES
+from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import weight_table
 from llmq.state.placement import Placement, place
 from tests.sharded import (
@@ -145,9 +146,9 @@ def test_frozen_slabs_take_less_memory(name, world):
     for frozen in ((), HALF):
         plan = make_plan(cfg, QWEN2, HOST_SPEC, world_size=world, frozen=frozen)
         kinds = ("Weights", "Quants", "Master", "Gradients", "Adam M", "Adam V")
-        found = {p: sum(plan.usage.categories[p].get(k, 0) for k in kinds) for p in PLACES}
+        found = {p: sum(plan.usage.categories[p].get(k, 0) for k in kinds) for p in TIERS}
         expected = stored(place(cfg, table, world, frozen), world)
-        sizes.append({place: found[place] - expected[place] for place in PLACES})
+        sizes.append({place: found[place] - expected[place] for place in TIERS})
         assert sizes[-1] == sizes[0]
     frozen_at = [plan.placement[slab] for slab in HALF]
     assert not any(at.gradient or at.moments for at in frozen_at)
