@@ -485,12 +485,14 @@ def test_a_section_that_fails_is_not_done(reporter):
     assert logged(reporter) == []
 
 
-def test_options_are_aligned(reporter):
-    reporter.options([("a", True), ("long-name", 1e-5), ("b", "x")])
+def test_options_that_are_not_as_usual_are_aligned(reporter):
+    """The log has all."""
+    rows = [("a", True), ("long-name", 1e-5), ("b", "x"), ("a-usual-name", 3)]
+    reporter.options(rows, {"a": False, "a-usual-name": 3})
     assert reporter.view.lines == [
         "[Options]", "  a        : true", "  long-name: 1e-05", "  b        : x", ""
     ]  # fmt: skip
-    assert [r["value"] for r in logged(reporter)] == [True, 1e-5, "x"]
+    assert [r["value"] for r in logged(reporter)] == [True, 1e-5, "x", 3]
 
 
 def test_many_files_are_not_all_listed(reporter):

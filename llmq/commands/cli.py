@@ -44,12 +44,14 @@ from llmq.runtime.processes import refuse_several
 
 TRAIN = "llmq-train"  # the console script that is `llmq train`
 
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 1 << 16}
+
 app = typer.Typer(
     name="llmq",
     help="Train Qwen-, Llama- and GPT-2-class language models on one machine.",
     cls=Group,
     rich_markup_mode=None,  # of rich's tables; see help.py
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=SETTINGS,
 )
 
 
@@ -101,8 +103,25 @@ def _command(prog_name: str) -> Any:
     if prog_name != TRAIN:
         return everything
     command = everything.commands["train"]
+    command.context_settings |= SETTINGS
     command.params += typer.main.get_install_completion_arguments()
     return command
+
+
+def _join_equals() -> None:
+    """Have bash complete `--opt=VALUE`: it hands over `=` as a word of its own."""
+    words, at = os.environ.get("COMP_WORDS", ""), os.environ.get("COMP_CWORD", "")
+    if "=" not in words or not at.isdecimal():
+        return
+    kept, place = [], int(at)
+    for number, word in enumerate(words.replace("\n", " ").split(" ")):
+        if word != "=":
+            kept.append(word)
+        elif number < int(at):
+            place -= 1
+        else:  # the cursor is behind it
+            kept.append("")
+    os.environ["COMP_WORDS"], os.environ["COMP_CWORD"] = " ".join(kept), str(place)
 
 
 def _run(args: list[str], prog_name: str = "llmq") -> int:
@@ -111,6 +130,7 @@ def _run(args: list[str], prog_name: str = "llmq") -> int:
     prog_name: the console script, by which completion finds it.
     """
     _open_standard_streams()
+    _join_equals()
     with doors():
         return _status(args, prog_name)
 

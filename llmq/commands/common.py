@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from llmq.options.option_types import (
     parse_every,
     parse_size,
 )
-from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.options import OPTIONS, USUAL, TrainConfig
 from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.options.presets import model_warnings
 from llmq.options.rules import RULES
@@ -39,6 +39,8 @@ SaveConfig = Annotated[
         "--save-config", metavar="FILE", help="Write the options as YAML, for --config, and go on."
     ),
 ]
+
+ALL = "--help-all"
 
 _BY_PARSER = {
     parse: {f"--{flag}" for opt in OPTIONS.values() if opt.parse is parse for flag in opt.flags}
@@ -89,7 +91,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
         rich_help_panel=opt.group,
         metavar=None if is_bool else opt.metavar,
         show_default=False,
-        autocompletion=_starting_with(opt.choices) if opt.choices else None,
+        autocompletion=_completion(name, opt),
     )
     kind = bool if is_bool else list[str] if is_list else str
     return inspect.Parameter(
@@ -100,19 +102,53 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
     )
 
 
-def _starting_with(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    """The completion that a shell offers for an option with a few values."""
+def _completion(name: str, opt: Option) -> Callable[[str], list[str]] | None:
+    """The completion that a shell offers for an option with known values."""
+    if name == "model":
+        return starting_with(_presets)
+    if name == "name":
+        return starting_with(run_names)
+    return starting_with(lambda: opt.choices) if opt.choices else None
+
+
+def starting_with(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Offer those of the values, which are asked for then, that begin with what is typed."""
 
     def offered(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
+        found = incomplete.lower()
+        return [value for value in values() if value.lower().startswith(found)]
 
     return offered
+
+
+def _presets() -> Iterable[str]:
+    from llmq.options.presets import PRESETS  # here: --help does not wait for it
+
+    return PRESETS
+
+
+def run_names() -> Iterable[str]:
+    """The runs of this folder that have checkpoints, or a log of the usual name."""
+    logs = (re.sub(r"-\d{4}-\d\d-\d\dT[\d_]+$", "", p.stem) for p in Path("logs").glob("*.json"))
+    return sorted({*logs, *(path.parent.name for path in Path("ckpt").glob("*/step_*"))})
 
 
 class TrainCommand(Command):
     """A command that also reads --flag=false and some flags without a value, as llm.q does."""
 
+    def get_help_option_names(self, ctx: Any) -> list[str]:
+        return [*super().get_help_option_names(ctx), ALL]
+
+    def shown(self, ctx: Any, parameter: Any) -> bool:
+        """Show only those options of a run that most runs have, unless with --help-all."""
+        return ctx.meta.get(ALL) or parameter.name not in OPTIONS or parameter.name in USUAL
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        if not ctx.meta.get(ALL):
+            formatter.write(f"\nThe other options of a run: {ctx.command_path} {ALL}\n")
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[ALL] = ALL in args
         if not ctx.resilient_parsing:  # of a shell that completes a line: it need not be whole
             if sum(arg.partition("=")[0] == "--config" for arg in args) > 1:
                 raise ConfigError("--config: is given twice: put all options into one file")

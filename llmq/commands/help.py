@@ -56,11 +56,15 @@ class Command(TyperCommand):
                 raise ConfigError(f"{name}: is empty: give a path")
         return super().parse_args(ctx, args)
 
+    def shown(self, ctx: Any, parameter: Any) -> bool:
+        """Whether --help has an option."""
+        return True
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[Record]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is None:
+            if record is None or not self.shown(ctx, parameter):
                 continue
             kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
             title = getattr(parameter, "rich_help_panel", None) or kind

@@ -15,14 +15,24 @@ from llmq.commands.common import (
     load_run,
     save_config,
     size_of,
+    starting_with,
     train_options,
 )
 from llmq.options.presets import PRESETS
+
+
+def _card_names() -> list[str]:
+    from llmq.options.cards import CARDS  # here: --help does not wait for it
+
+    words = (name.split("RTX ")[-1].removeprefix("NVIDIA ").split() for name in CARDS)
+    return sorted({first for first, *_ in words})  # a shell would divide what has blanks
+
 
 CardName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
+        autocompletion=starting_with(_card_names),
         help="Card to plan for, such as 4090 or '5060 ti 8gb': predicts the speed.",
     ),
 ]

@@ -7,9 +7,16 @@ from typing import Annotated
 
 import typer
 
+from llmq.commands.common import run_names, starting_with
+
 
 def plot(
-    logs: Annotated[list[str], typer.Argument(help="Names of runs, or their JSON logs.")],
+    logs: Annotated[
+        list[str],
+        typer.Argument(
+            autocompletion=starting_with(run_names), help="Names of runs, or their JSON logs."
+        ),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(

@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
+from llmq.commands.common import run_names, starting_with
+
 
 def top(
     log: Annotated[
         str | None,
         typer.Argument(
+            autocompletion=starting_with(run_names),
             help="Name of a run, or its JSON log; the newest one that is being written if not "
             "given. Without one: all GPUs of this machine.",
             show_default=False,

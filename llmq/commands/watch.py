@@ -8,10 +8,16 @@ from typing import Annotated
 import typer
 
 from llmq.base.signals import ending_children
+from llmq.commands.common import run_names, starting_with
 
 
 def watch(
-    log: Annotated[str, typer.Argument(help="Name of a run, or its JSON log.")],
+    log: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=starting_with(run_names), help="Name of a run, or its JSON log."
+        ),
+    ],
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write event files into DIR/NAME.")
     ] = None,

@@ -782,5 +782,12 @@ OPTIONS: dict[str, Option] = options_with_rules(TrainConfig)
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
+USUAL = (
+    "model from_scratch vocab_size matmul_dtype lora_rank train_file eval_file packing batch_size "
+    "seq_len grad_accumulation steps epochs eval_every_n_steps learning_rate warmup name "
+    "continue_from device gpus"
+).split()
+"""Options that most runs are told with, which --help shows; the others are in --help-all."""
+
 ONCE = ("download", "continue_from", "overwrite", "new_data", "force")
 """Options of one command, not of the run: the next command begins without them."""

@@ -37,6 +37,11 @@ _BEFORE_SIZES = (
     "gradient-dtype model-dtype opt-m-dtype opt-v-dtype learning-rate warmup cooldown final-lr "
     "lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
 ).split()
+MODEL_ROWS = (
+    "arch vocab-size hidden-size ffn-size num-layers tied-word-emb num-heads num-kv-heads head-dim "
+    "max-positions rope-theta"
+).split()
+"""Rows of [Options] that describe the model."""
 _BEFORE_MODEL = (
     "eval-every-n-steps eval-num-steps ckpt-every-n-steps ckpt-keep ckpt-major "
     "train-loader-seed eval-loader-seed"

@@ -15,7 +15,7 @@ from llmq.data.loader import DataLoader
 from llmq.data.token_shards import duplicates_line, gaps
 from llmq.options.conditions import why_no_mirrors
 from llmq.options.options import TrainConfig
-from llmq.options.options_io import option_rows
+from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
@@ -77,15 +77,15 @@ def announce_options(
             f"Adapters of rank {config.lora_rank}, alpha {config.lora_alpha:g}, scaling "
             f"{config.lora_scale:g}; learning rate {config.learning_rate:g}"
         )
-    reporter.options(
-        option_rows(
-            trainer.config,
-            trainer.model,
-            world_size=trainer.world_size,
-            steps_per_epoch=trainer.steps_per_epoch,
-            total_steps=trainer.total_steps,
-        )
+    rows = option_rows(
+        trainer.config,
+        trainer.model,
+        world_size=trainer.world_size,
+        steps_per_epoch=trainer.steps_per_epoch,
+        total_steps=trainer.total_steps,
     )
+    usual = dict(option_rows(TrainConfig().normalized(), trainer.model))
+    reporter.options(rows, {n: v for n, v in usual.items() if n not in MODEL_ROWS})
 
 
 def announce_machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,13 +115,15 @@ class Reporter:
         self.view.line("")
         self.log.write("info", step, type="message", message=text, duration_ms=ms)
 
-    def options(self, rows: list[tuple[str, bool | int | float | str]]) -> None:
-        """[Options]: names and values."""
-        width = max(len(name) for name, _ in rows)
+    def options(
+        self, rows: list[tuple[str, bool | int | float | str]], usual: Mapping[str, Any]
+    ) -> None:
+        """[Options]: names and values; the console has those that are not as usual."""
+        width = max(len(name) for name, value in rows if usual.get(name) != value)
         lines = []
         for name, value in rows:
             shown = str(value).lower() if isinstance(value, bool) else str(value)
-            lines.append(f"  {name:<{width}}: {shown}")
+            lines += [f"  {name:<{width}}: {shown}"] * (usual.get(name) != value)
             self.log.write("option", 0, name=name, value=value)
         self.block("Options", lines)
 
