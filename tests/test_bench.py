@@ -560,7 +560,7 @@ def test_memory_that_is_not_as_planned():
     planned = MemorySizes(device=1 << 20, stack=1 << 16, pinned=256)
 
     def as_planned(**found):
-        sizes = dataclasses.replace(planned, **found)
+        sizes = MemorySizes(**planned | found)
         usages = [SimpleNamespace(sizes=s, device_bytes=0) for s in (planned, sizes)]
         plan = SimpleNamespace(usage=usages[0])
         dev = SimpleNamespace(spec=HOST_SPEC, kind="host")

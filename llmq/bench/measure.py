@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +228,8 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
     planned, found = trainer.plan.usage.sizes, trainer.usage.sizes
     memory = {
         "planned": needed_bytes(trainer.plan, trainer.dev.spec),
-        "as_planned": found.stack <= planned.stack
-        and replace(found, stack=planned.stack) == planned,
+        "as_planned": found["stack"] <= planned["stack"]
+        and found | {"stack": planned["stack"]} == planned,
         "used": None,
     }
     if trainer.dev.kind == "cuda":
