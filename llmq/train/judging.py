@@ -82,7 +82,7 @@ class Judging(Member):
         try:
             self.guard.load(history.get("guard", {}))
             self._load(history)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise LlmqError(
                 f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
                 f"({error}); use another checkpoint"

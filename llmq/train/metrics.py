@@ -163,7 +163,7 @@ class Reporter:
     def history(self, history: dict[str, Any]) -> None:
         loss_sum, self._loss_count = history["losses_since_evaluation"]
         self._loss_sum = math.nan if loss_sum is None else loss_sum
-        self.without_targets = history.get("steps_without_targets", 0)
+        self.without_targets = int(history.get("steps_without_targets", 0))
 
     @property
     def _percent(self) -> float:
