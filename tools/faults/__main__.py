@@ -3,7 +3,7 @@
     python -m tools.faults                                  # each machine for 60 s
     python -m tools.faults kills errors --seconds 600 --seed 7
     python -m tools.faults kills --seed 7 --only 41 --only 97    # bad ones again, with their ends
-    python -m tools.faults --tries 1000 --report benchmarks/cpu/$(date +%F)/faults
+    python -m tools.faults --full --report benchmarks/cpu/$(date +%F)/faults    # for hours
 
 Needs the packages of the extra `test`. Exits 1 if anything was bad.
 """
@@ -38,6 +38,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="For each machine.")] = 60.0,
     tries: Annotated[int | None, typer.Option(help="As many, however long it takes.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="As few as the tests try.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="As many as a report needs.")] = False,
     seed: Annotated[int, typer.Option(help="Another one tries others.")] = 0,
     only: Annotated[list[int] | None, typer.Option(help="Number of a fault; repeats.")] = None,
     report: Annotated[
@@ -54,7 +55,7 @@ def main(
             tally = Tally(machine.title, seed, commit)
             machine.prepare(folder, random.Random(f"{seed} {name}"))
             start = time.monotonic()
-            count = machine.quick if quick else tries
+            count = machine.quick if quick else machine.full if full else tries
             for number, outcome in attempts(machine, seed, seconds, count, only or []):
                 tally.add(number, outcome)
                 for category, text in outcome.problems:

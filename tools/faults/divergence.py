@@ -93,7 +93,7 @@ def _spoil(array: np.ndarray, value: float) -> None:
 class Divergence:
     """Each attempt goes on from 40 good steps into trouble."""
 
-    name, title, quick = "divergence", "Divergences", 3
+    name, title, quick, full = "divergence", "Divergences", 3, 200
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """The good part, which all begin with."""

@@ -83,7 +83,7 @@ def odd_arguments(kind: str, rng: random.Random) -> list[str]:
 class Options:
     """Each attempt is one command line."""
 
-    name, title, quick = "options", "Odd options", 24
+    name, title, quick, full = "options", "Odd options", 24, 2_000
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Make what the commands read."""

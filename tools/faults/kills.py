@@ -85,7 +85,7 @@ def _lost(root: Path, committed: int) -> Problems:
 class Kills(_AtCalls):
     """Three of four die at a call, the others at any moment."""
 
-    name, title, quick = "kills", "Kills", 8
+    name, title, quick, full = "kills", "Kills", 8, 1_000
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One death."""
@@ -102,7 +102,7 @@ class Kills(_AtCalls):
 class WriteErrors(_AtCalls):
     """One call fails, or all from one on for a while."""
 
-    name, title, quick = "errors", "Write errors", 8
+    name, title, quick, full = "errors", "Write errors", 8, 1_000
 
     def attempt(self, rng: random.Random) -> Outcome:
         """One error, or several in a row."""

@@ -37,11 +37,13 @@ class Outcome:
 
 
 class Machine(Protocol):
-    """name: on the command line. title: in the table. quick: faults that the tests try."""
+    """name: on the command line. title: in the table. quick: faults that the tests try. full: those
+    of a report."""
 
     name: str
     title: str
     quick: int
+    full: int
 
     def prepare(self, folder: Path, rng: random.Random) -> None:
         """Once, in a folder of all machines, each of which removes what it has tried."""
