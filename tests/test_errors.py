@@ -86,8 +86,10 @@ def test_token_id_outside_the_vocabulary(capsys, last):
 
 
 def test_too_little_data(capsys):
-    refused(capsys, "sequences of 16 tokens, but one batch needs 64", batch_size=64)
-    refused(capsys, "--grad-accumulation", "the training data has 10", grad_accumulation=11)
+    short = {"drop_last": ""}
+    refused(capsys, "sequences of 16 tokens, but one batch needs 64", batch_size=64, **short)
+    few = "the 10 batches of an epoch are less than a step, which takes 11"
+    refused(capsys, "--grad-accumulation", few, grad_accumulation=11, **short)
     write_tokens(Path(EVAL), 0)
     refused(capsys, EVAL, "has 0 sequences of 16 tokens, but one is needed")
 

@@ -129,7 +129,7 @@ def test_the_model_that_a_run_begins_from_is_not_moved(capsys):
 def test_a_run_that_cannot_begin_moves_nothing(capsys):
     assert train(**SAVED) == 0
     before = everything()
-    assert train(**SAVED | {"overwrite": "", "grad_accumulation": 100}) == 2
+    assert train(**SAVED | {"overwrite": "", "grad_accumulation": 100, "drop_last": ""}) == 2
     assert everything() == before
 
 
