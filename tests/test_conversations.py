@@ -36,7 +36,7 @@ from tests.chat_templates import (
     user,
     write_chat_tokenizer,
 )
-from tests.text_data import contents, run, write_jsonl
+from tests.text_data import contents, interrupt_report, run, write_jsonl
 
 QA = [user("q"), assistant("a")]
 
@@ -309,21 +309,13 @@ def test_resumed_conversations_are_the_same(tmp_path, chatml, monkeypatch):
     write_records(tmp_path / "a.jsonl", records)
     options = {"chat_template": chatml, "eval_fraction": 0.2, "shard_tokens": 301}
     whole = run(tmp_path / "a.jsonl", out=tmp_path / "whole", **options)
-    update, left = llmq.data.tokenize._Report.update, 0
-
-    def interrupt(report, *args):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        update(report, *args)
-
-    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
     runs = 0
     while True:
-        left, runs = 2, runs + 1
+        runs += 1
         try:
-            summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", **options)
+            with monkeypatch.context() as patch:
+                interrupt_report(patch, 2)
+                summary = run(tmp_path / "a.jsonl", out=tmp_path / "out", **options)
             break
         except KeyboardInterrupt:
             pass

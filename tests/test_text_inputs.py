@@ -25,6 +25,7 @@ from tests.text_data import (
     documents,
     encoded,
     ids,
+    interrupt_report,
     mixed_text,
     run,
     write_array,
@@ -131,16 +132,7 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch):
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
     monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
-    update, left = llmq.data.tokenize._Report.update, 2
-
-    def interrupt(report, *args):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        update(report, *args)
-
-    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
+    interrupt_report(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "a.csv", out=tmp_path / "out")
     assert run(tmp_path / "a.csv", out=tmp_path / "out").was_resumed
@@ -302,17 +294,10 @@ def test_standard_input_may_be_packed(tmp_path, piped, pack):
 def test_the_same_standard_input_goes_on(tmp_path, piped, monkeypatch):
     monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
-    update, blocks = llmq.data.tokenize._Report.update, iter(range(100))
-
-    def interrupt(report, *args):
-        if next(blocks) == 3:
-            raise KeyboardInterrupt
-        update(report, *args)
-
     data = mixed_text(4000).encode()
     piped(data)
     run("-", out=tmp_path / "whole")
-    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
+    interrupt_report(monkeypatch, 4)
     piped(data)
     with pytest.raises(KeyboardInterrupt):
         run("-", out=tmp_path / "out")
@@ -398,14 +383,7 @@ def test_a_data_set_goes_on_where_it_was(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     chosen = HubDataset(dataset, "en", "train")
     run(out=tmp_path / "whole", dataset=chosen)
-    update, blocks = llmq.data.tokenize._Report.update, iter(range(100))
-
-    def interrupt(report, *args):
-        if next(blocks) == 2:
-            raise KeyboardInterrupt
-        update(report, *args)
-
-    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
+    interrupt_report(monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
         run(out=tmp_path / "out", dataset=chosen)
     assert run(out=tmp_path / "out", dataset=chosen).was_resumed

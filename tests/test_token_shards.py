@@ -20,6 +20,7 @@ from tests.text_data import (
     documents,
     encoded,
     ids,
+    interrupt_report,
     run,
     write_inputs,
     write_jsonl,
@@ -49,25 +50,15 @@ def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_s
     options = {**OPTIONS, "tokenizer": str(bpe)}
     whole = run(all_inputs, out=tmp_path / "whole", **options)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", save_seconds)
-    blocks_done, interruptions = 0, 0
-    update = llmq.data.tokenize._Report.update
-
-    def interrupt(report, *args):
-        nonlocal blocks_done
-        blocks_done += 1
-        if blocks_done == limit:
-            raise StopError
-        update(report, *args)
-
-    monkeypatch.setattr(llmq.data.tokenize._Report, "update", interrupt)
-    limit = 0
+    interruptions, limit = 0, 0
     while True:
         # The state is saved after the report: 2 blocks a run are 1 block of progress. Without
         # saving, every run starts from the beginning and each goes one block further.
         limit = 2 if save_seconds == 0 else limit + 1
-        blocks_done = 0
         try:
-            summary = run(all_inputs, out=tmp_path / "out", **options)
+            with monkeypatch.context() as patch:
+                interrupt_report(patch, limit, StopError)
+                summary = run(all_inputs, out=tmp_path / "out", **options)
             break
         except StopError:
             interruptions += 1

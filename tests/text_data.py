@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import random
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import llmq.data.tokenize as tokenize_module
 from llmq.data.tokenize import tokenize
 from llmq.data.tokenizer import END_OF_TEXT
 from llmq.data.tokens import TokenFile
@@ -22,6 +24,18 @@ def run(*inputs, out, **kwargs):
     defaults = {"tokenizer": "bytes", "eval_fraction": 0.0, "workers": 1, "progress": False}
     kwargs = defaults | kwargs
     return tokenize([str(name) for name in inputs], out=out, **kwargs)
+
+
+def interrupt_report(patch, number, error=KeyboardInterrupt):
+    """Raise the error in place of the number-th report of progress from now on, once."""
+    update, reports = tokenize_module._Report.update, itertools.count(1)
+
+    def interrupted(report, *args):
+        if next(reports) == number:
+            raise error
+        update(report, *args)
+
+    patch.setattr(tokenize_module._Report, "update", interrupted)
 
 
 def ids(out, split="train"):

@@ -23,6 +23,7 @@
 // Same name  llmq/ops/cross_entropy.py  llmq/ref/cross_entropy.py  tests/ops/test_cross_entropy.py
 #include "common.cuh"
 #include "ptx.cuh"
+#include "row_weights.cuh"
 
 constexpr int ROW_THREADS = 512, UNROLL = 4;
 constexpr int N = Vec<T>::N;
@@ -93,18 +94,6 @@ struct RowResult {
     int target;
     float weight;
 };
-
-// The weights of rows, as a last argument of kernels that are compiled with WEIGHTED = 1.
-#ifndef WEIGHTED
-#define WEIGHTED 0
-#endif
-#if WEIGHTED
-#define WEIGHTS_ARG , const f32* __restrict__ weights
-#define WEIGHT_OF(row) weights[row]
-#else
-#define WEIGHTS_ARG
-#define WEIGHT_OF(row) 1.0f
-#endif
 
 __device__ __forceinline__ RowResult finish(const Softmax& row, int target, float z_loss,
                                             float weight) {

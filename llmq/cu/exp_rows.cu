@@ -28,6 +28,7 @@
 // Same name  llmq/ops/exp_rows.py  llmq/ref/exp_rows.py  tests/ops/test_exp_rows.py
 #include "common.cuh"
 #include "ptx.cuh"
+#include "row_weights.cuh"
 
 constexpr int THREADS = 256, ROW_WARPS = THREADS / 32, BLOCK_ROWS = 32;
 // Of 1 + z_loss * lse, which it is divided by: less changes the gradient by less than it is rounded.
@@ -73,16 +74,6 @@ exp_rows_scale(bf16* __restrict__ d, const f32* __restrict__ factors, i32 rows, 
 
 #ifndef SCALED  // compiled for another entry
 #define SCALED 0
-#endif
-#ifndef WEIGHTED
-#define WEIGHTED 0
-#endif
-#if WEIGHTED
-#define WEIGHTS_ARG , const f32* __restrict__ weights
-#define WEIGHT_OF(row) weights[row]
-#else
-#define WEIGHTS_ARG
-#define WEIGHT_OF(row) 1.0f
 #endif
 
 // A row's loss, and its gradient in place of e, from its logits: by all threads of a block, which get

@@ -56,11 +56,16 @@ def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
         yield str(folder)
 
 
+def first_new_id(folder: Path) -> int:
+    """The id of the first token that a model directory's tokenizer gets behind its own."""
+    return load_tokenizer(folder).vocab_size
+
+
 def new_tokens(folder: Path, tokens: Sequence[str]) -> NewTokens:
     """The ids that grown_tokenizer gives to tokens of a model directory's tokenizer."""
     with grown_tokenizer(folder, tokens) as grown:
-        first = load_tokenizer(folder).vocab_size
-        return NewTokens(first, len(tokens), tokenizer_of_folder(Path(grown)))
+        made = tokenizer_of_folder(Path(grown))
+    return NewTokens(first_new_id(folder), len(tokens), made)
 
 
 def _write(spec: str | Path, tokens: Sequence[str], folder: Path) -> str | None:

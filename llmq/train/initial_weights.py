@@ -23,7 +23,7 @@ from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
 from llmq.data.identity import TokenizerId
-from llmq.data.new_tokens import new_tokens, parse_tokens
+from llmq.data.new_tokens import first_new_id, parse_tokens
 from llmq.data.tokenizer import Tokenizer
 from llmq.options.adapters import adapters_of, has_target
 from llmq.options.command_line import flag
@@ -103,8 +103,8 @@ class InitialWeights:
         self.config, self.model, self.adapters = config, model, adapters_of(config)
         self.weights = None if config.from_scratch else HfWeights(model_dir)
         if self.weights is not None and config.add_tokens is not None:
-            first, count, _ = new_tokens(model_dir, parse_tokens(config.add_tokens))
-            self.weights.grow(model, first, count)
+            count = len(parse_tokens(config.add_tokens))  # as model_of_run has checked them
+            self.weights.grow(model, first_new_id(model_dir), count)
         if self.weights is not None:
             self.weights.check(weight_table(model))
         self._files: AdapterFiles | None = None
