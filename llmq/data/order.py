@@ -1,8 +1,7 @@
-"""Random orders that follow from seeds alone: llm.q's, and a faster one of our own.
+"""Random orders that follow from seeds alone: llm.q's, and one of our own.
 
 At llm.q Philox seeds a C++ engine, which drives libstdc++'s shuffle, one swap after the other.
-Packed documents and weighted files, which llm.q does not have, are ordered by a hash, which takes a
-third of the time.
+Packed documents and weighted files, which llm.q does not have, are ordered by a hash.
 """
 
 from __future__ import annotations
