@@ -197,14 +197,30 @@ class Wanted(Protocol):
 def read_csv(path: str, wanted: Wanted, row: int) -> Iterator[Item]:
     """Yield what `wanted` makes of each row of CSV or TSV, without the empty ones. row: where to
     begin."""
+    for at, read, record in _csv_records(path, lambda n: wanted.columns(n, f"'{path}'"), row):
+        where = f"{path}: row {at}"
+        if text := wanted.of(record, where):
+            yield Item(text, True, at, 0, read, where)
+
+
+def _csv_records(
+    path: str, choose: Callable[[list[str]], Any], row: int
+) -> Iterator[tuple[int, int, dict[str, str]]]:
+    """Each row's number from 1, the bytes of the file that have been read, and its columns.
+
+    choose: told their names, before the first. row: so many are left out.
+    """
     with open(path, "rb") as raw:
         rows = _csv_rows(path, raw)
         names = _columns(path, rows)
-        wanted.columns(names, f"'{path}'")
+        choose(names)
         for at, values in enumerate(rows, 1):
-            where = f"{path}: row {at}"
-            if at > row and (text := wanted.of(_csv_record(names, values, where), where)):
-                yield Item(text, True, at, 0, raw.tell(), where)
+            if at <= row:
+                continue
+            if len(values) != len(names):
+                counts = f"{len(values)} fields instead of {len(names)}"
+                raise DataError(f"{path}: row {at}: {counts}, as the first line")
+            yield at, raw.tell(), dict(zip(names, values, strict=True))
 
 
 def _csv_rows(path: str, raw: BinaryIO) -> Iterator[list[str]]:
@@ -233,12 +249,6 @@ def _columns(path: str, rows: Iterator[list[str]]) -> list[str]:
     return names
 
 
-def _csv_record(names: Sequence[str], values: Sequence[str], where: str) -> dict[str, str]:
-    if len(values) != len(names):
-        raise DataError(f"{where}: {len(values)} fields instead of {len(names)}, as the first line")
-    return dict(zip(names, values, strict=True))
-
-
 def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
     """Yield what `wanted` makes of each row, without the empty ones. size: of the file in bytes.
 
@@ -252,14 +262,8 @@ def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Ite
 
 def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
     """The rows of a table as JSON's types, each with where it is, for messages."""
-    if layout_of_name(path) != "parquet":
-        with open(path, "rb") as raw:
-            rows = _csv_rows(path, raw)
-            names = _columns(path, rows)
-            for at, values in enumerate(rows, 1):
-                yield _csv_record(names, values, where := f"{path}: row {at}"), where
-        return
-    for at, _, record in _rows(path, list, 0):
+    read = _rows if layout_of_name(path) == "parquet" else _csv_records
+    for at, _, record in read(path, list, 0):
         yield record, f"{path}: row {at}"
 
 
