@@ -466,7 +466,7 @@ Initializing model from scratch ...
 )+
 --train-file: 'data/train-0.bin' and 3 more do not say which tokenizer made the ids: [^\n]*
 Starting training for 6 steps \(1.20 epochs in total\)
-Setup took 0 seconds
+Setup took \d+ seconds?
 \[T\] step     0 \[20.0%\] \| time: +\d+ ms \| norm +[\d.]+ \| loss +[\d.]+ \| tps +\d+ \| run 16.7%
 \[T\] step     1 \[40.0%\] [^\n]*
 saving checkpoint to `ckpt` ...
@@ -545,6 +545,7 @@ FIELDS = {
 def test_log_has_the_records_of_llmq():
     assert train(steps=3, warmup=2, eval_every_n_steps=2, eval_num_steps=2, ckpt_interval=2) == 0
     log = json.loads(Path("log.json").read_text())
+    log = [r for r in log if r["log"] != "cpu"]  # a sensor's, where the run takes long enough
     kinds = {r["log"] for r in log}
     assert kinds == {*FIELDS, "info"}, "gpu-model, sol and gpu need a GPU"
     for record in log:
