@@ -135,7 +135,8 @@ def test_a_pattern_does_not_take_it_for_tokens(tmp_path):
     ("offset", "fmt", "value", "message"),
     [
         (0, "<i", 7, "does not say where documents are"),
-        (8, "<i", 2, "version 2"),
+        (8, "<i", 3, "version 3"),
+        (8, "<i", 2, "it is of pairs, and one of them lacks its end"),
         (16, "<q", 8, "contradicts '.*a.bin': it is of 8 tokens, the file has 9"),
         (24, "<q", 4, "is truncated: 88 bytes, but its header says 4 documents = 96 bytes"),
         (24, "<q", 2, "is too long"),

@@ -18,7 +18,9 @@ class Batch(NamedTuple):
              never falling along a row. None: every row is one document.
     padding  how many of its positions fill rows up, or repeat what is counted elsewhere: reports
              do not count them. Such a position is a document of its own, and masked.
-    more     arrays that the loss reads besides (`Loss.inputs`), float32 (B, T), by name; or None
+    more     arrays that the loss reads besides (`Loss.inputs`), float32 (B, T), by name; or None.
+             Pairs of documents have "partner": 1 + the first position of the other one, negative
+             in a document that is not to be preferred, 0 outside of pairs
     """
 
     inputs: np.ndarray

@@ -22,8 +22,8 @@ SpecialTokens = Annotated[
 Format = Annotated[
     str,
     typer.Option(
-        help="Records: text, or conversations: messages, conversations, prompt, instruction; "
-        "auto: by their fields."
+        help="Records: text, or conversations: messages, conversations, prompt, instruction, "
+        "pairs; auto: by their fields."
     ),
 ]
 TrainOn = Annotated[

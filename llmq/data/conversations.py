@@ -4,6 +4,8 @@ messages       {"messages": [{"role": "user", "content": "…"}, …]}, with "to
 conversations  {"conversations": [{"from": "human", "value": "…"}, …]}
 prompt         {"prompt": "…", "completion": "…"}, texts or lists of messages
 instruction    {"instruction": "…", "input": "…", "output": "…"}
+pairs          {"prompt": "…", "chosen": "…", "rejected": "…"}: two conversations, of which the
+               first is to be preferred; the prompt may be a field of any format above
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ REQUIRED = {
     "conversations": ("conversations",),
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
+    "pairs": ("chosen", "rejected"),
 }
+PAIRS, PLAIN = "pairs", "prompt"
 _EVERYWHERE = ("tools", "documents", "chat_template_kwargs")
 OPTIONAL = {
     "messages": _EVERYWHERE,
     "conversations": ("system", *_EVERYWHERE),
     "prompt": ("system", *_EVERYWHERE),
     "instruction": ("input", "system", "history", *_EVERYWHERE),
+    "pairs": (
+        *("prompt", "messages", "conversations", "instruction", "input", "history", "system"),
+        *_EVERYWHERE,
+    ),
 }
 FORMATS = ("auto", TEXT, *REQUIRED)
 
@@ -69,6 +77,11 @@ class RecordConversation:
 
     form: str
 
+    @property
+    def in_pairs(self) -> bool:
+        """Whether each record has two conversations."""
+        return self.form == PAIRS
+
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
         """The fields to read; DataError, which begins with `where`, if a needed one is missing."""
         missing = [f"'{name}'" for name in REQUIRED[self.form] if name not in there]
@@ -87,11 +100,14 @@ class RecordConversation:
         except TypeError as error:
             raise DataError(f"{where}: a value that no JSON can hold: {error}") from error
 
-    def of_json(self, line: bytes, where: str) -> Conversation:
-        """The conversation of a record in JSON. DataError, which begins with `where`, if none."""
+    def of_json(self, line: bytes, where: str) -> list[Conversation]:
+        """The conversation of a record in JSON, or the two of a pair. DataError, which begins with
+        `where`, if there are none."""
         record = json_record(line, where)
         try:
-            return parse_conversation(record, self.form)
+            if self.in_pairs:
+                return parse_pair(record)
+            return [parse_conversation(record, self.form)]
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
 
@@ -104,9 +120,7 @@ def _without_nulls(value: Any) -> Any:
 
 def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
     """The conversation of a record. DataError for missing or wrong fields."""
-    for name in REQUIRED[form]:
-        if record.get(name) is None:
-            raise DataError(f"no field '{name}' in a record of the format {form}")
+    _check_required(record, form)
     messages, first_trained = _PARSERS[form](record)
     system = record.get("system") if "system" in OPTIONAL[form] else None
     if system:
@@ -116,9 +130,55 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
         raise DataError("there are no messages")
     variables = _parsed(record, "chat_template_kwargs", dict) or {}
     tools, documents = (_parsed(record, name, list) for name in ("tools", "documents"))
-    texts = [record[name] for name in REQUIRED["prompt"]] if form == "prompt" else [None]
+    texts = [record[name] for name in REQUIRED[PLAIN]] if form == PLAIN else [None]
     is_text = all(isinstance(text, str) for text in texts) and not (system or tools or documents)
     return Conversation(messages, tools or None, documents, variables, first_trained, is_text)
+
+
+def parse_pair(record: dict[str, Any]) -> list[Conversation]:
+    """The two conversations of a record, the chosen one first; only their answers are trained.
+
+    They share their prompt. Answers that begin with a message of another role than the assistant's
+    have it in themselves: it is what they have in common. DataError for missing or wrong fields.
+    """
+    _check_required(record, PAIRS)
+    answers = [_answer(record, name) for name in REQUIRED[PAIRS]]
+    whole = [isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers]
+    if any(whole) and all(isinstance(a, list) for a in answers):
+        pairs = zip(*(answer[:-1] for answer in answers), strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        same = min(map(len, answers)) - 1 if same is None else same
+        prompt, answers = answers[0][:same], [answer[same:] for answer in answers]
+    else:
+        prompt = _prompt(record)
+    shared = {name: record[name] for name in OPTIONAL[PLAIN] if name in record}
+    sides = [shared | {"prompt": prompt, "completion": answer} for answer in answers]
+    return [parse_conversation(side, PLAIN) for side in sides]
+
+
+def _answer(record: dict[str, Any], name: str) -> str | list[Message]:
+    """The value of `chosen` or `rejected`: a text, or messages, of which there may be one alone."""
+    value = record[name]
+    if isinstance(value, str):
+        return value
+    return [_message(value, 1)] if isinstance(value, dict) else _messages(record, name)
+
+
+def _prompt(record: dict[str, Any]) -> str | list[Message]:
+    if record.get("prompt") is not None:
+        return record["prompt"]
+    if record.get("instruction") is not None:
+        return _of_instruction(record | {"output": ""})[0][:-1]
+    for name in ("messages", "conversations"):
+        if record.get(name) is not None:
+            return _messages(record, name)
+    raise DataError("there is no prompt: no field 'prompt', 'instruction', 'messages'")
+
+
+def _check_required(record: dict[str, Any], form: str) -> None:
+    for name in REQUIRED[form]:
+        if record.get(name) is None:
+            raise DataError(f"no field '{name}' in a record of the format {form}")
 
 
 def _of_prompt(record: dict[str, Any]) -> tuple[list[Message], int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.data.document_file import has_pairs
 from llmq.data.document_index import (
     DocumentIndex,
     has_trained_tokens,
@@ -26,7 +27,7 @@ from llmq.data.epoch_plan import (
     Split,
     WindowSource,
 )
-from llmq.data.packing import Pieces, cut_documents, joined
+from llmq.data.packing import Pieces, cut_documents, joined, whole_pairs
 from llmq.data.patterns import find_token_files
 from llmq.data.tokens import TokenFile, open_token_files
 from llmq.options.options import TrainConfig
@@ -37,6 +38,7 @@ _LEFT_OUT = {
     "truncate": "parts of longer documents are left out (--long truncate)",
     "drop": "documents are longer than a sequence and are left out (--long drop)",
 }
+_TOO_LONG = "pairs are longer than a sequence, which has to hold both answers, and are left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class SequenceLayout:
     packed documents that are longer than a sequence; "cut" makes parts of them, "truncate" keeps
     the first one, "drop" none, and None those with a question, where masks say what that is.
     weights: one share for each pattern that names files; None: every sequence once an epoch.
+    pairs: whether the loss is of pairs of documents, which then share a sequence.
     """
 
     packing: str = "concat"
@@ -56,6 +59,7 @@ class SequenceLayout:
     separator: int | None = None
     long: str | None = None
     weights: tuple[float, ...] | None = None
+    pairs: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig, *, held_out: bool = False) -> SequenceLayout:
@@ -90,7 +94,8 @@ class DataSet:
     left_out: parts, or with "drop" documents, that are left out because of their length; lost:
     how many of the `trained` tokens of all documents are in them.
     empty_files: those without a sequence. scanned: those whose documents a separator has found.
-    is_short: no file fills a sequence, and its rest is one.
+    is_short: no file fills a sequence, and its rest is one. Pairs count as two documents, and are
+    left out if they do not fit into a sequence.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class DataSet:
         self.untrained = self.untrained_parts = self.left_out = self.lost = self.trained = 0
         self.is_short = False
         self._indices: list[DocumentIndex] | None = None
+        self._check_pairs()
         if layout.needs_documents:
             self._read_documents()
         if not everything:
@@ -163,6 +169,20 @@ class DataSet:
                 self.untrained += int((trained_tokens(file, index.offsets) == 0).sum())
             file.close()
 
+    def _check_pairs(self) -> None:
+        for file in self.files:
+            pairs = has_pairs(file.path)
+            if pairs and not self.layout.pairs:
+                raise DataError(
+                    f"'{file.path}' has pairs, of which one answer is to be preferred: that needs "
+                    "a loss of pairs"
+                )
+            if not pairs and self.layout.pairs:
+                raise DataError(
+                    f"'{file.path}' has no pairs, which the loss needs: `llmq tokenize` makes them "
+                    "of records with 'chosen' and 'rejected'"
+                )
+
     def _check_trained(self) -> None:
         """Raise DataError if windows hold no token that counts, although they hold some."""
         some = any(file.num_tokens > 1 for file in self.files)
@@ -180,10 +200,11 @@ class DataSet:
 
     def _packed(self, which: int, group: Sequence[int], split: Split | None) -> PackedSource:
         parts = []
-        counts = [len(self._indices[i]) for i in group]
+        counts = [len(self._indices[i].units) - 1 for i in group]
         first, count = ([0] * len(group), counts) if split is None else split.of(counts)
         for i, begin, n in zip(group, first, count, strict=True):
-            of_file = self._pieces(i, begin, begin + n)
+            cut = self._pairs if self.layout.pairs else self._pieces
+            of_file = cut(i, begin, begin + n)
             self.empty_files += not any(map(len, of_file))
             parts += of_file
         pieces = joined(parts)
@@ -214,6 +235,20 @@ class DataSet:
             parts.append(self._kept_parts(file, pieces))
         file.close()
         return parts
+
+    def _pairs(self, number: int, begin: int, end: int) -> list[Pieces]:
+        """Pairs [begin, end) of a file of which both answers have something to train on."""
+        file, offsets = self.files[number], self._indices[number].offsets
+        targets = trained_tokens(file, offsets).reshape(-1, 2)[begin:end]
+        lengths = np.diff(offsets).reshape(-1, 2)[begin:end]
+        trained = (targets > 0).all(axis=1)
+        self.untrained += 2 * int((~trained).sum())
+        self.trained += int(targets[trained].sum())
+        too_long = trained & (lengths.sum(axis=1) > self.seq_len)
+        self._leave_out(too_long, targets.sum(axis=1))
+        kept, starts = trained & ~too_long, offsets[2 * begin : 2 * end : 2]
+        file.close()
+        return [whole_pairs(number, starts[kept], lengths.sum(axis=1)[kept], lengths[kept, 0])]
 
     def _leave_out(self, chosen: np.ndarray, targets: np.ndarray) -> None:
         self.left_out += int(chosen.sum())
@@ -305,7 +340,7 @@ class DataSet:
             text += f"; found by a separator in {self.scanned} files" if self.scanned else ""
             lines.append(text)
             if self.left_out:
-                what = _LEFT_OUT[self.layout.long]
+                what = _TOO_LONG if self.layout.pairs else _LEFT_OUT[self.layout.long]
                 share = 100 * self.lost / max(self.trained, 1)
                 lines.append(
                     f"WARNING: {self.left_out} {what}, {share:.2f} % of all trained tokens ({name})"

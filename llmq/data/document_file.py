@@ -1,7 +1,7 @@
 """The `.docs` file beside a token file: where its documents end.
 
     offset 0     8 bytes  b"BIN.DOC\\n"
-           8     int32    version, 1
+           8     int32    version, 1; 2 = documents come in pairs, the second behind the first
           12     int32    1 = the last document is cut: it goes on in another token file
           16     int64    number of tokens of the token file
           24     int64    number of documents n
@@ -9,8 +9,9 @@
           36     filler   up to 64 bytes: "*", then a newline
           64     n int64  the position behind each document's last token, rising
 
-Everything is little-endian. `train.docs` is of `train.bin`; the token file does not know of it, so
-that it stays what other programs read and write.
+The mask bit of the first token of each document of a pair, which nothing predicts, says whether it
+is the one to be preferred. Everything is little-endian. `train.docs` is of `train.bin`; the token
+file does not know of it, so that it stays what other programs read and write.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from llmq.base.errors import DataError
 from llmq.base.files import check_readable, disk_errors
 
 MAGIC = b"BIN.DOC\n"
-VERSION = 1
+VERSION, IN_PAIRS = 1, 2
 HEADER_BYTES = 64
 SUFFIX = ".docs"
 _FIELDS = struct.Struct("<8s2i2qI")
@@ -39,6 +40,16 @@ _SAMPLES = 32  # tokens that are looked at to tell a token file from another one
 def documents_path(token_file: Path) -> Path:
     """The path of a token file's `.docs` file: X.docs for X.bin."""
     return token_file.with_name(token_file.name.removesuffix(".bin") + SUFFIX)
+
+
+def has_pairs(token_file: Path) -> bool:
+    """Whether the documents of a token file come in pairs, as far as a `.docs` file says."""
+    try:
+        with open(documents_path(token_file), "rb") as file:
+            header = file.read(_FIELDS.size)
+    except OSError:
+        return False
+    return len(header) == _FIELDS.size and _FIELDS.unpack(header)[:2] == (MAGIC, IN_PAIRS)
 
 
 def partial_path(path: Path) -> Path:
@@ -66,13 +77,14 @@ class DocumentFile:
     """The content of a `.docs` file; nothing is compared with its token file.
 
     ends: (n,) int64, the position behind each document's last token. is_cut: whether the last one
-    goes on elsewhere. num_tokens, checksum: those of the token file.
+    goes on elsewhere. num_tokens, checksum: those of the token file. in_pairs: every two are one.
     """
 
     ends: np.ndarray
     is_cut: bool
     num_tokens: int
     checksum: int
+    in_pairs: bool
 
     @classmethod
     def read(
@@ -90,10 +102,10 @@ class DocumentFile:
                 f"of {MAGIC!r} and a header; remove it, or tokenize the data again"
             )
         _, version, is_cut, num_tokens, count, checksum = _FIELDS.unpack_from(data)
-        if version != VERSION:
+        if version not in (VERSION, IN_PAIRS):
             raise DataError(
-                f"'{path}' has version {version}; version {VERSION} can be read: tokenize the data "
-                "again with this program"
+                f"'{path}' has version {version}; versions {VERSION} and {IN_PAIRS} can be read: "
+                "tokenize the data again with this program"
             )
         expected = HEADER_BYTES + _END.itemsize * count
         if len(data) != expected:
@@ -104,7 +116,7 @@ class DocumentFile:
             )
         verify(data, path)
         ends = np.frombuffer(data, _END, offset=HEADER_BYTES).astype(np.int64, copy=False)
-        return cls(ends, is_cut == 1, num_tokens, checksum)
+        return cls(ends, is_cut == 1, num_tokens, checksum, version == IN_PAIRS)
 
 
 class DocumentWriter:
@@ -113,9 +125,9 @@ class DocumentWriter:
     Only the last end is kept in memory.
     """
 
-    def __init__(self, path: Path, keep_tokens: int = 0) -> None:
+    def __init__(self, path: Path, keep_tokens: int = 0, in_pairs: bool = False) -> None:
         """keep_tokens: go on with a partial file, and drop what lies behind that token."""
-        self.path = path
+        self.path, self._version = path, IN_PAIRS if in_pairs else VERSION
         self.count, self.last = 0, 0  # documents that ended, and the position behind them
         partial = partial_path(path)
         if keep_tokens and not partial.exists():
@@ -142,7 +154,7 @@ class DocumentWriter:
         self._file.seek(length)
 
     def _header(self, num_tokens: int, checksum: int, *, is_cut: bool) -> bytes:
-        fields = (MAGIC, VERSION, int(is_cut), num_tokens, self.count, checksum)
+        fields = (MAGIC, self._version, int(is_cut), num_tokens, self.count, checksum)
         return _FIELDS.pack(*fields).ljust(HEADER_BYTES - 1, b"*") + b"\n"
 
     def add(self, ends: np.ndarray) -> None:

@@ -28,15 +28,21 @@ class DocumentIndex:
 
     offsets: (n + 1,) int64, rising from 0 to the number of tokens, read-only. is_cut: whether the
     last document goes on in another file, or has no end. was_scanned: whether a separator has
-    found them.
+    found them. in_pairs: whether every two of them are a pair.
     """
 
     offsets: np.ndarray
     is_cut: bool
     was_scanned: bool = False
+    in_pairs: bool = False
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def units(self) -> np.ndarray:
+        """The offsets of what is never divided: documents, or pairs of them; (u + 1,) int64."""
+        return self.offsets[:: 1 + self.in_pairs]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -90,8 +96,10 @@ def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
     if sample_checksum(file.read_tokens, found.ends) != found.checksum:
         raise contradicts("it was written for other tokens")
     file.close()
+    if found.in_pairs and (found.is_cut or len(found.ends) % 2):
+        raise contradicts("it is of pairs, and one of them lacks its end")
     offsets.flags.writeable = False
-    return DocumentIndex(offsets, found.is_cut)
+    return DocumentIndex(offsets, found.is_cut, in_pairs=found.in_pairs)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -46,7 +46,13 @@ class Recipe:
     @property
     def with_masks(self) -> bool:
         """Whether the token files say which tokens are trained."""
-        return self.chat is not None and self.chat.train_on != "all"
+        return self.in_pairs or (self.chat is not None and self.chat.train_on != "all")
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether documents come in pairs. The bit of a document's first token, which nothing
+        predicts, then says whether it is the chosen one."""
+        return isinstance(self.wanted, RecordConversation) and self.wanted.in_pairs
 
     @property
     def is_chat(self) -> bool:
@@ -108,25 +114,28 @@ class Encoder:
     def _add_conversation(
         self, piece: DocumentPart, chat: Chat | Completion, parts: _Parts
     ) -> None:
-        """Encode a conversation; what is added to a completion is trained behind it."""
+        """Encode a conversation, or two; what is added to a completion is trained behind it."""
         before, after = self._added if not self.recipe.is_chat else ([], [])
-        conversation = self.recipe.wanted.of_json(piece.text, piece.where)
+        conversations = self.recipe.wanted.of_json(piece.text, piece.where)
         try:
-            rendered = chat.texts(conversation)
+            rendered = [text for each in conversations for text in chat.texts(each)]
         except DataError as error:
             raise DataError(f"{piece.where}: {error}") from error
-        parts.notes += [(note, piece.where) for note in dict.fromkeys(chat.notes(conversation))]
-        if forged := self._forged(conversation):
+        notes = [note for each in conversations for note in chat.notes(each)]
+        parts.notes += [(note, piece.where) for note in dict.fromkeys(notes)]
+        if forged := next(filter(None, map(self._forged, conversations)), None):
             parts.notes.append((_FORGED, f"{piece.where} ({forged})"))
         texts = [whole_characters(text, piece.text) for text, _ in rendered]
         whole = chat.train_on == "all"
         encoded = self.tokenizer.encode_with_offsets(texts)
-        for (_, spans), (ids, offsets) in zip(rendered, encoded, strict=True):
+        for number, ((_, spans), (ids, offsets)) in enumerate(zip(rendered, encoded, strict=True)):
             mask = token_mask(offsets, spans)
             ids = np.concatenate([before, ids, after]).astype(np.int32)
             mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)]).astype(bool)
-            if not mask.any():
+            if not mask[self.recipe.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
+            if self.recipe.in_pairs:
+                mask[0] = number == 0
             parts.add(ids, mask if self.recipe.with_masks else None)
             parts.end()
 

@@ -185,10 +185,11 @@ class PackedSource:
 
     def _spans(self, chosen: np.ndarray) -> list[Span]:
         p = self.pieces
-        columns = (column[chosen].tolist() for column in (p.file, p.start, p.length, p.goes_on))
+        names = (p.file, p.start, p.length, p.goes_on, p.first)
+        columns = (column[chosen].tolist() for column in names)
         return [
-            Span(file, start, length, goes_on, () if goes_on else (length,))
-            for file, start, length, goes_on in zip(*columns, strict=True)
+            Span(file, start, length, goes_on, (first,) * (first > 0) + (length,) * (not goes_on))
+            for file, start, length, goes_on, first in zip(*columns, strict=True)
         ]
 
     def lengths(self, seed: int, number: int) -> np.ndarray:

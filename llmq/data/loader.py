@@ -120,6 +120,7 @@ class DataLoader:
             self.seq_len,
             data.vocab_size,
             document_mask=data.layout.document_mask,
+            pairs=data.layout.pairs,
         )
 
     @property

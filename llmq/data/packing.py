@@ -21,6 +21,7 @@ class Pieces:
 
     file: int32, its number; start: int64, the position in it; length: int32, in tokens. goes_on:
     bool, whether the document has a token behind the piece, which its last token then predicts.
+    first: int32, of a pair of documents the tokens of the first one; 0: it is one document.
     documents: how many; cut: those that have several pieces or lost their last token as an input.
     """
 
@@ -28,6 +29,7 @@ class Pieces:
     start: np.ndarray
     length: np.ndarray
     goes_on: np.ndarray
+    first: np.ndarray
     documents: int
     cut: int
 
@@ -36,7 +38,7 @@ class Pieces:
 
     def only(self, chosen: np.ndarray) -> Pieces:
         """The pieces where `chosen` (n,) bool is True."""
-        names = ("file", "start", "length", "goes_on")
+        names = ("file", "start", "length", "goes_on", "first")
         return replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     @property
@@ -48,6 +50,7 @@ class Pieces:
     def fingerprint(self) -> str:
         """Checksums of all arrays."""
         arrays = (self.file, self.start, self.length, self.goes_on)
+        arrays += (self.first,) if self.first.any() else ()
         return " ".join(str(zlib.crc32(array)) for array in arrays)
 
 
@@ -68,14 +71,37 @@ def cut_documents(file: int, starts: np.ndarray, lengths: np.ndarray, seq_len: i
         start=starts[document] + offset,
         length=length.astype(np.int32),
         goes_on=left > length,
+        first=np.zeros(len(document), np.int32),
         documents=len(lengths),
         cut=int((lengths > seq_len).sum()),
     )
 
 
+def whole_pairs(file: int, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> Pieces:
+    """Pairs of documents of one file, each of which is one piece.
+
+    starts, lengths: (n,) int64, of both together. first: (n,), tokens of the first document.
+    """
+    return Pieces(
+        file=np.full(len(starts), file, np.int32),
+        start=starts,
+        length=lengths.astype(np.int32),
+        goes_on=np.zeros(len(starts), bool),
+        first=first.astype(np.int32),
+        documents=2 * len(starts),
+        cut=0,
+    )
+
+
 def joined(parts: Sequence[Pieces]) -> Pieces:
     """All pieces of several parts, of which there may be none."""
-    types = {"file": np.int32, "start": np.int64, "length": np.int32, "goes_on": bool}
+    types = {
+        "file": np.int32,
+        "start": np.int64,
+        "length": np.int32,
+        "goes_on": bool,
+        "first": np.int32,
+    }
     columns = (
         np.concatenate([np.empty(0, dtype), *(getattr(part, name) for part in parts)])
         for name, dtype in types.items()

@@ -13,6 +13,7 @@ from llmq.base.batch import Batch
 from llmq.base.errors import DataError
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
+PARTNER = "partner"  # of Batch.more, with pairs
 _OPEN_FILES = 16  # kept open by one reader
 
 
@@ -46,11 +47,19 @@ class RowReader:
     """Reads rows of seq_len tokens. For one thread."""
 
     def __init__(
-        self, paths: Sequence[Path], seq_len: int, vocab_size: int, *, document_mask: bool
+        self,
+        paths: Sequence[Path],
+        seq_len: int,
+        vocab_size: int,
+        *,
+        document_mask: bool,
+        pairs: bool = False,
     ) -> None:
-        """paths: the files, as spans number them. document_mask: whether batches have starts."""
+        """paths: the files, as spans number them. document_mask: whether batches have starts.
+        pairs: whether each span is a pair of documents, and batches say where the other one is.
+        """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
-        self.document_mask = document_mask
+        self.document_mask, self.pairs = document_mask, pairs
         self._open: OrderedDict[int, TokenFile] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
@@ -62,10 +71,11 @@ class RowReader:
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
+        partners = np.zeros(inputs.shape, np.float32) if self.pairs else None
         padding = 0
         for row, spans in enumerate(rows):
-            of_row = None if starts is None else starts[row]
-            filled = self._read_row(spans, inputs[row], targets[row], of_row)
+            of_row = [array if array is None else array[row] for array in (starts, partners)]
+            filled = self._read_row(spans, inputs[row], targets[row], *of_row)
             if counted[row]:
                 padding += self.seq_len - filled
             else:
@@ -73,7 +83,9 @@ class RowReader:
         inputs[len(rows) :] = inputs[0]
         if starts is not None:
             starts[len(rows) :] = starts[0]
-        return Batch(inputs, targets, starts, padding + (size - len(rows)) * self.seq_len)
+        padding += (size - len(rows)) * self.seq_len
+        more = None if partners is None else {PARTNER: partners}
+        return Batch(inputs, targets, starts, padding, more)
 
     def _read_row(
         self,
@@ -81,6 +93,7 @@ class RowReader:
         inputs: np.ndarray,
         targets: np.ndarray,
         starts: np.ndarray | None,
+        partners: np.ndarray | None,
     ) -> int:
         """Fill a row of each array, (seq_len,); returns how many tokens it has.
 
@@ -104,6 +117,13 @@ class RowReader:
             targets[ends - 1] = MASKED_TARGET
             starts[at] = at
             np.maximum.accumulate(starts, out=starts)
+        if partners is not None:  # no span of a pair goes on, so places are those of the row
+            at = np.cumsum([0, *lengths])[:-1].tolist()
+            for begin, span in zip(at, spans, strict=True):
+                middle, end = (begin + length for length in span.ends)
+                preferred, other = np.where(counts[[begin, middle]], 1, -1)
+                partners[begin:middle] = preferred * (middle + 1)
+                partners[middle:end] = other * (begin + 1)
         if filled < self.seq_len:  # padding repeats tokens of the row: no other values arise
             inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
         return filled

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.records import TABLES, column_names, read_json
-from llmq.data.conversations import FORMATS, REQUIRED, TEXT, RecordConversation
+from llmq.data.conversations import FORMATS, PAIRS, REQUIRED, TEXT, RecordConversation
 from llmq.data.inputs import InputSource
 from llmq.data.record_text import RecordText
 
@@ -43,6 +43,8 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
         fields = field_names(source) or []
         forms = [TEXT] * (text.field in fields)
         forms += [name for name, required in REQUIRED.items() if {*required} <= {*fields}]
+        if PAIRS in forms:  # whose prompt may be a field of another format
+            forms = [PAIRS]
         if len(forms) > 1:
             raise DataError(
                 f"'{source.path}' has fields of several formats ({', '.join(forms)}): choose one "

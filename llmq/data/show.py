@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ import numpy as np
 from llmq.base.console import print_own, printable
 from llmq.base.errors import ConfigError, DataError
 from llmq.data.detokenize import continuation
+from llmq.data.document_file import has_pairs
 from llmq.data.document_index import DocumentIndex, count_documents
 from llmq.data.identity import tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -35,12 +39,14 @@ PLAIN = Marks(("⟦", "⟧"), ("", ""))
 
 
 class Document(NamedTuple):
-    """number: from 1, over all files. mask: (n,) bool, the tokens whose prediction is trained."""
+    """number: from 1, over all files. mask: (n,) bool, the tokens whose prediction is trained.
+    chosen: whether it is the preferred one of its pair; None for one document."""
 
     number: int
     path: Path
     ids: np.ndarray
     mask: np.ndarray
+    chosen: bool | None = None
 
 
 def run_show(
@@ -53,7 +59,7 @@ def run_show(
     seq_len: int | None,
     document_separator: int | None,
 ) -> None:
-    """Print documents of token files, and the counts of all of them.
+    """Print documents of token files, pairs of them side by side, and the counts of all of them.
 
     patterns: name token files, or folders of `llmq tokenize`. tokenizer: None: the one beside the
     files. document: the first one to print, from 1. limit: how many. ids: a line for each token.
@@ -73,9 +79,17 @@ def run_show(
         limit = DOCUMENTS if document is None else 1
     is_terminal = sys.stdout.isatty()
     marks = COLOURS if is_terminal and not os.environ.get("NO_COLOR") else PLAIN
-    for found in _documents(files, document or 1, limit, document_separator):
-        print(_head(found, counts.documents))
-        body = _table(found, decoder, seq_len) if ids else _text(found, decoder, marks, seq_len)
+    if not ids and all(has_pairs(file.path) for file in files):  # documents 2n - 1 and 2n
+        first = (document or 1) + (document or 1) % 2 - 1
+        found = _documents(files, first, 2 * limit, document_separator)
+        bodies = ((a, _pair(a, b, decoder)) for a, b in zip(found, found, strict=True))
+        marks = PLAIN
+    else:
+        show = _table if ids else partial(_text, marks=marks)
+        found = _documents(files, document or 1, limit, document_separator)
+        bodies = ((each, show(each, decoder, seq_len=seq_len)) for each in found)
+    for each, body in bodies:
+        print(_head(each, counts.documents))
         for line in body:
             print_own(line)
     if limit:
@@ -117,10 +131,32 @@ def _documents(
         for i in range(begin, min(len(index), first - 1 + limit - number)):
             start, end = int(index.offsets[i]), int(index.offsets[i + 1])
             ids, mask = file.read_tokens(start, end - start), file.read_mask(start, end - start)
+            chosen = bool(mask[:1].any()) if index.in_pairs else None
             mask[:1] = False  # nothing predicts it
-            yield Document(number + i + 1, file.path, ids, mask)
+            yield Document(number + i + 1, file.path, ids, mask, chosen)
         number += len(index)
         file.close()
+
+
+def _pair(chosen: Document, other: Document, tokenizer: Tokenizer) -> Iterator[str]:
+    """The prompt that both have, and what follows it side by side, as wide as the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    texts = ["".join(_text(each, tokenizer, PLAIN, None)) for each in (chosen, other)]
+    prompt = texts[0].partition(PLAIN.trained[0])[0]
+    if texts[1].startswith(prompt):
+        yield prompt
+        texts = [text.removeprefix(prompt) for text in texts]
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", expand=True)
+    for each in (chosen, other):
+        label = "chosen" if each.chosen else "rejected"
+        drawn.add_column(Text(f"--- {label} ---"), ratio=1, overflow="fold")
+    drawn.add_row(*map(Text, texts))
+    file, width = io.StringIO(), shutil.get_terminal_size((100, 24)).columns
+    Console(file=file, width=width, color_system=None, legacy_windows=False).print(drawn)
+    yield from (line.rstrip() for line in file.getvalue().splitlines())
 
 
 def _head(found: Document, total: int) -> str:

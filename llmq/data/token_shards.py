@@ -103,9 +103,10 @@ class ShardWriter:
         tokens: int,
         *,
         with_masks: bool = False,
+        in_pairs: bool = False,
     ) -> None:
         """Go on behind `tokens` tokens, which the last saved state counts; drop what follows."""
-        self.out, self.split, self.with_masks = out, split, with_masks
+        self.out, self.split, self.with_masks, self.in_pairs = out, split, with_masks, in_pairs
         self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
         self.tokens = tokens
         self.documents = 0  # those that ended since then
@@ -127,6 +128,7 @@ class ShardWriter:
             *(_shard(self.out, self.split, number), self.vocab_size),
             with_masks=self.with_masks,
             with_documents=True,
+            in_pairs=self.in_pairs,
             with_checksums=True,
             keep_tokens=keep,
         )

@@ -25,7 +25,7 @@ from llmq.base.records import MAX_RECORD
 from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_template
-from llmq.data.conversations import RecordConversation
+from llmq.data.conversations import PAIRS, PLAIN, RecordConversation
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
@@ -35,10 +35,10 @@ from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummar
 from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
 
+SHARD_TOKENS = 100_000_000  # if not given
 SAVE_SECONDS = 15.0  # between saved states: an interruption costs no more than this
 REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one
-PLAIN = "prompt"  # the format that can do without
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
 
@@ -52,7 +52,7 @@ def tokenize(
     template: str | None = None,
     dataset: HubDataset | None = None,
     eval_fraction: float = 0.01,
-    shard_tokens: int = 100_000_000,
+    shard_tokens: int = SHARD_TOKENS,
     seed: int = 0,
     workers: int | None = None,
     overwrite: bool = False,
@@ -88,6 +88,8 @@ def tokenize(
     recipe, said, stop = _prepared(tokenizer, wanted, *how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
+    if recipe.in_pairs:
+        shard_tokens = _one_file(shard_tokens, warnings)
     options |= {"shard_tokens": shard_tokens, "seed": seed, **recipe.record()}
     with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
@@ -155,6 +157,11 @@ def _recipe(
     chat = (
         None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, train_on, given, wanted)
     )
+    if chat is not None and wanted.in_pairs and train_on == "each":
+        raise ConfigError(
+            "--train-on each: makes several documents of an answer, and a pair has two: give "
+            "assistant or last"
+        )
     if isinstance(chat, Chat):
         return Recipe(spec, wanted, ([], []), chat)
     return Recipe(spec, wanted, _added(tokenizer, spec, special_tokens), chat)
@@ -176,7 +183,7 @@ def _chat(
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
         return Chat(template, train_on)
-    if wanted.form == PLAIN:
+    if wanted.form in (PLAIN, PAIRS):  # the formats that can do without
         return Completion(train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
@@ -204,6 +211,13 @@ def _warnings(
         idle += [f"--chat-template {chat_template}"] * (chat_template is not None)
         reason = "the inputs are texts, not conversations"
     return said + [f"{flag} has no effect: {reason}" for flag in idle]
+
+
+def _one_file(shard_tokens: int, warnings: list[str]) -> int:
+    """Tokens of a file, so that no pair is cut at the end of one."""
+    if shard_tokens != SHARD_TOKENS:
+        warnings.append("--shard-tokens has no effect: all pairs are in one file, so none is cut")
+    return MAX_TOKENS
 
 
 def _check_options(
@@ -261,6 +275,7 @@ def _run(
         split: ShardWriter(
             *(manifest.out, split, state["vocab_size"], options["shard_tokens"], done),
             with_masks=recipe.with_masks,
+            in_pairs=recipe.in_pairs,
         )
         for split, done in state["splits"].items()
     }

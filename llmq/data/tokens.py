@@ -294,10 +294,13 @@ class TokenWriter:
         *,
         with_masks: bool = False,
         with_documents: bool = False,
+        in_pairs: bool = False,
         with_checksums: bool = False,
         keep_tokens: int = 0,
     ) -> None:
         """keep_tokens: go on after that many tokens of a partial file that `suspend` left.
+
+        in_pairs: with documents, every two of them are a pair (`document_file`).
 
         with_documents, with_checksums: write the `.docs` and the `.sums` file, too; else those of
         an earlier file are removed.
@@ -318,7 +321,7 @@ class TokenWriter:
             else:
                 self._file.write(self._header())
         if with_documents:
-            self._documents = DocumentWriter(documents_path(self.path), keep_tokens)
+            self._documents = DocumentWriter(documents_path(self.path), keep_tokens, in_pairs)
 
     def _open_masks(self, keep_tokens: int) -> MaskWriter:
         path = mask_path(self.path)

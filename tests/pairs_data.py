@@ -1,0 +1,25 @@
+"""Token files of pairs for the tests of losses that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from llmq.data.tokens import TokenWriter
+
+
+def write_pairs(path: Path, lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> Path:
+    """Pairs of documents of these lengths: random ids below vocab, of which two are a prompt that
+    both share; the first pair has one masked token in an answer, too.
+    """
+    rng = np.random.default_rng(seed)
+    with TokenWriter(path, vocab, with_masks=True, with_documents=True, in_pairs=True) as writer:
+        for number, pair in enumerate(lengths):
+            prompt = rng.integers(0, vocab, 2)
+            for side, length in enumerate(pair):
+                ids = np.concatenate([prompt, rng.integers(0, vocab, length - 2)])
+                mask = np.arange(length) >= 2
+                mask[0], mask[3:4] = side == 0, number > 0
+                writer.write(ids, mask, [length])
+    return path

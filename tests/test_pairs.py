@@ -1,0 +1,227 @@
+"""Pairs of answers: their shapes, masks, token files, and how they stay together in batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from llmq.base.errors import DataError
+from llmq.commands.cli import _run
+from llmq.data.dataset import SequenceLayout
+from llmq.data.document_index import DocumentIndex
+from llmq.data.epoch_plan import Split
+from llmq.data.loader import DataLoader
+from llmq.data.tokens import MASKED_TARGET, TokenFile
+from tests.chat_templates import CHATML, assistant, system, user
+from tests.pairs_data import write_pairs
+from tests.text_data import contents, interrupt_report, run, write_jsonl
+
+T = 16
+QUESTION = [user("q1"), assistant("a1"), user("q2")]
+SHAPES = {
+    "texts": {"prompt": "q", "chosen": "yes", "rejected": "no, no"},
+    "messages": {
+        "prompt": [user("q")],
+        "chosen": [assistant("yes")],
+        "rejected": [assistant("no, no")],
+    },
+    "prompt inside": {
+        "prompt": "not read",
+        "chosen": [user("q"), assistant("yes")],
+        "rejected": [user("q"), assistant("no, no")],
+        "messages": [user("q"), assistant("yes")],
+    },
+    "one message": {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"from": "gpt", "value": "no, no"},
+    },
+    "instruction": {"instruction": "q", "input": "", "chosen": "yes", "rejected": "no, no"},
+}
+
+
+def said(prompt, answer, start="<|im_start|>"):
+    """The text that ChatML makes, and its trained part."""
+    text = "".join(f"{start}{m['role']}\n{m['content']}<|im_end|>\n" for m in prompt)
+    return f"{text}{start}assistant\n{answer}<|im_end|>\n", f"{answer}<|im_end|>\n"
+
+
+def tokenized(folder, records, **how):
+    folder.mkdir(exist_ok=True)
+    (folder / "t.jinja").write_text(CHATML)
+    if not (folder / "a.jsonl").exists():  # a run that goes on has to find the same file
+        (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    how = {"chat_template": str(folder / "t.jinja")} | how
+    return run(folder / "a.jsonl", out=folder / "out", **how)
+
+
+def documents(path):
+    """Text, trained text, and whether it is the chosen one, of each document."""
+    file, offsets = TokenFile(path), DocumentIndex.read(path).offsets
+    found = []
+    for start, end in itertools.pairwise(offsets):
+        ids, mask = file.read_tokens(start, end - start), file.read_mask(start, end - start)
+        chosen, mask[0] = bool(mask[0]), False
+        found.append((bytes(ids.tolist()).decode(), bytes(ids[mask].tolist()).decode(), chosen))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(tmp_path, shape):
+    summary = tokenized(tmp_path, [SHAPES[shape]] * 2)
+    pair = [(*said([user("q")], "yes"), True), (*said([user("q")], "no, no"), False)]
+    assert documents(tmp_path / "out" / "train-000.bin") == pair * 2
+    assert DocumentIndex.read(tmp_path / "out" / "train-000.bin").in_pairs
+    trained = sum(len(part.encode()) for _, part, _ in pair * 2)
+    assert (summary.counts.documents, summary.counts.trained, summary.warnings) == (4, trained, [])
+
+
+def test_only_answers_are_trained(tmp_path):
+    """Not what the assistant has said before, nor a system message; "all" trains all."""
+    record = {"prompt": QUESTION, "chosen": "yes", "rejected": "no", "system": "s"}
+    tokenized(tmp_path / "a", [record])
+    prompt = [system("s"), *QUESTION]
+    pair = [(*said(prompt, "yes"), True), (*said(prompt, "no"), False)]
+    assert documents(tmp_path / "a" / "out" / "train-000.bin") == pair
+    tokenized(tmp_path / "b", [record], train_on="all")
+    text, trained, _ = documents(tmp_path / "b" / "out" / "train-000.bin")[0]
+    assert trained == text[1:]
+    tokenized(tmp_path / "c", [SHAPES["texts"]], chat_template="none")
+    ids = TokenFile(tmp_path / "c" / "out" / "train-000.bin").read_tokens(0, 13)
+    assert ids.tolist() == [*b"qyes", 256, *b"qno, no", 256]
+
+
+@pytest.mark.parametrize(
+    "record, error",
+    [
+        ({"chosen": "a", "rejected": "b"}, "there is no prompt"),
+        ({"prompt": "q", "chosen": "a", "rejected": None}, "no field 'rejected'"),
+        ({"prompt": "q", "chosen": 1, "rejected": "b"}, "field 'chosen' is a int, not a list"),
+        ({"prompt": "q", "chosen": [], "rejected": "b"}, "no message of the assistant"),
+    ],
+)
+def test_bad_pairs_are_named(tmp_path, record, error):
+    with pytest.raises(DataError, match=f"line 2: .*{error}|{error}"):
+        tokenized(tmp_path, [SHAPES["texts"], record])
+    assert not [*(tmp_path / "out").glob("*.bin*")]
+
+
+def test_interrupted_pairs_are_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmq.data.documents.BLOCK_PIECES", 2)
+    monkeypatch.setattr("llmq.data.tokenize.SAVE_SECONDS", 0)
+    pairs = [{"prompt": f"q{i}", "chosen": "a" * i, "rejected": "b"} for i in range(1, 12)]
+    tokenized(tmp_path / "a", pairs, eval_fraction=0.25)
+    interrupt_report(monkeypatch, 3)
+    with pytest.raises(KeyboardInterrupt):
+        tokenized(tmp_path / "b", pairs, eval_fraction=0.25)
+    assert tokenized(tmp_path / "b", pairs, eval_fraction=0.25).was_resumed
+    for name, content in contents(tmp_path / "a" / "out").items():
+        assert content == (tmp_path / "b" / "out" / name).read_bytes(), name
+
+
+# ------------------------------------------------------------------------------------------------
+# In batches they stay together.
+
+LENGTHS = [(4 + i % 6, 5 + i % 3) for i in range(24)] + [(8, 8), (9, 8), (8, 30)]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Pairs of which the last two are longer than a sequence; every id occurs once."""
+    path = tmp_path_factory.mktemp("pairs") / "train.bin"
+    return write_pairs(path, LENGTHS, 1 << 20)
+
+
+def loader(path, packing="best-fit", **how):
+    layout = SequenceLayout(packing=packing, document_mask=True, pairs=True)
+    how = {"seq_len": T, "micro_batch": 2, "seed": 3, "vocab_size": 1 << 20} | how
+    return DataLoader(path, layout=layout, **how)
+
+
+def halves(batch):
+    """By pair that is learned: the trained tokens of its halves, the chosen one first."""
+    found = []
+    for row in range(len(batch.inputs)):
+        partner = batch.more["partner"][row].astype(int)
+        for start in np.flatnonzero(partner):
+            other = abs(partner[start]) - 1
+            if batch.starts[row, start] == start and other > start:
+                ids = []
+                for first in (start, other):
+                    own = (batch.starts[row] == first) & (partner != 0)
+                    assert len(np.unique(partner[own])) == 1
+                    assert abs(partner[own][0]) - 1 == (other if first == start else start)
+                    targets = batch.targets[row][own]
+                    assert targets[-1] == MASKED_TARGET
+                    ids.append(tuple(targets[targets != MASKED_TARGET].tolist()))
+                assert partner[start] > 0 > partner[other]
+                if any(map(len, ids)):
+                    found.append(tuple(ids))
+    return found
+
+
+def expected(path):
+    file, offsets = TokenFile(path), DocumentIndex.read(path).offsets
+    ids, mask = file.read_tokens(0, file.num_tokens), file.read_mask(0, file.num_tokens)
+    mask[offsets[:-1]] = False
+    own = [tuple(ids[a:b][mask[a:b]].tolist()) for a, b in itertools.pairwise(offsets)]
+    fits = np.add(*np.transpose(LENGTHS)) <= T
+    return [p for p, fit in zip(zip(own[::2], own[1::2], strict=True), fits, strict=True) if fit]
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "none"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_pair_is_in_one_row(pairs, packing, ranks):
+    """Once an epoch, on however many ranks; what is longer than a row is left out, and said."""
+    found = []
+    for rank in range(ranks):
+        with loader(pairs, packing, rank=rank, world_size=ranks) as one:
+            found += [p for _ in range(one.batches_left) for p in halves(one.next_batch())]
+            assert one.data.left_out == 2 and one.data.documents == 50
+            assert "2 pairs are longer than a sequence" in " ".join(one.data.lines("train"))
+    assert sorted(found) == sorted(expected(pairs))
+
+
+def test_resumed_batches_are_the_same(pairs):
+    with loader(pairs) as one, loader(pairs) as other:
+        one.next_batch()
+        other.set_state(one.state())
+        for _ in range(one.batches_left):
+            a, b = one.next_batch(), other.next_batch()
+            np.testing.assert_array_equal(a.inputs, b.inputs)
+            np.testing.assert_array_equal(a.more["partner"], b.more["partner"])
+
+
+def test_a_split_divides_no_pair(pairs):
+    sides = []
+    for held_out in (False, True):
+        split = Split(0.3, held_out)
+        with loader(pairs, split=split, everything=held_out) as one:
+            sides.append([p for _ in range(one.batches_left) for p in halves(one.next_batch())])
+    assert sorted(sides[0] + sides[1]) == sorted(expected(pairs)) and all(sides)
+
+
+def test_pairs_and_texts_are_not_taken_for_each_other(pairs, tmp_path):
+    with pytest.raises(DataError, match="has pairs, of which one answer is to be preferred"):
+        DataLoader(pairs, seq_len=T, micro_batch=2, seed=3, vocab_size=1 << 20)
+    run(write_jsonl(tmp_path / "a.jsonl", ["text"] * 9), out=tmp_path / "out")
+    with pytest.raises(DataError, match="has no pairs, which the loss needs"):
+        loader(tmp_path / "out" / "train-000.bin")
+
+
+def test_show_prints_them_side_by_side(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    record = {"prompt": "Which?", "chosen": "This one", "rejected": "That one"}
+    tokenized(tmp_path, [record, SHAPES["texts"]])
+    assert _run(["show", str(tmp_path / "out"), "--limit", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("--- document 1 of 4 in ")
+    assert lines[1:4] == ["<|im_start|>user", "Which?<|im_end|>", "<|im_start|>assistant"]
+    assert [line.split() for line in lines[5:7]] == [
+        ["---", "chosen", "---", "---", "rejected", "---"],
+        ["⟦This", "one<|im_end|>", "⟦That", "one<|im_end|>"],
+    ]
+    assert lines[-3] == "4 documents" and "document 3" not in " ".join(lines)
