@@ -116,16 +116,27 @@ def test_new_rows_begin_as_the_mean_of_the_old_ones(place, capsys, tied, spare):
     )
 
 
-def test_adapters_train_the_new_rows_with_their_tables(place, capsys):
+def test_adapters_train_the_new_rows_alone(place, capsys):
     peft = pytest.importorskip("peft")
     first = HfTokenizer(Path("model")).vocab_size
     assert tokenize("--add-tokens", TOKENS) == 0
-    how = ["--lora-rank", "4", "--add-tokens", TOKENS, "--base-dtype", "nf4", "--name", "new"]
-    assert train(*how) == 2
-    assert "nothing trains the new rows beside adapters: give --train=embeddings,head" in (
-        capsys.readouterr().err
-    )
-    assert train(*how, "--train", "embeddings,head") == 0
+    how = "--lora-rank 4 --lora-init pissa --base-dtype nf4 --name new --add-tokens".split()
+    how += [TOKENS]
+    for more, message in (
+        (["--train", "norms"], "nothing trains the new rows beside adapters: give --train=norms,n"),
+        (["--train", "head,new-rows"], "--train: embeddings and head have the new rows"),
+        (["--head-dtype", "e4m3", "--model-dtype", "bf16"], "has no gradient of new rows alone"),
+    ):
+        assert train(*how, *more) == 2
+        assert message in capsys.readouterr().err
+    assert train(*how, "--learning-rate", "1e-2") == 0
+    stored = load_file("output/new/adapter_model.safetensors")
+    shapes = {name: x.shape for name, x in stored.items() if "lora" not in name}
+    delta = "token_adapter.trainable_tokens_delta"
+    of_model = "base_model.model"
+    assert shapes == {
+        f"{of_model}.model.embed_tokens.{delta}": (2, 64), f"{of_model}.lm_head.{delta}": (2, 64),
+    }  # fmt: skip
     merge = ["merge", "model", "output/new", "--base-dtype", "bf16", "--model-dtype", "fp32"]
     assert _run([*merge, "--out", "merged"]) == 0
     merged = transformers.AutoModelForCausalLM.from_pretrained("merged")
@@ -135,12 +146,21 @@ def test_adapters_train_the_new_rows_with_their_tables(place, capsys):
     ids = torch.tensor([[first, 5, 6, first + 1, 7]])
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, merged(ids).logits, atol=1e-4, rtol=1e-3)
+    go_on = ["--adapter", "output/new", "--add-tokens", TOKENS, "--base-dtype", "nf4"]
+    assert train(*go_on, "--name", "on") == 0
+    assert _run(["export", "--checkpoint-dir", "ckpt/on", "--out-dir", "again"]) == 0
+    for name, x in load_file("output/on/adapter_model.safetensors").items():
+        np.testing.assert_array_equal(load_file("again/adapter_model.safetensors")[name], x)
     capsys.readouterr()
+    assert train("--adapter", "output/new") == 2
+    assert "rows: give --add-tokens as in their training" in capsys.readouterr().err
     assert _run(["sample", "model", "--adapter", "output/new", "--chat", "--prompt", "Hi",
                  "--max-new-tokens", "2", "--device", "cpu"]) == 0  # fmt: skip
 
 
 def test_new_tokens_of_new_models_are_refused(place, capsys):
     assert tokenize("--add-tokens", TOKENS) == 0
+    assert train("--lora-rank", "4", "--train", "new-rows") == 2
+    assert "--train: new-rows are those of --add-tokens" in capsys.readouterr().err
     assert train("--from-scratch", "--add-tokens", TOKENS) == 2
     assert "--add-tokens: a new model has rows for all of its tokenizer" in capsys.readouterr().err

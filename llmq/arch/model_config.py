@@ -86,6 +86,9 @@ class ModelConfig:
     """Further ids that end a sequence."""
     pad_token_id: int | None = None
     """Id of padding."""
+    new_tokens: tuple[int, int] | None = None
+    """Ids [first, stop) that a trained model got behind its own, of which rows can be trained
+    alone beside adapters; None: there are none."""
     initializer_range: float = 0.02
     """Standard deviation of freshly initialized matrices."""
 

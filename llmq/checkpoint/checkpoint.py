@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,7 +195,7 @@ class CheckpointWriter:
             "distributed": {"world": self.world},
             "run": {"step": self.step, "state": manifest.state, **run},
             "data-loader": manifest.loader,
-            "model": manifest.model.to_hf(),
+            "model": manifest.model.to_hf() | {"new_tokens": manifest.model.new_tokens},
             "options": manifest.options,
             "tokenizer": manifest.tokenizer,
             "tokenizer-id": manifest.tokenizer_id,
@@ -215,6 +216,11 @@ class _FileRange(NamedTuple):
     file: SafetensorsFile
 
 
+def _model_of(saved: dict[str, Any]) -> ModelConfig:
+    new = saved.get("new_tokens")
+    return replace(ModelConfig.from_hf(saved), new_tokens=new and tuple(new))
+
+
 class CheckpointReader:
     """A verified checkpoint. All ranks of a process share one reader.
 
@@ -232,7 +238,7 @@ class CheckpointReader:
         self.step: int = document["run"]["step"]
         self.world: int = document["distributed"]["world"]
         self.manifest = Manifest(
-            model=ModelConfig.from_hf(document["model"]),
+            model=_model_of(document["model"]),
             loader=document["data-loader"],
             state=document["run"]["state"],
             options=document["options"],

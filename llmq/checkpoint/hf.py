@@ -249,9 +249,12 @@ class HfWeights:
     def read(self, param: Param) -> np.ndarray:
         """One parameter in its shape, padding zero; BF16 where stored so, else F32.
 
-        LlmqError for a NaN or an infinity.
+        New rows are taken of their table, where they are not stored alone. LlmqError for a NaN or
+        an infinity.
         """
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
+        if param.first_row is not None and parts[0][1] is None:
+            return self._rows_of_table(param)
         bf16 = all(self._where[name].dtype == "BF16" for _, name in parts)
         out = np.zeros(param.shape, (BF16 if bf16 else F32).numpy)
         by_row = param.by_row(out)
@@ -261,6 +264,13 @@ class HfWeights:
             for rows, values in tensor.pieces():
                 self._check_finite(name, values)
                 target[part.rows_of(rows, len(target))] = values
+        return out
+
+    def _rows_of_table(self, param: Param) -> np.ndarray:
+        table = self._where[self._name(f"{param.table}.weight")]
+        values = table.rows(param.first_row, param.first_row + param.rows, transposed=False)
+        out = np.zeros(param.shape, (BF16 if table.dtype == "BF16" else F32).numpy)
+        out[: param.rows] = values
         return out
 
     def elements(self, param: Param, start: int, stop: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_f
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.peft import AdapterFiles
+from llmq.checkpoint.peft import AdapterFiles, with_new_tokens
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
 from llmq.data.new_tokens import parse_tokens
@@ -27,7 +27,7 @@ from llmq.formats import FORMATS
 from llmq.options.adapters import Adapters, all_adapted
 from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model
-from llmq.state.adapter_rows import trained_slabs
+from llmq.state.adapter_rows import NEW_ROWS, TABLES, trained_slabs
 from llmq.state.params import Param, weight_table
 
 
@@ -54,7 +54,8 @@ def merged_reader(
             return adapter(own)
         matrix = matrices.get((param.block, param.key))
         if matrix is None:
-            return base(own)
+            rows = by_key.get((param.block, NEW_ROWS))
+            return base(own) if rows is None else _with_rows(base(own), own, rows, adapter)
         weight = base(own).astype(np.float32)
         a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
         done, rows_of = 0, param.by_row(weight)  # which is a view
@@ -71,6 +72,15 @@ def merged_reader(
         return weight
 
     return read
+
+
+def _with_rows(values: np.ndarray, param: Param, rows: Param, read: Read) -> np.ndarray:
+    """A block's parameter with rows of its own, if it is the table that they are of."""
+    if param.key != TABLES[param.block]:
+        return values
+    values, last = values.astype(np.float32), rows.first_row + rows.rows
+    values[rows.first_row : last] = read(rows)[: rows.rows]
+    return values
 
 
 def as_kept(read: Callable[[Param], np.ndarray], dtype: str | None) -> Callable[..., np.ndarray]:
@@ -107,6 +117,7 @@ def open_merged(
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None:
             model = _grown(model, weights, directory, files.config.add_tokens)
+        model = with_new_tokens(model, directory, files.config)
         adapters = files.adapters(model)
         files.check_adapters(model, adapters)
         if files.base is not None:

@@ -6,7 +6,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,12 @@ from llmq.data.identity import RUN_FILE
 from llmq.options.adapters import Adapters
 from llmq.options.option_types import LORA_PARTS, LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
-from llmq.state.adapter_rows import PEFT_PREFIX, SLABS
+from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, token_tables
 from llmq.state.params import Param, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
-_UNKNOWN += ("trainable_token_indices", "target_parameters", "lora_bias", "use_qalora")
+_UNKNOWN += ("target_parameters", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 _NOT_AS_EXPECTED = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError)
@@ -61,7 +61,8 @@ class AdapterConfig:
     base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
     split: whether they are `doubled` ones, of adapters that began as a part of the model.
     modules: those of the model that PEFT trains beside them, by ends of their names.
-    add_tokens: special tokens that the model got, as --add-tokens has them.
+    add_tokens: special tokens that the model got, as --add-tokens has them. new_tokens: by module,
+    the ids of which its rows are trained alone; "" is the embedding's.
     """
 
     rank: int
@@ -73,6 +74,7 @@ class AdapterConfig:
     split: bool = False
     modules: tuple[str, ...] = ()
     add_tokens: str | None = None
+    new_tokens: Mapping[str, list[int]] = field(default_factory=dict)
 
     @property
     def scale(self) -> float:
@@ -123,6 +125,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             dropout=float(content.get("lora_dropout") or 0),
             base=base,
             modules=tuple(map(str, content.get("modules_to_save") or ())),
+            new_tokens=_new_tokens(content.get("trainable_token_indices") or {}),
         )
     except OSError as error:
         if any(map(is_complete, (directory, *entries(directory)))):
@@ -150,6 +153,45 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
             f"'{path}': init_lora_weights {begun!r}: these adapters belong to a model that they "
             "have changed: convert them to adapters of the model itself"
         )
+
+
+def _new_tokens(ids: Any) -> dict[str, list[int]]:
+    by_module = {"": ids} if isinstance(ids, list) else ids
+    return {str(module): [int(i) for i in ids] for module, ids in by_module.items() if ids}
+
+
+def with_new_tokens(
+    model: ModelConfig, directory: Path, adapter: AdapterConfig | None = None
+) -> ModelConfig:
+    """The model with the ids whose rows are trained beside the adapters in a directory, if any are.
+
+    adapter: read from there; None: it is not yet. LlmqError where they do not go with the model, or
+    are none of what can be trained: neighbours, in all of the token tables.
+    """
+    adapter = read_adapter_config(directory) if adapter is None else adapter
+    if not adapter.new_tokens:
+        return model
+    what = f"'{directory / ADAPTER_CONFIG}': trainable_token_indices"
+    ids, *others = adapter.new_tokens.values()
+    tables = [m.parts[0].module for m in token_tables(model).values()]
+    named = tuple(name or tables[0] for name in adapter.new_tokens)
+    lacking = [table for table in tables if not table.endswith(named)]
+    if lacking:
+        raise LlmqError(f"{what}: {lacking[0]} has none, only rows of all tables can be trained")
+    first, stop = ids[0], ids[0] + len(ids)
+    if ids != [*range(first, stop)] or others != [ids] * len(others) or first < 0:
+        raise LlmqError(f"{what} {reprlib.repr(ids)}: only neighbouring ids, rising, are supported")
+    if model.new_tokens not in (None, (first, stop)):
+        raise LlmqError(
+            f"--add-tokens: its ids begin at {model.new_tokens[0]}, the {len(ids)} that were "
+            f"trained in '{directory}' at {first}: leave it out, or give what was given there"
+        )
+    if stop > model.vocab_size:
+        raise LlmqError(
+            f"{what} {reprlib.repr(ids)}: the model has {model.vocab_size} rows: give --add-tokens "
+            "as in their training"
+        )
+    return replace(model, new_tokens=(first, stop))
 
 
 class AdapterFiles(HfWeights):
@@ -240,6 +282,8 @@ class AdapterFiles(HfWeights):
 
     def _trains(self, model: ModelConfig, param: Param) -> bool:
         """Whether PEFT trains this parameter of the model."""
+        if param.first_row is not None:
+            return bool(self.config.new_tokens)
         names = (param.hf[0].name, *tied_names(model, param))
         modules = [each.rpartition(".")[0] for name in names for each in (name, nested_name(name))]
         return any(module.endswith(self.config.modules) for module in modules)

@@ -86,13 +86,16 @@ def _peft_config(
     params: list[Param],
     nested: bool,
 ) -> dict[str, Any]:
-    trained = [part.name for p in params if not p.of_adapter for part in p.hf]
+    whole = [p for p in params if not p.of_adapter and p.first_row is None]
+    trained = [part.name for p in whole for part in p.hf]
     tied = [name for p in params for name in tied_names(model, p)]
     modules = sorted({name.split(".")[-2] for name in trained + tied})
     targets = target_modules(model, adapters)
     if nested:  # other parts have modules of these names, too
         modules = sorted({nested_name(name).rpartition(".")[0] for name in trained + tied})
         targets = rf"{re.escape(INSIDE)}.*\.({'|'.join(map(re.escape, targets))})"
+    tables = [p.table for p in params if p.first_row is not None]
+    own_rows = {nested_name(t) if nested else _last(t): [*range(*model.new_tokens)] for t in tables}
     alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
     return {
         "peft_type": "LORA",
@@ -107,6 +110,7 @@ def _peft_config(
         "fan_in_fan_out": model.arch.transposed,
         "bias": "none",
         "inference_mode": True,
+        "trainable_token_indices": own_rows or None,
     } | ({"ensure_weight_tying": True} if tied else {})
 
 

@@ -208,7 +208,7 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
 
 # The parts of a model that change nothing in what its weights compute.
 _NO_CONSTANTS = {"architecture", "max_positions", "initializer_range", "bos_token_id"}
-_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id"}
+_NO_CONSTANTS |= {"eos_token_id", "other_eos_token_ids", "pad_token_id", "new_tokens"}
 
 
 def check_model(reader: CheckpointReader, model: ModelConfig) -> None:

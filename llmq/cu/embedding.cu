@@ -3,8 +3,8 @@
 //   forward             out[i] = weight[tokens[i]] * scale
 //                                + position_weight[first_position + i % seq_len - starts[i]]
 //   sort                order = token indices by (id % buckets, id / buckets), equal ids in order
-//   backward, finish    d_weight[id] += scale * sum of d_out[i] over the i with tokens[i] == id,
-//                       but for the row `padding`, which stays
+//   backward, finish    d_weight[id - first_id] += scale * sum of d_out[i] over the i with
+//                       tokens[i] == id, for ids of its rows but `padding`
 //   backward_positions  d_position[t] = or += sum over b of d_out[b, t]
 //   backward_documents  d_position[p] = or += sum of d_out[b, t] where t - starts[b, t] == p
 //
@@ -230,11 +230,16 @@ embedding_sort(i32* order, i32* spare, const i32* __restrict__ tokens, i32 n, i3
     }
 }
 
+// Whether an id has a gradient: it is one of the rows from first_id on, and not padding.
+__device__ __forceinline__ bool has_row(i32 id, i32 padding, i32 first_id, i32 rows) {
+    return id != padding && (u32)(id - first_id) < (u32)rows;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T* __restrict__ d_out,
                    const i32* __restrict__ tokens, const i32* __restrict__ order,
                    const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, i32 padding,
-                   u32 salt) {
+                   i32 first_id, i32 rows, u32 salt) {
     constexpr int UNROLL = 2;  // two loads each; more would cost occupancy
     const int slices = (C + SLICE - 1) / SLICE;
     const i64 warp = (i64)blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
@@ -252,9 +257,9 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
     const i32 next_id = __shfl_down_sync(ALL, id, 1);
     const u32 ends = __ballot_sync(ALL, lane < count && id != (lane == 31 ? id_after : next_id));
     const bool from_before = id_before == __shfl_sync(ALL, id, 0);
-    // Runs that lie inside of the chunk, but for that of the row without a gradient.
-    const u32 whole =
-        (from_before ? ends & (ends - 1) : ends) & ~__ballot_sync(ALL, id == padding);
+    // Tokens that have a gradient, and runs of them that lie inside of the chunk.
+    const u32 wanted = __ballot_sync(ALL, lane < count && has_row(id, padding, first_id, rows));
+    const u32 whole = (from_before ? ends & (ends - 1) : ends) & wanted;
 
     float sum[WIDTH] = {};
     for (int start = 0; start < count; start += UNROLL) {
@@ -263,15 +268,16 @@ embedding_backward(G* __restrict__ d_weight, f32* __restrict__ partial, const T*
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int j = start + u;
-            const i64 row = __shfl_sync(ALL, index, j), place = (i64)__shfl_sync(ALL, id, j) * C + c;
-            if (j < count && c < C) { x[u].load(d_out + row * C + c); }
+            const i64 row = __shfl_sync(ALL, index, j);
+            const i64 place = (i64)(__shfl_sync(ALL, id, j) - first_id) * C + c;
+            if (wanted >> j & 1 && c < C) { x[u].load(d_out + row * C + c); }
             if (whole >> j & 1 && c < C) { before[u].load(d_weight + place); }
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int j = start + u;
-            const i64 place = (i64)__shfl_sync(ALL, id, j) * C + c;
-            if (j >= count || c >= C) { continue; }
+            const i64 place = (i64)(__shfl_sync(ALL, id, j) - first_id) * C + c;
+            if (!(wanted >> j & 1) || c >= C) { continue; }
             x[u].add_to(sum);
             const bool end = ends >> j & 1;
             if (whole >> j & 1) {
@@ -307,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
                  const i32* __restrict__ tokens, const i32* __restrict__ order,
                  const StepScalars* __restrict__ scalars, i32 n, i32 C, f32 scale, i32 padding,
-                 u32 salt) {
+                 i32 first_id, i32 rows, u32 salt) {
     constexpr int WARPS = THREADS / 32;
     __shared__ float shared[WARPS][SLICE];
     __shared__ i32 ids[FINISH_CHUNKS];
@@ -321,7 +327,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
     __syncthreads();
     for (int i = 0; i < FINISH_CHUNKS; ++i) {
         const i32 id = ids[i];
-        if (id < 0 || id == padding) { continue; }
+        if (id < 0 || !has_row(id, padding, first_id, rows)) { continue; }
         const i64 chunk = first_chunk + i;
         int pieces = 1;  // 1, and the chunks whose first token belongs to the run
         for (;;) {
@@ -356,7 +362,7 @@ embedding_finish(G* __restrict__ d_weight, const f32* __restrict__ partial,
             for (int w = 0; w < WARPS; ++w) { sum[k] += shared[w][lane * WIDTH + k]; }
             sum[k] *= scale;
         }
-        add_gradients<G, WIDTH>(d_weight, (i64)id * C + c, sum, seed);
+        add_gradients<G, WIDTH>(d_weight, (i64)(id - first_id) * C + c, sum, seed);
     }
 }
 

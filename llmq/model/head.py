@@ -19,15 +19,16 @@ from dataclasses import replace
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E5M2, E5M2_MAX, F32
+from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32
 from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
 from llmq.base.operand import Fp8, Operand, OutputForms
-from llmq.base.tensor import Tensor
+from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
 from llmq.model.linear import Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
-from llmq.ops import quantize
+from llmq.ops import outliers, quantize
+from llmq.ops.common import padded_columns
 from llmq.ops.product import route
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -39,6 +40,18 @@ def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
     """The scale of E5M2 codes of d_logits, which are at most weight * (1 + z_loss * lse): a power
     of two."""
     return 2.0 ** math.ceil(math.log2(weight * (1 + z_loss * LARGEST_LSE) / E5M2_MAX))
+
+
+def _columns_of_new_rows(dev: Device, config: ModelConfig, options: TrainConfig) -> Tensor | None:
+    """I32 (R,): the columns of logits that belong to rows which are trained alone, then -1."""
+    if not options.trains_new_rows:
+        return None
+    ids = np.arange(*config.new_tokens, dtype=np.int32)
+    padded = np.full(padded_columns(ids.size, 1), -1, np.int32)
+    padded[: ids.size] = ids
+    columns = dev.alloc("new_rows.columns", padded.shape, I32, "Activations")
+    dev.upload(columns, padded)
+    return columns
 
 
 class Head:
@@ -70,6 +83,7 @@ class Head:
             self.branch_stats = alloc_stats(dev, config, "branch.final", rows)
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
+        self.new_columns = _columns_of_new_rows(dev, config, options)
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes
         self.linear = Linear(dev, self.operands)
@@ -135,7 +149,8 @@ class Head:
         branch's gradient, in d_residual or, with post_norm, d_norm, which is scratch before.
         Gradients are sums over rows; nothing is divided here.
         """
-        d_weight, trained = g.lm_head, g.lm_head is not None
+        d_weight, d_rows = g.lm_head, g.new_rows
+        trained = d_weight is not None or d_rows is not None
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=trained)
@@ -145,8 +160,9 @@ class Head:
                 d_x = d_norm.rows(start, stop)
                 self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
                 self.linear.weight_gradients(d_weight, None, gradient, x)
-            if d_weight is not None:
-                d_weight = d_weight._replace(accumulate=True)
+                if d_rows is not None:
+                    self._rows_gradient(d_rows, gradient, x)
+            d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
         stream = OutputForms(d_residual) if post else to
         self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
@@ -154,6 +170,13 @@ class Head:
             stats = self.branch_stats
             weight, d_weight = w.ln1_post, g.ln1_post
             self.norm.backward(to, d_weight, None, d_residual, branch, weight, stats, None)
+
+    def _rows_gradient(self, d_rows: Accumulator, gradient: Tensor, x: Tensor) -> None:
+        """That of some rows of the matrix, which are columns of the logits."""
+        shape = (gradient.shape[0], self.new_columns.size)
+        with self.dev.scratch("d_logits.new", shape, self.dtype) as columns:
+            outliers.take(self.dev, columns, gradient, self.new_columns)
+            self.linear.weight_gradients(d_rows, None, columns, x)
 
     def _gradient(
         self,

@@ -25,6 +25,7 @@ from llmq.model.residuals import Residuals
 from llmq.ops import embedding
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
+from llmq.state.adapter_rows import NEW_ROWS
 from llmq.state.grads import Gradients
 from llmq.state.weights import Weights
 
@@ -157,22 +158,30 @@ class Model:
         """A tied head has already written to the same matrix; else it may hold anything."""
         dev, g = self.dev, EmbeddingGrads(**grads.full("embed"))
         d_residual = self.d_residual.view(*tokens.shape, self.config.hidden_size)
-        if g.embed is not None:
-            if not self.config.tied_embeddings and not g.embed.accumulate:
-                dev.zero(g.embed.tensor)  # rows of tokens that do not occur
-            target, scale = g.embed._replace(accumulate=True), self.config.embedding_scale
-            embedding.backward(dev, target, d_residual, tokens, scale, self.config.padding_row)
+        scale, padding = self.config.embedding_scale, self.config.padding_row
+        vocab = self.config.padded_vocab
+        for target, (first, stop) in (
+            (g.embed, (0, vocab)),
+            (g.new_rows, self.config.new_tokens or (0, 0)),
+        ):
+            if target is None:
+                continue
+            if not self.config.tied_embeddings and not target.accumulate:
+                dev.zero(target.tensor)  # rows of tokens that do not occur
+            rows = target._replace(tensor=target.tensor.rows(0, stop - first), accumulate=True)
+            embedding.backward(dev, rows, d_residual, tokens, scale, padding, first, vocab)
         if g.positions is not None:
             embedding.backward_positions(dev, g.positions, d_residual, self.starts)
         grads.notify("embed")
 
     def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
         weights, (slab, key) = self.weights, self._head_slab
+        of_head = (("lm_head", key), (NEW_ROWS, NEW_ROWS))
         for name in {slab, "head"}:
             weights.gather(name)
-        d_lm_head = grads.full(slab).get(key)
+        of_table = grads.full(slab)
         w = HeadWeights(**weights.get("head") | {"lm_head": weights.lm_head()})
-        g = HeadGrads(**grads.full("head") | {"lm_head": d_lm_head})
+        g = HeadGrads(**grads.full("head") | {name: of_table.get(k) for name, k in of_head})
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
         to = self.operands.measured(last.halves[-1].out_id, d_out)

@@ -16,10 +16,12 @@ T = TypeVar("T")
 
 
 class EmbeddingParameters(NamedTuple, Generic[T]):
-    """embed: (Vp, C). positions: (P, C), where they are learned."""
+    """embed: (Vp, C). positions: (P, C), where they are learned. new_rows: (R, C), those of the
+    embedding that are trained alone."""
 
     embed: T | None = None
     positions: T | None = None
+    new_rows: T | None = None
 
 
 class BlockParameters(dict[str, T]):
@@ -42,13 +44,14 @@ class BlockParameters(dict[str, T]):
 
 class HeadParameters(NamedTuple, Generic[T]):
     """norm, its bias: (C,). ln1_post: (C,), with post_norm, of what the last block puts out.
-    lm_head: (Vp, C).
+    lm_head: (Vp, C). new_rows: (R, C), those of it that are trained alone.
     """
 
     ln1_post: T | None = None
     norm: T | None = None
     norm_bias: T | None = None
     lm_head: T | None = None
+    new_rows: T | None = None
 
 
 EmbeddingWeights, EmbeddingGrads = EmbeddingParameters[Operand], EmbeddingParameters[Accumulator]

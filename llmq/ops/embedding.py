@@ -34,13 +34,14 @@ BACKWARD = Kernel(
     "embedding.cu",
     "embedding_backward",
     args="inout G* d_weight, f32* partial, const T* d_out, const i32* tokens, "
-    "const i32* order, const i32* scalars, i32 n, i32 C, f32 scale, i32 padding, u32 salt",
+    "const i32* order, const i32* scalars, i32 n, i32 C, f32 scale, i32 padding, i32 first_id, "
+    "i32 rows, u32 salt",
 )
 FINISH = Kernel(
     "embedding.cu",
     "embedding_finish",
     args="inout G* d_weight, const f32* partial, const i32* tokens, const i32* order, "
-    "const i32* scalars, i32 n, i32 C, f32 scale, i32 padding, u32 salt",
+    "const i32* scalars, i32 n, i32 C, f32 scale, i32 padding, i32 first_id, i32 rows, u32 salt",
 )
 BACKWARD_POSITIONS = Kernel(
     "embedding.cu",
@@ -112,28 +113,33 @@ def backward(
     tokens: Tensor,
     scale: float = 1.0,
     padding: int | None = None,
+    first_id: int = 0,
+    vocab: int | None = None,
 ) -> None:
-    """d_weight[id] += scale * sum of d_out[b, t] over all (b, t) with tokens[b, t] == id.
+    """d_weight[id - first_id] += scale * sum of d_out[b, t] over all (b, t) with tokens[b, t] ==
+    id.
 
     Sums in F32, in the order of (b, t). Rows of ids that do not occur stay as they are, and so does
-    that of `padding`, torch's padding_idx. scale: as in forward.
+    that of `padding`, torch's padding_idx. Ids of which d_weight has no row have no gradient.
+    scale: as in forward. vocab: larger than any id; None: as many as there are rows.
 
     Args (X is BF16 or F32, G is BF16 or F32):
-        d_weight  inout  Accumulator G (Vp, C), accumulate must be True
+        d_weight  inout  Accumulator G (R, C), accumulate must be True
         d_out     in     X   (B, T, C)   C a multiple of 8
-        tokens    in     I32 (B, T)      ids in [0, Vp)
+        tokens    in     I32 (B, T)      ids in [0, vocab)
 
     Workspace: 8 bytes a token, and C / 4 bytes a token for the sums of frequent ids.
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
     """
     op = "embedding.backward"
     B, T, C = _check(op, "d_out", d_out, tokens)
-    n, vocab, scale = B * T, d_weight.tensor.shape[0], _rounded(scale, d_out)
+    n, rows, scale = B * T, d_weight.tensor.shape[0], _rounded(scale, d_out)
     weight, accumulate, scalars, salt = d_weight
-    expect_accumulator(op, "d_weight", d_weight, (vocab, C))
+    expect_accumulator(op, "d_weight", d_weight, (rows, C))
     if not accumulate:
         raise ValueError(f"{op}: d_weight must accumulate, or rows of absent ids stay undefined")
-    padding = -1 if padding is None else padding
+    of_rows = (n, C, scale, -1 if padding is None else padding, first_id, rows, salt)
+    vocab = first_id + rows if vocab is None else vocab
     buckets, chunks = num_buckets(n), ceil_div(n, CHUNK)
     slices = ceil_div(C, SLICE)
     with (
@@ -146,13 +152,13 @@ def backward(
             BACKWARD,
             ceil_div(chunks * slices, THREADS // 32),
             THREADS,
-            (weight, partial, d_out, tokens, order, scalars, n, C, scale, padding, salt),
+            (weight, partial, d_out, tokens, order, scalars, *of_rows),
         )
         dev.launch(
             FINISH,
             (ceil_div(chunks, FINISH_CHUNKS), slices),
             THREADS,
-            (weight, partial, tokens, order, scalars, n, C, scale, padding, salt),
+            (weight, partial, tokens, order, scalars, *of_rows),
         )
 
 

@@ -256,6 +256,10 @@ def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
 def untrained_rows(o: Options, model: ModelConfig) -> str | None:
     """The value of --train with which the rows of new tokens are trained beside adapters, None if
     they are."""
+    if o.trains_new_rows:
+        return None
     needed = ["embeddings", *([] if model.tied_embeddings else ["head"])]
     lacking = [part for part in needed if part not in o.train]
+    if lacking == needed:
+        lacking = ["new-rows"]
     return ",".join([*o.train, *lacking]) if lacking else None

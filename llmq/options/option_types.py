@@ -50,7 +50,7 @@ SPLIT = "split"
 LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
 """Matrices of a block that may have adapters."""
 
-LORA_PARTS = ("norms", "embeddings", "head")
+LORA_PARTS = ("norms", "embeddings", "head", "new-rows")
 """Parts of a model that may be trained beside adapters."""
 
 FP8_DTYPES = ("e4m3", "e5m2")

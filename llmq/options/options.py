@@ -708,6 +708,11 @@ class TrainConfig:
         return self.has_adapters or self.adapter is not None
 
     @property
+    def trains_new_rows(self) -> bool:
+        """Whether rows of new tokens are trained beside adapters, and no others."""
+        return self.has_adapters and "new-rows" in self.train
+
+    @property
     def is_fp8(self) -> bool:
         """Whether products of the blocks multiply fp8 codes."""
         return self.matmul_dtype == "e4m3"

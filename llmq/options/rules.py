@@ -87,7 +87,11 @@ IMPLIED = (
     _adapters_default("lora_scaling", lambda o: "standard", help="standard, if not given"),
     _adapters_default("lora_init", lambda o: "zero", help="zero, if not given"),
     _adapters_default("base_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
-    _adapters_default("train", lambda o: ()),
+    _adapters_default(
+        "train",
+        lambda o: () if o.add_tokens is None else ("new-rows",),
+        help="with --add-tokens new-rows, if not given",
+    ),
     # 8-bit codes of adapters' bases are multiplied as they are.
     default(
         "matmul_dtype",
@@ -154,6 +158,22 @@ REFUSED = (
         "add_tokens",
         lambda v, o, model: v is not None and o.has_adapters and untrained_rows(o, model),
         "--add-tokens: nothing trains the new rows beside adapters: give --train={found}",
+    ),
+    *refused(
+        "train",
+        lambda v, o, model: o.has_adapters and "new-rows" in v and model.new_tokens is None,
+        "--train: new-rows are those of --add-tokens, which is not given",
+    ),
+    *refused(
+        "train",
+        lambda v, o: o.trains_new_rows and {"embeddings", "head"} & {*v},
+        "--train: embeddings and head have the new rows: leave new-rows out, or train these alone",
+    ),
+    *refused(
+        "head_dtype",
+        lambda v, o: o.trains_new_rows and v != o.model_dtype,
+        "--head-dtype: {value} has no gradient of new rows alone: leave it out, or give "
+        "--train=embeddings,head",
     ),
     *refused("seq_len", lambda v, o: v % 4, "--seq-len: must be a multiple of 4, got {value}"),
     *refused(

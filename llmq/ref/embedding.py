@@ -70,25 +70,28 @@ def embedding_backward(
     C: int,
     scale: float,
     padding: int,
+    first_id: int,
+    rows: int,
     salt: int,
 ) -> None:
-    """Adds scale times the sum of every run of equal ids, but for `padding`; embedding_finish has
-    nothing to do."""
-    order = order[tokens.reshape(-1)[order] != padding]
+    """Adds scale times the sum of every run of equal ids, but for `padding` and those without a
+    row; embedding_finish has nothing to do."""
+    ids = tokens.reshape(-1)[order]
+    order = order[(ids != padding) & (ids >= first_id) & (ids < first_id + rows)]
     if not len(order):
         return
-    ids = tokens.reshape(-1)[order]
+    ids = tokens.reshape(-1)[order] - first_id
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     sums = np.add.reduceat(compute(d_out.reshape(n, C))[order], starts, axis=0)
     sums *= sums.dtype.type(scale)
-    rows = ids[starts]
+    ids = ids[starts]
     if d_weight.dtype == BF16:
         seed = gradient_seed(scalars, salt)
-        index = rows[:, None].astype(np.uint64) * np.uint64(C) + np.arange(C, dtype=np.uint64)
-        sums += d_weight[rows].astype(np.float32)
-        d_weight[rows] = round_stochastic(sums, random_bits(seed, index))
+        index = ids[:, None].astype(np.uint64) * np.uint64(C) + np.arange(C, dtype=np.uint64)
+        sums += d_weight[ids].astype(np.float32)
+        d_weight[ids] = round_stochastic(sums, random_bits(seed, index))
     else:
-        d_weight[rows] += sums
+        d_weight[ids] += sums
 
 
 def embedding_finish(
@@ -101,6 +104,8 @@ def embedding_finish(
     C: int,
     scale: float,
     padding: int,
+    first_id: int,
+    rows: int,
     salt: int,
 ) -> None:
     """Adds the runs that embedding_backward left in pieces: none, in its reference."""

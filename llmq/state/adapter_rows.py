@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.arch.matrix import HfPart
+from llmq.arch.matrix import HfPart, Module
 from llmq.arch.model_config import ModelConfig
 from llmq.ops.common import padded_columns
 from llmq.options.adapters import Adapted, Adapters, all_adapted
@@ -11,17 +11,50 @@ PEFT_PREFIX = "base_model.model."
 """Names of parameters in adapter_model.safetensors begin so."""
 
 
+OF_ROWS = ".token_adapter.trainable_tokens_delta"
+"""Names of rows of a table that are trained alone end so, as PEFT's TrainableTokensLayer has it."""
+NEW_ROWS = "new_rows"
+"""Slab and key of the rows of embedding and LM head that are trained alone."""
+
+
 def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tuple]]:
-    """By slab, "lora_a" and "lora_b": (block, key, full name, shape, kind, init, hf parts).
+    """By slab, "lora_a", "lora_b" and, where they are trained, the new rows: (block, key, full
+    name, shape, kind, init, hf parts, first row).
 
     The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
     `padded_columns` says; their B (rows of all, rank) do, too.
     """
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
     for layer, matrix in all_adapted(config, adapters.targets):
-        for slab, row in zip(slabs, _rows(matrix, layer, adapters.rank), strict=True):
-            slabs[slab].append(row)
+        a, b = _rows(matrix, layer, adapters.rank)
+        slabs["lora_a"].append(a)
+        slabs["lora_b"].append(b)
+    if "new-rows" in adapters.train and config.new_tokens is not None:
+        slabs[NEW_ROWS] = _new_rows(config)
     return slabs
+
+
+def _new_rows(config: ModelConfig) -> list[tuple]:
+    """Those of the embedding and, where it is another table, of the LM head; padded in number as
+    adapters' columns are."""
+    first, stop = config.new_tokens
+    rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
+    found = []
+    for block, module in token_tables(config).items():
+        parts = (HfPart(name=module.parts[0].module + OF_ROWS, start=0, stop=rows),)
+        full = f"{module.name}.{NEW_ROWS}"
+        found.append((block, NEW_ROWS, full, shape, module.kind, module.initial, parts, first))
+    return found
+
+
+def token_tables(config: ModelConfig) -> dict[str, Module]:
+    """The embedding and, where it is another one, the LM head's matrix, by block."""
+    blocks = {"embed": config.arch.embedding(config), "head": config.arch.head(config)}
+    return {block: m for block, ms in blocks.items() for m in ms if m.key == TABLES[block]}
+
+
+TABLES = {"embed": "embed", "head": "lm_head"}
+"""By block, the key of the matrix that has a row for each token."""
 
 
 def _rows(matrix: Adapted, layer: int, rank: int) -> tuple[tuple, tuple]:
@@ -39,7 +72,7 @@ def _rows(matrix: Adapted, layer: int, rank: int) -> tuple[tuple, tuple]:
     )
 
 
-SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
+SLABS = {"norms": "norms", "embeddings": "embed", "head": "head", "new-rows": NEW_ROWS}
 """By what --train names."""
 
 

@@ -4,7 +4,8 @@ It follows from what the architecture declares (`llmq/arch/matrix.py`), by block
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
 Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
 head of its own), and "vectors", the norms and biases of all blocks. Adapters are "lora_a" and
-"lora_b", beside which the norms may be "norms", to be trained alone. A slab is one contiguous piece
+"lora_b", beside which the norms may be "norms", to be trained alone, and new rows of the token
+tables "new_rows". A slab is one contiguous piece
 of memory in every kind of storage (weights, gradients, moments), so that copies, collectives and
 the optimizer work on whole blocks; a parameter's place in it is its `offset`, counted in elements
 and therefore the same for every dtype. Each of W shards has the same number of its elements.
@@ -27,7 +28,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.options.adapters import Adapters
 from llmq.runtime.arena import align_up
-from llmq.state.adapter_rows import PEFT_PREFIX, adapter_rows
+from llmq.state.adapter_rows import NEW_ROWS, OF_ROWS, PEFT_PREFIX, adapter_rows
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
 
@@ -39,7 +40,8 @@ class Param:
     name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
     there. shape: with padded rows. kind: "matrix", "embedding", "norm" or "vector". init: as of
     Module, or "adapter" (normal, 1/sqrt(3 in_features)). index: number in the whole model, seeds
-    its random numbers. offset: first element in the slab.
+    its random numbers. offset: first element in the slab. first_row: of the block's token table,
+    whose rows from there on these are; None: it is no part of another parameter.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Param:
     index: int
     offset: int
     hf: tuple[HfPart, ...]
+    first_row: int | None = None
 
     @property
     def size(self) -> int:
@@ -66,6 +69,11 @@ class Param:
     def columns(self) -> int:
         """Elements of a row."""
         return prod(self.row_shape)
+
+    @property
+    def table(self) -> str:
+        """The module at Hugging Face of which these are some rows."""
+        return self.hf[0].name.removesuffix(OF_ROWS)
 
     @property
     def transposed_shape(self) -> tuple[int, ...]:
@@ -156,7 +164,7 @@ def planes(matrix: Tensor) -> list[Tensor]:
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
-SHARED = ("vectors", "norms", "lora_a", "lora_b")
+SHARED = ("vectors", "norms", "lora_a", "lora_b", NEW_ROWS)
 """Slabs of which several blocks have parameters."""
 
 
@@ -171,13 +179,14 @@ def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
-    """rows: (index, block, key, full name, shape, kind, init, hf parts)."""
+    """rows: (index, block, key, full name, shape, kind, init, hf parts), a first row behind them
+    where there is one."""
     params, offset = [], 0
-    for index, block, key, full, shape, kind, init, hf in rows:
+    for index, block, key, full, shape, kind, init, hf, *first_row in rows:
         params.append(
             Param(
                 name=full, block=block, key=key, shape=shape, kind=kind, init=init,
-                index=index, offset=offset, hf=hf,
+                index=index, offset=offset, hf=hf, first_row=next(iter(first_row), None),
             )
         )  # fmt: skip
         offset += align_up(prod(shape), ELEMENT_ALIGN)
@@ -212,7 +221,8 @@ def weight_table(
 ) -> tuple[Slab, ...]:
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied).
 
-    With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms".
+    With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms", or
+    new rows, "new_rows".
     """
     rows = [r for block, ms in _modules(config).items() for m in ms for r in _rows(block, m)]
     groups: dict[str, list[tuple]] = {}

@@ -28,6 +28,7 @@ from llmq.ops import convert
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state import fresh
+from llmq.state.adapter_rows import NEW_ROWS, TABLES
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
 from llmq.state.frozen import Elements, FrozenBlocks, of_host
 from llmq.state.mirrors import Mirrors
@@ -87,6 +88,7 @@ class Weights:
         self._views = by_block(table, others)
         self._lm_head = self._views["head"].get("lm_head", self._views["embed"]["embed"])
         self._lm_head_slab = "head" if "head" in self.slabs else "embed"
+        self._new_rows = self._places_of_new_rows()
         head = placement.head
         self._head_codes = None if head is None else HeadCodes(dev, self._lm_head, head.dtype)
         streamed = [slab for slab in table if placement[slab.name].work.streamed]
@@ -138,6 +140,17 @@ class Weights:
         if stores.mirror is not None:
             narrow = stores.base is not None or stores.is_coded
             self._mirrors.add(name, part, "Quants" if narrow else "Weights")
+
+    def _places_of_new_rows(self) -> list[tuple[Tensor, Tensor]]:
+        """Each with their place in the table that they are rows of, which products read."""
+        slab = self.slabs.get(NEW_ROWS)
+        return [
+            (
+                self._views[p.block][TABLES[p.block]].rows(p.first_row, p.first_row + p.rows),
+                self._views[p.block][NEW_ROWS].rows(0, p.rows),
+            )
+            for p in (() if slab is None else slab.params)
+        ]
 
     # -- use -------------------------------------------------------------------------------------
 
@@ -194,8 +207,14 @@ class Weights:
             whole, slab.shard(whole, self.dev.mesh.index("shard"))
         )
         self._keep_transposed(name)
+        if name == NEW_ROWS:
+            self._put_new_rows()
         if self._head_codes is not None and name == self._lm_head_slab:
             self._head_codes.quantize()
+
+    def _put_new_rows(self) -> None:
+        for place, rows in self._new_rows:
+            self.dev.copy(place, rows)
 
     def _keep_transposed(self, name: str) -> None:
         """Make the transposed codes of a whole slab, if it keeps them."""
@@ -303,6 +322,8 @@ class Weights:
                     self.weight_codes.quantize(name, self.master[name], codes)
                 if alone:
                     self._keep_transposed(name)
+        if alone and NEW_ROWS in self._pass.changing:
+            self._put_new_rows()
         if self._head_codes is not None and alone and self._lm_head_slab in self._pass.changing:
             self._head_codes.quantize()
 

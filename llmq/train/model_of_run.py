@@ -10,7 +10,7 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, DataError, warn
-from llmq.checkpoint import hub
+from llmq.checkpoint import hub, peft
 from llmq.data.document_file import documents_path
 from llmq.data.new_tokens import new_tokens, parse_tokens
 from llmq.data.tokens import open_token_files
@@ -43,6 +43,8 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
         given["vocab_size"] = _vocab_size_of_data(config)
     if config.add_tokens is not None:
         model = with_new_tokens(config, model, model_dir)
+    if config.adapter is not None:
+        model = peft.with_new_tokens(model, config.adapter)
     return resized(model, given), model_dir
 
 
@@ -62,7 +64,8 @@ def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | N
             f"--add-tokens: the tokenizer in '{model_dir}' has {first} ids, more than the "
             f"{model.vocab_size} rows of the model: they do not belong together"
         )
-    return replace(model, vocab_size=max(model.vocab_size, first + count))
+    rows = max(model.vocab_size, first + count)
+    return replace(model, vocab_size=rows, new_tokens=(first, first + count))
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
@@ -76,6 +79,8 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
     trained = None if unread else released(config.model)
     if trained is not None:
         repository, model = trained
+        if config.add_tokens is not None:
+            model = with_new_tokens(config, model, None)
         return replace(config, model=repository, download=True), model, None
     if not unread and is_preset(config.model):  # nobody has trained it
         config = replace(config, from_scratch=True)

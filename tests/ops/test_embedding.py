@@ -93,9 +93,9 @@ def test_sort_is_stable(dev, rng, n, vocab, kind):
     np.testing.assert_array_equal(run(dev, call, arrays)["order"], want)
 
 
-def _backward(dev, d_weight, d_out, tokens, scalars, scale=1.0, padding=None):
+def _backward(dev, d_weight, d_out, tokens, scalars, scale=1.0, padding=None, **of_rows):
     target = Accumulator(d_weight, True, scalars, salt=4)
-    embedding.backward(dev, target, d_out, tokens, scale, padding)
+    embedding.backward(dev, target, d_out, tokens, scale, padding, **of_rows)
 
 
 def _gradient_arrays(rng, B, T, C, V, kind, target, source):
@@ -127,6 +127,22 @@ def test_backward_without_the_row_of_padding(dev, rng, kind):
         got, want = run(dev, call, arrays)["d_weight"], run(host_device(), call, arrays)["d_weight"]
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(got[padding], arrays["d_weight"][padding])
+
+
+@pytest.mark.parametrize("target", [F32, BF16], ids=str)
+@pytest.mark.parametrize("kind", ["uniform", "frequent", "one_id", "borders"])
+def test_backward_of_some_rows_alone(dev, rng, kind, target):
+    """They get what they get in the whole table; runs of other ids lie between and around them."""
+    arrays = _gradient_arrays(rng, 2, 96, 40, 320, kind, target, BF16)
+    table = run(dev, partial(_backward, padding=7), arrays)["d_weight"]
+    for first, count in ((0, 9), (3, 8), (int(arrays["tokens"].max()), 1)):
+        rows = slice(first, first + count)
+        own = arrays | {"d_weight": arrays["d_weight"][rows]}
+        call = partial(_backward, padding=7, first_id=first, vocab=320)
+        got = run(dev, call, own)["d_weight"]
+        np.testing.assert_array_equal(got, run(host_device(), call, own)["d_weight"])
+        if target == F32:  # the others' random numbers count from their first row
+            np.testing.assert_array_equal(got, table[rows])
 
 
 def test_backward_of_a_run_over_many_chunks(dev, rng):

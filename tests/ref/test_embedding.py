@@ -16,7 +16,7 @@ def _backward(d_weight, d_out, tokens, scalars, salt, scale=1.0, padding=-1):
     n, channels = tokens.size, d_out.shape[-1]
     order = np.empty(n, np.int32)
     ref.embedding_sort(order, np.empty(n, np.int32), tokens, n, len(d_weight), 8)
-    more = (order, scalars, n, channels, scale, padding, salt)
+    more = (order, scalars, n, channels, scale, padding, 0, len(d_weight), salt)
     ref.embedding_backward(d_weight, None, d_out, tokens, *more)
     ref.embedding_finish(d_weight, None, tokens, *more)
 
