@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -210,16 +211,21 @@ def test_a_lost_terminal_ends_a_run_with_workers_in_silence(chats, workers):
     command = [sys.executable, "-m", "llmq", "tokenize", "long.jsonl", "--tokenizer", "theirs"]
     command += ["--out", "out", "--workers", str(workers)]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup has it ignored
     ) as process:
         wait_for(lambda: list(Path().glob("out/*train*")) or process.poll() is not None)
         os.killpg(process.pid, signal.SIGHUP)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (128 + signal.SIGHUP, "", "")
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
