@@ -29,7 +29,7 @@ from llmq.checkpoint.checkpoint import (
     required_groups,
     slab_ranges,
 )
-from llmq.checkpoint.export import export_checkpoint
+from llmq.checkpoint.export import export
 from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
@@ -767,7 +767,7 @@ def test_export_of_any_number_of_ranks(tmp_path, dtype):
     save(tmp_path / "ckpt", step=5)
     newest = save(tmp_path / "ckpt", step=10, world=3, cuts=random_cuts(3, 1))
     for number, source in enumerate([newest, tmp_path / "ckpt"]):
-        names = export_checkpoint(source, tmp_path / f"out{number}", dtype)
+        names = export(source, tmp_path / f"out{number}", dtype=dtype)
         assert names == ["config.json", "generation_config.json", "model.safetensors"]
         config = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
         assert config == MODEL.to_hf(dtype)
@@ -786,18 +786,18 @@ def test_an_export_brings_its_tokenizer(tmp_path):
         made = TokenizerId.of(ByteTokenizer()).record()
         manifest = dataclasses.replace(MANIFEST_VALUES, tokenizer=source, tokenizer_id=made)
         path = save(tmp_path / "ckpt", manifest=manifest)
-        assert "tokenizer.json" in export_checkpoint(path, tmp_path / "out")
+        assert "tokenizer.json" in export(path, tmp_path / "out")
         expected_bytes = (tmp_path / "model" / "tokenizer.json").read_bytes()
         assert (tmp_path / "out" / "tokenizer.json").read_bytes() == expected_bytes
     gone = dataclasses.replace(MANIFEST_VALUES, tokenizer=str(tmp_path / "gone"))
     path = save(tmp_path / "ckpt", manifest=gone)
-    assert "tokenizer.json" not in export_checkpoint(path, tmp_path / "out2")
+    assert "tokenizer.json" not in export(path, tmp_path / "out2")
 
 
 def test_nothing_to_export(tmp_path):
     (tmp_path / "step_00000010.tmp").mkdir()
     with pytest.raises(LlmqError, match=f"there is no complete checkpoint in '{tmp_path}'"):
-        export_checkpoint(tmp_path, tmp_path / "out")
+        export(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

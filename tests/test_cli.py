@@ -359,8 +359,19 @@ COMMANDS = [
     ),
     (
         "export --out-dir o --checkpoint-dir c",
-        "checkpoint.export.export_checkpoint",
-        ((Path("c"), Path("o"), None), {"force": False}),
+        "checkpoint.export.export",
+        (
+            (Path("c"), Path("o")),
+            {
+                "to": "hf",
+                "dtype": None,
+                "base": None,
+                "merge": False,
+                "verify": None,
+                "overwrite": False,
+                "force": False,
+            },
+        ),
     ),
     (
         "merge base adapter --out o",
@@ -443,7 +454,7 @@ def test_results_are_printed(stub, capsys):
     stub("data.tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
     assert _run("tokenize a --tokenizer bytes --out d".split()) == 0
     stub(
-        "checkpoint.export.export_checkpoint",
+        "checkpoint.export.export",
         result=["config.json", "model.safetensors"],
     )
     assert _run("export --out-dir o".split()) == 0
@@ -465,7 +476,7 @@ def test_results_are_printed(stub, capsys):
         (["train", "--model", "tinny", "--from-scratch"], "did you mean tiny"),
         (["sample", "m", "--device", "tpu"], "--device: expected auto or cpu or cuda, got 'tpu'"),
         (["sample", "m", "--top-p", "2"], "top-p"),
-        (["export"], "--out-dir"),
+        (["export"], "--out"),
         (["trian"], "trian"),
     ],
 )

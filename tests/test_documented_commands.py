@@ -32,8 +32,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in (
-        "fine-tuning", "lora", "data", "models", "checkpoints", "planning", "memory", "formats",
-        "multi-gpu", "multi-machine", "logs", "evaluation", "python", "speed", "sweeps", "rig",
+        "fine-tuning", "lora", "data", "models", "checkpoints", "export", "planning", "memory",
+        "formats", "multi-gpu", "multi-machine", "logs", "evaluation", "python", "speed", "sweeps",
+        "rig",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq

@@ -17,7 +17,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.export import export_checkpoint
+from llmq.checkpoint.export import export
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.cards import card_of
 from llmq.options.conditions import Ranks
@@ -427,7 +427,7 @@ def test_merged_model(tmp_path, trained):
 
 
 def test_export_of_a_checkpoint(tmp_path, trained):
-    files = export_checkpoint(trained / "ckpt", tmp_path / "out")
+    files = export(trained / "ckpt", tmp_path / "out")
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (trained / "adapter" / name).read_bytes()

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmq.base.errors import ConfigError, LlmqError, ModelError
-from llmq.checkpoint.export import export_checkpoint
+from llmq.checkpoint.export import export
 from llmq.checkpoint.merge import merge_adapter
 from tests.adapters import batches
 from tests.models import CONFIGS, exported, hf_model, torch_loss, trainer_for
@@ -317,7 +317,7 @@ def test_a_language_model_with_other_parts(tmp_path, train):
         for batch in batches()[1:4]:
             trainer.step([batch])
         trainer.export(out)
-        export_checkpoint(trainer.save(tmp_path / "ckpt"), tmp_path / "again")
+        export(trainer.save(tmp_path / "ckpt"), tmp_path / "again")
         want = trainer.step(batches()[:1]).loss
     for file in ("adapter_config.json", "adapter_model.safetensors", "llmq.json"):
         assert (tmp_path / "again" / file).read_bytes() == (out / file).read_bytes()

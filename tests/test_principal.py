@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.export import export_checkpoint
+from llmq.checkpoint.export import export
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import as_kept, merge_adapter
 from llmq.checkpoint.principal import Split, principal
@@ -132,7 +132,7 @@ def test_resume(tmp_path, monkeypatch, base):
         planned = checkpoint_bytes(trainer.config, trainer.model, trainer.plan.placement)
     stored = [load_file(file) for file in path.glob("*.safetensors")]
     assert planned == sum(x.nbytes for tensors in stored for x in tensors.values())
-    export_checkpoint(path, tmp_path / "again")
+    export(path, tmp_path / "again")
     found = [load_file(tmp_path / n / "adapter_model.safetensors") for n in ("out", "again")]
     assert found[0].keys() == found[1].keys()
     for name, value in found[0].items():

@@ -8,6 +8,7 @@ Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from llmq.arch.halves import attention, embedding, head, mlp
@@ -17,6 +18,21 @@ from llmq.base.errors import ConfigError
 REQUIRED = object()
 _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Fields that models with a text_config may give beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufKind:
+    """An architecture in GGUF files, and how llama.cpp computes it.
+
+    name: its own there. pairs: rows of queries and keys are stored in pairs that RoPE turns
+    together. windows: they are known; else it attends to all positions. heads: all of a layer may
+    be wider or narrower than the hidden size.
+    """
+
+    name: str
+    pairs: bool = False
+    windows: bool = False
+    heads: bool = False
 
 
 class Architecture:
@@ -36,6 +52,8 @@ class Architecture:
     """Sizes that their text_config need not give."""
     label: str
     """Name in [Options] and in the log."""
+    gguf: GgufKind | None = None
+    """How it is in files for llama.cpp; None: it has no name there. A subclass gives its own."""
 
     norm = "rmsnorm"
     """'rmsnorm' or 'layernorm'."""

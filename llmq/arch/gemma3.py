@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 from llmq.base.errors import ConfigError
 
@@ -26,6 +26,7 @@ class Gemma3(RopeFamily):
         "max_position_embeddings": 131072,
     }
     label = "Gemma3"
+    gguf = GgufKind("gemma3", windows=True, heads=True)
     activation = "geglu"
     norm_offset = True
     scaled_embedding = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import Architecture, get, reject, size
+from llmq.arch.common import Architecture, GgufKind, get, reject, size
 from llmq.base.errors import ConfigError
 
 
@@ -15,6 +15,7 @@ class Gpt2(Architecture):
     name = "GPT2LMHeadModel"
     model_type = "gpt2"
     label = "GPT2"
+    gguf = GgufKind("gpt2")
     norm = "layernorm"
     activation = "gelu"
     positions = "learned"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmq.arch.common import GgufKind
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -11,6 +12,7 @@ class Llama(RopeFamily):
     name = "LlamaForCausalLM"
     model_type = "llama"
     label = "LLaMA"
+    gguf = GgufKind("llama", pairs=True, heads=True)
     qkv_bias = None
     o_bias = None
     mlp_bias = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.arch.common import GgufKind
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -13,6 +14,7 @@ class Mistral(RopeFamily):
     name = "MistralForCausalLM"
     model_type = "mistral"
     label = "Mistral"
+    gguf = GgufKind("llama", pairs=True, heads=True)
     windowed = True
     sliding_window = 4096
     bos_token_id = 1

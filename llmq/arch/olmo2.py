@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmq.arch.common import GgufKind
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -13,6 +14,7 @@ class Olmo2(RopeFamily):
     name = "Olmo2ForCausalLM"
     model_type = "olmo2"
     label = "OLMo2"
+    gguf = GgufKind("olmo2")
     qk_norm = True
     wide_qk_norm = True
     qkv_bias = None

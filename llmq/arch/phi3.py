@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llmq.arch.common import GgufKind
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -13,6 +14,7 @@ class Phi3(RopeFamily):
     name = "Phi3ForCausalLM"
     model_type = "phi3"
     label = "Phi3"
+    gguf = GgufKind("phi3")
     kv_heads_may_lack = True
     norm_eps = 1e-5
     windowed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, size
+from llmq.arch.common import GgufKind, get, size
 from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 from llmq.base.errors import ConfigError
 
@@ -16,6 +16,7 @@ class Qwen2(RopeFamily):
     name = "Qwen2ForCausalLM"
     model_type = "qwen2"
     label = "Qwen2"
+    gguf = GgufKind("qwen2")
     qkv_bias = True
     own_tokenizer_class = True
     sliding_window = 4096

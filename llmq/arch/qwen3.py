@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmq.arch.common import GgufKind
 from llmq.arch.qwen2 import Qwen2
 
 
@@ -11,6 +12,7 @@ class Qwen3(Qwen2):
     name = "Qwen3ForCausalLM"
     model_type = "qwen3"
     label = "Qwen3"
+    gguf = GgufKind("qwen3", heads=True)
     qk_norm = True
     qkv_bias = None
     o_bias = None

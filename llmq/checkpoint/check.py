@@ -16,8 +16,8 @@ import numpy as np
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.checkpoint.checkpoint import CheckpointReader, padded_size, required_groups
-from llmq.checkpoint.export import saved_slabs
 from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
+from llmq.checkpoint.exports.source import saved_slabs
 from llmq.checkpoint.finite import all_finite, reached
 from llmq.checkpoint.folder import is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights

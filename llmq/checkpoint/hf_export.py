@@ -45,6 +45,7 @@ def export_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     run: RunId | None = None,
     hub: HubModel | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
@@ -52,8 +53,9 @@ def export_model(
     before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
     beside them, or the model directory whose tokenizer files are copied, such that AutoTokenizer
     makes the same ids. made, run, hub: what made the ids that the model was trained on, whose model
-    it is, and what it began as, noted in llmq.json. Nothing appears in out_dir before everything is
-    on the disk; of what is there already, only an older export is replaced.
+    it is, and what it began as, noted in llmq.json. check: called with the whole directory before
+    it has its name. Nothing appears in out_dir before everything is on the disk; of what is there
+    already, only an older export is replaced.
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
@@ -66,6 +68,8 @@ def export_model(
         if origin:
             write_json(staging / RUN_FILE, origin | {"sha256": sums})
         save_tokenizer(staging, config, tokenizer)
+        if check is not None:
+            check(staging)
         return sorted(path.name for path in staging.iterdir())
 
 

@@ -179,7 +179,7 @@ def merge_adapter(
     """
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
-    _check_base(base)
+    check_base(base)
     config, directory = resolve_model(base, from_scratch=False)
     source = tokenizer_folder(adapter, directory)
     with HfWeights(directory) as weights:
@@ -192,14 +192,14 @@ def merge_adapter(
             return export_model(out_dir, merged, read, dtype, source, made)
 
 
-def _check_base(base: str) -> None:
+def check_base(base: str, flag: str = "BASE") -> None:
     """LlmqError, with what to give instead, unless there is a model of this name."""
     directory = find_directory(base)
     if directory is not None and (directory / CONFIG_FILE).is_file():
         return
     if directory is not None and (directory / ADAPTER_CONFIG).is_file():
-        raise LlmqError(f"BASE: '{base}' holds adapters: give the model they are of, then these")
+        raise LlmqError(f"{flag}: '{base}' holds adapters: give the model they are of, then these")
     raise LlmqError(
-        f"BASE: '{base}' is neither the directory of a model nor a repository in the Hugging Face "
-        "cache"
+        f"{flag}: '{base}' is neither the directory of a model nor a repository in the Hugging "
+        "Face cache"
     )

@@ -1,4 +1,4 @@
-"""`llmq export`: a checkpoint as a model directory."""
+"""`llmq export`: a checkpoint, a model or adapters in a format that others read."""
 
 from __future__ import annotations
 
@@ -7,24 +7,54 @@ from typing import Annotated
 
 import typer
 
-from llmq.commands.common import checked
-
 
 def export(
-    out_dir: Annotated[Path, typer.Option(help="Directory of the model.")],
-    checkpoint_dir: Annotated[
-        Path, typer.Option(help="A checkpoint, or a directory whose newest one is taken.")
-    ] = Path("ckpt/llmq"),
-    model_dtype: Annotated[
-        str | None, typer.Option(help="bf16 or fp32; as the run's if not given.")
+    out: Annotated[
+        Path,
+        typer.Option("--out", "--out-dir", metavar="PATH", help="Folder, or FILE.gguf."),
+    ],
+    source: Annotated[
+        str | None,
+        typer.Argument(help="A checkpoint, a model directory or cached repository, or adapters."),
     ] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--format", help="hf: as transformers and peft load it. gguf: a file for llama.cpp."
+        ),
+    ] = "hf",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            "--model-dtype",
+            help="hf: bf16 or fp32; gguf: also fp16, q8_0, q4_0; that of the source if not given.",
+        ),
+    ] = None,
+    checkpoint_dir: Annotated[
+        Path, typer.Option(help="Without SOURCE: a checkpoint, or a directory of checkpoints.")
+    ] = Path("ckpt/llmq"),
+    base: Annotated[
+        str | None, typer.Option(help="The model of adapters, if it is not where they say.")
+    ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write adapters with their model, as one model.")
+    ] = False,
+    verify: Annotated[
+        bool | None,
+        typer.Option(help="Read it back and compare; if not given, what has up to 2 GiB."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is at --out, whoever wrote it.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write weights that are infinities or NaNs, too.")
     ] = False,
 ) -> None:
-    """Write a checkpoint as a model directory that transformers loads."""
-    from llmq.checkpoint.export import export_checkpoint
+    """Write a checkpoint, a model or adapters as transformers, peft or llama.cpp load them."""
+    from llmq.checkpoint.export import export as run
 
-    dtype = None if model_dtype is None else checked("model_dtype", model_dtype)
-    files = export_checkpoint(checkpoint_dir, out_dir, dtype, force=force)
-    print(f"wrote {', '.join(files)} to {out_dir}")
+    where, how = checkpoint_dir if source is None else source, {"to": to, "dtype": dtype}
+    how |= {"base": base, "merge": merge, "verify": verify}
+    files = run(where, out, **how, overwrite=overwrite, force=force)
+    print(f"wrote {', '.join(files)} to {out}")

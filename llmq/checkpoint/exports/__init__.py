@@ -1,0 +1,12 @@
+"""Formats of exports, one file each, of which EXPORTS is the table.
+
+`source.py` opens what is exported, `format.py` says what a format is, and has model directories.
+"""
+
+from __future__ import annotations
+
+from llmq.checkpoint.exports.format import ExportFormat, HuggingFace
+from llmq.checkpoint.exports.gguf import Gguf
+
+EXPORTS: dict[str, ExportFormat] = {each.name: each for each in (HuggingFace(), Gguf())}
+"""By --format."""

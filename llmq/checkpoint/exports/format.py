@@ -1,0 +1,83 @@
+"""A format of exports, and that of model directories."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from llmq.base.dtypes import OPTION_DTYPES, DType
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.export_files import exported_files
+from llmq.checkpoint.exports.source import Source
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.peft_export import export_adapter
+from llmq.state.params import weight_table
+
+SMALL = 1 << 31
+"""Bytes of an export that is read back unless told not to."""
+
+
+class ExportFormat:
+    """A format; one object each, in EXPORTS.
+
+    name: of --format. dtypes: what --dtype may be.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+
+    def check(self, source: Source, dtype: str) -> None:
+        """LlmqError, before anything is written, where there is no such file of this source."""
+
+    def occupied(self, out: Path) -> list[Path]:
+        """Files that an export to `out` would replace."""
+        raise NotImplementedError
+
+    def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
+        """Write it, all of it or nothing; returns the names of files.
+
+        verify: read it back and compare; None: where that does not take long. LlmqError where the
+        disk is full or refuses, or where a file is not what was meant.
+        """
+        raise NotImplementedError
+
+
+class HuggingFace(ExportFormat):
+    """A folder that transformers loads, or peft where it is adapters."""
+
+    name, dtypes = "hf", ("fp32", "bf16")
+
+    def check(self, source: Source, dtype: str) -> None:
+        if source.adapters is not None and source.manifest is None:
+            raise LlmqError(
+                f"'{source.folder}' holds adapters in PEFT's format already: add --merge to write "
+                "them with their model, or give --format gguf"
+            )
+
+    def occupied(self, out: Path) -> list[Path]:
+        return exported_files(out)
+
+    def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
+        if source.adapters is not None:  # they are small: in the format of the checkpoint
+            return export_adapter(
+                out, source.model, source.adapters, source.settings, source.read,
+                source.tokenizer, **source.origin,
+            )  # fmt: skip
+        origin, kept = source.origin, OPTION_DTYPES[dtype]
+        size = kept.itemsize * sum(p.count for slab in source.table for p in slab.params)
+        if verify or (verify is None and size <= SMALL):
+            origin = origin | {"check": partial(_verify, source, kept)}
+        return export_model(out, source.model, source.read, kept, source.tokenizer, **origin)
+
+
+def _verify(source: Source, dtype: DType, folder: Path) -> None:
+    """LlmqError unless a model directory has the weights of a source, rounded to dtype."""
+    with HfWeights(folder) as weights:
+        weights.check(weight_table(source.model))
+        for param in (param for slab in source.table for param in slab.params):
+            expected = source.read(param).astype(dtype.numpy)
+            if not np.array_equal(weights.read(param), expected):
+                raise LlmqError(f"{param.name} is not what was written: write it again")

@@ -1,0 +1,341 @@
+"""GGUF files, which llama.cpp and what is made of it read: a model in one file, or adapters.
+
+Names, metadata and layout are those of llama.cpp's converters: the package gguf knows the names of
+tensors, and writes and quantizes them. Norms and vectors are F32 in every format.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from llmq.arch.common import GgufKind
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import LlmqError, warn
+from llmq.base.files import make_directory, replacing, temporary_path
+from llmq.checkpoint.exports.format import SMALL, ExportFormat
+from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
+from llmq.checkpoint.exports.source import Source
+from llmq.checkpoint.finite import all_finite
+from llmq.ops.rope import inverse_frequencies
+from llmq.state.adapter_rows import PEFT_PREFIX
+from llmq.state.params import Param
+
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+"""By --dtype, the name of the format there."""
+_WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8}
+"""How far from a value what is read back may be, over the largest value of its block: half a step,
+or for the value that is as far from 0 on the other side a whole one, and the scale's rounding."""
+_BLOCK = 32  # values with one scale
+_PIECE = 1 << 22  # values that a thread encodes at once
+_ROPE_KINDS = (None, "linear", "llama3")
+_LORA = re.compile(r"\.lora_([AB])\.weight$")
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise LlmqError("--format gguf needs the package gguf: pip install gguf") from error
+    logging.getLogger("gguf").setLevel(logging.ERROR)  # it tells what is of no use to a user
+    return gguf
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the file. kind: its format there. made: its rows of those of the parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    made: Callable[[np.ndarray], np.ndarray]
+
+    @property
+    def quantized(self) -> bool:
+        return self.kind in _WORST
+
+
+class Gguf(ExportFormat):
+    """One file, at `out` if that ends in .gguf, else in that folder."""
+
+    name, dtypes = "gguf", tuple(DTYPES)
+
+    def check(self, source: Source, dtype: str) -> None:
+        _library()
+        model = source.model
+        if _kind_of(model) is None:
+            raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
+        kind = None if model.rope_scaling is None else model.rope_scaling.kind
+        if kind not in _ROPE_KINDS:
+            raise LlmqError(f"--format gguf: positions stretched as {kind!r} are not written yet")
+        if model.query_pre_attn_scalar not in (None, _own_scalar(model)):
+            raise LlmqError(
+                f"--format gguf: query_pre_attn_scalar {model.query_pre_attn_scalar} cannot be "
+                f"written, llama.cpp computes with {_own_scalar(model)}"
+            )
+        if not _kind_of(model).heads and model.num_heads * model.head_dim != model.hidden_size:
+            raise LlmqError(
+                f"--format gguf: llama.cpp has no {model.arch.label} with {model.num_heads} heads "
+                f"of {model.head_dim} channels and a hidden size of {model.hidden_size}"
+            )
+        window = model.sliding_window
+        if window is not None and not _kind_of(model).windows:
+            warn([f"llama.cpp attends to all positions, where this model sees the last {window}"])
+        if source.adapters is not None and source.adapters.train:
+            raise LlmqError(
+                f"--format gguf: {', '.join(source.adapters.train)} were trained beside the "
+                "adapters, which a GGUF file of adapters cannot hold: add --merge"
+            )
+
+    def occupied(self, out: Path) -> list[Path]:
+        if out.suffix == ".gguf":
+            return [out] if os.path.lexists(out) else []
+        return sorted(out.glob("*.gguf"))
+
+    def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
+        path = out
+        if out.suffix != ".gguf":
+            make_directory(out)
+            what = "adapter" if source.adapters is not None else "model"
+            path = out / f"{what}-{dtype}.gguf"
+        with replacing(path) as file:
+            _write(source, file, dtype)
+            file.flush()
+            if verify or (verify is None and file.tell() <= SMALL):
+                _verify(source, temporary_path(path), dtype, path)
+        return [path.name]
+
+
+def _kind_of(model: ModelConfig) -> GgufKind | None:
+    """How the model's own architecture is in GGUF files; a relative is another one there."""
+    return vars(type(model.arch)).get("gguf")
+
+
+def _own_scalar(model: ModelConfig) -> int:
+    """The number by whose root llama.cpp divides scores of a Gemma 3; 27B is told by its layers."""
+    return model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
+
+
+# ------------------------------------------------------------------------------------------------
+# What is in the file
+
+
+def _params(source: Source) -> Iterator[Param]:
+    return (param for slab in source.table for param in slab.params)
+
+
+def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
+    """The tensors of each parameter."""
+    gguf, model = _library(), source.model
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == _kind_of(model).name)
+    names = gguf.get_tensor_name_map(arch, model.num_layers)
+
+    def name_of(hf: str) -> str:
+        adapter = _LORA.search(hf)
+        own = _LORA.sub(".weight", hf).removeprefix(PEFT_PREFIX)
+        found = names.get_name(own, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise LlmqError(
+                f"--format gguf: {own} has no name in GGUF files of {_kind_of(model).name}"
+            )
+        return found + (f".lora_{adapter[1].lower()}" if adapter else "")
+
+    found = {}
+    for param in _params(source):
+        found[param] = []
+        for part in param.hf:
+            name, shape = name_of(part.name), (part.stop - part.start, *param.row_shape)
+            made = _rows_of(model, part)
+            found[param].append(_Tensor(name, shape, _kind(name, shape, dtype, model), made))
+    return found
+
+
+def _kind(name: str, shape: tuple[int, ...], dtype: str, model: ModelConfig) -> str:
+    """The format of a tensor: as llama.cpp's converter chooses it."""
+    if len(shape) == 1 or name.endswith("_norm.weight") or name == "position_embd.weight":
+        return "F32"
+    head = "token_embd.weight" if model.tied_embeddings else "output.weight"
+    kind = "Q8_0" if dtype == "q4_0" and name == head else DTYPES[dtype]
+    return "F16" if kind in _WORST and shape[-1] % _BLOCK else kind
+
+
+def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Make the rows of a tensor of those of its parameter."""
+    to_pairs = _kind_of(model).pairs and re.search(r"\.[qk]_proj\.(?!lora_A)", part.name)
+    offset = model.arch.norm_offset and re.search(r"norm\.weight$", part.name)
+
+    def made(values: np.ndarray) -> np.ndarray:
+        rows = values[part.start : part.stop]
+        if part.swapped:
+            rows = rows[part.rows_of(slice(None), len(rows))]
+        if to_pairs:
+            halves = rows.reshape(-1, 2, model.head_dim // 2, *rows.shape[1:])
+            rows = halves.swapaxes(1, 2).reshape(rows.shape)
+        return rows.astype(np.float32) + np.float32(1) if offset else rows
+
+    return made
+
+
+def _rope_factors(model: ModelConfig) -> np.ndarray | None:
+    """F32 (Hd/2,): what frequencies are divided by, where no number of the metadata says it."""
+    if model.rope_scaling is None or model.rope_scaling.kind != "llama3":
+        return None
+    both = (
+        inverse_frequencies(model.head_dim, model.rope_theta, s) for s in (None, model.rope_scaling)
+    )
+    plain, stretched = both
+    return plain / stretched
+
+
+def _metadata(writer: Any, source: Source, dtype: str) -> None:
+    gguf = _library()
+    writer.add_type("model" if source.adapters is None else "adapter")
+    writer.add_name(source.name)
+    writer.add_file_type(
+        gguf.LlamaFileType["ALL_F32" if dtype == "fp32" else f"MOSTLY_{DTYPES[dtype]}"]
+    )
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    if source.adapters is not None:
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        # It is divided by the rank.
+        alpha = source.settings.scale * source.adapters.rank
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+        return
+    model = source.model
+    writer.add_size_label(gguf.size_label(sum(p.count for p in _params(source)), 0, 0, 0))
+    writer.add_block_count(model.num_layers)
+    writer.add_context_length(model.max_positions)
+    writer.add_embedding_length(model.hidden_size)
+    writer.add_feed_forward_length(model.intermediate_size)
+    writer.add_head_count(model.num_heads)
+    writer.add_head_count_kv(model.num_kv_heads)
+    writer.add_vocab_size(model.vocab_size)
+    if model.norm == "layernorm":
+        writer.add_layer_norm_eps(model.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(model.norm_eps)
+    _positions(writer, model)
+    add_vocabulary(gguf, writer, model, source.tokenizer)
+
+
+def _positions(writer: Any, model: ModelConfig) -> None:
+    """RoPE and windows."""
+    if model.positions != "rope":
+        return
+    gguf = _library()
+    writer.add_key_length(model.head_dim)
+    writer.add_value_length(model.head_dim)
+    writer.add_rope_dimension_count(model.head_dim)
+    writer.add_rope_freq_base(model.rope_theta)
+    if model.local_rope_theta is not None:
+        writer.add_rope_freq_base_swa(model.local_rope_theta)
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+    if model.sliding_window is not None:
+        writer.add_sliding_window(model.sliding_window)
+        windows = [model.window_of(layer) is not None for layer in range(model.num_layers)]
+        if _kind_of(model).windows:
+            writer.add_sliding_window_pattern(windows)
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing and reading back
+
+
+def _write(source: Source, file: BinaryIO, dtype: str) -> None:
+    gguf = _library()
+    writer = gguf.GGUFWriter(None, _kind_of(source.model).name)
+    _metadata(writer, source, dtype)
+    tensors, factors = _tensors(source, dtype), None
+    if source.adapters is None and (factors := _rope_factors(source.model)) is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    for tensor in (tensor for each in tensors.values() for tensor in each):
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        num_bytes = prod(tensor.shape) // block * size
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), num_bytes, kind)
+    # It would open a file by itself, which then had its name before it is complete.
+    writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for param, each in tensors.items():
+            values = param.by_row(source.read(param))
+            for tensor in each:
+                writer.write_tensor_data(_encoded(pool, tensor, tensor.made(values)))
+
+
+def _pieces(tensor: _Tensor) -> list[slice]:
+    """Rows that are encoded at once."""
+    step = max(_PIECE // prod(tensor.shape[1:]), 1)
+    return [slice(start, start + step) for start in range(0, tensor.shape[0], step)]
+
+
+def _encoded(pool: ThreadPoolExecutor, tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
+    """The bytes of a tensor; uint8 (rows, bytes of a row)."""
+    gguf = _library()
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
+    out = np.empty((tensor.shape[0], prod(tensor.shape[1:]) * size // block), np.uint8)
+
+    def encode(piece: slice) -> None:
+        out[piece] = _codes(tensor, rows[piece]).reshape(-1, out.shape[1])
+
+    list(pool.map(encode, _pieces(tensor)))
+    return out
+
+
+def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
+    gguf = _library()
+    if tensor.kind == "BF16":
+        import ml_dtypes
+
+        return rows.astype(ml_dtypes.bfloat16).view(np.uint8)
+    rows = rows.astype(np.float32)
+    with np.errstate(over="ignore"):
+        found = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[tensor.kind])
+    if tensor.kind == "F16" and not all_finite(found) and all_finite(rows):
+        raise LlmqError(f"{tensor.name} has values that fp16 cannot hold: give --dtype bf16")
+    return np.ascontiguousarray(found).view(np.uint8)
+
+
+def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:
+    """Read the file back; LlmqError unless each tensor is there as it was, or within rounding."""
+    gguf = _library()
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for param, each in _tensors(source, dtype).items():
+        values = param.by_row(source.read(param))
+        for tensor in each:
+            found = stored.pop(tensor.name, None)
+            shape = None if found is None else tuple(reversed(found.shape.tolist()))
+            same = shape == tensor.shape and found.tensor_type.name == tensor.kind
+            rows = tensor.made(values)
+            if not same or not all(
+                _agrees(tensor, rows[piece], found.data[piece]) for piece in _pieces(tensor)
+            ):
+                raise LlmqError(f"'{shown}': {tensor.name} is not what was written: write it again")
+    if stored.keys() - {"rope_freqs.weight"}:
+        raise LlmqError(f"'{shown}' holds {min(stored)}, which was not written: write it again")
+
+
+def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
+    """Whether what is stored is these rows, rounded to the tensor's format."""
+    gguf = _library()
+    rows = rows.astype(np.float32)
+    found = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[tensor.kind])
+    if not tensor.quantized:
+        return np.array_equal(_codes(tensor, rows), _codes(tensor, found), equal_nan=True)
+    blocks = rows.reshape(-1, _BLOCK)
+    errors = np.abs(found.reshape(-1, _BLOCK) - blocks)
+    return bool((errors <= _WORST[tensor.kind] * np.abs(blocks).max(1, keepdims=True)).all())

@@ -1,0 +1,164 @@
+"""The tokenizer in a GGUF file: tokens and their types, merges or scores, special ids, template.
+
+There are two kinds. BPE over bytes has its merges, and a name says how texts are cut into words.
+BPE over characters has tokens for single bytes, as SentencePiece makes it; of two neighbours those
+are joined whose token has the highest score. Both follow from tokenizer.json, which is what made
+the ids of the training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.export_files import CONFIG_FILE, save_tokenizer, write_json
+from llmq.data.tokenizer import QWEN2_WORDS, Tokenizer, open_tokenizer
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SHORT, _BEFORE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
+_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS = QWEN2_WORDS.replace(r"\p{N}|", r"\p{N}{1,3}|")
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+
+
+def _cased(short: str, digits: str) -> str:
+    """Words of which upper-case letters begin a new one."""
+    words = rf"{_BEFORE}{_UPPER}*{_LOWER}+{short}|{_BEFORE}{_UPPER}+{_LOWER}*{short}"
+    return rf"{words}|\p{{N}}{digits}{_REST}{_BLANKS}"
+
+
+_GPT2, _DIGITS = "words of GPT-2", "digits"
+_EXPRESSIONS = (
+    (_GPT2,),
+    (_DIGITS, _GPT2),
+    (QWEN2_WORDS,),
+    (_LLAMA3_WORDS,),  # "dbrx" where merges hold for words of the vocabulary, too
+    (_cased("", ""),),
+    (_cased(f"{_SHORT}?", "{1,3}"),),
+)
+_NAMES = "gpt-2 smollm qwen2 llama-bpe tekken gpt-4o"  # which are tokenizers
+WORDS: dict[tuple[str, ...], str] = dict(zip(_EXPRESSIONS, _NAMES.split(), strict=True))
+"""llama.cpp's name of each way to cut a text into words, by the expressions of tokenizer.json."""
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # of GGUF
+_SPACE = "▁"
+# Added tokens that are no text, even where the files do not say so.
+_CONTROL = re.compile(r"<pad>|<mask>|<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>", re.DOTALL)
+_NEVER = "never joined"
+"""A merge of two symbols that no text has: what reads GGUF refuses a tokenizer without merges."""
+
+
+def add_vocabulary(
+    gguf: Any, writer: Any, model: ModelConfig, tokenizer: Tokenizer | Path | None
+) -> None:
+    """Add the tokenizer of a model to a GGUFWriter. gguf: the library. LlmqError where GGUF has no
+    such tokenizer."""
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+        return
+    if isinstance(tokenizer, Path):
+        open_tokenizer(tokenizer)  # which names it where it cannot be read
+    with TemporaryDirectory() as folder:
+        # The library finds special tokens and templates in the files of a model directory.
+        write_json(Path(folder) / CONFIG_FILE, model.to_hf())
+        save_tokenizer(Path(folder), model, tokenizer)
+        content = json.loads(open_tokenizer(Path(folder)).to_str())
+        kind = content["model"]["type"]
+        if kind != "BPE":
+            raise LlmqError(f"the tokenizer is a {kind}: llmq writes BPE into GGUF files only")
+        write_json(Path(folder) / "tokenizer.json", content)  # where it was of old files
+        by_bytes = not content["model"].get("byte_fallback")
+        special = gguf.SpecialVocab(folder, load_merges=by_bytes, n_vocab=model.vocab_size)
+        tokens, types = _tokens(content, model.vocab_size)
+        kind = gguf.BpeVocab if by_bytes else gguf.SentencePieceVocab
+        writer.add_tokenizer_model(kind.tokenizer_model)
+        writer.add_tokenizer_pre(_words(content) if by_bytes else "default")
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        if by_bytes:
+            special.merges = special.merges or [_NEVER]
+        else:
+            writer.add_token_scores(_scores(content, tokens))
+            writer.add_add_space_prefix(_begins_with_space(content))
+        ids = special.special_token_ids
+        for end in model.eos_token_ids:
+            if ids.setdefault("eos", end) != end:
+                ids.setdefault("eot", end)
+        special.add_to_gguf(writer, quiet=True)
+
+
+def _tokens(content: dict[str, Any], count: int) -> tuple[list[str], list[int]]:
+    """Texts and types of `count` tokens; ids that the tokenizer lacks are unused."""
+    tokens, types = [f"[PAD{i}]" for i in range(count)], [UNUSED] * count
+    unknown, by_bytes = content["model"].get("unk_token"), not content["model"]["byte_fallback"]
+    for text, i in content["model"]["vocab"].items():
+        if i < count:
+            is_byte = not by_bytes and re.fullmatch(r"<0x[0-9A-F]{2}>", text)
+            tokens[i] = text
+            types[i] = UNKNOWN if text == unknown else BYTE if is_byte else NORMAL
+    for token in content["added_tokens"]:
+        i, text = token["id"], token["content"]
+        if i >= count or text == unknown:
+            continue
+        control = token["special"] or _CONTROL.fullmatch(text)
+        tokens[i] = text if control else text.replace(_SPACE, " ")
+        types[i] = CONTROL if control else USER_DEFINED
+    return tokens, types
+
+
+def _steps(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or a pre-tokenizer, which may be a sequence of them."""
+    for inner in ("pretokenizers", "normalizers"):
+        if part is not None and inner in part:
+            for step in part[inner]:
+                yield from _steps(step)
+            return
+    if part is not None:
+        yield part
+
+
+def _words(content: dict[str, Any]) -> str:
+    """llama.cpp's name of how texts are cut into words."""
+    found = []
+    for step in _steps(content["pre_tokenizer"]):
+        pattern = step.get("pattern") or {}
+        if step["type"] == "ByteLevel":
+            found += [_GPT2] if step.get("use_regex", True) else []
+        elif step["type"] == "Digits" and step.get("individual_digits"):
+            found.append(_DIGITS)
+        else:
+            found.append(pattern.get("Regex") or pattern.get("String") or step["type"])
+    own = content["model"]
+    if not found and not own["merges"]:
+        return "gpt-2"  # each byte is a token, wherever a word ends
+    name = WORDS.get(tuple(found))
+    if name is None:
+        raise LlmqError(
+            f"the tokenizer cuts texts in a way that llmq knows no name of in GGUF: {found}; "
+            f"known are {', '.join(WORDS.values())}"
+        )
+    return "dbrx" if name == "llama-bpe" and not own.get("ignore_merges") else name
+
+
+def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
+    """A token that is joined earlier has a higher score."""
+    order: dict[str, int] = {}
+    for number, pair in enumerate(content["model"]["merges"]):
+        left, right = pair.split(" ") if isinstance(pair, str) else pair
+        order.setdefault(left + right, number)
+    return [-float(order.get(token, len(order))) for token in tokens]
+
+
+def _begins_with_space(content: dict[str, Any]) -> bool:
+    """Whether a text is cut as if a space stood before it."""
+    steps = [*_steps(content["normalizer"]), *_steps(content["pre_tokenizer"])]
+    return any(
+        step["type"] == "Prepend" or step.get("prepend_scheme", "never") != "never"
+        for step in steps
+    )

@@ -1,0 +1,237 @@
+"""A checkpoint, a model directory, and adapters, as one kind of thing that can be exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import LlmqError, warn
+from llmq.base.json_file import json_object
+from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId
+from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
+from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
+from llmq.checkpoint.finite import finite
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.manifest import Manifest
+from llmq.checkpoint.merge import check_base, open_merged, tokenizer_folder
+from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
+from llmq.checkpoint.principal import doubled
+from llmq.checkpoint.store import checkpoint_at
+from llmq.data.identity import RUN_FILE, TokenizerId, check_recorded, noted_tokenizer
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_names
+from llmq.options.adapters import Adapters, adapters_of
+from llmq.options.options import OPTIONS, TrainConfig
+from llmq.options.presets import find_directory, resolve_model
+from llmq.state.adapter_rows import trained_slabs
+from llmq.state.params import Param, Slab, weight_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model, or adapters of it, and what is known of them.
+
+    name: for people. read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16" or
+    "fp32", that in which it is written if nobody asks for another. tokenizer: as of export_model.
+    adapters, settings: None where it is a whole model. origin: as run_record has it. manifest: of
+    the checkpoint, None where it is none; folder: of the model or the adapters else.
+    """
+
+    name: str
+    model: ModelConfig
+    read: Callable[[Param], np.ndarray]
+    dtype: str
+    tokenizer: Tokenizer | Path | None = None
+    adapters: Adapters | None = None
+    settings: AdapterConfig | None = None
+    origin: dict[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    folder: Path | None = None
+
+    @property
+    def table(self) -> list[Slab]:
+        """The slabs of what is exported: with adapters, those that are trained."""
+        table = weight_table(self.model, 1, self.adapters)
+        if self.adapters is None:
+            return [*table]
+        return [slab for slab in table if slab.name in trained_slabs(self.adapters)]
+
+
+@contextmanager
+def open_source(
+    where: str | Path, *, base: str | None = None, merge: bool = False, force: bool = False
+) -> Iterator[Source]:
+    """The source of this name: adapters, a model directory or cached repository, or a checkpoint.
+
+    base: the model of adapters, if it is not where these say. merge: adapters with their model, as
+    one model. force: weights of a checkpoint that are no finite numbers, too. LlmqError where it
+    is none of them, or a part of it is missing, or an option has no meaning for it.
+    """
+    found = find_directory(str(where))
+    if found is not None and (found / ADAPTER_CONFIG).is_file():
+        opened = _merged(found, base) if merge else _adapters(found, base)
+    elif merge or base is not None:
+        flag = "--merge" if merge else "--base"
+        hint = ": export its adapters first, then merge these" if found is not None else ""
+        raise LlmqError(f"{flag}: '{where}' is no folder of adapters{hint}")
+    elif found is not None and (found / CONFIG_FILE).is_file():
+        opened = _model(str(where), found)
+    else:
+        opened = _checkpoint(Path(where), force)
+    with opened as source:
+        yield source
+
+
+@contextmanager
+def _model(name: str, directory: Path) -> Iterator[Source]:
+    model, _ = resolve_model(name, from_scratch=False)
+    with HfWeights(directory) as weights:
+        weights.check(weight_table(model))
+        yield Source(
+            name=name,
+            model=model,
+            read=weights.read,
+            dtype=weights.dtype.replace("fp16", "bf16"),
+            tokenizer=_with_tokenizer(directory),
+            origin=_noted(directory),
+            folder=directory,
+        )
+
+
+def _noted(directory: Path) -> dict[str, Any]:
+    """The origin that a run of ours has noted in a folder."""
+    run = RunId.of(json_object(directory / RUN_FILE).get("run"))
+    return {"made": noted_tokenizer(directory), "run": run}
+
+
+def _with_tokenizer(directory: Path) -> Path | None:
+    return directory if tokenizer_names(directory) else None
+
+
+def _base_of(directory: Path, files: AdapterFiles, base: str | None) -> str:
+    """The model of adapters; LlmqError where there is none."""
+    name = base or files.config.base
+    if name is None:
+        raise LlmqError(f"'{directory}' does not say which model it adapts: give --base")
+    check_base(name, "--base")
+    return name
+
+
+@contextmanager
+def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
+    """Adapters alone; of their model, config.json is read."""
+    with AdapterFiles(directory) as files:
+        if files.config.add_tokens is not None or files.config.new_tokens:
+            raise LlmqError(f"'{directory}' brings rows of new tokens: add --merge")
+        name = _base_of(directory, files, base)
+        model, folder = resolve_model(name, from_scratch=False)
+        adapters = files.adapters(model)
+        files.check_adapters(model, adapters)
+        warn(files.unknown_base(name))
+        yield Source(
+            name=directory.resolve().name,
+            model=model.ending_at(files.ends),
+            read=files.read,
+            dtype=files.dtype.replace("fp16", "bf16"),
+            tokenizer=_with_tokenizer(tokenizer_folder(directory, folder)),
+            adapters=adapters,
+            settings=files.config,
+            origin={**_noted(directory), "base": files.base},
+            folder=directory,
+        )
+
+
+@contextmanager
+def _merged(directory: Path, base: str | None) -> Iterator[Source]:
+    """A model with its adapters."""
+    with AdapterFiles(directory) as files:
+        name = _base_of(directory, files, base)
+    model, folder = resolve_model(name, from_scratch=False)
+    with HfWeights(folder) as weights:
+        weights.check(weight_table(model))
+        with open_merged(model, name, weights, directory) as (merged, read):
+            yield Source(
+                name=directory.resolve().name,
+                model=merged,
+                read=read,
+                dtype=weights.dtype.replace("fp16", "bf16"),
+                tokenizer=_with_tokenizer(tokenizer_folder(directory, folder)),
+                origin={"made": noted_tokenizer(directory) or noted_tokenizer(folder)},
+                folder=directory,
+            )
+
+
+@contextmanager
+def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
+    passed: list[str] = []
+    path = checkpoint_at(where, passed)
+    warn(passed)
+    if path is None:
+        raise LlmqError(f"there is no complete checkpoint in '{where}'")
+    with CheckpointReader(path) as reader:
+        manifest = reader.manifest
+        model, config = manifest.model, saved_config(manifest)
+        made = TokenizerId.from_record(manifest.tokenizer_id)
+        if manifest.tokenizer is not None:
+            check_recorded(manifest.tokenizer, made, model.vocab_size, f"checkpoint '{path}'")
+        tokenizer: Tokenizer | Path | None = None
+        if manifest.tokenizer is not None:
+            bytes_ = manifest.tokenizer == "bytes"
+            tokenizer = ByteTokenizer() if bytes_ else Path(manifest.tokenizer)
+        read = partial(_read, reader)
+        read = read if force else finite(read)
+        source = Source(
+            name=config.name or path.resolve().parent.name,
+            model=model,
+            read=read,
+            dtype=config.model_dtype,
+            tokenizer=tokenizer,
+            origin={"made": made, "run": manifest.run, "hub": HubModel.of(config)},
+            manifest=manifest,
+        )
+        yield _whole(source, reader) if manifest.base is None else _adapted(source, reader, read)
+
+
+def _read(reader: CheckpointReader, param: Param, group: str = "weights") -> np.ndarray:
+    return reader.read(group, param).reshape(param.shape)
+
+
+def _whole(source: Source, reader: CheckpointReader) -> Source:
+    reader.check(weight_table(source.model))
+    return source
+
+
+def _adapted(source: Source, reader: CheckpointReader, read: Callable[..., np.ndarray]) -> Source:
+    """The source of a run that has trained adapters."""
+    config = saved_config(reader.manifest)
+    adapters, settings = adapters_of(config), AdapterConfig.of(config)
+    reader.check(weight_table(source.model, 1, adapters), trained_slabs(adapters))
+    if config.splits_model:
+        initial_adapters = partial(read, group=INITIAL_ADAPTERS)
+        adapters, read = doubled(source.model, adapters, read, initial_adapters)
+        settings = settings.doubled
+    origin = source.origin | {"base": BaseId.of(reader.manifest.base)}
+    return replace(source, read=read, adapters=adapters, settings=settings, origin=origin)
+
+
+def saved_config(manifest: Manifest) -> TrainConfig:
+    """The options of a checkpoint's run, as far as this version has them."""
+    saved = {n: v for n, v in manifest.options.items() if n in OPTIONS}
+    return TrainConfig(**saved).normalized()
+
+
+def saved_slabs(manifest: Manifest) -> list[Slab]:
+    """The slabs of the weight table that a checkpoint holds: all, or with adapters those that are
+    trained."""
+    if manifest.base is None:
+        return [*weight_table(manifest.model)]
+    adapters = adapters_of(saved_config(manifest))
+    trained = trained_slabs(adapters)
+    return [s for s in weight_table(manifest.model, 1, adapters) if s.name in trained]

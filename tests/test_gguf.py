@@ -1,0 +1,479 @@
+"""GGUF files of `llmq export`, as gguf, transformers and llama.cpp read them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from llmq.arch.llama import Llama
+from llmq.base.dtypes import F32
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import gguf_vocab
+from llmq.checkpoint.hf_export import export_model
+from llmq.data.tokenizer import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    HfTokenizer,
+    new_byte_level_bpe,
+    save_tokenizer,
+)
+from llmq.options.presets import preset
+from tests.adapters import targets
+from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
+
+gguf = pytest.importorskip("gguf")
+
+# llama.cpp computes with its own scale of queries, and with heads as wide as OLMo 2's hidden size.
+CHANGED = {"gemma3": {"query_pre_attn_scalar": 32}, "olmo2": {"head_dim": 16}}
+ROPE_NAMES = {
+    "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm", "qkv_proj": "attn_qkv",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "gate_up_proj": "ffn_up",
+}  # fmt: skip
+POST_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+GPT2_NAMES = {
+    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm",
+    "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+TEXT = (
+    "Hello  world, it's 12345 o'clock!\n\n\tDon't — naïve café 你好世界 🦙🦙 привет\r\n  "
+    f"x = foo(bar[3]);   end {END_OF_TEXT}again <|x|> now ▁ ok  "
+)
+
+
+def source(name: str) -> Path:
+    return exported(name, **CHANGED.get(name, {}))
+
+
+def peft_adapter(name: str, folder: Path, **settings: object) -> None:
+    """Adapters of all matrices, in PEFT's format; random ones."""
+    given = {"r": 4, "target_modules": targets(name), "task_type": "CAUSAL_LM"}
+    torch.manual_seed(1)
+    model = peft.get_peft_model(hf_model(name), peft.LoraConfig(**given | settings))
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+
+
+def gguf_name(name: str, hf: str) -> str:
+    """The name of a tensor, by the names above."""
+    parts = hf.removeprefix("model.").removeprefix("transformer.").split(".")
+    names = GPT2_NAMES if name == "gpt2" else ROPE_NAMES
+    names = names | (POST_NAMES if name in ("gemma3", "olmo2") else {})
+    block = f"blk.{parts[1]}." if parts[0] in ("layers", "h") else ""
+    inner = parts[2:-1] if block else parts[:-1]
+    inner = inner if name == "gpt2" else inner[-1:]
+    return f"{block}{names['.'.join(inner)]}.{parts[-1]}"
+
+
+def as_stored(name: str, hf: str, values: np.ndarray) -> np.ndarray:
+    """The values of a tensor, as llama.cpp's converter writes them."""
+    if name == "gpt2" and ".c_" in hf and hf.endswith("weight"):
+        return values.T
+    if name == "gemma3" and hf.endswith("norm.weight"):
+        return values + np.float32(1)
+    if name in ("llama", "llama_biases", "mistral") and (".q_proj." in hf or ".k_proj." in hf):
+        half = {"llama": 32}.get(name, 16) // 2  # (head, half, pair) becomes (head, pair, half)
+        order = np.arange(len(values)).reshape(-1, 2, half).transpose(0, 2, 1).ravel()
+        return values[order]
+    return values
+
+
+def tensors(path: Path) -> dict[str, np.ndarray]:
+    """The values of all tensors of a file, F32."""
+    return {
+        t.name: gguf.quants.dequantize(t.data, t.tensor_type).reshape(
+            tuple(reversed(t.shape.tolist()))
+        )
+        for t in gguf.GGUFReader(path).tensors
+    }
+
+
+def fields(path: Path) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensors
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensors_are_those_of_the_model(name, tmp_path):
+    export(source(name), tmp_path / "f.gguf", to="gguf", dtype="fp32")
+    export(source(name), tmp_path / "q.gguf", to="gguf", dtype="q8_0", verify=True)
+    found, rounded = tensors(tmp_path / "f.gguf"), tensors(tmp_path / "q.gguf")
+    factors = found.pop("rope_freqs.weight", None)
+    assert (factors is not None) == (name == "llama")
+    state = hf_model(name, **CHANGED.get(name, {})).state_dict()
+    if hf_model(name).config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    expected = {gguf_name(name, hf): as_stored(name, hf, v.numpy()) for hf, v in state.items()}
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key], values, err_msg=key)
+        near = rounded[key].reshape(-1, 32), values.reshape(-1, 32)
+        is_exact = values.ndim == 1 or key.startswith("position")
+        step = 0 if is_exact else np.abs(near[1]).max(1, keepdims=True) / 127
+        assert (np.abs(near[0] - near[1]) <= 0.57 * step).all(), key
+
+
+@pytest.mark.parametrize("name", ["qwen2_untied", "llama", "mistral", "gemma3"])
+def test_transformers_reads_the_same_model(name, tmp_path, capfd):
+    export(source(name), tmp_path / "m.gguf", to="gguf", dtype="fp32")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    ).state_dict()
+    expected = hf_model(name, **CHANGED.get(name, {})).state_dict()
+    assert read.keys() == expected.keys()
+    for key, values in expected.items():  # 1 was added to norms and taken off, in F32
+        torch.testing.assert_close(read[key], values, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16", "q8_0", "q4_0"])
+def test_formats(dtype, tmp_path):
+    """Matrices have the format, and norms F32; the file says so. The head of q4_0 has q8_0."""
+    export(source("qwen3"), tmp_path / "m.gguf", to="gguf", dtype=dtype, verify=True)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    kinds = {t.name: t.tensor_type.name for t in reader.tensors}
+    label = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}.get(dtype, dtype.upper())
+    assert kinds["blk.0.ffn_up.weight"] == kinds["blk.1.attn_q.weight"] == label
+    assert kinds["blk.0.attn_norm.weight"] == kinds["blk.0.attn_q_norm.weight"] == "F32"
+    assert kinds["token_embd.weight"] == ("Q8_0" if dtype == "q4_0" else label)
+    file_type = gguf.LlamaFileType(fields(tmp_path / "m.gguf")["general.file_type"]).name
+    assert file_type == ("ALL_F32" if dtype == "fp32" else f"MOSTLY_{label}")
+
+
+def test_rows_that_no_blocks_fill_are_fp16(tmp_path):
+    folder = exported("qwen2", hidden_size=48, num_attention_heads=4, intermediate_size=96)
+    export(folder, tmp_path / "m.gguf", to="gguf", dtype="q8_0")
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert (kinds["blk.0.ffn_up.weight"], kinds["blk.0.ffn_down.weight"]) == ("F16", "Q8_0")
+
+
+def test_metadata(tmp_path):
+    export(source("gemma3"), tmp_path / "g.gguf", to="gguf")
+    found = fields(tmp_path / "g.gguf")
+    expected = {
+        "block_count": 2, "context_length": 64, "embedding_length": 64, "attention.head_count": 4,
+        "feed_forward_length": 160, "attention.head_count_kv": 2, "attention.key_length": 32,
+        "attention.sliding_window": 5, "attention.sliding_window_pattern": [True, False],
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0, "vocab_size": VOCAB,
+    }  # fmt: skip
+    assert {key: found[f"gemma3.{key}"] for key in expected} == expected
+    assert found["gemma3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+    export(source("gpt2"), tmp_path / "2.gguf", to="gguf")
+    found = fields(tmp_path / "2.gguf")
+    assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+    assert not [key for key in found if "rope" in key]
+
+
+def test_rope_factors_are_those_of_transformers(tmp_path):
+    export(source("llama"), tmp_path / "m.gguf", to="gguf")
+    config = CONFIGS["llama"]()
+    inverse, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 500000.0 ** (-np.arange(0, 32, 2) / 32)
+    factors = tensors(tmp_path / "m.gguf")["rope_freqs.weight"]
+    np.testing.assert_allclose(plain / factors, inverse.numpy(), rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------
+# Adapters
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
+def test_adapters_are_what_a_merge_adds(name, tmp_path):
+    peft_adapter(name, tmp_path / "a", r=4, lora_alpha=6, use_rslora=name == "qwen3")
+    folder, how = str(source(name)), {"to": "gguf", "dtype": "fp32"}
+    export(folder, tmp_path / "base.gguf", **how)
+    export(tmp_path / "a", tmp_path / "merged.gguf", base=folder, merge=True, **how)
+    export(tmp_path / "a", tmp_path / "lora.gguf", base=folder, **how)
+    base, merged, lora = (tensors(tmp_path / f"{n}.gguf") for n in ("base", "merged", "lora"))
+    known = fields(tmp_path / "lora.gguf")
+    assert (known["general.type"], known["adapter.type"]) == ("adapter", "lora")
+    adapted = {key.removesuffix(".lora_a") for key in lora if key.endswith(".lora_a")}
+    assert adapted and lora.keys() == {f"{key}.lora_{ab}" for key in adapted for ab in "ab"}
+    scale = known["adapter.lora.alpha"] / 4
+    for key, values in base.items():
+        added = merged[key] - values
+        product = 0
+        if key in adapted:
+            product = scale * (lora[f"{key}.lora_b"] @ lora[f"{key}.lora_a"])
+            assert np.abs(product).max() > 1e-3
+        np.testing.assert_allclose(added, product, atol=1e-6, err_msg=key)
+
+
+def test_runs_are_exported_from_their_checkpoints(tmp_path):
+    """A run's model, and the adapters of another run."""
+    whole = trainer_for(source("qwen3"))
+    lora = trainer_for(source("qwen3"), lora_rank=2, lora_targets="q,v")
+    for kind, trainer in (("whole", whole), ("lora", lora)):
+        trainer.save(tmp_path / kind)
+        export(tmp_path / kind, tmp_path / f"{kind}.gguf", to="gguf")
+    state = hf_model("qwen3").state_dict()
+    found = tensors(tmp_path / "whole.gguf")
+    up = state["model.layers.1.mlp.up_proj.weight"].numpy()
+    np.testing.assert_array_equal(found["blk.1.ffn_up.weight"], up)
+    names = {f"blk.{i}.attn_{m}.weight.lora_{ab}" for i in (0, 1) for m in "qv" for ab in "ab"}
+    assert tensors(tmp_path / "lora.gguf").keys() == names
+
+
+# ------------------------------------------------------------------------------------------------
+# Refusals
+
+
+def refused(where: Path, out: Path, message: str, **options: object) -> None:
+    """Nothing is there afterwards."""
+    with pytest.raises(LlmqError, match=message):
+        export(where, out, **{"to": "gguf"} | options)
+    assert not out.exists() and not list(out.parent.glob(".*llmq-tmp"))
+
+
+def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
+    out = tmp_path / "out" / "m.gguf"
+    out.parent.mkdir()
+    refused(exported("gemma3"), out, "query_pre_attn_scalar 20 cannot be written")
+    refused(exported("olmo2"), out, "no OLMo2 with 4 heads of 32 channels")
+    refused(source("qwen2"), out, "--dtype: gguf is .* got 'nf4'", dtype="nf4")
+    refused(source("qwen2"), out, "is no folder of adapters", merge=True)
+    refused(tmp_path / "none", out, "no complete checkpoint")
+    monkeypatch.setattr(Llama, "gguf", None)
+    refused(source("llama"), out, "LlamaForCausalLM has no name in GGUF files")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(source("qwen2"), out, "needs the package gguf: pip install gguf")
+
+
+def test_adapters_with_parts_of_the_model_are_refused(tmp_path):
+    peft_adapter("qwen3", tmp_path / "a", modules_to_save=["norm", "input_layernorm"])
+    out = tmp_path / "m.gguf"
+    refused(tmp_path / "a", out, "norms were trained beside", base=str(source("qwen3")))
+    refused(tmp_path / "a", out, "in PEFT's format already", base=str(source("qwen3")), to="hf")
+    peft_adapter("qwen3", tmp_path / "b", trainable_token_indices=[129, 130])
+    refused(
+        tmp_path / "b", out, "brings rows of new tokens: add --merge", base=str(source("qwen3"))
+    )
+    export(tmp_path / "b", out, base=str(source("qwen3")), merge=True, to="gguf")
+
+
+def test_values_beyond_fp16_are_refused(tmp_path):
+    model = replace(preset("tiny"), num_layers=1)
+    large = lambda param: np.full(param.shape, 1e5, np.float32)  # noqa: E731
+    export_model(tmp_path / "m", model, large, F32)
+    refused(
+        tmp_path / "m", tmp_path / "m.gguf", "fp16 cannot hold: give --dtype bf16", dtype="fp16"
+    )
+
+
+def test_what_is_there_is_replaced_only_if_told_so(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_text("mine")
+    with pytest.raises(LlmqError, match=r"holds m\.gguf already: .* --overwrite"):
+        export(source("qwen2"), path, to="gguf")
+    assert path.read_text() == "mine"
+    export(source("qwen2"), path, to="gguf", overwrite=True)
+    assert len(tensors(path)) == 26
+    assert export(source("qwen2"), tmp_path / "new", to="gguf", dtype="q8_0") == ["model-q8_0.gguf"]
+
+
+def test_a_file_that_is_not_what_was_meant_never_gets_its_name(tmp_path, monkeypatch):
+    real = gguf.quants.quantize
+
+    def damaged(rows, kind):
+        codes = real(rows, kind)
+        if codes.dtype == np.uint8:
+            codes[0, 3] ^= 64
+        return codes
+
+    monkeypatch.setattr(gguf.quants, "quantize", damaged)
+    refused(source("qwen2"), tmp_path / "m.gguf", "is not what was written", dtype="q8_0")
+    export(source("qwen2"), tmp_path / "m.gguf", to="gguf", dtype="q8_0", verify=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def byte_level(kind: str) -> Tokenizer:
+    """A BPE over bytes of this file, which cuts texts as the tokenizers of that name do."""
+    tokenizer = new_byte_level_bpe()
+    if kind != "qwen2":
+        words = {
+            "gpt-2": [],
+            "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+            "dbrx": [pre_tokenizers.Split(tokenizers_regex(), "isolated")],
+        }[kind]
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "dbrx")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*words, last])
+        tokenizer.normalizer = None
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    how = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([Path(__file__).read_text()], how)
+    return tokenizer
+
+
+def tokenizers_regex():
+    from tokenizers import Regex
+
+    return Regex(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+def by_characters(begins_with_space: bool) -> Tokenizer:
+    """A BPE over characters with tokens for bytes, as SentencePiece makes it."""
+    first = [normalizers.Prepend("▁")] if begins_with_space else []
+    normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE(unk_token="<unk>"))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    how = trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False)
+    trained.train_from_iterator([Path(__file__).read_text()], how)
+    content = json.loads(trained.to_str())
+    content |= {"pre_tokenizer": None, "added_tokens": []}
+    content["model"] |= {"byte_fallback": True, "fuse_unk": True}
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    last = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+TOKENIZERS = {
+    "bytes": None,
+    **{kind: lambda kind=kind: byte_level(kind) for kind in ("qwen2", "gpt-2", "smollm", "dbrx")},
+    "spaces": lambda: by_characters(True),
+    "characters": lambda: by_characters(False),
+}
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory):
+    """with_tokenizer(kind): the GGUF file of a model with it, and the tokenizer; made once."""
+    made: dict[str, tuple] = {}
+
+    def get(kind):
+        if kind in made:
+            return made[kind]
+        folder, tokenizer = tmp_path_factory.mktemp(kind), ByteTokenizer()
+        if TOKENIZERS[kind] is not None:
+            named = {"eos_token": END_OF_TEXT}
+            special = [END_OF_TEXT, "<|x|>"]
+            if kind in ("spaces", "characters"):
+                named["bos_token"] = "<s>"
+                special = ["<s>", "</s>", "<unk>", *special]
+            save_tokenizer(folder / "t", TOKENIZERS[kind](), named, special)
+            (folder / "t" / "chat_template.jinja").write_text("{{ messages }}")
+            tokenizer = HfTokenizer(folder / "t")
+        model = replace(preset("tiny"), num_layers=1, vocab_size=500)
+        zeros = lambda param: np.zeros(param.shape, np.float32)  # noqa: E731
+        export_model(folder / "m", model, zeros, F32, tokenizer)
+        export(folder / "m", folder / "m.gguf", to="gguf", dtype="q4_0")
+        return made.setdefault(kind, (folder / "m.gguf", tokenizer))
+
+    return get
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizers(kind, with_tokenizer):
+    path, tokenizer = with_tokenizer(kind)
+    found = fields(path)
+    by_bytes = kind not in ("spaces", "characters")
+    assert found["tokenizer.ggml.model"] == ("gpt2" if by_bytes else "llama")
+    name = {"bytes": "gpt-2"}.get(kind, kind) if by_bytes else "default"
+    assert found["tokenizer.ggml.pre"] == name
+    tokens, types = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"]
+    assert len(tokens) == len(types) == 500
+    assert (
+        tokens[tokenizer.eos_id] == END_OF_TEXT
+        and types[tokenizer.eos_id] == gguf.TokenType.CONTROL
+    )
+    assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_id
+    assert (tokens[499], types[499]) == ("[PAD499]", gguf.TokenType.UNUSED)
+    assert ("tokenizer.ggml.merges" in found) == by_bytes
+    if kind != "bytes":
+        assert found["tokenizer.chat_template"] == "{{ messages }}"
+    if not by_bytes:
+        assert found["tokenizer.ggml.add_space_prefix"] == (kind == "spaces")
+        assert types[tokens.index("<0x0A>")] == gguf.TokenType.BYTE
+        assert types[tokens.index("<unk>")] == gguf.TokenType.UNKNOWN
+
+
+def test_a_tokenizer_without_a_name_is_refused(tmp_path):
+    tokenizer = byte_level("gpt-2")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(use_regex=False)]
+    )
+    save_tokenizer(tmp_path / "t", tokenizer, {}, [])
+    model = replace(preset("tiny"), num_layers=1)
+    export_model(
+        tmp_path / "m", model, lambda p: np.zeros(p.shape, np.float32), F32, tmp_path / "t"
+    )
+    refused(tmp_path / "m", tmp_path / "m.gguf", "cuts texts in a way .* no name of")
+
+
+def test_published_expressions_have_their_names():
+    """Those of Mistral NeMo and of GPT-4o, as their tokenizer.json has them."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    head = r"[^\r\n\p{L}\p{N}]?"
+    tekken = f"{head}{upper}*{lower}+|{head}{upper}+{lower}*" + r"|\p{N}" + rest
+    short = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    gpt4o = f"{head}{upper}*{lower}+{short}|{head}{upper}+{lower}*{short}" + r"|\p{N}{1,3}" + rest
+    assert gguf_vocab.WORDS[(tekken,)] == "tekken"
+    assert gguf_vocab.WORDS[(gpt4o,)] == "gpt-4o"
+
+
+# ------------------------------------------------------------------------------------------------
+# llama.cpp itself, where its Python binding is installed
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_llama_cpp_makes_the_same_ids(kind, with_tokenizer):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    path, tokenizer = with_tokenizer(kind)
+    model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
+    ids = model.tokenize(TEXT.encode(), add_bos=False, special=True)
+    assert ids == tokenizer.encode(TEXT)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_finds_the_same_loss(name, tmp_path):
+    """Within 0.1 % in F16 and in Q8_0, on as many tokens as the shortest window has."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    windows = {"qwen2_untied": 5, "mistral": 11, "phi3": 7}
+    ids = np.random.default_rng(0).integers(3, VOCAB, windows.get(name, 48))
+    with torch.no_grad():
+        model = hf_model(name, **CHANGED.get(name, {}))
+        expected = model(torch.tensor(ids)[None]).logits[0]
+    targets = torch.tensor(ids[1:])
+    loss = torch.nn.functional.cross_entropy(expected[:-1], targets).item()
+    for dtype in ("fp16", "q8_0"):
+        path = tmp_path / f"{dtype}.gguf"
+        export(source(name), path, to="gguf", dtype=dtype)
+        theirs = llama_cpp.Llama(
+            model_path=str(path), logits_all=True, n_ctx=64, n_threads=1, verbose=False
+        )
+        theirs.eval(ids.tolist())
+        found = torch.tensor(np.array(theirs.scores[: len(ids) - 1]))
+        assert torch.nn.functional.cross_entropy(found, targets).item() == pytest.approx(
+            loss, rel=1e-3
+        )
