@@ -79,6 +79,7 @@ def test_every_call_runs(tool, monkeypatch, op):
         bound = {
             "attention": 1e12,
             "attention_backward": 1e12,
+            "grouped": 1e12,
             "matmul": 1e12,
             "matmul_fp8": 2e12,
             "matmul_int8": 2e12,

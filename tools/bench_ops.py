@@ -50,6 +50,7 @@ GOAL = 85  # percent of the bandwidth of a copy
 PRODUCTS = (
     "attention",
     "attention_backward",
+    "grouped",
     "matmul",
     "matmul_fp8",
     "matmul_int8",

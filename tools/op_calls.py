@@ -45,10 +45,12 @@ from llmq.ops import (
     dropout,
     embedding,
     exp_rows,
+    expert_rows,
     fill,
     fp8_scale,
     gelu,
     global_norm,
+    grouped,
     matmul,
     matmul_fused,
     matmul_int8,
@@ -61,6 +63,7 @@ from llmq.ops import (
     random,
     reduce,
     rope,
+    route,
     swiglu,
 )
 from llmq.ops.add import add
@@ -590,6 +593,64 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
     return calls
 
 
+def even_choice(rows: int, experts: int, top_k: int) -> np.ndarray:
+    """Different experts for each row, drawn at random."""
+    order = np.random.default_rng(SEED).uniform(size=(rows, experts)).argsort(axis=1)
+    return order[:, :top_k].astype(np.int32)
+
+
+def expert_rows_calls(rows: int, C: int, E: int, top_k: int) -> list[Call]:
+    chosen, n = even_choice(rows, E, top_k), rows * top_k
+    order = chosen.reshape(-1).argsort(kind="stable").astype(np.int32)
+    place = np.empty(n, np.int32)
+    place[order] = np.arange(n)
+    sort = {"order": Spec((n,), I32), "place": Spec((rows, top_k), I32), "chosen": chosen}
+    x, y, shares = bf16(rows, C), bf16(n, C), f32(rows, top_k)
+    starts = np.bincount(chosen.reshape(-1), minlength=E).cumsum()
+    sums = {"target": gradient(E, C), "x": y, "starts": np.append(0, starts).astype(np.int32)}
+    back = {"place": place.reshape(rows, top_k), "weights": shares, "y": y}
+    return [
+        Call("sort", expert_rows.sort_rows, sort | {"starts": Spec((E + 1,), I32)}),
+        Call("gather", expert_rows.gather_rows, {"out": y, "x": x, "order": order, "top_k": top_k}),
+        Call("combine", expert_rows.combine, back | {"out": x}),
+        Call(
+            "combine backward",
+            expert_rows.combine_backward,
+            back | {"d_y": y, "d_out": x, "d_weights": shares},
+        ),
+        Call("sum", expert_rows.sum_rows, sums),
+    ]
+
+
+def grouped_calls(R: int, N: int, K: int, E: int) -> list[Call]:
+    starts = np.linspace(0, R, E + 1).astype(np.int32)
+    x, y, shared = bf16(R, K), bf16(R, N), {"starts": starts}
+    forward = shared | {"out": y, "x": x, "w": bf16(E, N, K), "trans_b": True}
+    backward = shared | {"out": x, "x": y, "w": bf16(E, N, K)}
+    of_weight = shared | {"d_w": gradient(E, N, K), "d_y": y, "x": x}
+    return [
+        Call("forward", grouped.grouped_matmul, forward),
+        Call("data gradient", grouped.grouped_matmul, backward),
+        Call("weight gradient", grouped.grouped_gradient, of_weight),
+    ]
+
+
+def route_calls(rows: int, E: int, top_k: int) -> list[Call]:
+    chosen, shares, logits = Spec((rows, top_k), I32), f32(rows, top_k), f32(rows, E)
+    sums = Spec((1, route.sums_size(E)), I64, 0)
+    forward = {"chosen": chosen, "weights": shares, "logits": logits}
+    backward = {"d_logits": bf16(rows, E), "d_weights": shares, "logits": logits}
+    backward |= {"chosen": even_choice(rows, E, top_k)}
+    factors, renormalized = f32(E + 1), {"renormalize": True}
+    balance = {"factors": factors, "losses": Spec((2,), F64), "totals": sums, "sums": sums}
+    balance |= {"targets": tokens(1000, rows), "aux": 0.01, "z": 0.001}
+    return [
+        Call("forward", route.route, forward | renormalized),
+        Call("backward", route.route_backward, backward | renormalized | {"factors": factors}),
+        Call("balance", route.balance, balance),
+    ]
+
+
 def bias_calls(rows: int, N: int) -> list[Call]:
     return [Call("backward", bias.backward, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
 
@@ -653,10 +714,12 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "dropout": dropout_calls,
     "embedding": embedding_calls,
     "exp_rows": exp_rows_calls,
+    "expert_rows": expert_rows_calls,
     "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,
     "gelu": gelu_calls,
     "global_norm": global_norm_calls,
+    "grouped": grouped_calls,
     "matmul": matmul_calls,
     "matmul_fp8": matmul_fp8_calls,
     "matmul_adapted": matmul_adapted_calls,
@@ -674,6 +737,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "random": random_calls,
     "reduce": reduce_calls,
     "rope": rope_calls,
+    "route": route_calls,
     "swiglu": swiglu_calls,
 }
 

@@ -75,14 +75,22 @@ def gradient_seed(scalars: np.ndarray, salt: int) -> int:
 
 
 def store_gradient(
-    d_weight: np.ndarray, value: np.ndarray, scalars: np.ndarray, accumulate: bool, salt: int
+    d_weight: np.ndarray,
+    value: np.ndarray,
+    scalars: np.ndarray,
+    accumulate: bool,
+    salt: int,
+    first: int = 0,
 ) -> None:
-    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes."""
+    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes.
+
+    first: the number of its first element, where it is a part of one.
+    """
     if not accumulate:
         d_weight[...] = value.astype(d_weight.dtype, copy=False)
     elif d_weight.dtype == BF16:
         seed = gradient_seed(scalars, salt)
-        index = np.arange(d_weight.size, dtype=np.uint64).reshape(d_weight.shape)
+        index = np.arange(first, first + d_weight.size, dtype=np.uint64).reshape(d_weight.shape)
         total = d_weight.astype(np.float32) + value.astype(np.float32)
         d_weight[...] = round_stochastic(total, random_bits(seed, index))
     else:

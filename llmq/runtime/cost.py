@@ -19,7 +19,7 @@ CACHED = 4096  # costs that are made once: a step launches the same few hundred,
 # Epilogues are what launches of ours do beside the library's product. Those of LONGER take so much
 # time for it that their kinds say what they write; those of HIDDEN take none.
 LONGER = ("swiglu", "swiglu_backward")
-HIDDEN = ("gradient",)
+HIDDEN = ("gradient", "grouped")
 
 
 class Kind(NamedTuple):

@@ -440,6 +440,7 @@ static inline unsigned __float2uint_rn(float x) { return (unsigned)nearbyintf(x)
 static inline unsigned __float2uint_rz(float x) { return (unsigned)x; }
 static inline float __int2float_rn(int x) { return (float)x; }
 static inline float __uint2float_rn(unsigned x) { return (float)x; }
+static inline long long __float2ll_rn(float x) { return std::llrint(x); }
 static inline float __ull2float_rn(unsigned long long x) { return (float)x; }
 static inline float __double2float_rn(double x) { return (float)x; }
 

@@ -1,0 +1,253 @@
+// expert_rows.cu -- rows sorted by the experts that they go to, and what comes back to each row.
+//
+// Row s has top_k choices, s * top_k + k. In a stable order by expert, order[r] is the choice at place
+// r, place its inverse, and starts[e] the place of expert e's first. It is made by a counting sort:
+//
+//   rows_count             counts the choices of each expert, by blocks of CHUNK of them
+//   rows_scan              adds the counts up, by experts, then blocks: where each one's start
+//   rows_place             each block places its own, of which its warps take 32 at a time
+//   rows_gather            out[r] = x[order[r] / top_k]
+//   rows_combine           out[s] = sum over k of weights[s, k] * y[place[s, k]] [+ addend[s]]
+//   rows_combine_backward  d_y[place[s, k]] = weights[s, k] * d_out[s]
+//                          d_weights[s, k] = d_out[s] . y[place[s, k]]
+//   rows_sum               d_sum[e] = or += the sum of x's rows [starts[e], starts[e + 1])
+//
+// Data     x, y, out, d_out, d_y, addend: T, C columns, C % 8 == 0, 16-byte aligned. weights,
+//          d_weights: F32 (rows, top_k). d_sum: G (E, C). weights and addend of rows_combine may be
+//          null, addend may be out, d_y may be y. counts: I32 (blocks, E).
+// Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
+//          1024. gather: a warp a row. combine: a warp for 256 columns of a row. combine_backward: a
+//          warp a choice. sum: (C / 256, E) blocks.
+// Cost     gather: out written, x read from the L2 cache top_k times. combine: y read once, four rows
+//          in flight together. combine_backward: y read, d_y written once.
+// Needs    0 <= chosen < E <= 512; top_k at most 32. scalars' seed, step and micro_step, if a BF16 sum
+//          is added to.
+// Same name  llmq/ops/expert_rows.py  llmq/ref/expert_rows.py  tests/ops/test_expert_rows.py
+#include "common.cuh"
+
+constexpr u32 ALL = 0xFFFFFFFFu;
+constexpr int THREADS = 256, WARPS = THREADS / 32, SCAN_THREADS = 1024;
+constexpr int MOST = 512;                     // experts
+constexpr int CHUNK = 2048, OWN = CHUNK / WARPS;  // choices of a block and of a warp
+constexpr int WIDTH = 8, SLICE = 32 * WIDTH;  // columns of a lane and of a warp
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+rows_count(i32* __restrict__ counts, const i32* __restrict__ chosen, i32 n, i32 E, i32 chunk) {
+    __shared__ i32 count[MOST];
+    for (int e = threadIdx.x; e < E; e += THREADS) { count[e] = 0; }
+    __syncthreads();
+    const i64 first = (i64)blockIdx.x * CHUNK;
+#pragma unroll
+    for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
+        if (first + i < n) { atomicAdd(&count[chosen[first + i]], 1); }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += THREADS) { counts[(i64)blockIdx.x * E + e] = count[e]; }
+}
+
+// A thread has an expert.
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
+rows_scan(i32* __restrict__ starts, i32* __restrict__ counts, i32 blocks, i32 E) {
+    __shared__ i32 of_warp[32];
+    const int e = threadIdx.x, lane = e % 32, warp = e / 32;
+    const bool there = e < E;
+    i32 total = 0;
+    if (there) {
+#pragma unroll 8
+        for (int b = 0; b < blocks; ++b) { total += counts[(i64)b * E + e]; }
+    }
+    i32 sum = total;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const i32 other = __shfl_up_sync(ALL, sum, distance);
+        if (lane >= distance) { sum += other; }
+    }
+    if (lane == 31) { of_warp[warp] = sum; }
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) { sum += of_warp[w]; }
+    if (!there) { return; }
+    i32 next = sum - total;
+    starts[e] = next;
+    if (e == E - 1) { starts[E] = sum; }
+#pragma unroll 8
+    for (int b = 0; b < blocks; ++b) {
+        i32* const count = counts + (i64)b * E + e;
+        const i32 here = *count;
+        *count = next;
+        next += here;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+rows_place(i32* __restrict__ order, i32* __restrict__ place, const i32* __restrict__ chosen,
+           const i32* __restrict__ counts, i32 n, i32 E, i32 chunk) {
+    __shared__ i32 next[WARPS][MOST];  // of each warp: how many of an expert it has; then their place
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i64 first = (i64)blockIdx.x * CHUNK + warp * OWN;
+    for (int e = lane; e < E; e += 32) { next[warp][e] = 0; }
+    __syncwarp();
+    i32 mine[OWN / 32];
+#pragma unroll
+    for (int i = 0; i < OWN / 32; ++i) {
+        const i64 at = first + 32 * i + lane;
+        mine[i] = at < n ? chosen[at] : -1;
+        if (at < n) { atomicAdd(&next[warp][mine[i]], 1); }
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += THREADS) {
+        i32 at = counts[(i64)blockIdx.x * E + e];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const i32 here = next[w][e];
+            next[w][e] = at;
+            at += here;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN / 32; ++i) {
+        const u32 peers = __match_any_sync(ALL, mine[i]);
+        const int rank = __popc(peers & ((1u << lane) - 1));
+        const bool valid = mine[i] >= 0;
+        const i32 to = valid ? next[warp][mine[i]] + rank : 0;
+        __syncwarp();
+        if (valid && rank == 0) { next[warp][mine[i]] += __popc(peers); }
+        __syncwarp();
+        if (valid) {
+            const i32 choice = (i32)(first + 32 * i + lane);
+            order[to] = choice;
+            place[choice] = to;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+rows_gather(T* __restrict__ out, const T* __restrict__ x, const i32* __restrict__ order, i32 n, i32 C,
+            i32 top_k) {
+    constexpr int UNROLL = 4;
+    const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (r >= n) { return; }
+    const T* const row = x + (i64)(order[r] / top_k) * C;
+    for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
+        uint4 part[UNROLL][WIDTH / Vec<T>::N];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int c = start + u * SLICE;
+#pragma unroll
+            for (int i = 0; i < WIDTH / Vec<T>::N; ++i) {
+                if (c < C) { part[u][i] = *reinterpret_cast<const uint4*>(row + c + i * Vec<T>::N); }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int c = start + u * SLICE;
+#pragma unroll
+            for (int i = 0; i < WIDTH / Vec<T>::N; ++i) {
+                if (c < C) { store_vec(out + r * C + c + i * Vec<T>::N, unpack<T>(part[u][i])); }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+rows_combine(T* out, const T* __restrict__ y, const i32* __restrict__ place,
+             const f32* __restrict__ weights, const T* addend, i32 rows, i32 C, i32 top_k) {
+    constexpr int AT_ONCE = 4;  // rows whose loads are in flight together
+    const int lane = threadIdx.x % 32, slices = (C + SLICE - 1) / SLICE;
+    const i64 item = (i64)blockIdx.x * WARPS + threadIdx.x / 32, s = item / slices;
+    const int c = (int)(item % slices) * SLICE + lane * WIDTH;
+    if (s >= rows) { return; }
+    const i32 at = lane < top_k ? place[s * top_k + lane] : 0;
+    const float weight = weights && lane < top_k ? weights[s * top_k + lane] : 1.0f;
+    float sum[WIDTH];
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) { sum[i] = -0.0f; }  // changes nothing that is added to it
+    for (int first = 0; first < top_k; first += AT_ONCE) {
+        Pack<T, WIDTH> part[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const i64 from = __shfl_sync(ALL, at, first + u & 31);
+            if (first + u < top_k && c < C) { part[u].load(y + from * C + c); }
+        }
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const float w = __shfl_sync(ALL, weight, first + u & 31);
+            if (first + u < top_k && c < C) {
+#pragma unroll
+                for (int i = 0; i < WIDTH; ++i) {
+                    sum[i] += weights ? w * part[u].get(i) : part[u].get(i);
+                }
+            }
+        }
+    }
+    if (c >= C) { return; }
+    Pack<T, WIDTH> result;
+    if (addend) {
+        result.load(addend + s * C + c);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) { sum[i] += result.get(i); }
+    }
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) { result.set(i, from_f32<T>(sum[i])); }
+    result.store(out + s * C + c);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+rows_combine_backward(T* d_y, f32* __restrict__ d_weights, const T* __restrict__ d_out, const T* y,
+                      const i32* __restrict__ place, const f32* __restrict__ weights, i32 rows, i32 C,
+                      i32 top_k) {
+    const int lane = threadIdx.x % 32;
+    const i64 choice = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (choice >= (i64)rows * top_k) { return; }
+    const T* const from = d_out + choice / top_k * C;
+    const i64 row = (i64)place[choice] * C;
+    const float weight = weights[choice];
+    float dot = 0.0f;
+#pragma unroll 2
+    for (int c = lane * WIDTH; c < C; c += SLICE) {
+        Pack<T, WIDTH> d, value;
+        value.load(y + row + c);
+#pragma unroll
+        for (int i = 0; i < WIDTH; i += Vec<T>::N) {
+            d.part[i / Vec<T>::N] = load_vec(from + c + i);  // the other choices of the row read it too
+        }
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            dot += d.get(i) * value.get(i);
+            value.set(i, from_f32<T>(d.get(i) * weight));
+        }
+        value.store(d_y + row + c);
+    }
+    dot = warp_sum(dot);
+    if (lane == 0) { d_weights[choice] = dot; }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+rows_sum(G* d_sum, const T* __restrict__ x, const StepScalars* __restrict__ scalars,
+         const i32* __restrict__ starts, i32 C, i32 E, i32 accumulate, u32 salt) {
+    __shared__ float partial[WARPS][SLICE];  // the sums of a warp's rows, every eighth
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.y;
+    const int first = blockIdx.x * SLICE, column = first + lane * WIDTH;
+    const int start = starts[e], end = starts[e + 1];
+    if (start == end && accumulate) { return; }
+    float sum[WIDTH] = {};
+    if (column < C) {
+#pragma unroll 4
+        for (int r = start + warp; r < end; r += WARPS) {
+            Pack<T, WIDTH> part;
+            part.load(x + (i64)r * C + column);
+#pragma unroll
+            for (int i = 0; i < WIDTH; ++i) { sum[i] += part.get(i); }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) { partial[warp][lane * WIDTH + i] = sum[i]; }
+    __syncthreads();
+    const int c = first + threadIdx.x;
+    if (c < C) {
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) { total += partial[w][threadIdx.x]; }
+        store_gradient(d_sum, (i64)e * C + c, total, accumulate, gradient_seed(scalars, salt));
+    }
+}

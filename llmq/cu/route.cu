@@ -1,0 +1,291 @@
+// route.cu -- routers of experts: choice and weights, their gradients, and what keeps a balance.
+//
+// With p = softmax(l) of a row of logits and s = p, or with BY_SIGMOID = 1 s = sigmoid(l):
+//
+//   route           chosen = the top_k largest s + bias, of equal ones the lowest number, NaN last
+//                   weights = scale * s[chosen] (RENORMALIZE = 1: / the sum of s[chosen])
+//   route_backward  d_logits of these, and with FACTORS = 1 of two losses:
+//                   p * (f - sum of f p) + p * lse * f[E], f: factors
+//   route_balance   both losses of all layers, their factors, and the sums into totals
+//
+// A warp has a row, each lane every 32nd logit. The largest is found by keys, integers that are
+// ordered as the numbers are, so that equal numbers are equal and NaN has a place.
+//
+// Sums over rows are of integers: blocks add theirs with atomics, and no order changes a bit. Of a
+// layer (SUMS = 1), they are rows by expert (E), probabilities by expert (E) in 2^-32, rows, entropies
+// in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite.
+//
+// Data     logits: F32 (rows, E), d_logits: D (rows, E). chosen, weights, d_weights: (rows, top_k).
+//          bias: F32 (E) or null. counted: I32 (rows) or null; negative: does not count. sums, totals:
+//          I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (2). PER_LANE: E / 32, rounded up.
+// Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
+//          route_balance: one block of 256 threads.
+// Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
+// Needs    top_k at most 32 and E, E at most 512.
+// Same name  llmq/ops/route.py  llmq/ref/route.py  tests/ops/test_route.py
+// Source   arXiv:2101.03961, eq. 4 to 6 (load balance); arXiv:2202.08906, eq. 5 (z-loss).
+#include "common.cuh"
+
+#ifndef PER_LANE  // compiled for another entry
+#define PER_LANE 1
+#define BY_SIGMOID 0
+#define RENORMALIZE 0
+#endif
+#ifndef SUMS
+#define SUMS 0
+#endif
+#ifndef FACTORS
+#define FACTORS 0
+#endif
+
+constexpr u32 ALL = 0xFFFFFFFFu;
+constexpr int WARPS = 8;
+constexpr int EXTRA = 4;  // sums behind those by expert
+constexpr float PROBABILITY_UNIT = 4294967296.0f, SQUARE_UNIT = 1048576.0f, MOST_SQUARE = 1048576.0f;
+constexpr float TINY = 1e-20f;
+
+// 0 is no number's, 1 is NaN's.
+__device__ __forceinline__ u32 key_of(float x) {
+    if (x != x) { return 1; }
+    const u32 bits = __float_as_uint(x + 0.0f);  // of both zeros the same
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// A row of logits; experts that are not there have -inf.
+struct Logits {
+    float x[PER_LANE];
+    float most, total;  // the largest, and of exp(x - most) the sum
+
+    __device__ __forceinline__ Logits(const f32* row, int E) {
+        const int lane = threadIdx.x % 32;
+        most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            x[i] = lane + 32 * i < E ? row[lane + 32 * i] : -INFINITY;
+            most = fmaxf(most, x[i]);
+        }
+        most = warp_max(most);
+        total = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) { total += exponential(x[i], lane + 32 * i < E); }
+        total = warp_sum(total);
+    }
+    // Also where all are -inf: NaN.
+    __device__ __forceinline__ float exponential(float value, bool there = true) const {
+        return there ? expf(value - most) : 0.0f;
+    }
+    __device__ __forceinline__ float lse() const { return most + logf(total); }
+};
+
+// A chosen expert's share before scale, and the sum of those of the row; lane k has the k-th.
+struct Shares {
+    float value, sum;
+
+    __device__ __forceinline__ Shares(const Logits& logits, const f32* row, int expert, int top_k) {
+        const bool has = threadIdx.x % 32 < top_k;
+        const float x = has ? row[expert] : 0.0f;
+        value = BY_SIGMOID ? sigmoid(x) : logits.exponential(x) / logits.total;
+        sum = 0.0f;
+        if (RENORMALIZE) {
+            for (int k = 0; k < top_k; ++k) { sum += __shfl_sync(ALL, value, k); }
+            if (BY_SIGMOID) { sum += TINY; }
+        }
+    }
+};
+
+__device__ __forceinline__ u64 units(float x, float unit) { return (u64)__float2ll_rn(x * unit); }
+__device__ __forceinline__ void add(u64* to, u64 x) {
+    if (x) { atomicAdd(to, x); }
+}
+
+// What a warp has seen of its rows.
+struct Seen {
+    u64 probability[PER_LANE] = {}, entropy = 0, square = 0;
+    int rows = 0, not_finite = 0;
+
+    __device__ __forceinline__ void add_row(const Logits& logits) {
+        ++rows;
+        const float lse = logits.lse();
+        if (!isfinite(lse)) {
+            ++not_finite;
+            return;
+        }
+        const float one = 1.0f / logits.total;
+        float mean = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const float p = expf(logits.x[i] - logits.most) * one;
+            probability[i] += units(p, PROBABILITY_UNIT);
+            if (p > 0.0f) { mean += p * logits.x[i]; }
+        }
+        mean = warp_sum(mean);
+        entropy += units(lse - mean, PROBABILITY_UNIT);
+        square += units(fminf(lse * lse, MOST_SQUARE), SQUARE_UNIT);
+    }
+    // shared: (2, 32 PER_LANE); the second half gets the probabilities.
+    __device__ __forceinline__ void add_to(u64* sums, u64* shared, int E) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            add(shared + 32 * PER_LANE + lane + 32 * i, probability[i]);
+        }
+        const u64 extra[EXTRA] = {(u64)rows, entropy, square, (u64)not_finite};
+#pragma unroll
+        for (int i = 0; i < EXTRA; ++i) {
+            if (lane == i) { add(sums + 2 * E + i, extra[i]); }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32* __restrict__ logits,
+      const f32* __restrict__ bias, const i32* __restrict__ counted, i32 rows, i32 E, i32 top_k,
+      f32 scale) {
+    constexpr int MOST = 32 * PER_LANE;
+    __shared__ u64 shared[SUMS ? 2 * MOST : 1];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (SUMS) {
+        for (int i = threadIdx.x; i < 2 * MOST; i += 32 * WARPS) { shared[i] = 0; }
+        __syncthreads();
+    }
+    Seen seen;
+    for (i64 r = (i64)blockIdx.x * WARPS + warp; r < rows; r += (i64)gridDim.x * WARPS) {
+        const f32* const row = logits + r * E;
+        const Logits x(row, E);
+        u32 key[PER_LANE];
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int e = lane + 32 * i;
+            float score = BY_SIGMOID ? sigmoid(x.x[i]) : x.x[i];
+            if (bias && e < E) { score += bias[e]; }
+            key[i] = e < E ? key_of(score) : 0;
+        }
+        int mine = 0;
+        for (int k = 0; k < top_k; ++k) {
+            u32 best = 0, expert = ~0u;
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {
+                if (key[i] > best) { best = key[i], expert = lane + 32 * i; }
+            }
+            const u32 top = __reduce_max_sync(ALL, best);
+            expert = __reduce_min_sync(ALL, best == top ? expert : ~0u);
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i) {
+                if (expert == lane + 32 * i) { key[i] = 0; }
+            }
+            if (lane == k) { mine = expert; }
+        }
+        const Shares shares(x, row, mine, top_k);
+        const bool counts = SUMS && (!counted || counted[r] >= 0);
+        if (lane < top_k) {
+            chosen[r * top_k + lane] = mine;
+            weights[r * top_k + lane] =
+                (RENORMALIZE ? shares.value / shares.sum : shares.value) * scale;
+            if (counts) { atomicAdd(shared + mine, (u64)1); }
+        }
+        if (counts) { seen.add_row(x); }
+    }
+    if (SUMS) {
+        u64* const to = reinterpret_cast<u64*>(sums);
+        seen.add_to(to, shared, E);
+        __syncthreads();
+        for (int e = threadIdx.x; e < E; e += 32 * WARPS) {
+            add(to + e, shared[e]);
+            add(to + E + e, shared[MOST + e]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
+route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
+               const f32* __restrict__ logits, const i32* __restrict__ chosen,
+               const f32* __restrict__ factors, const i32* __restrict__ counted, i32 rows, i32 E,
+               i32 top_k, f32 scale) {
+    constexpr bool BY_P = !BY_SIGMOID && !RENORMALIZE;  // weights are probabilities of all experts
+    const int lane = threadIdx.x % 32;
+    const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (r >= rows) { return; }
+    const f32* const row = logits + r * E;
+    const Logits x(row, E);
+    const bool has = lane < top_k;
+    const int mine = has ? chosen[r * top_k + lane] : 0;
+    const Shares shares(x, row, mine, top_k);
+    float g = has ? d_weights[r * top_k + lane] * scale : 0.0f;
+    if (RENORMALIZE) {
+        g = (g - warp_sum(has ? g * (shares.value / shares.sum) : 0.0f)) / shares.sum;
+    }
+    if (!BY_P) { g *= shares.value; }
+    if (BY_SIGMOID) { g *= 1.0f - shares.value; }
+
+    // By expert: d is the gradient itself, of_p that of its probability.
+    const bool counts = FACTORS && (!counted || counted[r] >= 0);
+    const float of_lse = counts ? x.lse() * factors[E] : 0.0f;
+    float d[PER_LANE] = {}, of_p[PER_LANE] = {}, p[PER_LANE], inner = 0.0f;
+    for (int k = 0; k < top_k; ++k) {
+        const int expert = __shfl_sync(ALL, mine, k);
+        const float from = __shfl_sync(ALL, g, k);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            if (expert == lane + 32 * i) { (BY_P ? of_p[i] : d[i]) += from; }
+        }
+    }
+    if (FACTORS || BY_P) {
+        const float one = 1.0f / x.total;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; ++i) {
+            const int e = lane + 32 * i;
+            p[i] = x.exponential(x.x[i], e < E) * one;
+            if (counts && e < E) { of_p[i] += factors[e]; }
+            inner += of_p[i] * p[i];
+        }
+        inner = warp_sum(inner);
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+        const int e = lane + 32 * i;
+        if (counts) { d[i] += p[i] * of_lse; }
+        if (FACTORS || BY_P) { d[i] += p[i] * (of_p[i] - inner); }
+        if (e < E) { d_logits[r * E + e] = from_f32<D>(d[i]); }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
+              const i32* __restrict__ targets, i32 layers, i32 E, i32 rows, f64 aux, f64 z) {
+    __shared__ f64 partial[WARPS];
+    __shared__ i64 counts[WARPS];
+    const int width = 2 * E + EXTRA;
+    i64 mine = 0;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) { mine += targets[i] >= 0; }
+    const f64 count = (f64)block_sum(mine, counts);
+    i64 seen = 0, square = 0;
+    for (int l = threadIdx.x; l < layers; l += blockDim.x) {
+        seen += sums[(i64)l * width + 2 * E];
+        square += sums[(i64)l * width + 2 * E + 2];
+    }
+    const f64 n = (f64)block_sum(seen, counts);
+    const f64 squares = (f64)block_sum(square, counts) * (1.0 / SQUARE_UNIT);
+    const f64 one = n > 0.0 ? 1.0 / n : 0.0, weight = count * one;
+    f64 product = 0.0;
+    for (int e = threadIdx.x; e < E; e += blockDim.x) {
+        i64 load = 0, probability = 0;
+        for (int l = 0; l < layers; ++l) {
+            load += sums[(i64)l * width + e];
+            probability += sums[(i64)l * width + E + e];
+        }
+        const f64 share = (f64)load * one;
+        factors[e] = (f32)(aux * E * weight * share);
+        product += share * ((f64)probability * (1.0 / PROBABILITY_UNIT) * one);
+    }
+    product = block_sum(product, partial);
+    if (threadIdx.x == 0) {
+        factors[E] = (f32)(2.0 * z * weight);
+        losses[0] += count * E * product;
+        losses[1] += weight * squares;
+    }
+    __syncthreads();  // all have read the sums
+    for (i64 i = threadIdx.x; i < (i64)layers * width; i += blockDim.x) {
+        totals[i] += sums[i];
+        sums[i] = 0;
+    }
+}

@@ -1,0 +1,120 @@
+"""Products of rows that are sorted by expert: each expert's rows with its own matrix.
+
+The device alone knows which rows are whose, so that shapes, launches and plans are the same
+whatever was chosen: blocks look for their tiles by themselves.
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_matrix
+from llmq.runtime.cost import Cost, product_cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+TILE, THREADS = 128, 128  # rows and columns of out that a block makes at a time
+STAGES, STAGE_BYTES = 3, 2 * TILE * 64
+BLOCKS = 2  # of a multiprocessor
+
+PRODUCT = Kernel(
+    "grouped.cu",
+    "grouped_product",
+    args="T* out, const T* x, const T* w, const T*? bias, const i32* starts, "
+    "i32 R, i32 N, i32 K, i32 E",
+)
+_GRADIENT_ARGS = (
+    "const T* d_y, const T* x, const i32* scalars, const i32* starts, "
+    "i32 R, i32 N, i32 K, i32 E, i32 accumulate, u32 salt"
+)
+GRADIENT = Kernel("grouped.cu", "grouped_gradient", args=f"inout G* d_w, {_GRADIENT_ARGS}")
+
+
+def grouped_matmul(
+    dev: Device,
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    starts: Tensor,
+    *,
+    trans_b: bool = False,
+    bias: Tensor | None = None,
+) -> None:
+    """out[r] = x[r] @ op(w[e]) [+ bias[e]] for each row r in [starts[e], starts[e + 1]).
+
+    Sums are F32, and rounded once.
+
+    Args (X is BF16 or F32; N and K multiples of 16 bytes):
+        out     out  X   (R, N)
+        x       in   X   (R, K)
+        w       in   X   (E, K, N)   with trans_b (E, N, K)
+        starts  in   I32 (E + 1,)    ascending from 0 to R; any expert may have no rows
+        bias    in   X   (E, N)      or None
+
+    Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "grouped_matmul"
+    (R, N), K = _expect(op, "out", out, "x", x)
+    E = starts.size - 1
+    expect(op, "w", w, x.dtype, (E, N, K) if trans_b else (E, K, N))
+    expect(op, "starts", starts, I32, (E + 1,))
+    if bias is not None:
+        expect(op, "bias", bias, x.dtype, (E, N))
+    tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # no routing has more
+    dev.launch(
+        PRODUCT,
+        min(tiles, BLOCKS * dev.spec.num_sms),
+        THREADS,
+        (out, x, w, bias, starts, R, N, K, E),
+        consts={"STAGES": STAGES, "TRANS_B": int(trans_b)},
+        smem=STAGES * STAGE_BYTES,
+        cost=_cost((R, N, K), x, out, trans_b=trans_b),
+    )
+
+
+def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:
+    """d_w[e] (N, K) = or += d_y^T @ x over the rows of expert e.
+
+    Without rows it becomes 0, or stays as it is. Sums are F32, and rounded once: stochastically
+    where they are added to a BF16 gradient.
+
+    Args (X is BF16 or F32, G is BF16 or F32; N and K multiples of 16 bytes):
+        d_w     inout  Accumulator G (E, N, K)
+        d_y     in     X   (R, N)
+        x       in     X   (R, K)
+        starts  in     I32 (E + 1,)    as of grouped_matmul
+
+    Cost:    2 R N K FLOPs; d_w written once, and read once where it is added to.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "grouped_gradient"
+    (R, N), K = _expect(op, "d_y", d_y, "x", x)
+    E = starts.size - 1
+    expect_accumulator(op, "d_w", d_w, (E, N, K))
+    expect(op, "starts", starts, I32, (E + 1,))
+    tensor, accumulate, scalars, salt = d_w
+    dev.launch(
+        GRADIENT,
+        E * ceil_div(N, TILE) * ceil_div(K, TILE),
+        THREADS,
+        (tensor, d_y, x, scalars, starts, R, N, K, E, int(accumulate), salt),
+        consts={"STAGES": STAGES},
+        smem=STAGES * STAGE_BYTES,
+        cost=_cost((N, K, R), x, tensor, trans_a=True, accumulate=accumulate),
+    )
+
+
+def _expect(op: str, wide: str, y: Tensor, name: str, x: Tensor) -> tuple[tuple[int, int], int]:
+    """The shapes (R, N) and K of two matrices of R rows."""
+    expect_matrix(op, wide, y, (F32, BF16))
+    (R, N), K = y.shape, x.shape[-1]
+    expect(op, name, x, y.dtype, (R, K))
+    multiple = VECTOR_BYTES // y.dtype.itemsize
+    if N % multiple or K % multiple:
+        raise ValueError(f"{op}: N and K must be multiples of {multiple}, got {(N, K)}")
+    return (R, N), K
+
+
+def _cost(sizes: tuple[int, int, int], a: Tensor, out: Tensor, **how: bool) -> Cost:
+    return product_cost(sizes, a.dtype, out.dtype, epilogue="grouped", **how)

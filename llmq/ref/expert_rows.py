@@ -1,0 +1,110 @@
+"""References of cu/expert_rows.cu: rows sorted by expert, and the way back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, row_blocks, store_gradient
+
+# rows, features, experts, experts of a row
+CASES = {
+    "one": (1, 8, 4, 1),
+    "small": (50, 40, 32, 4),
+    "several_blocks": (1100, 16, 60, 4),
+    "wide": (33, 776, 512, 10),
+    "qwen30b": (16384, 2048, 128, 8),
+}
+
+
+def rows_count(counts: np.ndarray, chosen: np.ndarray, n: int, E: int, chunk: int) -> None:
+    """counts (blocks, E): how many of each block's `chunk` choices are of each expert."""
+    flat = chosen.reshape(-1)
+    for b, row in enumerate(counts):
+        row[...] = np.bincount(flat[b * chunk : (b + 1) * chunk], minlength=E)
+
+
+def rows_scan(starts: np.ndarray, counts: np.ndarray, blocks: int, E: int) -> None:
+    """starts (E + 1): where each expert's rows start; counts: where each block's of them do."""
+    starts[0] = 0
+    np.cumsum(counts.sum(axis=0), out=starts[1:])
+    before = np.cumsum(counts, axis=0) - counts
+    counts[...] = starts[:E] + before
+
+
+def rows_place(
+    order: np.ndarray,
+    place: np.ndarray,
+    chosen: np.ndarray,
+    counts: np.ndarray,
+    n: int,
+    E: int,
+    chunk: int,
+) -> None:
+    """order: the choices by expert, those of one as they were; place: its inverse."""
+    order[...] = np.argsort(chosen.reshape(-1), kind="stable")
+    place.reshape(-1)[order] = np.arange(n, dtype=np.int32)
+
+
+def rows_gather(
+    out: np.ndarray, x: np.ndarray, order: np.ndarray, n: int, C: int, top_k: int
+) -> None:
+    np.take(x, order // top_k, axis=0, out=out, mode="clip")
+
+
+def rows_combine(
+    out: np.ndarray,
+    y: np.ndarray,
+    place: np.ndarray,
+    weights: np.ndarray | None,
+    addend: np.ndarray | None,
+    rows: int,
+    C: int,
+    top_k: int,
+) -> None:
+    for block in row_blocks(rows, C):
+        total = None
+        for k in range(top_k):
+            part = compute(y[place[block, k]])
+            if weights is not None:
+                part = part * weights[block, k, None]
+            total = part if total is None else total + part
+        if addend is not None:
+            total = total + compute(addend[block])
+        out[block] = total
+
+
+def rows_combine_backward(
+    d_y: np.ndarray,
+    d_weights: np.ndarray,
+    d_out: np.ndarray,
+    y: np.ndarray,
+    place: np.ndarray,
+    weights: np.ndarray,
+    rows: int,
+    C: int,
+    top_k: int,
+) -> None:
+    for block in row_blocks(rows, C):
+        d = compute(d_out[block])
+        for k in range(top_k):
+            at = place[block, k]
+            d_weights[block, k] = np.add.reduce(d * compute(y[at]), axis=1)
+            d_y[at] = d * weights[block, k, None]
+
+
+def rows_sum(
+    d_sum: np.ndarray,
+    x: np.ndarray,
+    scalars: np.ndarray,
+    starts: np.ndarray,
+    C: int,
+    E: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    """d_sum[e] (C) = or += the sum of e's rows; without rows 0, or as it was."""
+    if not accumulate:
+        d_sum[...] = 0
+    for e in np.flatnonzero(np.diff(starts)):
+        total = np.add.reduce(compute(x[starts[e] : starts[e + 1]]), axis=0)
+        store_gradient(d_sum[e], total, scalars, bool(accumulate), salt, first=int(e) * C)

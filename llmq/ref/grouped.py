@@ -1,0 +1,68 @@
+"""References of cu/grouped.cu: products of rows that are sorted by expert, each with its matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llmq.ref.common import compute, store_gradient
+
+# rows, N, K, experts
+CASES = {
+    "one": (1, 8, 8, 1),
+    "small": (40, 16, 24, 4),
+    "ragged": (300, 136, 88, 7),
+    "qwen30b_up": (131072, 1536, 2048, 128),
+    "qwen30b_down": (131072, 2048, 768, 128),
+    "olmoe_up": (131072, 2048, 2048, 64),
+}
+
+
+def _groups(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, and which."""
+    for expert in np.flatnonzero(np.diff(starts)):
+        yield expert, slice(starts[expert], starts[expert + 1])
+
+
+def grouped_product(
+    out: np.ndarray,
+    x: np.ndarray,
+    w: np.ndarray,
+    bias: np.ndarray | None,
+    starts: np.ndarray,
+    R: int,
+    N: int,
+    K: int,
+    E: int,
+    *,
+    trans_b: int,
+) -> None:
+    """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e], where e has the row."""
+    for e, rows in _groups(starts):
+        matrix = compute(w[e])
+        total = compute(x[rows]) @ (matrix.T if trans_b else matrix)
+        if bias is not None:
+            total += compute(bias[e])
+        out[rows] = total
+
+
+def grouped_gradient(
+    d_w: np.ndarray,
+    d_y: np.ndarray,
+    x: np.ndarray,
+    scalars: np.ndarray,
+    starts: np.ndarray,
+    R: int,
+    N: int,
+    K: int,
+    E: int,
+    accumulate: int,
+    salt: int,
+) -> None:
+    """d_w[e] (N, K) = or += d_y^T @ x over the rows of e; without rows 0, or as it was."""
+    if not accumulate:
+        d_w[...] = 0
+    for e, rows in _groups(starts):
+        product = compute(d_y[rows]).T @ compute(x[rows])
+        store_gradient(d_w[e], product, scalars, bool(accumulate), salt, first=int(e) * N * K)

@@ -1,0 +1,151 @@
+"""Sorted rows on a device against the reference."""
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.tensor import Accumulator
+from llmq.ops import expert_rows as op
+from llmq.ref.expert_rows import CASES
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import GPU_SPEC, compared, host_device, run, step_scalars
+
+SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
+
+
+def sorted_arrays(chosen, E):
+    return {
+        "order": np.full(chosen.size, -1, np.int32),
+        "place": np.full(chosen.shape, -1, np.int32),
+        "starts": np.full(E + 1, -1, np.int32),
+        "chosen": chosen,
+    }
+
+
+def choices(rng, S, E, top_k, kind):
+    if kind == "one_expert":
+        return np.full((S, top_k), E - 1, np.int32)
+    return np.argsort(rng.uniform(size=(S, E)), axis=1)[:, :top_k].astype(np.int32)
+
+
+def eighths(rng, shape, dtype):
+    """Multiples of 1/8: F32 sums of their products are exact in any order."""
+    return (rng.integers(-8, 9, shape) / 8).astype(dtype.numpy)
+
+
+@pytest.mark.parametrize("kind", ["different", "one_expert"])
+@pytest.mark.parametrize("S, C, E, top_k", SMALL.values(), ids=SMALL)
+def test_sort_rows(dev, rng, S, C, E, top_k, kind):
+    chosen = choices(rng, S, E, top_k, kind)
+    got = compared(dev, op.sort_rows, sorted_arrays(chosen, E))
+    np.testing.assert_array_equal(np.sort(got["order"]), np.arange(S * top_k))
+    assert got["starts"][0] == 0 and got["starts"][-1] == S * top_k
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("S, C, E, top_k", SMALL.values(), ids=SMALL)
+def test_gather_and_combine(dev, rng, S, C, E, top_k, dtype):
+    chosen = choices(rng, S, E, top_k, "different")
+    made = run(host_device(), op.sort_rows, sorted_arrays(chosen, E))
+    gathered = {
+        "out": np.full((S * top_k, C), np.nan, dtype.numpy),
+        "x": rng.normal(size=(S, C)).astype(dtype.numpy),
+        "order": made["order"],
+    }
+    y = compared(dev, lambda dev, **t: op.gather_rows(dev, **t, top_k=top_k), gathered)["out"]
+    combined = {
+        "out": np.full((S, C), np.nan, dtype.numpy),
+        "y": y,
+        "place": made["place"],
+        "weights": rng.normal(size=(S, top_k)).astype(np.float32),
+        "addend": rng.normal(size=(S, C)).astype(dtype.numpy),
+    }
+    compared(dev, op.combine, combined)
+    plain = compared(dev, op.combine, combined | {"weights": None, "addend": None})
+    if top_k == 4:  # four times itself is exact
+        np.testing.assert_array_equal(plain["out"], 4 * gathered["x"])
+
+    def add(dev, out, addend, **tensors):  # in place
+        op.combine(dev, addend, addend=addend, **tensors)
+
+    in_place = run(dev, add, combined)["addend"]
+    np.testing.assert_array_equal(in_place, run(host_device(), op.combine, combined)["out"])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("S, C, E, top_k", SMALL.values(), ids=SMALL)
+def test_combine_backward(dev, rng, S, C, E, top_k, dtype):
+    made = run(host_device(), op.sort_rows, sorted_arrays(choices(rng, S, E, top_k, ""), E))
+    arrays = {
+        "d_y": np.full((S * top_k, C), np.nan, dtype.numpy),
+        "d_weights": np.full((S, top_k), np.nan, np.float32),
+        "d_out": eighths(rng, (S, C), dtype),
+        "y": eighths(rng, (S * top_k, C), dtype),
+        "place": made["place"],
+        "weights": rng.normal(size=(S, top_k)).astype(np.float32),
+    }
+    want = compared(dev, op.combine_backward, arrays)
+    in_place = run(dev, lambda dev, d_y, y, **t: op.combine_backward(dev, y, y=y, **t), arrays)
+    np.testing.assert_array_equal(in_place["y"], want["d_y"])
+    np.testing.assert_array_equal(in_place["d_weights"], want["d_weights"])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("target, dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
+@pytest.mark.parametrize("S, C, E, top_k", SMALL.values(), ids=SMALL)
+def test_sum_rows(dev, rng, S, C, E, top_k, target, dtype, accumulate):
+    chosen = choices(rng, S, max(E // 2, top_k), top_k, "different")
+    arrays = {
+        "d": eighths(rng, (E, C), target),
+        "x": eighths(rng, (S * top_k, C), dtype),
+        "starts": run(host_device(), op.sort_rows, sorted_arrays(chosen, E))["starts"],
+        "scalars": step_scalars(seed=1, step=2, micro_step=3),
+    }
+
+    def call(dev, d, scalars, **tensors):
+        op.sum_rows(dev, Accumulator(d, accumulate, scalars, salt=5), **tensors)
+
+    got, absent = compared(dev, call, arrays)["d"], np.diff(arrays["starts"]) == 0
+    np.testing.assert_array_equal(got[absent], arrays["d"][absent] if accumulate else 0)
+
+
+def test_a_row_that_is_nan_reaches_no_other(dev, rng):
+    S, C, E, top_k = CASES["small"]
+    made = run(host_device(), op.sort_rows, sorted_arrays(choices(rng, S, E, top_k, ""), E))
+    y = rng.normal(size=(S * top_k, C)).astype(BF16.numpy)
+    y[made["place"][7]] = np.nan
+    arrays = {"out": np.zeros((S, C), BF16.numpy), "y": y, "place": made["place"]}
+    out = run(dev, op.combine, arrays)["out"].astype(np.float32)
+    assert np.isnan(out[7]).all() and np.isfinite(np.delete(out, 7, axis=0)).all()
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(GPU_SPEC)
+
+    def make(shape, dtype):
+        return dev.alloc("t", shape, dtype, "Activations")
+
+    x, y, place, order = (
+        make((4, 16), BF16),
+        make((8, 16), BF16),
+        make((4, 2), I32),
+        make((8,), I32),
+    )
+    op.sort_rows(dev, order, place, make((9,), I32), place)
+    op.gather_rows(dev, y, x, order, 2)
+    op.combine(dev, x, y, place)
+    with pytest.raises(ValueError, match="sort_rows: experts must be 1 to 512, got 513"):
+        op.sort_rows(dev, order, place, make((514,), I32), place)
+    with pytest.raises(ValueError, match=r"gather_rows: out must have shape \(12, 16\)"):
+        op.gather_rows(dev, y, x, order, 3)
+    with pytest.raises(ValueError, match="x must have columns in multiples of 8, got 12"):
+        op.gather_rows(dev, y, make((4, 12), BF16), order, 2)
+    with pytest.raises(TypeError, match="combine: y must be BF16, got F32"):
+        op.combine(dev, x, make((8, 16), F32), place)
+    with pytest.raises(ValueError, match="combine: at most 32 experts of a row, got 33"):
+        op.combine(dev, x, y, make((4, 33), I32))
+    with pytest.raises(ValueError, match=r"combine_backward: weights must have shape \(4, 2\)"):
+        op.combine_backward(dev, y, make((4, 2), F32), x, y, place, make((4, 3), F32))
+    with pytest.raises(ValueError, match=r"sum_rows: target must have shape \(8, 16\)"):
+        target = Accumulator(make((8, 8), F32), True, make((16,), I32), 0)
+        op.sum_rows(dev, target, y, make((9,), I32))
