@@ -200,7 +200,8 @@ def test_rope_factors_are_those_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
 def test_adapters_are_what_a_merge_adds(name, tmp_path):
-    peft_adapter(name, tmp_path / "a", r=4, lora_alpha=6, use_rslora=name == "qwen3")
+    ranks = {"rank_pattern": {"q_proj": 2}} if name == "llama" else {}
+    peft_adapter(name, tmp_path / "a", r=4, lora_alpha=6, use_rslora=name == "qwen3", **ranks)
     folder, how = str(source(name)), {"to": "gguf", "dtype": "fp32"}
     export(folder, tmp_path / "base.gguf", **how)
     export(tmp_path / "a", tmp_path / "merged.gguf", base=folder, merge=True, **how)
@@ -210,11 +211,11 @@ def test_adapters_are_what_a_merge_adds(name, tmp_path):
     assert (known["general.type"], known["adapter.type"]) == ("adapter", "lora")
     adapted = {key.removesuffix(".lora_a") for key in lora if key.endswith(".lora_a")}
     assert adapted and lora.keys() == {f"{key}.lora_{ab}" for key in adapted for ab in "ab"}
-    scale = known["adapter.lora.alpha"] / 4
     for key, values in base.items():
         added = merged[key] - values
         product = 0
         if key in adapted:
+            scale = known["adapter.lora.alpha"] / len(lora[f"{key}.lora_a"])
             product = scale * (lora[f"{key}.lora_b"] @ lora[f"{key}.lora_a"])
             assert np.abs(product).max() > 1e-3
         np.testing.assert_allclose(added, product, atol=1e-6, err_msg=key)
@@ -265,6 +266,8 @@ def test_adapters_with_parts_of_the_model_are_refused(tmp_path):
     out = tmp_path / "m.gguf"
     refused(tmp_path / "a", out, "norms were trained beside", base=str(source("qwen3")))
     refused(tmp_path / "a", out, "in PEFT's format already", base=str(source("qwen3")), to="hf")
+    peft_adapter("qwen3", tmp_path / "c", r=4, alpha_pattern={"q_proj": 3})
+    refused(tmp_path / "c", out, "one numerator of their scalings", base=str(source("qwen3")))
     peft_adapter("qwen3", tmp_path / "b", trainable_token_indices=[129, 130])
     refused(
         tmp_path / "b", out, "brings rows of new tokens: add --merge", base=str(source("qwen3"))

@@ -122,11 +122,12 @@ def test_speed_of_light_counts_what_a_token_meets(mixture):
 
 
 def test_targets_of_adapters(mixture):
-    experts = adapted_matrices(mixture, ("up",), 1)
+    up = Adapters(rank=4, targets=("up",))
+    experts = adapted_matrices(mixture, up, 1)
     assert [(m.key, m.shape) for m in experts] == [("many_up", (EXPERTS * WIDTH, C))]
     assert experts[0].modules[1] == "model.layers.1.moe.experts.1.up_proj"
     assert experts[0].spans[1] == (WIDTH, 2 * WIDTH)
-    assert [m.key for m in adapted_matrices(mixture, ("up",), 2)] == ["up"]
+    assert [m.key for m in adapted_matrices(mixture, up, 2)] == ["up"]
     adapters = Adapters(rank=4, targets=("up", "down"))
     table = {slab.name: slab for slab in weight_table(mixture, 1, adapters)}
     shapes = {(p.block, p.key): p.shape for p in table["lora_b"].params}
@@ -213,14 +214,14 @@ def test_adapters_of_experts_split_and_merge(mixture):
     params = {p.name: p for slab in weight_table(mixture, 1, adapters) for p in slab.params}
     weight = params["model.layers.1.moe.many_up.weight"]
     values = rng.standard_normal(weight.shape).astype(np.float32)
-    split = Split(mixture, adapters, scale=0.5)
+    split = Split(mixture, adapters)
     split.initial_adapters |= split.begin(weight, values, np.float32)
     rest = split.rest(weight, values)
     for whole, part in zip(values, rest, strict=True):  # each expert's largest values are gone
         singular = np.linalg.svd(whole, compute_uv=False)
         np.testing.assert_allclose(np.linalg.norm(part), np.linalg.norm(singular[2:]), rtol=1e-5)
     read = merged_reader(
-        mixture, adapters, 0.5, lambda p: rest, lambda p: split.initial_adapters[p.name]
+        mixture, adapters, lambda p: rest, lambda p: split.initial_adapters[p.name]
     )
     np.testing.assert_allclose(read(weight), values, atol=1e-5)
 

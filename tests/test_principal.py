@@ -86,9 +86,7 @@ def test_bases(base, tmp_path):
         HfWeights(exported("phi3")) as files,
     ):
         initial_adapters = {n: x for n, x in trainer.weights().items() if "lora" in n}
-        split = Split(
-            trainer.model, adapters_of(trainer.config), trainer.config.lora_scale, initial_adapters
-        )
+        split = Split(trainer.model, adapters_of(trainer.config), initial_adapters)
         read = as_kept(lambda param: split.rest(param, files.read(param)), base)
         for param, values in block_weights(trainer).items():
             rest = read(param)
@@ -182,10 +180,10 @@ def test_leading_singular_values(monkeypatch):
 def test_parts_of_what_is_left(rows, monkeypatch):
     """Whatever elements are asked for together."""
     model = preset("tiny")
-    config = TrainConfig(lora_rank=3).normalized()
+    config = TrainConfig(lora_rank=3, lora_alpha=3.0).normalized()
     adapters = adapters_of(config)
     rng = np.random.default_rng(0)
-    split = Split(model, adapters, 1.0)
+    split = Split(model, adapters)
     weight = split.matrices[0]
     values = rng.standard_normal(weight.shape, np.float32)
     split.initial_adapters = split.begin(weight, values, np.dtype(np.float32))

@@ -160,7 +160,7 @@ def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
     spans = tuple(zip(edges[::2], edges[1::2], strict=True))
     whole = bf16(rows, padded_columns(len(spans), rank))
     args = {"whole": whole, "b": bf16(sum(stop - start for start, stop in spans), rank)}
-    args |= {"spans": spans, "scale": 2.0}
+    args |= {"spans": spans, "scales": [2.0] * len(spans)}
     return [Call("expand", adapter.expand, args), Call("collect", adapter.collect, args)]
 
 

@@ -19,6 +19,8 @@ class HfPart:
 
     Rows of several experts count on from one to the next. transposed: stored (in_features,
     out_features), as GPT-2's Conv1D does. swapped: the second half of the rows is stored first.
+    columns: the first so many of a row are stored, and the others are zeros; None: there are no
+    others.
     """
 
     name: str
@@ -26,6 +28,7 @@ class HfPart:
     stop: int
     transposed: bool = False
     swapped: bool = False
+    columns: int | None = None
 
     def rows_of(self, rows: slice, count: int) -> slice | list[int]:
         """Where rows of the stored array, which has `count`, are in ours; and the other way round.
@@ -47,6 +50,7 @@ class HfPart:
     def stored(self, values: Any) -> Any:
         """Our rows as the stored array has them."""
         values = values[self.rows_of(slice(None), len(values))]
+        values = values if self.columns is None else values[:, : self.columns]
         return values.T if self.transposed else values
 
 

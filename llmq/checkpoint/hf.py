@@ -260,6 +260,7 @@ class HfWeights:
         by_row = param.by_row(out)
         for part, name in parts:
             tensor, target = self._where[name], by_row[part.start : part.stop]
+            target = target if part.columns is None else target[:, : part.columns]
             target = target.T if part.transposed else target
             for rows, values in tensor.pieces():
                 self._check_finite(name, values)
@@ -349,7 +350,8 @@ def same_values(one: HfTensor, other: HfTensor) -> bool:
 
 def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
     """The shape of the part that Hugging Face stores of a parameter."""
-    shape = (part.stop - part.start, *param.row_shape)
+    columns = param.row_shape if part.columns is None else (part.columns,)
+    shape = (part.stop - part.start, *columns)
     return shape[::-1] if part.transposed else shape
 
 

@@ -34,7 +34,6 @@ from llmq.state.params import Param, weight_table
 def merged_reader(
     model: ModelConfig,
     adapters: Adapters,
-    scale: float,
     base: Callable[[Param], np.ndarray],
     adapter: Callable[[Param], np.ndarray],
 ) -> Callable[[Param], np.ndarray]:
@@ -46,7 +45,7 @@ def merged_reader(
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
     by_key = {(p.block, p.key): p for p, _ in params.values()}
-    matrices = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters.targets)}
+    matrices = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters)}
 
     def read(param: Param) -> np.ndarray:
         own, slab = params[param.name]
@@ -59,15 +58,16 @@ def merged_reader(
         weight = base(own).astype(np.float32)
         a, b = (adapter(by_key[param.block, f"{param.key}_{n}"]).astype(np.float32) for n in "ab")
         done, rows_of = 0, param.by_row(weight)  # which is a view
-        for number, (start, stop) in enumerate(matrix.spans):
-            rows = slice(number * adapters.rank, (number + 1) * adapters.rank)
+        for number, (_, start, stop, rank, scale) in enumerate(matrix.parts):
+            rows, own = slice(number * matrix.rank, number * matrix.rank + rank), slice(rank)
             with np.errstate(over="ignore", invalid="ignore"):  # which is said below
-                rows_of[start:stop] += np.float32(scale) * (b[done : done + stop - start] @ a[rows])
+                product = b[done : done + stop - start, own] @ a[rows]
+                rows_of[start:stop] += np.float32(scale) * product
             done += stop - start
         if not all_finite(weight):
             raise ModelError(
                 f"{param.name} with its adapters holds NaN or infinity: they are too large, at a "
-                f"scaling of {scale:g}"
+                f"scaling of {max(matrix.scales):g}"
             )
         return weight
 
@@ -124,13 +124,13 @@ def open_merged(
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
         warn(files.unknown_base(name))
-        kept, scale = base_dtype or files.config.base_dtype, files.config.scale
+        kept = base_dtype or files.config.base_dtype
         base_read, read = partial(_base, files, weights), files.read
         if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
             adapters, read, initial_adapters = halved(model, adapters, read)
-            split = Split(model, adapters, scale, initial_adapters)
+            split = Split(model, adapters, initial_adapters)
             base_read = partial(_rest, split, base_read)
-        read = merged_reader(model, adapters, scale, as_kept(base_read, kept), read)
+        read = merged_reader(model, adapters, as_kept(base_read, kept), read)
         yield model.ending_at(files.ends), read
 
 

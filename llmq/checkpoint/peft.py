@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -34,14 +34,14 @@ from llmq.checkpoint.hf import (
 )
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
-from llmq.options.adapters import Adapters
+from llmq.options.adapters import Adapters, adapted_modules, matches
 from llmq.options.option_types import LORA_PARTS, LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, token_tables
 from llmq.state.params import Param, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
-_UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
+_UNKNOWN = ("use_dora", "layer_replication")
 _UNKNOWN += ("target_parameters", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
@@ -56,18 +56,16 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """The content of adapter_config.json; alpha: of the scaling, as `rs` says.
+    """The content of adapter_config.json beside ranks, scalings and targets.
 
     base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
     split: whether they are `doubled` ones, of adapters that began as a part of the model.
-    modules: those of the model that PEFT trains beside them, by ends of their names.
+    modules: those of the model that PEFT trains beside them, by ends of their names. content: all
+    that is there, of adapters that were read.
     add_tokens: special tokens that the model got, as --add-tokens has them. new_tokens: by module,
     the ids of which its rows are trained alone; "" is the embedding's.
     """
 
-    rank: int
-    alpha: float
-    rs: bool
     dropout: float
     base: str | None
     base_dtype: str | None = None
@@ -75,26 +73,12 @@ class AdapterConfig:
     modules: tuple[str, ...] = ()
     add_tokens: str | None = None
     new_tokens: Mapping[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def scale(self) -> float:
-        """The factor of B @ A."""
-        return self.alpha / (self.rank**0.5 if self.rs else self.rank)
-
-    @property
-    def doubled(self) -> AdapterConfig:
-        """The settings of adapters of twice the rank with the same scaling, which give back what
-        was split."""
-        factor = 2**0.5 if self.rs else 2
-        return replace(self, rank=2 * self.rank, alpha=factor * self.alpha, split=True)
+    content: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: TrainConfig) -> AdapterConfig:
         """The settings of a run's adapters. config: normalized."""
         return cls(
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            rs=config.lora_scaling == "rs",
             dropout=config.lora_dropout,
             base=config.model,
             base_dtype=config.base_dtype if config.is_quantized else None,
@@ -112,16 +96,12 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
             kind = content.get("peft_type")
             raise LlmqError(f"'{path}': peft_type {kind!r} is not supported, only LORA")
         _check_features(path, content)
-        rank, alpha = int(content["r"]), float(content["lora_alpha"])
+        _check_numbers(path, content)
         base = content.get("base_model_name_or_path")
         if not isinstance(base, str | None):
             raise TypeError(f"base_model_name_or_path is {base!r}")
-        if rank < 1 or not isfinite(alpha):
-            raise LlmqError(f"'{path}': no adapters have rank {rank} and lora_alpha {alpha}")
         return AdapterConfig(
-            rank=rank,
-            alpha=alpha,
-            rs=bool(content.get("use_rslora")),
+            content=content,
             dropout=float(content.get("lora_dropout") or 0),
             base=base,
             modules=tuple(map(str, content.get("modules_to_save") or ())),
@@ -139,6 +119,40 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         ) from error
     except _NOT_AS_EXPECTED as error:
         raise LlmqError(f"'{path}' is damaged ({error!r}): copy it again") from error
+
+
+def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
+    ranks, alphas = (content.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+    for rank in map(int, (content["r"], *ranks.values())):
+        for alpha in map(float, (content["lora_alpha"], *alphas.values())):
+            if rank < 1 or not isfinite(alpha):
+                raise LlmqError(f"'{path}': no adapters have rank {rank} and lora_alpha {alpha}")
+    for pattern in (*ranks, *alphas):
+        matches(pattern, "")  # which raises an error if it is none
+
+
+def _chosen(content: Mapping[str, Any], modules: Collection[str]) -> set[str]:
+    """Those of the modules in a model's blocks that PEFT would make adapters of."""
+
+    def named(by: Any, module: str) -> bool:
+        if isinstance(by, str):
+            return re.fullmatch(by, module) is not None
+        return any(module == end or module.endswith(f".{end}") for end in by or ())
+
+    layers, found = content.get("layers_to_transform"), set()
+    layers = {layers} if isinstance(layers, int) else {*(layers or ())}
+    patterns = content.get("layers_pattern") or [r"[^.]*"]
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    for module in modules:
+        numbers = (re.match(rf"(?:.*?\.)?{p}\.(\d+)\.", module) for p in patterns)
+        number = next((int(match[1]) for match in numbers if match), None)
+        if (not layers or number in layers) and any(
+            named(content["target_modules"], name)
+            and not named(content.get("exclude_modules"), name)
+            for name in {module, nested_name(module)}
+        ):
+            found.add(module)
+    return found
 
 
 def _check_features(path: Path, content: Mapping[str, Any]) -> None:
@@ -258,27 +272,54 @@ class AdapterFiles(HfWeights):
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         if not modules:
             raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")
-        matrices = [m for layer in range(model.num_layers) for m in model.matrices(layer)]
-        here = {
-            target
-            for part in (part for matrix in matrices for part in matrix.parts)
-            for target in part.targets
-            if f"{PEFT_PREFIX}{part.module}" in modules
+        every = {
+            part.module: (layer, part.targets)
+            for layer in range(model.num_layers)
+            for matrix in model.matrices(layer)
+            for part in matrix.parts
         }
-        targets = [target for target in LORA_TARGETS if target in here]
+        here = {module for module in every if f"{PEFT_PREFIX}{module}" in modules}
+        if self.config.content.get("target_modules") not in (None, "all-linear"):
+            here = here and _chosen(self.config.content, every)
         parts = [
             part
             for part in LORA_PARTS
             if any(map(self.has, _params_of(model, part)))
             and (part in named or all(self._trains(model, p) for p in _params_of(model, part)))
         ]
-        if not targets:
+        if not here:
             first = min(modules).removeprefix(PEFT_PREFIX)
             raise LlmqError(
                 f"--adapter: '{self.directory}' does not fit the model: it adapts {first}, which "
                 f"{model.architecture} does not have"
             )
-        return Adapters(rank=self.config.rank, targets=tuple(targets), train=tuple(parts))
+        return self._adapters(model, {m: every[m] for m in every if m in here}, tuple(parts))
+
+    def _adapters(
+        self, model: ModelConfig, here: dict[str, tuple[int, tuple[str, ...]]], train: tuple
+    ) -> Adapters:
+        """Those of these modules, with their layers and the names that targets have."""
+        content = self.config.content
+        targets = {name for _, names in here.values() for name in names}
+        layers = sorted({layer for layer, _ in here.values()})
+        ranks, alphas = (content.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
+        found = Adapters(
+            rank=int(content["r"]),
+            targets=tuple(target for target in LORA_TARGETS if target in targets),
+            train=train,
+            layers="all" if len(layers) == model.num_layers else ",".join(map(str, layers)),
+            alpha=float(content["lora_alpha"]),
+            rs=bool(content.get("use_rslora")),
+            ranks=tuple((pattern, int(rank)) for pattern, rank in ranks.items()),
+            alphas=tuple((pattern, float(alpha)) for pattern, alpha in alphas.items()),
+        )
+        if adapted_modules(model, found).keys() == here.keys():
+            return found
+        said = content.get("target_modules")
+        found = replace(found, targets=said if isinstance(said, str) else "")
+        if adapted_modules(model, found).keys() == here.keys():
+            return found
+        return replace(found, targets="|".join(map(re.escape, here)), layers="all")
 
     def _trains(self, model: ModelConfig, param: Param) -> bool:
         """Whether PEFT trains this parameter of the model."""
@@ -323,10 +364,7 @@ class AdapterFiles(HfWeights):
         params += [p for p in others if self.has(p) or self._trains(model, p)]
         for param, part in [(p, part) for p in params for part in p.hf]:
             if part.name not in self._where:
-                raise LlmqError(
-                    f"'{path}' lacks {part.name}: it is of another model, or damaged, or of some "
-                    "layers only, which is not supported"
-                )
+                raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
             self._check_tensor(path, param, part)
             used.add(part.name)
         unknown = self._where.keys() - used

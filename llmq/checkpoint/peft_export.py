@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DTYPES
 from llmq.base.files import staged_directory
+from llmq.base.layers import layer_set
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -25,7 +27,7 @@ from llmq.checkpoint.peft import INSIDE, AdapterConfig, nested_name, tied_names
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
-from llmq.options.adapters import Adapters, all_adapted
+from llmq.options.adapters import Adapters, adapted_modules, all_adapted
 from llmq.options.option_types import LORA_TARGETS
 from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
 from llmq.state.params import Param, weight_table
@@ -90,20 +92,21 @@ def _peft_config(
     trained = [part.name for p in whole for part in p.hf]
     tied = [name for p in params for name in tied_names(model, p)]
     modules = sorted({name.split(".")[-2] for name in trained + tied})
-    targets = target_modules(model, adapters)
-    if nested:  # other parts have modules of these names, too
+    targets, layers = _targets(model, adapters, nested)
+    if nested:
         modules = sorted({nested_name(name).rpartition(".")[0] for name in trained + tied})
-        targets = rf"{re.escape(INSIDE)}.*\.({'|'.join(map(re.escape, targets))})"
     tables = [p.table for p in params if p.first_row is not None]
     own_rows = {nested_name(t) if nested else _last(t): [*range(*model.new_tokens)] for t in tables}
-    alpha = int(config.alpha) if config.alpha.is_integer() else config.alpha
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.base,
         "r": adapters.rank,
-        "lora_alpha": alpha,
-        "use_rslora": config.rs,
+        "lora_alpha": _number(adapters.alpha),
+        "use_rslora": adapters.rs,
+        "rank_pattern": dict(adapters.ranks),
+        "alpha_pattern": {pattern: _number(alpha) for pattern, alpha in adapters.alphas},
+        "layers_to_transform": layers,
         "lora_dropout": config.dropout,
         "target_modules": targets,
         "modules_to_save": modules or None,
@@ -114,15 +117,40 @@ def _peft_config(
     } | ({"ensure_weight_tying": True} if tied else {})
 
 
+def _number(alpha: float) -> float | int:
+    return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def _targets(
+    model: ModelConfig, adapters: Adapters, nested: bool
+) -> tuple[list[str] | str, list[int] | None]:
+    """PEFT's target_modules and layers_to_transform, which do not go with a regular expression.
+
+    nested: other parts have modules of these names, too.
+    """
+    targets, every = adapters.targets, adapters.layers == "all"
+    if isinstance(targets, str) and every and not nested:
+        return targets, None
+    if isinstance(targets, str) or (nested and not every):
+        modules = adapted_modules(model, adapters)
+        return "|".join(re.escape(nested_name(m) if nested else m) for m in modules), None
+    names = target_modules(model, adapters)
+    if nested:
+        return rf"{re.escape(INSIDE)}.*\.({'|'.join(map(re.escape, names))})", None
+    layers = sorted(layer_set(adapters.layers, model.num_layers))
+    return names, None if every else layers
+
+
 def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
     """Names that PEFT finds the modules by: their last part, if no other module has it."""
+    whole = replace(adapters, layers="all")
     every, chosen = (
         {
             (module, module.partition(f".{layer}.")[2])
-            for layer, matrix in all_adapted(model, targets)
+            for layer, matrix in all_adapted(model, each)
             for module in matrix.modules
         }
-        for targets in (LORA_TARGETS, adapters.targets)
+        for each in (replace(whole, targets=LORA_TARGETS), whole)
     )
     others = {_last(module) for module, _ in every - chosen}
     names = {path if _last(module) in others else _last(module) for module, path in chosen}

@@ -70,7 +70,7 @@ class _Matrix(NamedTuple):
 
 def _matrices(model: ModelConfig, adapters: Adapters) -> list[_Matrix]:
     """Those that have adapters, in the order of the model."""
-    adapted = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters.targets)}
+    adapted = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters)}
     table = weight_table(model, 1, adapters)
     params = {(param.block, param.key): param for slab in table for param in slab.params}
     return [
@@ -91,10 +91,9 @@ class Split:
         self,
         model: ModelConfig,
         adapters: Adapters,
-        scale: float,
         initial_adapters: Mapping[str, np.ndarray] | None = None,
     ):
-        self._rank, self._scale = adapters.rank, scale
+        self._rank, self._scale = adapters.rank, adapters.of("")[1]
         self._of = {each.weight.name: each for each in _matrices(model, adapters)}
         self.matrices = [each.weight for each in self._of.values()]
         self.initial_adapters = dict(initial_adapters or {})
@@ -163,7 +162,9 @@ def doubled(
 
     read, initial_adapters: of the adapters' parameters what they are now, and what they began as.
     """
-    twice = replace(adapters, rank=2 * adapters.rank)
+    twice = replace(
+        adapters, rank=2 * adapters.rank, alpha=adapters.alpha * (2**0.5 if adapters.rs else 2)
+    )
     own = {each.a.name: each for each in _matrices(model, adapters)}
     params = {p.name: p for slab in weight_table(model, 1, adapters) for p in slab.params}
 
@@ -195,7 +196,9 @@ def halved(
 ) -> tuple[Adapters, Read, dict[str, np.ndarray]]:
     """The adapters that `doubled` made these from, their reader, and what they began as, by
     name."""
-    half = replace(adapters, rank=adapters.rank // 2)
+    half = replace(
+        adapters, rank=adapters.rank // 2, alpha=adapters.alpha / (2**0.5 if adapters.rs else 2)
+    )
     params = {p.name: p for slab in weight_table(model, 1, adapters) for p in slab.params}
     rank, own = half.rank, {each.a.name: each for each in _matrices(model, half)}
 

@@ -1,8 +1,8 @@
 // adapter.cu -- low-rank adapters of rows of a matrix: their B in one matrix, and back.
 //
-//   expand    whole[r, k * rank + c] = T(scale * b[i, c])   for row r = the i-th of all spans' rows,
-//             elsewhere 0                                   which is in span k
-//   collect   b[i, c] = T(scale * whole[r, k * rank + c])
+//   expand    whole[r, k * rank + c] = T(scale_k * b[i, c])   for row r = the i-th of all spans'
+//             elsewhere 0                                     rows, which is in span k
+//   collect   b[i, c] = T(scale_k * whole[r, k * rank + c])
 //
 // Data     whole: (rows, columns), b: (rows of all spans, rank), T (f32, bf16). Spans ascend, those
 //          that are not used are empty.
@@ -19,20 +19,24 @@ struct Spans {
 };
 
 extern "C" __global__ void __launch_bounds__(256)
-adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale, i32 rank, i32 columns,
-               i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2) {
+adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 scale1, f32 scale2,
+               i32 rank, i32 columns, i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1,
+               i64 start2, i64 stop2) {
     const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
+    const f32 scales[MAX_SPANS] = {scale0, scale1, scale2};
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x, octets = columns / OCTET;
     const i64 row = i / octets;
     if (row >= rows) { return; }
     const T* from = nullptr;  // the row's elements of b, which stand in columns from `begin` on
     int begin = 0;
-    i64 before = 0;           // rows of earlier spans
+    f32 scale = 0.0f;
+    i64 before = 0;  // rows of earlier spans
 #pragma unroll
     for (int k = 0; k < MAX_SPANS; ++k) {
         if (row >= spans.start[k] && row < spans.stop[k]) {
             from = b + (before + row - spans.start[k]) * rank;
             begin = k * rank;
+            scale = scales[k];
         }
         before += spans.stop[k] - spans.start[k];
     }
@@ -51,9 +55,11 @@ adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale, i32 ra
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale, i32 rank, i32 columns,
-                i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2) {
+adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 scale1, f32 scale2,
+                i32 rank, i32 columns, i64 rows, i64 start0, i64 stop0, i64 start1, i64 stop1,
+                i64 start2, i64 stop2) {
     const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
+    const f32 scales[MAX_SPANS] = {scale0, scale1, scale2};
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     i64 row = i / rank;  // of b, then within the spans behind those that were passed
     const int column = (int)(i % rank);
@@ -62,7 +68,7 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale, i32 r
         const i64 count = spans.stop[k] - spans.start[k];
         if (row >= 0 && row < count) {
             const i64 at = (spans.start[k] + row) * columns + k * rank + column;
-            b[i] = from_f32<T>(scale * to_f32(whole[at]));
+            b[i] = from_f32<T>(scales[k] * to_f32(whole[at]));
         }
         row -= count;
     }

@@ -71,10 +71,9 @@ class BlockLinear:
         adapters = adapters_of(options)
         if adapters is None:
             return
-        self._scale = options.lora_scale
         widest = 0
-        for layer, matrix in all_adapted(config, adapters.targets):
-            width, name = padded_columns(len(matrix.parts), adapters.rank), matrix.key
+        for layer, matrix in all_adapted(config, adapters):
+            width, name = padded_columns(len(matrix.parts), matrix.rank), matrix.key
             hidden = dev.alloc(
                 f"{name}_hidden.{layer}", (self._rows, width), format.dtype, "Activations"
             )
@@ -191,10 +190,11 @@ class BlockLinear:
         """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
         d_out, (_, b), (_, d_b) = tensor_of(d_out), w.adapters(key), g.adapters(key)
         d_hidden = self._d_hidden_of(parts)
-        dev, spans, scale = self.dev, parts.matrix.spans, self._scale
+        dev, spans, scales = self.dev, parts.matrix.spans, parts.matrix.scales
         at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
-        if at_once and d_b is not None:
-            adapter_backward.backward(dev, d_hidden, d_b, d_out, parts.hidden, b, spans, scale)
+        if at_once and d_b is not None and len({*scales}) == 1:
+            of_b = (parts.hidden, b, spans, scales[0])
+            adapter_backward.backward(dev, d_hidden, d_b, d_out, *of_b)
             return
         with self._expanded(parts, b) as whole:
             matmul(dev, d_hidden, d_out, whole)
@@ -206,7 +206,7 @@ class BlockLinear:
             dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
         ):
             matmul(dev, whole, d_out, parts.hidden, trans_a=True)
-            adapter.collect(dev, part, whole, spans, scale)
+            adapter.collect(dev, part, whole, spans, scales)
             reduce.add(dev, d_b, part)
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:
@@ -215,12 +215,12 @@ class BlockLinear:
     @contextmanager
     def _expanded(self, parts: _Parts, b: Tensor) -> Iterator[Tensor]:
         """All adapters' B in one matrix (out_features, R), with scaling."""
-        shape = (parts.matrix.shape[0], parts.hidden.shape[1])
-        if self._scale == 1 and shape == b.shape:  # of one adapter, which has all rows
+        shape, matrix = (parts.matrix.shape[0], parts.hidden.shape[1]), parts.matrix
+        if matrix.scales == (1,) and shape == b.shape:  # of one adapter, which has all rows
             yield b
             return
         with self.dev.scratch("lora_b", shape, b.dtype) as whole:
-            adapter.expand(self.dev, whole, b, parts.matrix.spans, self._scale)
+            adapter.expand(self.dev, whole, b, matrix.spans, matrix.scales)
             yield whole
 
     @contextmanager

@@ -4,13 +4,14 @@ The adapters of a fused matrix, such as those of queries, keys and values, share
 their A lie in one matrix A (n * rank, in_features) below each other. With each B in columns of its
 own, h = x @ A^T and y += h @ B^T are two products, as for a single adapter:
 
-    rows of q |  s * B_q      0        0    | 0     columns: n * rank, padded to multiples
-    rows of k |     0      s * B_k     0    | 0     of COLUMN_MULTIPLE
-    rows of v |     0         0     s * B_v | 0
+    rows of q | s_q B_q     0        0    | 0     columns: n * rank, padded to multiples
+    rows of k |    0     s_k B_k     0    | 0     of COLUMN_MULTIPLE
+    rows of v |    0        0     s_v B_v | 0
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 from llmq.base.dtypes import BF16, F32
@@ -21,36 +22,37 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 
-_REST = "f32 scale, i32 rank, i32 columns, i64 rows, " + ", ".join(
+_REST = "f32 scale0, f32 scale1, f32 scale2, i32 rank, i32 columns, i64 rows, " + ", ".join(
     f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS)
 )
 EXPAND = Kernel("adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
 COLLECT = Kernel("adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
 
 
-def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scale: float) -> None:
-    """whole = scale * B of each span in the span's rows and columns of its own, elsewhere zero.
+def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float]) -> None:
+    """whole = its scale * B of each span in the span's rows and columns of its own, elsewhere zero.
 
     Args:
         whole   out  T  (rows, columns)   F32 or BF16; columns as padded_columns says
         b       in   T  (n, rank)         of all spans, below each other: n rows together
         spans   1 to 3
+        scales  as many
 
     Cost:    whole written once; one launch. A few megabytes.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
     """
-    _launch(dev, EXPAND, (whole, b), whole.size // COLUMN_MULTIPLE, whole, b, spans, scale)
+    _launch(dev, EXPAND, (whole, b), whole.size // COLUMN_MULTIPLE, whole, b, spans, scales)
 
 
-def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scale: float) -> None:
-    """b = scale * those elements of `whole` that expand takes from b: its gradient.
+def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float]) -> None:
+    """b = its scale * those elements of `whole` that expand takes from b: its gradient.
 
     Args: as of expand; b is written.
 
     Cost:    b written once, as much read; one launch.
     Raises:  as expand.
     """
-    _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scale)
+    _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scales)
 
 
 def _launch(
@@ -61,7 +63,7 @@ def _launch(
     whole: Tensor,
     b: Tensor,
     spans: Spans,
-    scale: float,
+    scales: Sequence[float],
 ) -> None:
     if whole.dtype not in (F32, BF16):
         raise TypeError(f"adapter: whole must be F32 or BF16, got {whole.dtype.label}")
@@ -70,6 +72,7 @@ def _launch(
     expect("adapter", "b", b, whole.dtype, (count, rank))
     rows, columns = whole.shape[0], padded_columns(len(spans), rank)
     expect("adapter", "whole", whole, None, (rows, columns))
-    padding = (0,) * (2 * (MAX_SPANS - len(spans)))
-    sizes = (float(scale), rank, columns, rows, *chain(*spans), *padding)
+    missing = MAX_SPANS - len(spans)
+    sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows)
+    sizes += (*chain(*spans), *(0,) * (2 * missing))
     dev.launch(kernel, ceil_div(threads, THREADS), THREADS, (*tensors, *sizes))

@@ -7,15 +7,18 @@ values in one matrix, these three share an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any, NamedTuple
 
 from llmq.arch.matrix import Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.options.option_types import LORA_TARGETS
+from llmq.base.layers import layer_set
+from llmq.options.option_types import LORA_TARGETS, numbers_of
 from llmq.options.rule import Options
 
 
@@ -24,43 +27,102 @@ class Adapters:
     """The adapters that are trained beside matrices that stay as they are; they decide about the
     model's weight table.
 
-    targets: some of LORA_TARGETS. train: some of LORA_PARTS.
+    targets: some of LORA_TARGETS, or a regular expression that names of modules match as a whole.
+    train: some of LORA_PARTS. layers: those that have adapters, as `layer_set` reads them. alpha:
+    of the scaling, as `rs` says. ranks, alphas: other ones of modules whose names end with what
+    matches a pattern, PEFT's rank_pattern and alpha_pattern; the first that matches holds.
     """
 
     rank: int
-    targets: tuple[str, ...]
+    targets: tuple[str, ...] | str
     train: tuple[str, ...] = ()
+    layers: str = "all"
+    alpha: float = 1.0
+    rs: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all have one rank and one scaling."""
+        return not self.ranks and not self.alphas
+
+    def of(self, module: str) -> tuple[int, float]:
+        """Rank and scaling of a module's adapter."""
+        rank, alpha = _of(self.ranks, module, self.rank), _of(self.alphas, module, self.alpha)
+        return rank, alpha / (rank**0.5 if self.rs else rank)
+
+
+def _of(patterns: Iterable[tuple[str, Any]], module: str, otherwise: Any) -> Any:
+    found = (number for pattern, number in patterns if matches(pattern, module))
+    return next(found, otherwise)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a pattern of ranks or alphas is of this module."""
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+class AdaptedPart(NamedTuple):
+    """An adapter of rows [start, stop) of a matrix."""
+
+    part: Part
+    start: int
+    stop: int
+    rank: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
     """A matrix of a block, by its key there, with its adapters.
 
-    shape: (rows, in_features), with the rows of all experts. parts: of the adapters, each with its
-    rows [start, stop) of the matrix.
+    shape: (rows, in_features), with the rows of all experts.
     """
 
     key: str
     shape: tuple[int, int]
-    parts: tuple[tuple[Part, int, int], ...]
+    parts: tuple[AdaptedPart, ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest of its adapters; the others' A and B have zeros beyond theirs, of which all
+        gradients are zeros."""
+        return max(part.rank for part in self.parts)
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """The scaling of each adapter."""
+        return tuple(part.scale for part in self.parts)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Rows [start, stop) of each adapter."""
-        return tuple((start, stop) for _, start, stop in self.parts)
+        return tuple((part.start, part.stop) for part in self.parts)
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the adapters' modules at Hugging Face."""
-        return tuple(part.module for part, _, _ in self.parts)
+        return tuple(part.part.module for part in self.parts)
 
 
 def adapters_of(config: Options) -> Adapters | None:
     """The adapters of a run; None where all of the model is trained. config: normalized."""
     if not config.lora_rank:
         return None
-    targets = LORA_TARGETS if config.lora_targets == "all" else config.lora_targets.split(",")
-    return Adapters(rank=config.lora_rank, targets=tuple(targets), train=config.train)
+    targets: tuple[str, ...] | str = LORA_TARGETS
+    if config.lora_targets != "all":
+        targets = tuple(config.lora_targets.split(","))
+    return Adapters(
+        rank=config.lora_rank,
+        targets=targets if {*targets} <= {*LORA_TARGETS} else config.lora_targets,
+        train=config.train,
+        layers=config.lora_layers,
+        alpha=config.lora_alpha,
+        rs=config.lora_scaling == "rs",
+        ranks=numbers_of(config.lora_rank_pattern, int),
+        alphas=numbers_of(config.lora_alpha_pattern, float),
+    )
 
 
 def has_target(model: ModelConfig, target: str) -> bool:
@@ -70,19 +132,22 @@ def has_target(model: ModelConfig, target: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def adapted_matrices(
-    model: ModelConfig, targets: tuple[str, ...], layer: int
-) -> tuple[Adapted, ...]:
+def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tuple[Adapted, ...]:
     """The matrices of a block that get adapters, in the order of the block.
 
-    targets: what the model does not have is left out. ConfigError where a part of a module is
-    named, and another one is not.
+    Targets that the model does not have are left out. ConfigError where a part of a module is
+    named, and another one is not; ValueError for layers that it does not have.
     """
-    found = []
+    found, targets = [], adapters.targets
+    if layer not in layer_set(adapters.layers, model.num_layers):
+        return ()
     for matrix in model.matrices(layer):
         chosen = []
         for part, start, stop in matrix.spans:
-            named = [target for target in part.targets if target in targets]
+            if isinstance(targets, str):
+                named = part.targets if re.fullmatch(targets, part.module) else ()
+            else:
+                named = tuple(target for target in part.targets if target in targets)
             if named and len(named) < len(part.targets):
                 raise ConfigError(
                     f"--lora-targets: {', '.join(part.targets)} are one matrix, "
@@ -90,7 +155,7 @@ def adapted_matrices(
                     f"or none, got {', '.join(named)}"
                 )
             if named:
-                chosen.append((part, start, stop))
+                chosen.append(AdaptedPart(part, start, stop, *adapters.of(part.module)))
         if chosen:
             columns = matrix.shape[-1]
             shape = (prod(matrix.shape) // columns, columns)
@@ -98,11 +163,17 @@ def adapted_matrices(
     return tuple(found)
 
 
-def all_adapted(model: ModelConfig, targets: tuple[str, ...]) -> Iterator[tuple[int, Adapted]]:
+def all_adapted(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[int, Adapted]]:
     """As adapted_matrices, of all blocks, each with its layer."""
     for layer in range(model.num_layers):
-        for matrix in adapted_matrices(model, targets, layer):
+        for matrix in adapted_matrices(model, adapters, layer):
             yield layer, matrix
+
+
+def adapted_modules(model: ModelConfig, adapters: Adapters | None) -> dict[str, int]:
+    """Ranks by the names of all modules that have adapters."""
+    matrices = all_adapted(model, adapters) if adapters is not None else ()
+    return {part.part.module: part.rank for _, matrix in matrices for part in matrix.parts}
 
 
 def needed_inputs(model: ModelConfig, config: Options, layer: int) -> set[str]:
@@ -110,7 +181,7 @@ def needed_inputs(model: ModelConfig, config: Options, layer: int) -> set[str]:
     adapters = adapters_of(config)
     if adapters is None:
         return {matrix.key for matrix in model.matrices(layer)}
-    return {matrix.key for matrix in adapted_matrices(model, adapters.targets, layer)}
+    return {matrix.key for matrix in adapted_matrices(model, adapters, layer)}
 
 
 def multiplied_sizes(model: ModelConfig) -> dict[str, int]:

@@ -12,7 +12,15 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.options.adapters import adapters_of, all_adapted, has_target, multiplied_sizes
+from llmq.options.adapters import (
+    adapted_modules,
+    adapters_of,
+    all_adapted,
+    has_target,
+    matches,
+    multiplied_sizes,
+)
+from llmq.options.option_types import numbers_of
 from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
@@ -226,30 +234,40 @@ def lacking_targets(o: Options, model: ModelConfig) -> str:
     """Those of --lora-targets, if they are named, that the model has not."""
     if not o.has_adapters or o.lora_targets == "all":
         return ""
-    return ", ".join(name for name in adapters_of(o).targets if not has_target(model, name))
+    targets = adapters_of(o).targets
+    if isinstance(targets, str):
+        return "" if adapted_modules(model, adapters_of(o)) else f"modules that match {targets!r}"
+    return ", ".join(name for name in targets if not has_target(model, name))
+
+
+def idle_pattern(o: Options, model: ModelConfig, texts: tuple[str, ...]) -> str | None:
+    """The first pattern of ranks or alphas that no module with adapters matches."""
+    modules = adapted_modules(model, adapters_of(o)) if o.has_adapters else ()
+    patterns = (pattern for pattern, _ in numbers_of(texts, float))
+    return next((p for p in patterns if not any(matches(p, m) for m in modules)), None)
 
 
 def divided_modules(o: Options, model: ModelConfig) -> str | None:
     """The error where a part of a module is named, and another one is not."""
     if not o.has_adapters:
         return None
-    return error(lambda: [*all_adapted(model, adapters_of(o).targets)])
+    return error(lambda: [*all_adapted(model, adapters_of(o))])
 
 
 def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
     """The first matrix whose adapters would be larger than itself."""
     if not o.has_adapters:
         return None
-    for _, matrix in all_adapted(model, adapters_of(o).targets):
-        for module, (start, stop) in zip(matrix.modules, matrix.spans, strict=True):
+    for _, matrix in all_adapted(model, adapters_of(o)):
+        for part, start, stop, rank, _ in matrix.parts:
             rows, columns = stop - start, matrix.shape[1]
             least = min(rows, columns)
-            if o.lora_rank > least:
+            if rank > least:
                 way = f"use at most {least}, or leave it out of --lora-targets"
                 if o.adapter is not None:
                     way = f"`llmq merge` '{o.adapter}', and begin with new adapters"
-                name = module.rpartition(".")[2]
-                return {"module": name, "rows": rows, "columns": columns, "way": way}
+                found = {"module": part.module.rpartition(".")[2], "rank": rank, "way": way}
+                return found | {"rows": rows, "columns": columns}
     return None
 
 

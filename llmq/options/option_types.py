@@ -8,7 +8,7 @@ import numbers
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -263,8 +263,43 @@ def parse_layers(value: Any) -> str:
 
 
 def parse_targets(value: Any) -> str:
-    """'all', or some of LORA_TARGETS in this order, separated by commas. ValueError otherwise."""
+    """'all', some of LORA_TARGETS in this order, separated by commas, or a regular expression.
+    ValueError otherwise."""
+    if isinstance(value, str) and re.search(r"[.*+?|()\[\]\\]", value):
+        return _regular(value)
     return "all" if value == "all" else ",".join(_some_of(LORA_TARGETS, value)) or "all"
+
+
+def parse_numbers(value: Any) -> tuple[str, ...]:
+    """PATTERN=NUMBER, several with commas between them or as a mapping. ValueError otherwise."""
+    if isinstance(value, Mapping):
+        value = [f"{pattern}={number}" for pattern, number in value.items()]
+    texts, found = value if isinstance(value, list | tuple) else [value], []
+    for text in map(parse_str, texts):
+        pairs = re.findall(r"(.+?)=(\d+(?:\.\d+)?)(?:,|$)", text)
+        if ",".join(f"{pattern}={number}" for pattern, number in pairs) != text:
+            raise ValueError(f"expected PATTERN=NUMBER, with commas between several, got {text!r}")
+        found += [f"{_regular(pattern)}={number}" for pattern, number in pairs]
+    return tuple(found)
+
+
+def numbers_of(texts: Iterable[str], kind: type) -> tuple[tuple[str, Any], ...]:
+    """Patterns with their numbers, of the texts that parse_numbers gives."""
+    pairs = (text.rpartition("=") for text in texts)
+    return tuple((pattern, kind(number)) for pattern, _, number in pairs)
+
+
+def texts_of(numbers: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
+    """Texts of patterns and numbers, as parse_numbers gives them."""
+    return tuple(f"{pattern}={number:g}" for pattern, number in numbers)
+
+
+def _regular(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    return text
 
 
 def parse_parts(value: Any) -> tuple[str, ...]:
@@ -301,7 +336,8 @@ class Option:
     @property
     def repeats(self) -> bool:
         """Whether the command line may give it several times."""
-        return self.parse in (parse_texts, parse_repeated, parse_patterns, parse_parts)
+        several = (parse_texts, parse_repeated, parse_patterns, parse_parts, parse_numbers)
+        return self.parse in several
 
     @property
     def flag(self) -> str:
@@ -363,6 +399,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_layers: "LAYERS",
     parse_targets: "all|q,k,...",
     parse_parts: "PART,...",
+    parse_numbers: "PATTERN=N",
     parse_vocab_size: "N|auto",
 }
 

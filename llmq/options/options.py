@@ -33,6 +33,7 @@ from llmq.options.option_types import (
     parse_every,
     parse_layers,
     parse_name,
+    parse_numbers,
     parse_parts,
     parse_patterns,
     parse_repeated,
@@ -540,8 +541,27 @@ class TrainConfig:
     lora_targets: str | None = option(
         ADAPTERS_GROUP,
         None,
-        f"Matrices that get adapters, all or some of {','.join(LORA_TARGETS)}",
+        f"Matrices that get adapters, all or some of {','.join(LORA_TARGETS)}, or a regular "
+        "expression of modules' names",
         parse=parse_targets,
+    )
+    lora_layers: str = option(
+        ADAPTERS_GROUP,
+        "all",
+        "Layers that get adapters, all, or numbers and ranges: 0-11,20",
+        parse=parse_layers,
+    )
+    lora_rank_pattern: tuple[str, ...] = option(
+        ADAPTERS_GROUP,
+        (),
+        "Other ranks of modules, by regular expressions of their names' ends: down_proj=32",
+        parse=parse_numbers,
+    )
+    lora_alpha_pattern: tuple[str, ...] = option(
+        ADAPTERS_GROUP,
+        (),
+        "Other numerators of the scaling, as --lora-rank-pattern",
+        parse=parse_numbers,
     )
     lora_dropout: float | None = option(
         ADAPTERS_GROUP,

@@ -19,6 +19,7 @@ from llmq.options.conditions import (
     divided_modules,
     draws,
     error,
+    idle_pattern,
     instead_of_fp8,
     lacking_targets,
     not_multiple,
@@ -41,6 +42,7 @@ from llmq.options.option_types import (
     QUANTIZED,
     SIZES_GROUP,
     SPLIT,
+    numbers_of,
     split_weights,
 )
 from llmq.options.rule import REFUSE, Options, Rule, Rules, default, idle, refused, switches
@@ -352,6 +354,21 @@ REFUSED = (
         text="{flag}: needs --lora-rank",
     ),
     *refused(
+        "lora_rank_pattern lora_alpha_pattern",
+        lambda v, o: any(not number for _, number in numbers_of(v, float)),
+        "{flag}: must be greater than 0, got {value}",
+    ),
+    *refused(
+        "lora_rank_pattern",
+        lambda v, o: error(numbers_of, v, int),
+        "{flag}: a rank is a whole number, got {value}",
+    ),
+    *refused(
+        "lora_rank_pattern lora_alpha_pattern",
+        lambda v, o: v and o.lora_init == "pissa",
+        "{flag}: --lora-init pissa has one rank and one scaling",
+    ),
+    *refused(
         "lora_dropout",
         lambda v, o: v is not None and v >= 1,
         "--lora-dropout: must be less than 1, got {value}",
@@ -411,6 +428,11 @@ REFUSED_WITH_MODEL = (
         "--adapter: is not read here: give --lora-rank instead",
     ),
     *refused(
+        "lora_layers",
+        lambda v, o, model: o.has_adapters and error(layer_set, v, model.num_layers),
+        "--lora-layers: {found}",
+    ),
+    *refused(
         "lora_targets",
         lambda v, o, model: divided_modules(o, model),
         "{found}",
@@ -421,9 +443,14 @@ REFUSED_WITH_MODEL = (
         "--lora-targets: {model.architecture} has no {found}",
     ),
     *refused(
+        "lora_rank_pattern lora_alpha_pattern",
+        lambda v, o, model: idle_pattern(o, model, v),
+        "{flag}: no module with adapters is called {found}",
+    ),
+    *refused(
         "lora_rank",
         lambda v, o, model: too_small_for_rank(o, model),
-        "--lora-rank: {value} is larger than the matrix of {found[module]}, {found[rows]} x "
+        "--lora-rank: {found[rank]} is larger than the matrix of {found[module]}, {found[rows]} x "
         "{found[columns]}: {found[way]}",
     ),
     *refused(

@@ -47,9 +47,8 @@ def _trains_head(config: ModelConfig, adapters: Adapters) -> bool:
 def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
     if adapters is None:
         return 0
-    matrices = all_adapted(config, adapters.targets)
-    sizes = [stop - start + m.shape[1] for _, m in matrices for start, stop in m.spans]
-    return adapters.rank * sum(sizes)
+    matrices = [m for _, m in all_adapted(config, adapters)]
+    return sum(p.rank * (p.stop - p.start + m.shape[1]) for m in matrices for p in m.parts)
 
 
 def peaks(name: str) -> tuple[float, float, float, float] | None:

@@ -18,32 +18,49 @@ CASES = {
 }
 
 
-def _blocks(rank: int, *spans: int) -> list[tuple[slice, slice, slice]]:
-    """For each span its rows of the whole, its columns there, and its rows of B."""
+def _blocks(rank: int, scales: tuple[float, ...], *spans: int) -> list[tuple]:
+    """For each span its rows of the whole, its columns there, its rows of B, and its scale."""
     blocks, done = [], 0
     for number, (start, stop) in enumerate(zip(spans[::2], spans[1::2], strict=True)):
         if start < stop:
             columns = slice(number * rank, (number + 1) * rank)
-            blocks.append((slice(start, stop), columns, slice(done, done + stop - start)))
+            of_b, scale = slice(done, done + stop - start), np.float32(scales[number])
+            blocks.append((slice(start, stop), columns, of_b, scale))
             done += stop - start
     return blocks
 
 
 def adapter_expand(
-    whole: np.ndarray, b: np.ndarray, scale: float, rank: int, columns: int, rows: int, *spans: int
+    whole: np.ndarray,
+    b: np.ndarray,
+    scale0: float,
+    scale1: float,
+    scale2: float,
+    rank: int,
+    columns: int,
+    rows: int,
+    *spans: int,
 ) -> None:
-    """whole (rows, columns) = scale * B of each span in columns of its own, zero elsewhere.
+    """whole (rows, columns) = its scale * B of each span in columns of its own, zero elsewhere.
 
     spans: start and stop of three; empty where there are fewer.
     """
     whole[...] = 0
-    for of_whole, its_columns, of_b in _blocks(rank, *spans):
-        whole[of_whole, its_columns] = compute(b[of_b]) * np.float32(scale)
+    for of_whole, its_columns, of_b, scale in _blocks(rank, (scale0, scale1, scale2), *spans):
+        whole[of_whole, its_columns] = compute(b[of_b]) * scale
 
 
 def adapter_collect(
-    b: np.ndarray, whole: np.ndarray, scale: float, rank: int, columns: int, rows: int, *spans: int
+    b: np.ndarray,
+    whole: np.ndarray,
+    scale0: float,
+    scale1: float,
+    scale2: float,
+    rank: int,
+    columns: int,
+    rows: int,
+    *spans: int,
 ) -> None:
-    """b (rows, rank) = scale * what adapter_expand takes from there."""
-    for of_whole, its_columns, of_b in _blocks(rank, *spans):
-        b[of_b] = compute(whole[of_whole, its_columns]) * np.float32(scale)
+    """b (rows, rank) = its scale * what adapter_expand takes from there."""
+    for of_whole, its_columns, of_b, scale in _blocks(rank, (scale0, scale1, scale2), *spans):
+        b[of_b] = compute(whole[of_whole, its_columns]) * scale

@@ -22,11 +22,11 @@ def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tupl
     name, shape, kind, init, hf parts, first row).
 
     The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
-    `padded_columns` says; their B (rows of all, rank) do, too.
+    `padded_columns` says; their B (rows of all, rank) do, too. rank: the largest of the matrix.
     """
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
-    for layer, matrix in all_adapted(config, adapters.targets):
-        a, b = _rows(matrix, layer, adapters.rank)
+    for layer, matrix in all_adapted(config, adapters):
+        a, b = _rows(matrix, layer)
         slabs["lora_a"].append(a)
         slabs["lora_b"].append(b)
     if "new-rows" in adapters.train and config.new_tokens is not None:
@@ -57,12 +57,13 @@ TABLES = {"embed": "embed", "head": "lm_head"}
 """By block, the key of the matrix that has a row for each token."""
 
 
-def _rows(matrix: Adapted, layer: int, rank: int) -> tuple[tuple, tuple]:
-    block, key, a, b, rows = f"layers.{layer}", matrix.key, [], [], 0
-    for i, (part, start, stop) in enumerate(matrix.parts):
+def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
+    block, key, a, b, rows, rank = f"layers.{layer}", matrix.key, [], [], 0, matrix.rank
+    for i, (part, start, stop, own, _) in enumerate(matrix.parts):
         name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
-        a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=(i + 1) * rank))
-        b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, swapped=part.swapped))
+        a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
+        how = {"swapped": part.swapped, "columns": None if own == rank else own}
+        b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, **how))
         rows = end
     full = f"model.{block}.{key}"
     shape_a, shape_b = (padded_columns(len(a), rank), matrix.shape[1]), (rows, rank)

@@ -25,3 +25,7 @@ def begin(
             std = 1.0 / np.sqrt(3.0 * param.columns)
         param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
         random.normal(dev, target, float(std), param_seed, first)
+    for start, stop in param.gaps:
+        own = [min(max(row * param.columns - first, 0), target.size) for row in (start, stop)]
+        if own[0] < own[1]:
+            dev.zero(target.rows(*own))

@@ -83,7 +83,13 @@ class Param:
     @property
     def count(self) -> int:
         """Elements without padding."""
-        return self.rows * self.columns
+        return sum((p.stop - p.start) * (p.columns or self.columns) for p in self.hf)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Rows [start, stop) between those that Hugging Face knows; they stay zero."""
+        edges = sorted(edge for part in self.hf for edge in (part.start, part.stop))
+        return [pair for pair in zip(edges[1::2], edges[2::2], strict=False) if pair[0] < pair[1]]
 
     @property
     def decay(self) -> bool:

@@ -25,8 +25,9 @@ from llmq.checkpoint.principal import Split, doubled
 from llmq.data.identity import TokenizerId
 from llmq.data.new_tokens import first_new_id, parse_tokens
 from llmq.data.tokenizer import Tokenizer
-from llmq.options.adapters import adapters_of, has_target
+from llmq.options.adapters import adapted_modules, adapters_of
 from llmq.options.command_line import flag
+from llmq.options.option_types import LORA_TARGETS, texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.runtime.processes import processes
 from llmq.state.params import Param, weight_table
@@ -44,23 +45,31 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
     with AdapterFiles(config.adapter) as files:
         adapters, saved = files.adapters(model, config.train or ()), files.config
         files.check_adapters(model, adapters)
-    if saved.alpha <= 0:
+    least = min([adapters.alpha, *(alpha for _, alpha in adapters.alphas)])
+    if least <= 0:
         raise ConfigError(
-            f"--adapter: '{config.adapter}' has lora_alpha {saved.alpha}, and only one greater "
+            f"--adapter: '{config.adapter}' has lora_alpha {least}, and only one greater "
             "than 0 can be trained"
         )
     there: dict[str, Any] = {
         "lora_rank": adapters.rank,
-        "lora_alpha": saved.alpha,
-        "lora_targets": ",".join(adapters.targets),
-        "lora_scaling": "rs" if saved.rs else "standard",
+        "lora_alpha": adapters.alpha,
+        "lora_targets": adapters.targets,
+        "lora_layers": adapters.layers,
+        "lora_rank_pattern": texts_of(adapters.ranks),
+        "lora_alpha_pattern": texts_of(adapters.alphas),
+        "lora_scaling": "rs" if adapters.rs else "standard",
         "train": adapters.train,
     }
+    if not isinstance(adapters.targets, str):
+        there["lora_targets"] = ",".join(adapters.targets)
     for name, value in there.items():
         given, written = getattr(config, name), value
         if name == "lora_targets" and given == "all":
-            written = given if adapters == _all_of(model, adapters.rank, adapters.train) else value
-        if given not in (None, 0, written):
+            every = replace(adapters, targets=LORA_TARGETS)
+            same = adapted_modules(model, every) == adapted_modules(model, adapters)
+            written = given if same else value
+        if given not in (None, getattr(TrainConfig(), name), written):
             wrong = "it" if config.continue_from is None else "--adapter"
             raise ConfigError(
                 f"{_said(name, given)}: '{config.adapter}' has {_said(name, value)}: leave "
@@ -79,18 +88,6 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
 def _said(name: str, value: Any) -> str:
     """The option with this value; of no values that it has none."""
     return flag(name, value) or f"no {OPTIONS[name].flag}"
-
-
-def _all_of(model: ModelConfig, rank: int, train: tuple[str, ...]) -> Any:
-    every = TrainConfig(lora_rank=rank, train=train).normalized()
-    return replace(adapters_of(every), targets=_targets(every, model))
-
-
-def _targets(config: TrainConfig, model: ModelConfig) -> tuple[str, ...]:
-    """The matrices of the model that get adapters, however it was named; () without adapters."""
-    adapters = adapters_of(config)
-    named = () if adapters is None else adapters.targets
-    return tuple(target for target in named if has_target(model, target))
 
 
 class InitialWeights:
@@ -169,7 +166,7 @@ class InitialWeights:
         """The model as adapters and the rest: as a checkpoint knows, else computed by the first
         process, one matrix after the other."""
         config, dtype = self.config, parse_dtype(self.config.model_dtype).numpy
-        split = Split(self.model, self.adapters, config.lora_scale)
+        split = Split(self.model, self.adapters)
         if checkpoint is not None:
             params = [p for s in table_of(config, self.model) for p in s.params if p.of_adapter]
             split.initial_adapters = {
@@ -189,13 +186,18 @@ class InitialWeights:
 
     def check_checkpoint(self, reader: CheckpointReader) -> None:
         """LlmqError if a checkpoint has other adapters, or adapters of another model."""
-        names = ("lora_rank", "lora_targets", "lora_init", "train")
+        names = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "lora_init")
+        names += ("train",)
         saved = {name: reader.manifest.options.get(name) for name in names}
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
         for name in saved:
             now, then = getattr(self.config, name), getattr(before, name)
             if name == "lora_targets":
-                same = _targets(self.config, self.model) == _targets(before, self.model)
+                modules = [
+                    adapted_modules(self.model, adapters_of(config)).keys()
+                    for config in (self.config, before)
+                ]
+                same = modules[0] == modules[1]
             else:
                 same = now == then
             if not same:
@@ -229,7 +231,7 @@ class InitialWeights:
             adapters, read = doubled(
                 self.model, adapters, read, partial(read, group=INITIAL_ADAPTERS)
             )
-            saved = saved.doubled
+            saved = replace(saved, split=True)
         export_adapter(directory, self.model, adapters, saved, read, tokenizer, **origin)
 
 

@@ -21,10 +21,11 @@ def test_equals_reference(dev, rng, case, dtype):
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
     b = rng.normal(size=(sum(edges[1::2]) - sum(edges[::2]), rank)).astype(dtype.numpy)
     whole = np.full((rows, padded_columns(len(spans), rank)), np.nan, dtype.numpy)
+    scales = [0.3, -1.7, 0.3][: len(spans)]
     calls = [
-        (lambda dev, whole, b: expand(dev, whole, b, spans, 0.3), {"whole": whole, "b": b}),
+        (lambda dev, whole, b: expand(dev, whole, b, spans, scales), {"whole": whole, "b": b}),
         (
-            lambda dev, whole, b: collect(dev, b, whole, spans, 0.3),
+            lambda dev, whole, b: collect(dev, b, whole, spans, scales),
             {
                 "whole": rng.normal(size=whole.shape).astype(dtype.numpy),
                 "b": np.full_like(b, np.nan),
@@ -46,13 +47,13 @@ def test_wrong_arguments():
 
     whole, b = make(8, 8), make(8, 4)
     with pytest.raises(TypeError, match="adapter: whole must be F32 or BF16, got I32"):
-        expand(dev, make(8, 8, dtype=I32), b, [(0, 8)], 1.0)
+        expand(dev, make(8, 8, dtype=I32), b, [(0, 8)], [1.0])
     with pytest.raises(TypeError, match="adapter: b must be F32, got BF16"):
-        expand(dev, whole, make(8, 4, dtype=BF16), [(0, 8)], 1.0)
+        expand(dev, whole, make(8, 4, dtype=BF16), [(0, 8)], [1.0])
     with pytest.raises(ValueError, match=r"adapter: whole must have shape \(8, 16\)"):
-        expand(dev, whole, make(8, 9), [(0, 8)], 1.0)
+        expand(dev, whole, make(8, 9), [(0, 8)], [1.0])
     for spans in ([(0, 9)], [(4, 8), (0, 4)], [(4, 2)], [(4, 4)]):
         with pytest.raises(ValueError, match="adapter: spans must ascend within 8 rows"):
-            collect(dev, b, whole, spans, 1.0)
+            collect(dev, b, whole, spans, [1.0] * len(spans))
     with pytest.raises(ValueError, match="adapter: spans must be 1 to 3, got 4"):
-        collect(dev, b, whole, [(i, i + 2) for i in range(0, 8, 2)], 1.0)
+        collect(dev, b, whole, [(i, i + 2) for i in range(0, 8, 2)], [1.0] * 4)

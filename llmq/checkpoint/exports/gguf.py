@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,7 +26,9 @@ from llmq.checkpoint.exports.format import SMALL, ExportFormat
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
+from llmq.checkpoint.hf import stored_shape
 from llmq.ops.rope import inverse_frequencies
+from llmq.options.adapters import all_adapted
 from llmq.state.adapter_rows import PEFT_PREFIX
 from llmq.state.params import Param
 
@@ -93,6 +96,11 @@ class Gguf(ExportFormat):
                 f"--format gguf: {', '.join(source.adapters.train)} were trained beside the "
                 "adapters, which a GGUF file of adapters cannot hold: add --merge"
             )
+        if source.adapters is not None and len(_alphas(source)) > 1:
+            raise LlmqError(
+                "--format gguf: a GGUF file of adapters has one numerator of their scalings, these "
+                "have several: add --merge"
+            )
 
     def occupied(self, out: Path) -> list[Path]:
         if out.suffix == ".gguf":
@@ -127,6 +135,12 @@ def _own_scalar(model: ModelConfig) -> int:
 # What is in the file
 
 
+def _alphas(source: Source) -> set[float]:
+    """The numbers that llama.cpp would divide by the ranks of adapters."""
+    parts = (p for _, matrix in all_adapted(source.model, source.adapters) for p in matrix.parts)
+    return {float(np.float32(part.scale * part.rank)) for part in parts}
+
+
 def _params(source: Source) -> Iterator[Param]:
     return (param for slab in source.table for param in slab.params)
 
@@ -151,7 +165,7 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     for param in _params(source):
         found[param] = []
         for part in param.hf:
-            name, shape = name_of(part.name), (part.stop - part.start, *param.row_shape)
+            name, shape = name_of(part.name), stored_shape(param, replace(part, transposed=False))
             made = _rows_of(model, part)
             found[param].append(_Tensor(name, shape, _kind(name, shape, dtype, model), made))
     return found
@@ -173,6 +187,7 @@ def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray
 
     def made(values: np.ndarray) -> np.ndarray:
         rows = values[part.start : part.stop]
+        rows = rows if part.columns is None else rows[:, : part.columns]
         if part.swapped:
             rows = rows[part.rows_of(slice(None), len(rows))]
         if to_pairs:
@@ -204,9 +219,7 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if source.adapters is not None:
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-        # It is divided by the rank.
-        alpha = source.settings.scale * source.adapters.rank
-        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, *_alphas(source))
         return
     model = source.model
     writer.add_size_label(gguf.size_label(sum(p.count for p in _params(source)), 0, 0, 0))

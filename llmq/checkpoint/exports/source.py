@@ -216,7 +216,7 @@ def _adapted(source: Source, reader: CheckpointReader, read: Callable[..., np.nd
     if config.splits_model:
         initial_adapters = partial(read, group=INITIAL_ADAPTERS)
         adapters, read = doubled(source.model, adapters, read, initial_adapters)
-        settings = settings.doubled
+        settings = replace(settings, split=True)
     origin = source.origin | {"base": BaseId.of(reader.manifest.base)}
     return replace(source, read=read, adapters=adapters, settings=settings, origin=origin)
 
