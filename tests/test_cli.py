@@ -367,6 +367,8 @@ COMMANDS = [
                 "dtype": None,
                 "base": None,
                 "merge": False,
+                "scales": None,
+                "activations": None,
                 "verify": None,
                 "overwrite": False,
                 "force": False,

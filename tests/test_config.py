@@ -416,7 +416,7 @@ def test_weights_of_transformers_have_our_shapes(name):
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rope_parameters.full_attention: parameters per layer type",
         ),
-        (QWEN3_06B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (QWEN3_06B, {"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         (
             QWEN25_05B,
             {"use_sliding_window": True, "max_window_layers": 23, "sliding_window": 0},

@@ -20,6 +20,10 @@ _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Fields that models with a text_config may give beside it."""
 
 
+QUANTIZATIONS = ("bitsandbytes", "compressed-tensors", "fp8")
+"""Kinds of codes, by quantization_config's quant_method, that checkpoint/coded decodes."""
+
+
 @dataclass(frozen=True, slots=True)
 class GgufKind:
     """An architecture in GGUF files, and how llama.cpp computes it.
@@ -119,7 +123,13 @@ class Architecture:
         Raises ConfigError naming the first field that is missing or malformed, or that asks for a
         computation which is not implemented. Dropout is ignored: see ignored_fields.
         """
-        reject(hf, "quantization_config", None)
+        coded = get(hf, "quantization_config", dict, None)
+        if coded is not None:
+            reject(
+                {"quantization_config.quant_method": coded.get("quant_method")},
+                "quantization_config.quant_method",
+                *QUANTIZATIONS,
+            )
         reject(hf, "model_type", self.model_type)
         eos = hf.get("eos_token_id", self.eos_token_id)
         ids = eos if isinstance(eos, list) else [] if eos is None else [eos]

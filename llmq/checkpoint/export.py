@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,16 +26,21 @@ def export(
     verify: bool | None = None,
     overwrite: bool = False,
     force: bool = False,
+    **options: str | None,
 ) -> list[str]:
     """Write what `where` names in the format `to`; returns the names of the files.
 
     where, base, merge, force: as of open_source. dtype: as of the format, None: that of the source.
     verify: as of ExportFormat.write. overwrite: what is at `out`, whoever wrote it; else a run
-    replaces its own model directory. LlmqError where that is not possible, before anything changes.
+    replaces its own model directory. options: of the format. LlmqError where that is not possible,
+    before anything changes.
     """
-    made = EXPORTS.get(to)
-    if made is None:
+    if to not in EXPORTS:
         raise ConfigError(f"--format: expected {' or '.join(EXPORTS)}, got {to!r}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if alien := given.keys() - inspect.signature(EXPORTS[to]).parameters.keys():
+        raise ConfigError(f"--{min(alien)} has no meaning with --format {to}")
+    made = EXPORTS[to](**given)
     with suppress(ValueError):  # of formats that only GGUF has
         dtype = None if dtype is None else parse_dtype_name(dtype)
     if dtype is not None and dtype not in made.dtypes:

@@ -21,10 +21,10 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
-from llmq.checkpoint.export_files import (
-    INDEX_FILE,
-    SINGLE_FILE,
-)
+from llmq.base.json_file import json_object
+from llmq.checkpoint.coded import decoded
+from llmq.checkpoint.coded.matrix import CodedMatrix
+from llmq.checkpoint.export_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
     SafetensorsFile,
@@ -39,11 +39,11 @@ _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's c
 
 
 class HfTensor:
-    """A stored tensor. path: of its file; dtype: its name there."""
+    """A stored tensor. path: of its file; name, dtype: its names there."""
 
-    def __init__(self, path: Path, lazy: Any):
+    def __init__(self, path: Path, name: str, lazy: Any):
         """lazy: what safe_open(...).get_slice returns."""
-        self.path = path
+        self.path, self.name = path, name
         self.dtype: str = lazy.get_dtype()
         self.shape = tuple(lazy.get_shape())
         self._lazy = lazy
@@ -110,7 +110,8 @@ class HfWeights:
 
     Tensors are read piece by piece when they are asked for. A checkpoint whose names lack their
     first component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
-    combined matrices of llm.q's exports (self_attn.qkv, mlp.up). If a model has other parts, such
+    combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Matrices that config.json says are
+    codes read as their values. If a model has other parts, such
     as one that sees images, these are the tensors of its language model. Threads may share it.
 
     nested: whether there are such other parts.
@@ -121,13 +122,16 @@ class HfWeights:
         self.directory = directory
         self._files: dict[str, dict[str, HfTensor]] = {}
         self._where, self.nested = _language_model(self._open())
+        config = json_object(directory / CONFIG_FILE).get("quantization_config")
+        if config is not None:
+            self._where = decoded(self._where, config)
 
     @property
     def dtype(self) -> str:
         """The format that most of the weights have: "bf16", "fp32", or "fp16"."""
         sizes: Counter[str] = Counter()
         for tensor in self._where.values():
-            sizes[tensor.dtype] += prod(tensor.shape)
+            sizes[tensor.dtype] += 0 if isinstance(tensor, CodedMatrix) else prod(tensor.shape)
         return {"F32": "fp32", "F16": "fp16"}.get(max(sizes, key=sizes.__getitem__), "bf16")
 
     def grow(self, model: ModelConfig, first: int, count: int) -> None:
@@ -172,7 +176,7 @@ class HfWeights:
             path = self.directory / name
             file = _open_file(path)
             keys = file.offset_keys()
-            self._files[name] = {key: HfTensor(path, file.get_slice(key)) for key in keys}
+            self._files[name] = {key: HfTensor(path, key, file.get_slice(key)) for key in keys}
         return self._files[name]
 
     def _name(self, name: str) -> str | None:

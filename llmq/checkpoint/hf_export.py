@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -35,6 +35,29 @@ MAX_SHARD_BYTES = 5_000_000_000
 """Larger exports are split into several files, so that readers need not map one huge file."""
 
 
+class StoredAs:
+    """The tensors that a parameter is in a file: those of its modules, in dtype F32 or BF16.
+
+    fields: of config.json, beside the model's.
+    """
+
+    fields: Mapping[str, Any] = {}
+
+    def __init__(self, dtype: DType):
+        self.dtype = dtype
+
+    def specs(self, param: Param) -> list[TensorSpec]:
+        """Names, formats and shapes, in the order of the file."""
+        return [TensorSpec(p.name, self.dtype, stored_shape(param, p)) for p in param.hf]
+
+    def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
+        """Make the tensors of its values in its shape, in the order of specs."""
+        values = param.by_row(values)
+        for part in param.hf:
+            rows = values[part.start : part.stop].astype(self.dtype.numpy, copy=False)
+            yield part.stored(rows)
+
+
 def export_model(
     out_dir: Path,
     config: ModelConfig,
@@ -46,6 +69,7 @@ def export_model(
     run: RunId | None = None,
     hub: HubModel | None = None,
     check: Callable[[Path], None] | None = None,
+    stored: StoredAs | None = None,
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
@@ -54,16 +78,18 @@ def export_model(
     beside them, or the model directory whose tokenizer files are copied, such that AutoTokenizer
     makes the same ids. made, run, hub: what made the ids that the model was trained on, whose model
     it is, and what it began as, noted in llmq.json. check: called with the whole directory before
-    it has its name. Nothing appears in out_dir before everything is on the disk; of what is there
-    already, only an older export is replaced.
+    it has its name. stored: what becomes of parameters, instead of tensors in dtype. Nothing
+    appears in out_dir before everything is on the disk; of what is there already, only an older
+    export is replaced.
     Raises LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     replaces = MODEL_FILES + tokenizer_files(tokenizer)
+    stored = StoredAs(dtype) if stored is None else stored
     with staged_directory(out_dir, replaces, RUN_FILE) as staging:
-        write_json(staging / CONFIG_FILE, config.to_hf(option))
+        write_json(staging / CONFIG_FILE, config.to_hf(option) | stored.fields)
         write_json(staging / "generation_config.json", _generation_config(config))
-        sums = _write_weights(staging, config, read, dtype, max_shard_bytes)
+        sums = _write_weights(staging, weight_table(config), read, stored, max_shard_bytes)
         origin = run_record(made=made, run=run, hub=hub)
         if origin:
             write_json(staging / RUN_FILE, origin | {"sha256": sums})
@@ -86,21 +112,19 @@ def _generation_config(config: ModelConfig) -> dict[str, Any]:
 
 def _write_weights(
     directory: Path,
-    config: ModelConfig,
+    table: tuple[Slab, ...],
     read: Callable[[Param], np.ndarray],
-    dtype: DType,
+    stored: StoredAs,
     max_shard_bytes: int,
 ) -> dict[str, str]:
     """Returns the SHA-256 of each file by its name."""
-    table = weight_table(config)
+    params = [param for slab in table for param in slab.params]
     shards: list[list[TensorSpec]] = [[]]
-    for param in (p for slab in table for p in slab.params):
-        for part in param.hf:
-            spec = TensorSpec(part.name, dtype, stored_shape(param, part))
-            filled = sum(s.nbytes for s in shards[-1])
-            if shards[-1] and filled + spec.nbytes > max_shard_bytes:
-                shards.append([])
-            shards[-1].append(spec)
+    for spec in (spec for param in params for spec in stored.specs(param)):
+        filled = sum(s.nbytes for s in shards[-1])
+        if shards[-1] and filled + spec.nbytes > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(spec)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [SINGLE_FILE]
@@ -112,7 +136,7 @@ def _write_weights(
         }
         files = {s.name: name for name, shard in zip(names, shards, strict=True) for s in shard}
         write_json(directory / INDEX_FILE, {"metadata": metadata, "weight_map": files})
-    arrays = _hf_tensors(table, read, dtype)
+    arrays = (array for param in params for array in stored.arrays(param, read(param)))
     sums = {}
     for name, shard in zip(names, shards, strict=True):
         with open(directory / name, "wb") as file:
@@ -120,13 +144,3 @@ def _write_weights(
             write_safetensors(sink, shard, islice(arrays, len(shard)), {"format": "pt"})
         sums[name] = sink.digest.hexdigest()
     return sums
-
-
-def _hf_tensors(
-    table: tuple[Slab, ...], read: Callable[[Param], np.ndarray], dtype: DType
-) -> Iterator[np.ndarray]:
-    for param in (p for slab in table for p in slab.params):
-        values = param.by_row(read(param))
-        for part in param.hf:
-            rows = values[part.start : part.stop].astype(dtype.numpy, copy=False)
-            yield part.stored(rows)

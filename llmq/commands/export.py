@@ -7,30 +7,43 @@ from typing import Annotated
 
 import typer
 
+Out = Annotated[
+    Path, typer.Option("--out", "--out-dir", metavar="PATH", help="Folder, or FILE.gguf.")
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        help="hf: as transformers and peft load it. gguf: a file for llama.cpp. fp8: as "
+        "transformers and vLLM load it with compressed-tensors.",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        "--model-dtype",
+        help="hf, fp8: bf16 or fp32; gguf: also fp16, q8_0, q4_0; as the source if not given.",
+    ),
+]
+Scales = Annotated[
+    str | None,
+    typer.Option(help="fp8: of matrices, tensor or row; tensor after training in fp8, else row."),
+]
+Activations = Annotated[
+    str | None,
+    typer.Option(help="fp8: dynamic, or static: with the delayed scales of the training."),
+]
+
 
 def export(
-    out: Annotated[
-        Path,
-        typer.Option("--out", "--out-dir", metavar="PATH", help="Folder, or FILE.gguf."),
-    ],
+    out: Out,
     source: Annotated[
         str | None,
         typer.Argument(help="A checkpoint, a model directory or cached repository, or adapters."),
     ] = None,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--format", help="hf: as transformers and peft load it. gguf: a file for llama.cpp."
-        ),
-    ] = "hf",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype",
-            "--model-dtype",
-            help="hf: bf16 or fp32; gguf: also fp16, q8_0, q4_0; that of the source if not given.",
-        ),
-    ] = None,
+    to: Format = "hf",
+    dtype: DtypeOption = None,
     checkpoint_dir: Annotated[
         Path, typer.Option(help="Without SOURCE: a checkpoint, or a directory of checkpoints.")
     ] = Path("ckpt/llmq"),
@@ -40,6 +53,8 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Write adapters with their model, as one model.")
     ] = False,
+    scales: Scales = None,
+    activations: Activations = None,
     verify: Annotated[
         bool | None,
         typer.Option(help="Read it back and compare; if not given, what has up to 2 GiB."),
@@ -51,10 +66,11 @@ def export(
         bool, typer.Option("--force", help="Write weights that are infinities or NaNs, too.")
     ] = False,
 ) -> None:
-    """Write a checkpoint, a model or adapters as transformers, peft or llama.cpp load them."""
+    """Write a checkpoint, a model or adapters as transformers, peft, vLLM or llama.cpp load
+    them."""
     from llmq.checkpoint.export import export as run
 
     where, how = checkpoint_dir if source is None else source, {"to": to, "dtype": dtype}
-    how |= {"base": base, "merge": merge, "verify": verify}
-    files = run(where, out, **how, overwrite=overwrite, force=force)
+    how |= {"base": base, "merge": merge, "scales": scales, "activations": activations}
+    files = run(where, out, **how, verify=verify, overwrite=overwrite, force=force)
     print(f"wrote {', '.join(files)} to {out}")

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from llmq.checkpoint.exports.format import ExportFormat, HuggingFace
+from llmq.checkpoint.exports.fp8 import Fp8
 from llmq.checkpoint.exports.gguf import Gguf
 
-EXPORTS: dict[str, ExportFormat] = {each.name: each for each in (HuggingFace(), Gguf())}
+EXPORTS: dict[str, type[ExportFormat]] = {made.name: made for made in (HuggingFace, Gguf, Fp8)}
 """By --format."""

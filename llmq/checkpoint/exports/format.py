@@ -21,7 +21,7 @@ SMALL = 1 << 31
 
 
 class ExportFormat:
-    """A format; one object each, in EXPORTS.
+    """A format, made with its own options.
 
     name: of --format. dtypes: what --dtype may be.
     """

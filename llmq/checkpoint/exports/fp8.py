@@ -1,0 +1,183 @@
+"""Model directories whose matrices are FP8 codes, as compressed-tensors has them.
+
+transformers with that package loads them, and so does vLLM. A scale is of a whole matrix, as
+training in e4m3 has it, with the codes of that training, or of each row. Matrices that llmq keeps
+as one, such as queries, keys and values, have one scale. Activations are scaled when they are
+there, or as the last steps of a training with delayed scales would have done it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.dtypes import E4M3, E4M3_MAX, F32, OPTION_DTYPES, DType
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.checkpoint.export_files import exported_files
+from llmq.checkpoint.exports.format import SMALL, ExportFormat
+from llmq.checkpoint.exports.source import Source, saved_config
+from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import StoredAs, export_model
+from llmq.checkpoint.safetensors_file import TensorSpec
+from llmq.formats.format import id_of
+from llmq.formats.scales import SCALE_MARGIN, STATE
+from llmq.ref.common import encode_fp8, row_blocks
+from llmq.ref.quantize import LEAST_ABS_MAX
+from llmq.state.params import Param, weight_table
+
+SCALES, ACTIVATIONS = ("tensor", "row"), ("dynamic", "static")
+_STRATEGY = {"tensor": "tensor", "row": "channel"}
+"""compressed-tensors' names."""
+
+
+class Fp8Codes(StoredAs):
+    """Matrices of blocks as codes with their scales, all else in dtype.
+
+    scales: "tensor" or "row". inputs: by block and key of a matrix, the scale of what it multiplies
+    in products; None: it is found when that is there.
+    """
+
+    def __init__(self, dtype: DType, scales: str, inputs: Mapping[tuple[str, str], float] | None):
+        super().__init__(dtype)
+        self._by_row, self._inputs = scales == "row", inputs
+        strategy, dynamic = _STRATEGY[scales], inputs is None
+        codes = {"num_bits": 8, "type": "float", "symmetric": True}
+        found = {"strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+        group = {
+            "targets": ["Linear"],
+            "weights": codes | {"strategy": strategy, "dynamic": False},
+            "input_activations": codes | found,
+            "output_activations": None,
+        }
+        self.fields = {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": group},
+                "ignore": ["lm_head"],
+                "kv_cache_scheme": None,
+            }
+        }
+
+    @staticmethod
+    def _is_coded(param: Param) -> bool:
+        return param.kind == "matrix" and param.block.startswith("layers.")
+
+    def specs(self, param: Param) -> list[TensorSpec]:
+        if not self._is_coded(param):
+            return super().specs(param)
+        found = []
+        for weight in super().specs(param):
+            scales = (weight.shape[0], 1) if self._by_row else (1,)
+            found.append(TensorSpec(weight.name, E4M3, weight.shape))
+            found.append(TensorSpec(f"{weight.name}_scale", F32, scales))
+            if self._inputs is not None:
+                module = weight.name.removesuffix(".weight")
+                found.append(TensorSpec(f"{module}.input_scale", F32, (1,)))
+        return found
+
+    def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
+        if not self._is_coded(param):
+            yield from super().arrays(param, values)
+            return
+        codes, scales = coded(values, by_row=self._by_row)
+        for part in param.hf:
+            rows = slice(part.start, part.stop)
+            yield part.stored(codes[rows])
+            yield part.stored(scales[rows, None]) if self._by_row else scales[:1]
+            if self._inputs is not None:
+                yield np.array([self._inputs[param.block, param.key]], np.float32)
+
+
+def coded(values: np.ndarray, *, by_row: bool) -> tuple[np.ndarray, np.ndarray]:
+    """E4M3 codes of a matrix, as training makes them, and F32 scales (rows,), which are equal
+    unless by_row."""
+    codes, largest = np.empty(values.shape, np.uint8), np.empty(len(values), np.float32)
+    blocks = list(row_blocks(*values.shape))
+    for rows in blocks:
+        largest[rows] = np.abs(values[rows].astype(np.float32)).max(1)
+    largest = largest if by_row else np.full_like(largest, largest.max())
+    scales = np.maximum(largest, LEAST_ABS_MAX) / np.float32(E4M3_MAX)
+    factors = np.float32(1) / scales[:, None]
+    for rows in blocks:
+        encode_fp8(codes[rows], values[rows], factors[rows], E4M3.numpy)
+    return codes.view(E4M3.numpy), scales
+
+
+class Fp8(ExportFormat):
+    """scales, activations: as `--scales` and `--activations` have them; None: "dynamic", and of
+    training in fp8 its own scales, else one for each row."""
+
+    name, dtypes = "fp8", ("fp32", "bf16")
+
+    def __init__(self, scales: str | None = None, activations: str | None = None):
+        for name, value, known in (
+            ("scales", scales, SCALES),
+            ("activations", activations, ACTIVATIONS),
+        ):
+            if value not in (None, *known):
+                raise ConfigError(f"--{name}: expected {' or '.join(known)}, got {value!r}")
+        self.scales, self.activations = scales, activations
+
+    def check(self, source: Source, dtype: str) -> None:
+        model = source.model
+        if source.adapters is not None:
+            raise LlmqError("--format fp8: adapters are no matrices to be coded: add --merge")
+        if model.arch.transposed:
+            raise LlmqError(
+                f"--format fp8: compressed-tensors has no codes for the layers of "
+                f"{model.architecture}"
+            )
+        if any(len(m.shape) != 2 for layer in model.layer_kinds for m in model.matrices(layer)):
+            raise LlmqError(f"--format fp8: experts of {model.architecture} are not written yet")
+        if self.activations == "static":
+            _input_scales(source)
+
+    def occupied(self, out: Path) -> list[Path]:
+        return exported_files(out)
+
+    def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
+        trained = source.manifest is not None and saved_config(source.manifest).is_fp8
+        scales = self.scales or ("tensor" if trained else "row")
+        inputs = _input_scales(source) if self.activations == "static" else None
+        kept, model = OPTION_DTYPES[dtype], source.model
+        stored = Fp8Codes(kept, scales, inputs)
+        origin = source.origin | {"stored": stored}
+        size = sum(p.count for slab in source.table for p in slab.params)
+        if verify or (verify is None and size <= SMALL):
+            origin["check"] = partial(_verify, source, kept, scales == "row")
+        return export_model(out, model, source.read, kept, source.tokenizer, **origin)
+
+
+def _input_scales(source: Source) -> dict[tuple[str, str], float]:
+    """By block and key of a matrix, the delayed scale of what it multiplies."""
+    state = {} if source.manifest is None else source.manifest.state
+    found = {}
+    for layer in range(source.model.num_layers):
+        for matrix in source.model.matrices(layer):
+            history = state.get(f"{STATE}{id_of(layer, matrix.input)}")
+            if not history:
+                raise LlmqError(
+                    "--activations static: only checkpoints of runs with --matmul-dtype e4m3 "
+                    "--fp8-recipe delayed have scales of activations"
+                )
+            found[f"layers.{layer}", matrix.key] = max(history) * SCALE_MARGIN / E4M3_MAX
+    return found
+
+
+def _verify(source: Source, dtype: DType, by_row: bool, folder: Path) -> None:
+    """LlmqError unless a directory has the values that codes of a source's matrices stand for."""
+    with HfWeights(folder) as weights:
+        weights.check(weight_table(source.model))
+        for param in (param for slab in source.table for param in slab.params):
+            expected: Any = source.read(param).astype(dtype.numpy)
+            if Fp8Codes._is_coded(param):
+                codes, scales = coded(source.read(param), by_row=by_row)
+                expected = codes.astype(np.float32) * scales[:, None]
+            if not np.array_equal(weights.read(param), expected):
+                raise LlmqError(f"{param.name} is not what was written: write it again")
