@@ -9,10 +9,9 @@ import pytest
 from llmq.options.option_file import read_option_file
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
-from tools.plan_configs import BLOCK, CONFIGS, predicted
+from tools.plan_configs import BLOCK, CONFIGS, README, ROWS, SIZES, predicted, readme
 
 FILES = sorted(CONFIGS.glob("*.yaml"))
-SIZES = ("0.5b", "1.5b", "7b")
 
 
 def test_what_there_is():
@@ -28,6 +27,11 @@ def test_its_comment_is_its_plan(path: Path):
     """`tools/plan_configs.py` writes it anew. That it fits is a part of the plan."""
     (block,) = BLOCK.findall(path.read_text())
     assert block == predicted(path)
+
+
+def test_the_table_of_the_readme_is_of_the_files():
+    text = README.read_text()
+    assert len(ROWS.findall(text)) == 1 and text == readme(), "run tools/plan_configs.py"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

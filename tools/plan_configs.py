@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Writes into each file of configs/ what it needs and how fast it is predicted to be.
+"""Writes into each file of configs/ what it needs and how fast it is predicted to be, and into
+README.md the table of these.
 
     PYTHONPATH=. tools/plan_configs.py
 
 A file says in its head which card it is for ("# Card: 4090", as for `llmq plan --card`). The block
 of comments between the two lines of dashes is replaced by what `llmq plan` says of that card, with
-the preset in place of the model from Hugging Face. LlmqError where a file does not fit on its card
-beside a desktop.
+the preset in place of the model from Hugging Face. README's table is made of what the files say.
+LlmqError where a file does not fit on its card beside a desktop.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from llmq.plan.memory import DESKTOP_BYTES, needed_bytes
 from llmq.plan.target import target
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+README = CONFIGS.parent / "README.md"
+ROWS = re.compile(r"(?<=\n\| card \| Qwen2.5-0.5B \|)(.*\n.*\n)(\|.*\n)+")
+SIZES, MEMORIES = ("0.5b", "1.5b", "7b"), (8, 12, 16, 24)  # of the rows
 BEGIN, END = "# --- written by tools/plan_configs.py", "# ---"
 BLOCK = re.compile(rf"^{re.escape(BEGIN)}\n.*?^{END}\n", re.MULTILINE | re.DOTALL)
 
@@ -41,7 +45,7 @@ def predicted(path: Path) -> str:
     check_fits(config, planner, plan, where.limits)
     time, disk = step_time(plan, where.card), disk_use(config, model, plan.placement)
     cards = "one" if where.world_size == 1 else f"{where.world_size} x"
-    speed = f"{plan.tokens / time.total:,.0f} tokens/s, a step of {plan.tokens:,} tokens"
+    speed = f"{plan.tokens / time.total:,.0f} tokens/s{where.card.plus_minus(where.world_size)}"
     on_disk, _, rest = disk.lines()[1].partition(":")[2].strip().partition("; ")
     lines = [
         f"On {cards} {where.card.name} ({where.card.size} GB):",
@@ -49,16 +53,40 @@ def predicted(path: Path) -> str:
         f"  Host memory:  {mib(plan.host_bytes)} pinned, and some GiB for the program",
         f"  On disk:      {on_disk}",
         *([f"                {rest}"] if rest else []),
-        f"  Speed:        {speed} in {time.total:.2g} s",
+        f"  Speed:        {speed}, a step of {plan.tokens:,} tokens in {time.total:.2g} s",
     ]
     return "".join(f"{line}\n" for line in (BEGIN, *(f"# {line}" for line in lines), END))
 
 
+def readme() -> str:
+    """The text of README.md, its table made anew."""
+    lines = []
+    for memory in MEMORIES:
+        cells, pinned, card = [], [], ""
+        for size in SIZES:
+            path = CONFIGS / f"finetune-qwen2.5-{size}-{memory}gb.yaml"
+            if not path.exists():
+                cells.append("does not fit")
+                pinned.append("\N{EN DASH}")
+                continue
+            text = path.read_text()
+            name = re.search(r"On one NVIDIA GeForce (.+) \(", text)[1]
+            speed, error = re.search(r"Speed: +([\d,]+) tokens/s( ± \d+ %)?", text).groups()
+            card = f"{memory} GB ({name}){error or ''}"
+            cells.append(f"{int(speed.replace(',', '')) / 1000:.1f}k")
+            mib = int(re.search(r"Host memory: +(\d+) MiB", text)[1])
+            pinned.append(str(round(mib / 1024)))
+        cells = [card, *cells, f"{', '.join(pinned)} GiB"]
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return ROWS.sub(lambda found: found[1] + "".join(lines), README.read_text())
+
+
 def main() -> None:
-    """Rewrite the blocks of all files."""
+    """Rewrite the blocks of all files, and README's table."""
     for path in sorted(CONFIGS.glob("*.yaml")):
         path.write_text(BLOCK.sub(lambda _, path=path: predicted(path), path.read_text()))
         print(path)
+    README.write_text(readme())
 
 
 if __name__ == "__main__":

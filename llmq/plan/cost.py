@@ -21,6 +21,10 @@ PARTS = ("blocks", "head", "attention", "memory_bound", "transfers", "optimizer"
 # From h100_ops.txt and peers.json in benchmarks/, and from the products tuned for an H100.
 COPY_SHARE = 0.88  # of the sheet's bandwidth, in kernels that are bound by it
 LAUNCH = 5e-6  # seconds that a launch takes beside its bytes or FLOPs: filling and draining the GPU
+# On multiprocessors with 100 KB of shared memory (GeForce, workstations): the library's tiles are
+# half as large as on an H100, and at 2.5 GHz instead of 1.5 a card is filled and drained sooner.
+# Both follow from llm.q's published speeds (tools/published_speeds.py).
+SMALL, SMALL_TILES, SMALL_LAUNCH = (86, 89, 120, 121), 0.5, 3e-6
 # Both directions together have so many times one direction's rate: 48 of 55 GB/s each
 # (h200_x4_bus.txt).
 BOTH_WAYS = 1.74
@@ -130,6 +134,8 @@ class Rates:
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
+        small = card.capability in SMALL
+        self._launch, self._tiles = (SMALL_LAUNCH, SMALL_TILES) if small else (LAUNCH, 1.0)
         self._bus, self._link = 1e9 * card.bus, 1e9 * card.link
         self._host = HOST_MEMORY[nccl] / gpus
         self._staged = HOST_SHARE[nccl] * self._bus
@@ -155,12 +161,12 @@ class Rates:
                 return seconds / self._slowest
         cost, memory = work.cost, work.device_bytes / self._memory
         if not cost.rate:
-            return LAUNCH + memory
+            return self._launch + memory
         if cost.part == "attention":
-            return LAUNCH + max(self._attention(cost), memory)
+            return self._launch + max(self._attention(cost), memory)
         more = More.of(cost, work.device_bytes)
         memory -= more.nbytes / self._memory
-        return LAUNCH + self._product(cost, memory) + exposed(more) / self._memory
+        return self._launch + self._product(cost, memory) + exposed(more) / self._memory
 
     def _as_measured(self, work: Work) -> float | None:
         """None where nothing like it was measured."""
@@ -224,7 +230,7 @@ class Rates:
         if cost.rate == "matmul_fp8" and cost.fast:
             rate *= FAST_ACCUMULATION.get(self.card.capability, 1)
         depth = cost.kind.sizes[2]
-        last_wave = half_wave(depth, self.card.num_sms) / rate
+        last_wave = self._tiles * half_wave(depth, self.card.num_sms) / rate
         return max(cost.flops / rate, memory) + last_wave
 
     def _attention(self, cost: Cost) -> float:

@@ -152,8 +152,8 @@ def plan_report(
         seconds, parts = predicted["step_seconds"], predicted["parts_seconds"].items()
         shares = [f"{name.replace('_', '-')} {s / seconds:.1%}" for name, s in parts if s]
         lines += [
-            f"  Predicted:       {predicted['tokens_per_second']:,.0f} tokens/s, a step in "
-            f"{seconds:.3g} s",
+            f"  Predicted:       {predicted['tokens_per_second']:,.0f} tokens/s"
+            f"{where.card.plus_minus(where.world_size)}, a step in {seconds:.3g} s",
             f"  Of which:        {', '.join(shares)}",
             f"  Card's speed:    {predicted['source']}",
         ]
@@ -181,7 +181,7 @@ def plan_record(
     """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
 
     needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
-    is null where no card is known.
+    is null where no card is known, its error where `llmq rig` has measured the card.
     """
     needed, limits = needed_bytes(plan, where.spec), where.limits
     excess = limits.excess(needed, plan.host_bytes)
@@ -230,6 +230,7 @@ def _predicted(tokens: int, time: StepTime, where: PlanTarget) -> dict[str, Any]
         "step_seconds": time.total,
         "parts_seconds": time.parts,
         "source": where.card.source,
+        "error": where.card.error_of(where.world_size),
     }
 
 
@@ -306,7 +307,8 @@ def fit_report(found: SearchResult, where: PlanTarget, shown: int = SHOWN) -> li
         lines.insert(2, f"  Left free:       {room(where.reserve)} (--reserve)")
     if where.card is not None:  # on the CPU all memory is one, and nothing is known of its speed
         lines.insert(2, f"  Host memory:     {host}")
-        lines.append(f"  Speed:           of {where.card.name}, {where.card.source}")
+        card, error = where.card, where.card.plus_minus(where.world_size)
+        lines.append(f"  Speed:           of {card.name}, {card.source}{error}")
     for number, candidate in enumerate(found.candidates[:shown], start=1):
         need, config = candidate.need, candidate.config
         facts = [f"{config.batch_size} x {config.grad_accumulation} sequences", mib(need.device)]
