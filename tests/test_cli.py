@@ -274,6 +274,7 @@ COMMANDS = [
     ),
     ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
+    ("score tiny a.bin --from-scratch --out s", "train.run_score.run_score", None),
     ("rig --out x/rig --minutes 3", "rig.rig.run_rig", ((Path("x/rig"), 3.0), {})),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",

@@ -32,9 +32,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in (
-        "fine-tuning", "lora", "data", "models", "checkpoints", "export", "planning", "memory",
-        "formats", "multi-gpu", "multi-machine", "logs", "evaluation", "python", "speed", "sweeps",
-        "rig",
+        "fine-tuning", "lora", "preferences", "data", "models", "checkpoints", "export", "planning",
+        "memory", "formats", "multi-gpu", "multi-machine", "logs", "evaluation", "python", "speed",
+        "sweeps", "rig",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq
@@ -81,6 +81,7 @@ SHORTER = [
     (r"^llmq plan", "rig.json", f"{ROOT}/benchmarks/h100/2026-11-23/h100_rig/rig.json"),
     (r"^llmq verify", "$", " --num-layers 1 --verify-steps 1"),
     (r"^llmq eval", "$", " --device cpu"),
+    (r"^llmq score", "$", " --device cpu --gpus 1 --seq-len 64 --batch-size 1"),
     (r"^llmq sample", "$", " --device cpu --max-new-tokens 4"),
     (r"^llmq bench --config", "$", " --timed-steps 1 --repeats 1"),
     (r"^llmq top", "$", " --once"),
@@ -137,6 +138,9 @@ def workplace(tmp_path, monkeypatch):
     talks = [[user(a), assistant(b)] for a, b in zip(texts[:80], texts[80:160], strict=True)]
     lines = (json.dumps({"messages": messages}) for messages in talks)
     Path("talks.jsonl").write_text("\n".join(lines))
+    pairs = zip(texts[:20], texts[20:40], texts[40:60], strict=True)
+    lines = ({"prompt": p[:9], "chosen": c[:9], "rejected": r[:9]} for p, c, r in pairs)
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     Path("my_texts").mkdir()
     for number in range(4):
         Path(f"my_texts/{number}.txt").write_text("\n".join(texts[number::4]))

@@ -136,11 +136,11 @@ def masked_batches(count: int, config: Any) -> list[tuple[np.ndarray, ...]]:
 
 
 def measured(result: Any) -> dict[str, Any]:
-    """The fields of a result but its time."""
-    times = ("communication", "waits", "begin", "end")
+    """The fields of a result but its time, and the names of some of its numbers."""
+    left_out = ("communication", "waits", "begin", "end", "validated", "shown")
     found = dataclasses.asdict(result)
     found |= found.pop("numbers", {})  # which older versions have as fields
-    return {k: v for k, v in found.items() if k not in times}
+    return {k: v for k, v in found.items() if k not in left_out}
 
 
 def trained(trainer: Any) -> dict[str, Any]:

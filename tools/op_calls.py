@@ -57,6 +57,7 @@ from llmq.ops import (
     nf4,
     norm,
     outliers,
+    pairs,
     qk_norm,
     quantize,
     quantize_int8,
@@ -476,6 +477,29 @@ def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
     ]
 
 
+def pairs_calls(B: int, T: int, count: int) -> list[Call]:
+    """Pairs of documents that fill the rows."""
+    edges = np.linspace(0, T, 2 * count + 1).astype(np.int32)
+    starts, other = np.repeat(edges[:-1], np.diff(edges)), edges[:-1].reshape(-1, 2)[:, ::-1]
+    partner = np.repeat(other.reshape(-1) + 1, np.diff(edges))
+    rows = {"targets": np.zeros((B, T), np.int32), "starts": np.tile(starts, (B, 1))}
+    rows["partner"] = np.tile(partner.astype(np.float32), (B, 1))
+    sums = {"sums": f32(3, B, T, value=1.0)}
+    return [
+        Call("sums", _pair_sums, sums | rows | {"losses": f32(B, T, value=1.0)}),
+        Call("weights", _pair_weights, sums | rows | {"weights": f32(B, T)}),
+    ]
+
+
+def _pair_sums(dev: Device, *, starts: Tensor, partner: Tensor, **tensors: Tensor) -> None:
+    pairs.sums(dev, **tensors, reference=None, places=pairs.Places(starts, partner))
+
+
+def _pair_weights(dev: Device, *, starts: Tensor, partner: Tensor, **tensors: Tensor) -> None:
+    form = pairs.Form(0, 0, 0.1, 0.0, 0.0, 0.0)
+    pairs.weights(dev, **tensors, shift=None, places=pairs.Places(starts, partner), form=form)
+
+
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
     heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
@@ -731,6 +755,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "nf4": nf4_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,
+    "pairs": pairs_calls,
     "qk_norm": qk_norm_calls,
     "quantize": quantize_calls,
     "quantize_int8": quantize_int8_calls,

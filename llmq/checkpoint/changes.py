@@ -12,14 +12,14 @@ from llmq.options.options import ONCE, OPTIONS, TrainConfig
 
 # Options that have nothing to do with what is computed, beside paths and the length of the run.
 _ELSEWHERE = "model from_scratch init_proj_to_zero train_file eval_file eval_seed steps"
-_ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter"
+_ELSEWHERE += " epochs eval_every_n_steps eval_num_steps allow_other_tokenizer adapter scores"
 
 # Options that change nothing but the order in which numbers are added up.
 _ROUNDING = ("lmhead_chunks", "attention", "tune")
 _ROUNDING_OF_RANKS = ("shard_gradients", "shard_over", "all_to_all_reduce")
 
 
-_OF_GROUPS = ("model_dtype", "batch_size", "learning_rate", "lora_rank")
+_OF_GROUPS = ("model_dtype", "batch_size", "learning_rate", "lora_rank", "loss")
 """An option of each group that decides what is computed."""
 
 

@@ -28,6 +28,7 @@ from llmq.commands import (
     plot,
     rig,
     sample,
+    score,
     show,
     tokenize,
     top,
@@ -83,6 +84,7 @@ app.command(cls=Command)(show.show)
 app.command(cls=Command)(check.check)
 app.command(cls=Command)(demo.demo)
 app.command(cls=Command)(sample.sample)
+app.command(cls=TrainCommand)(score.score)
 app.command("eval", cls=Command)(evaluation.evaluate)
 app.command(cls=Command)(export.export)
 app.command(cls=Command)(merge.merge)

@@ -70,6 +70,7 @@ class SequenceLayout:
             separator=config.document_separator,
             long=config.long,
             weights=None if held_out else config.train_weights,
+            pairs=config.has_pairs,
         )
 
     @property
@@ -175,7 +176,7 @@ class DataSet:
             if pairs and not self.layout.pairs:
                 raise DataError(
                     f"'{file.path}' has pairs, of which one answer is to be preferred: that needs "
-                    "a loss of pairs"
+                    "--loss dpo, ipo, simpo or orpo"
                 )
             if not pairs and self.layout.pairs:
                 raise DataError(

@@ -178,19 +178,10 @@ class PackedSource:
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
         rows, order = self._pass(seed, number)
         if self._rows is None:
-            return self._spans(rows[index : index + 1])
+            return spans_of(self.pieces, rows[index : index + 1])
         row = int(rows[index])
         slots = self._rows.slots[self._rows.edges[row] : self._rows.edges[row + 1]]
-        return self._spans(order[slots])
-
-    def _spans(self, chosen: np.ndarray) -> list[Span]:
-        p = self.pieces
-        names = (p.file, p.start, p.length, p.goes_on, p.first)
-        columns = (column[chosen].tolist() for column in names)
-        return [
-            Span(file, start, length, goes_on, (first,) * (first > 0) + (length,) * (not goes_on))
-            for file, start, length, goes_on, first in zip(*columns, strict=True)
-        ]
+        return spans_of(self.pieces, order[slots])
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
         rows, order = self._pass(seed, number)
@@ -198,6 +189,16 @@ class PackedSource:
             return self.pieces.length[rows].astype(np.int64)
         in_slots = self.pieces.length[order[self._rows.slots]].astype(np.int64)
         return np.add.reduceat(in_slots, self._rows.edges[:-1])[rows]
+
+
+def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
+    """The pieces with these numbers, one behind the other."""
+    names = ("file", "start", "length", "goes_on", "first")
+    columns = (getattr(pieces, name)[chosen].tolist() for name in names)
+    return [
+        Span(file, start, length, goes_on, (first,) * (first > 0) + (length,) * (not goes_on))
+        for file, start, length, goes_on, first in zip(*columns, strict=True)
+    ]
 
 
 def remembered(make: Callable[[int, int], T]) -> Callable[[int, int], T]:

@@ -69,6 +69,7 @@ class DataLoader:
         layout: SequenceLayout | None = None,
         drop_last: bool = False,
         prefetch: int = 4,
+        scores: Path | None = None,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
@@ -76,7 +77,8 @@ class DataLoader:
         batches instead of filling them up with sequences that are read elsewhere, too, so that no
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
-        sequences; None: llm.q's windows.
+        sequences; None: llm.q's windows. scores: the folder with those of the files, if the loss
+        reads them; it may be filled before the first batch is asked for.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -93,7 +95,7 @@ class DataLoader:
             everything=everything,
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64
-        self.world_size = world_size
+        self.world_size, self.scores = world_size, scores
         self._drop_last, self._prefetch = drop_last, prefetch
         self._counts = self.data.plan.counts
         self._groups = [self._parts(count, world_size) for count in self._counts]
@@ -121,6 +123,7 @@ class DataLoader:
             data.vocab_size,
             document_mask=data.layout.document_mask,
             pairs=data.layout.pairs,
+            scores=self.scores,
         )
 
     @property

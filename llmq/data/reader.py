@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +11,10 @@ import numpy as np
 
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError
+from llmq.data.scores import ScoreFile, scores_path
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
-PARTNER = "partner"  # of Batch.more, with pairs
+PARTNER, REFERENCE = "partner", "reference"  # of Batch.more, with pairs and with scores
 _OPEN_FILES = 16  # kept open by one reader
 
 
@@ -54,13 +55,15 @@ class RowReader:
         *,
         document_mask: bool,
         pairs: bool = False,
+        scores: Path | None = None,
     ) -> None:
         """paths: the files, as spans number them. document_mask: whether batches have starts.
         pairs: whether each span is a pair of documents, and batches say where the other one is.
+        scores: the folder with what a reference thinks of each token, which batches then have.
         """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
-        self.document_mask, self.pairs = document_mask, pairs
-        self._open: OrderedDict[int, TokenFile] = OrderedDict()
+        self.document_mask, self.pairs, self._scores = document_mask, pairs, scores
+        self._open: OrderedDict[int, tuple[TokenFile, ScoreFile | None]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
         """Read a batch of `size` rows; missing rows repeat the first one, all masked.
@@ -71,11 +74,13 @@ class RowReader:
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
-        partners = np.zeros(inputs.shape, np.float32) if self.pairs else None
+        names = [PARTNER] * self.pairs + [REFERENCE] * (self._scores is not None)
+        more = {name: np.zeros(inputs.shape, np.float32) for name in names}
         padding = 0
         for row, spans in enumerate(rows):
-            of_row = [array if array is None else array[row] for array in (starts, partners)]
-            filled = self._read_row(spans, inputs[row], targets[row], *of_row)
+            of_row = None if starts is None else starts[row]
+            more_of_row = {name: array[row] for name, array in more.items()}
+            filled = self._read_row(spans, inputs[row], targets[row], of_row, more_of_row)
             if counted[row]:
                 padding += self.seq_len - filled
             else:
@@ -84,8 +89,7 @@ class RowReader:
         if starts is not None:
             starts[len(rows) :] = starts[0]
         padding += (size - len(rows)) * self.seq_len
-        more = None if partners is None else {PARTNER: partners}
-        return Batch(inputs, targets, starts, padding, more)
+        return Batch(inputs, targets, starts, padding, more or None)
 
     def _read_row(
         self,
@@ -93,14 +97,14 @@ class RowReader:
         inputs: np.ndarray,
         targets: np.ndarray,
         starts: np.ndarray | None,
-        partners: np.ndarray | None,
+        more: Mapping[str, np.ndarray],
     ) -> int:
         """Fill a row of each array, (seq_len,); returns how many tokens it has.
 
         Spans are read one behind the other, each with the token behind it if that counts. All else
         is done for the whole row at once, because a row may have hundreds of spans.
         """
-        tokens, counts = self._read_spans(spans)
+        tokens, counts, scores = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
         filled = int(lengths.sum())
@@ -117,40 +121,58 @@ class RowReader:
             targets[ends - 1] = MASKED_TARGET
             starts[at] = at
             np.maximum.accumulate(starts, out=starts)
-        if partners is not None:  # no span of a pair goes on, so places are those of the row
+        if scores is not None:
+            learned = targets[:filled] != MASKED_TARGET
+            more[REFERENCE][:filled] = np.where(learned, scores[places + 1], 0)
+            if np.isnan(more[REFERENCE]).any():
+                raise self._lacking(spans)
+        if PARTNER in more:  # no span of a pair goes on, so places are those of the row
             at = np.cumsum([0, *lengths])[:-1].tolist()
             for begin, span in zip(at, spans, strict=True):
                 middle, end = (begin + length for length in span.ends)
                 preferred, other = np.where(counts[[begin, middle]], 1, -1)
-                partners[begin:middle] = preferred * (middle + 1)
-                partners[middle:end] = other * (begin + 1)
+                more[PARTNER][begin:middle] = preferred * (middle + 1)
+                more[PARTNER][middle:end] = other * (begin + 1)
         if filled < self.seq_len:  # padding repeats tokens of the row: no other values arise
             inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
         return filled
 
-    def _read_spans(self, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens of spans, int32, with one more at the end, and whether to predict each of them.
+    def _read_spans(
+        self, spans: Sequence[Span]
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """Tokens of spans, int32, with one more at the end, whether to predict each of them, and
+        their scores.
 
-        The latter is None where all are predicted.
+        The second is None where all are predicted, the third where there are none.
         """
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None
+        scores = None if self._scores is None else np.zeros(len(tokens), np.float32)
         at = 0
         for span, size in zip(spans, sizes, strict=True):
-            file = self._file(span.file)
+            file, scored = self._file(span.file)
             file.read_tokens_into(span.start, tokens[at : at + size])
             if file.has_masks:
                 counts = np.ones(len(tokens), bool) if counts is None else counts
                 # The bit of the target token itself decides, so that the first token of an answer
                 # is trained and the token after its end is not.
                 counts[at : at + size] = file.read_mask(span.start, size)
+            if scored is not None:
+                scores[at : at + size] = scored.read(span.start, size)
             at += size
         tokens = tokens.astype(np.int32, copy=False)
         bad = tokens.view(np.uint32) >= self.vocab_size  # a negative id is a large unsigned one
         if bad.any():
             raise self._bad_id(spans, sizes, tokens, int(bad.argmax()))
-        return tokens, counts
+        return tokens, counts, scores
+
+    def _lacking(self, spans: Sequence[Span]) -> DataError:
+        names = {str(scores_path(self._scores, self._paths[span.file])) for span in spans}
+        return DataError(
+            f"{', '.join(sorted(names))}: there is no score of a token that is trained: documents "
+            "were longer than the --seq-len that they were scored with; score with this one"
+        )
 
     def _bad_id(
         self, spans: Sequence[Span], sizes: Sequence[int], tokens: np.ndarray, at: int
@@ -163,16 +185,25 @@ class RowReader:
             "for another tokenizer; tokenize the data again"
         )
 
-    def _file(self, number: int) -> TokenFile:
+    def _file(self, number: int) -> tuple[TokenFile, ScoreFile | None]:
         if number in self._open:
             self._open.move_to_end(number)
         else:
             if len(self._open) == _OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
-            self._open[number] = TokenFile(self._paths[number])
+                self._close_one(last=False)
+            file, scores = TokenFile(self._paths[number]), None
+            if self._scores is not None:
+                scores = ScoreFile(scores_path(self._scores, file.path))
+                scores.check(file)
+            self._open[number] = file, scores
         return self._open[number]
+
+    def _close_one(self, *, last: bool = True) -> None:
+        for file in self._open.popitem(last=last)[1]:
+            if file is not None:
+                file.close()
 
     def close(self) -> None:
         """Close the files; the next read opens them again."""
         while self._open:
-            self._open.popitem()[1].close()
+            self._close_one()

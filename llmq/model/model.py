@@ -119,7 +119,7 @@ class Model:
     def rows(self, targets: Tensor) -> Rows:
         """The head's knowledge of the micro-batch with these targets."""
         losses, lse = (t.view(*targets.shape) for t in (self.head.losses, self.head.lse))
-        return Rows(targets, losses, lse)
+        return Rows(targets, losses, lse, self.starts)
 
     def backward(
         self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool

@@ -24,7 +24,8 @@ class Result:
 
     loss: the mean over what the loss counts, NaN where that is nothing. tokens: what it counts, or
     its own sum of that name: targets that are not masked. norm: the gradient norm before clipping,
-    0 for evaluations. numbers: others of the loss (`Loss.numbers`). saturated: elements that
+    0 for evaluations. numbers: others of the loss (`Loss.numbers`); validated, shown: those of them
+    that validations report, and that the console has. saturated: elements that
     were too large for their fp8 scales, with delayed ones. communication: milliseconds of the step
     in which a rank did nothing but wait for others, the mean of all; None with one rank, 0 for
     evaluations. waits: the same of each rank; () with one.
@@ -36,6 +37,8 @@ class Result:
     tokens: int
     norm: float
     numbers: Mapping[str, float] = field(default_factory=dict)
+    validated: tuple[str, ...] = field(default=(), compare=False)
+    shown: tuple[str, ...] = field(default=(), compare=False)
     saturated: int = 0
     communication: float | None = field(default=None, compare=False)  # a time is never the same
     waits: tuple[float, ...] = field(default=(), compare=False)
@@ -146,6 +149,8 @@ class Results:
             tokens=int(sums.get("tokens", sums["count"])),
             norm=sums["norm"],
             numbers=self._loss.numbers(sums),
+            validated=self._loss.validated,
+            shown=self._loss.shown,
             saturated=int(sums["saturated"]),
             communication=sums["exposed"] / W if W > 1 else None,
             waits=tuple(of_ranks[:, self._stat["exposed"]].tolist()),

@@ -43,7 +43,7 @@ class Step:
         """options: normalized. placement: of them. backend: see directions."""
         self.dev, self.config, self.options = dev, config, options
         self.table = table_of(options, config, dev.mesh.size("shard"))
-        loss = loss_class()
+        loss = loss_class(options)
         inbox = self.inbox = Inbox(dev, options, loss)
         self.tokens, self.targets, self.scalars = inbox.tokens, inbox.targets, inbox.scalars
         self.results = Results(dev, loss)

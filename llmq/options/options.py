@@ -20,8 +20,11 @@ from llmq.options.option_types import (
     FP8_DTYPES,
     LORA_PARTS,
     LORA_TARGETS,
+    LOSS_GROUP,
     NONE,
+    PREFERENCES,
     QUANTIZED,
+    REFERENCED,
     SIZES_GROUP,
     SPLIT,
     Option,
@@ -259,6 +262,34 @@ class TrainConfig:
         "Weight of the squared log-sum-exp of the logits in the loss",
         min=0,
         max=1e3,
+    )
+
+    # --------------------------------------------------------------------------------------------
+    # Loss
+
+    loss: str = option(
+        LOSS_GROUP,
+        "ce",
+        "What is minimized; ce: cross-entropy of tokens; dpo, ipo, simpo, orpo: losses of pairs of "
+        "answers, of which one is to be preferred",
+        choices=("ce", *PREFERENCES),
+    )
+    scores: Path | None = option(
+        LOSS_GROUP,
+        None,
+        "Directory of `llmq score`, with what the reference model thinks of each token; dpo and "
+        "ipo score the data by the first weights if not given",
+    )
+    pref_beta: float | None = option(LOSS_GROUP, None, "Beta of a loss of pairs", min=0)
+    pref_gamma: float | None = option(LOSS_GROUP, None, "Margin of SimPO")
+    pref_smoothing: float | None = option(
+        LOSS_GROUP, None, "Part of the pairs that dpo and simpo take for labelled wrong", min=0
+    )
+    pref_normalize: bool | None = option(
+        LOSS_GROUP, None, "Compare answers by the mean of their tokens, not by the sum"
+    )
+    pref_sft: float | None = option(
+        LOSS_GROUP, None, "Weight of the chosen answer's mean cross-entropy", min=0
     )
 
     # --------------------------------------------------------------------------------------------
@@ -697,6 +728,12 @@ class TrainConfig:
         return split_weights(self.train_file)[0]
 
     @property
+    def all_patterns(self) -> list[str]:
+        """Patterns of all token files, of training and of validations."""
+        own = [self.eval_pattern] if self.validates and not self.splits else []
+        return [*self.train_patterns, *own, *self.eval_sets.values()]
+
+    @property
     def train_weights(self) -> tuple[float, ...] | None:
         """The weights of these patterns; None if they have none, or there is only one."""
         return split_weights(self.train_file)[1]
@@ -731,6 +768,22 @@ class TrainConfig:
     def trains_new_rows(self) -> bool:
         """Whether rows of new tokens are trained beside adapters, and no others."""
         return self.has_adapters and "new-rows" in self.train
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the loss is of pairs of answers, not of tokens."""
+        return self.loss in PREFERENCES
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of a reference model."""
+        return self.loss in REFERENCED
+
+    @property
+    def scores_folder(self) -> Path | None:
+        """The folder of the reference's scores, if the loss reads them: that of --scores, or what
+        the run makes of its first weights."""
+        return (self.scores or self.checkpoint_dir / "reference") if self.has_reference else None
 
     @property
     def is_fp8(self) -> bool:

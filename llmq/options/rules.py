@@ -1,8 +1,9 @@
 """The rules of all options: what they imply, what is refused, and what has no effect, and why.
 
-One table, in the order in which errors and warnings are looked for; `savers.py` has the part of it
-that says what may be tried. `rule.py` says what a rule is, and evaluates them. A condition gets the
-option's value `v`, the options `o`, and the fact that the rule is about (`conditions.py`).
+One table, in the order in which errors and warnings are looked for; `loss_rules.py` has the part of
+it about losses, `savers.py` that which says what may be tried. `rule.py` says what a rule is, and
+evaluates them. A condition gets the option's value `v`, the options `o`, and the fact that the rule
+is about (`conditions.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from llmq.options.conditions import (
     why_weights_stay,
     writes,
 )
+from llmq.options.loss_rules import LOSS_RULES
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
     FP8_DTYPES,
@@ -860,6 +862,7 @@ IDLE_IN_RUNS = (
 RULES = Rules(
     (
         *IMPLIED,
+        *LOSS_RULES,
         *REFUSED,
         *REFUSED_WITH_MODEL,
         *REFUSED_HERE,

@@ -33,6 +33,12 @@ _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "tokens per second": lambda r: _rate(r),
 }
 LOSS = next(iter(_OF_STEP))
+_OF_LOSS = {  # of losses of pairs, in records of steps and of evaluations
+    "pairs preferred as they should be": "accuracy",
+    "margin of rewards": "margin",
+    "reward of chosen answers": "reward_chosen",
+    "reward of rejected answers": "reward_rejected",
+}
 _OF_GPU = {"GPU power (W)": ("power", 1000), "GPU clock (MHz)": ("clock", 1)}
 _SMOOTH = {LOSS, "gradient norm", "tokens per second"}
 
@@ -160,6 +166,10 @@ def series_of(records: list[dict[str, Any]]) -> list[Series]:
         if panel == LOSS:
             add_named(by_log.get("eval", []), lambda _: LOSS, "loss", "evaluation")
             add_named(by_log.get("task", []), lambda r: str(r.get("metric")), "value", "")
+    for panel, field in _OF_LOSS.items():
+        add(panel, "training", steps, [r.get(field) for r in steps], smooth=True)
+        of_field = [r for r in by_log.get("eval", []) if field in r]
+        add_named(of_field, lambda _, panel=panel: panel, field, "evaluation")
     for panel, (field, unit) in _OF_GPU.items():
         for rank in sorted({r.get("rank", 0) for r in by_log.get("gpu", [])}):
             of_rank = _by_step(r for r in by_log["gpu"] if r.get("rank", 0) == rank)

@@ -139,7 +139,8 @@ class Progress:
         state = self._state
         head = _Head(state["step"], self.total, self._speed(goes_on))
         numbers = [f"{name} {state[name]:.4g}" for name in ("loss", "norm", "lr") if name in state]
-        numbers += [f"{name} {value:.4g}" for name, value in state.get("scores", {}).items()]
+        more = state.get("numbers", {}) | state.get("scores", {})
+        numbers += [f"{name} {value:.4g}" for name, value in more.items()]
         if state.get("validated") is not None:
             numbers.append(f"validation {state['validated']:.0%}")
         lines = [Text("   ".join(numbers))] if numbers else []
@@ -191,9 +192,10 @@ class LiveView:
             self._console.print(Group(line), crop=False)  # a Text alone is made anew
 
     def progress(self, **state: Any) -> None:
-        """step (done so far), loss, norm, lr, ms and tokens after a step; scores, by name, after
-        an evaluation; validated, the part of a validation that is done, None if there is none;
-        alarm, what must not be overlooked, None if there is nothing."""
+        """step (done so far), loss, norm, lr, ms, tokens, and numbers of the loss by name after a
+        step; scores, by name, after an evaluation; validated, the part of a validation that is
+        done, None if there is none; alarm, what must not be overlooked, None if there is nothing.
+        """
         self._progress.update(**state)
         self._live.update(self._render())  # drawn by a thread of its own, which sees only this
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
+from llmq.data.reader import PARTNER
 from llmq.data.tokens import MASKED_TARGET
 from llmq.model.losses import loss_class
 from llmq.options.options import TrainConfig
@@ -16,7 +17,8 @@ DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversation
 
 
 def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int) -> Batch:
-    """All tokens equally likely; with --document-mask in documents of DOCUMENT_TOKENS."""
+    """All tokens equally likely; with --document-mask in documents of DOCUMENT_TOKENS, of which a
+    loss of pairs prefers each second one to the one behind it."""
     shape = (config.batch_size, config.seq_len)
     inputs, targets = rng.integers(0, vocab_size, (2, *shape), np.int32)
     if not config.document_mask:
@@ -29,7 +31,14 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int)
         row[at] = at
     np.maximum.accumulate(starts, axis=1, out=starts)
     targets[:, :-1][np.diff(starts, axis=1) > 0] = MASKED_TARGET
-    return Batch(inputs, targets, starts)
+    names = loss_class(config).inputs
+    more = {name: np.zeros(shape, np.float32) for name in names}
+    if PARTNER in more:
+        for row, partner in zip(starts, more[PARTNER], strict=True):
+            firsts = np.unique(row)
+            for one, two in zip(firsts[::2], firsts[1::2], strict=False):
+                partner[row == one], partner[row == two] = two + 1, -(one + 1)
+    return Batch(inputs, targets, starts, 0, more or None)
 
 
 def checked_batches(
@@ -50,7 +59,7 @@ def checked_batches(
         )
     for inputs, targets, starts, _, more in batches:
         _check_starts(starts, shape, config)
-        _check_more(more or {}, shape)
+        _check_more(more or {}, shape, loss_class(config).inputs)
         for name, array in (("inputs", inputs), ("targets", targets)):
             if array.shape != shape or array.dtype != np.int32:
                 raise ValueError(
@@ -64,8 +73,9 @@ def checked_batches(
     return batches
 
 
-def _check_more(more: Mapping[str, np.ndarray], shape: tuple[int, int]) -> None:
-    names = loss_class().inputs
+def _check_more(
+    more: Mapping[str, np.ndarray], shape: tuple[int, int], names: Sequence[str]
+) -> None:
     if set(more) != set(names):
         raise ValueError(f"step: the loss reads {list(names)} beside tokens, got {list(more)}")
     for name, array in more.items():

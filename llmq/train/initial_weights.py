@@ -112,12 +112,14 @@ class InitialWeights:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
 
-    @cached_property
+    @property
     def base(self) -> BaseId | None:
-        """The model that adapters are of, None of a run without any. The first time reads the whole
-        model."""
-        if self.adapters is None:
-            return None
+        """The model that adapters are of, None of a run without any."""
+        return None if self.adapters is None else self.identity
+
+    @cached_property
+    def identity(self) -> BaseId:
+        """The first weights, without adapters. The first time reads the whole model."""
         if self.weights is None:
             return random_base_id(self.config.model, self.config.seed)
         return base_id(self.config.model, self.weights, weight_table(self.model))

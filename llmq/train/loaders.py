@@ -49,6 +49,7 @@ def open_loaders(
         split=Split(config.eval_fraction, held_out) if splits else None,
         layout=SequenceLayout.of(config, held_out=held_out),
         drop_last=config.drop_last and not held_out,
+        scores=config.scores_folder,
     )
     return [first, *(first.of_rank(place) for place in places[1:])]
 

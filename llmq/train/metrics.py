@@ -11,7 +11,6 @@ from typing import Any
 
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
-from llmq.model.losses import loss_class
 from llmq.model.results import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import View
@@ -191,6 +190,8 @@ class Reporter:
         self.epoch = epoch
         has_loss = result.tokens > 0
         loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"
+        shown = {name: result.numbers[name] for name in result.shown} if has_loss else {}
+        loss += "".join(f" | {name} {value:.4f}" for name, value in shown.items())
         rate = tokens_per_second(tokens, ms)
         tail = "" if sol is None else f" | sol {sol:.1f}%"
         self.view.line(
@@ -219,6 +220,7 @@ class Reporter:
             **({} if waited is None else {"communication": waited}),
         )
         found = {"loss": result.loss, "norm": result.norm} if has_loss else {}
+        found |= {"numbers": shown} if shown else {}
         self.view.progress(step=step + 1, lr=lr, ms=ms, tokens=tokens, **found)
 
     def time_breakdown(
@@ -272,9 +274,10 @@ class Reporter:
             train = f"{name} | "
         else:
             self._loss_sum, self._loss_count = 0.0, 0
+        shown = "".join(f"{name} {result.numbers[name]:.4f} | " for name in result.shown)
         self.view.line(
             f"[V] step {step:5d} [{self._percent:4.1f}%] | time: {duration(ms)} | eval "
-            f"{result.loss:10f} | {train}tps {tokens_per_second(tokens, ms)} | "
+            f"{result.loss:10f} | {shown}{train}tps {tokens_per_second(tokens, ms)} | "
             f"{self._of_run(step)}",
             bold=True,
         )
@@ -284,10 +287,12 @@ class Reporter:
             eval_tokens=tokens,
             duration_ms=int(ms),
             loss=result.loss,
-            **{key: result.numbers[key] for key in loss_class().validated},
+            **{key: result.numbers[key] for key in result.validated},
             **({"name": name} if name else {}),
         )
         self.score(f"{name}/loss" if name else "eval", result.loss)
+        for number in result.shown:
+            self.score(f"{name or 'eval'}/{number}", result.numbers[number])
 
     def score(self, name: str, value: float) -> None:
         """A number that the live view shows until there is a newer one."""

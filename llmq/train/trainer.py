@@ -15,6 +15,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.run_id import RunId
+from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.changes import changed_options
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.finite import finite
@@ -23,7 +24,9 @@ from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
+from llmq.data.scores import ScoreFile, scores_path
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
+from llmq.data.tokens import open_token_files
 from llmq.model.results import Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
@@ -43,6 +46,7 @@ from llmq.train.loaders import mean_loss, move_loaders, open_loaders
 from llmq.train.model_of_run import at_commit, model_of_run, packing_of_data
 from llmq.train.ranks import Ranks
 from llmq.train.sampling import Predictor, Sampling
+from llmq.train.score import Report, score_files
 from llmq.train.tokenizers import (
     agreed_tokenizer,
     check_same,
@@ -117,6 +121,7 @@ class Trainer:
         self._steps_of_epochs: int | None = None
         self.validated_at: int | None = None
         self.history: dict[str, Any] = {}
+        self._has_scores = False
         self.machine: Machine = choose_machine(config.device, config.gpus)
         self.world_size = self.machine.world_size
         planning = processes().each(lambda: plan_run(config, model, self.machine))
@@ -262,10 +267,44 @@ class Trainer:
 
     def _next_batches(self) -> list[Batch]:
         """The batches of this process; DataError in all if one cannot read its own."""
+        self.score_reference()
         self.advance_epoch_if_needed()
         count = min(self.config.grad_accumulation, self.train_loader.batches_left)
         turns = self.train_loaders * count
         return processes().each(lambda: [loader.next_batch() for loader in turns])
+
+    @property
+    def identity(self) -> BaseId:
+        """The model of the first weights, without adapters. The first time reads all of it."""
+        return self._origin.identity
+
+    def score_reference(self, report: Report = lambda done, total: None) -> None:
+        """See that there is what the reference thinks of each token, if the loss reads it.
+
+        Without --scores the reference is the model of the first weights, which scores all training
+        and validation files once; a resumed run finds it in its --checkpoint-dir. LlmqError for
+        scores of another model than the run begins with. report: as of `score_files`.
+        """
+        folder = self.config.scores_folder
+        if folder is None or self._has_scores:
+            return
+        files = open_token_files(self.config.all_patterns, self.model.vocab_size)
+        if self.config.scores is None and self.steps_done == 0:
+            separator, model = self.config.document_separator, self.identity.record()
+            how = {"separator": separator, "replace_others": True, "report": report}
+            score_files(self.ranks, files, folder, model, **how)
+        for file in files:
+            scores = ScoreFile(scores_path(folder, file.path))
+            scores.check(file)
+            made_by, name = BaseId.of(scores.scored.model), scores.scored.name
+            scores.close()
+            if made_by is None or made_by.sha256 != self.identity.sha256:
+                raise LlmqError(
+                    f"--scores: '{scores.path}' has scores of the model '{name}', whose "
+                    f"weights are not those of '{self.config.model}', with which the run begins: "
+                    "score the data with that model"
+                )
+        self._has_scores = True
 
     def advance_epoch_if_needed(self) -> bool:
         """Begin the next epoch if this one has no step left; returns whether it did."""
@@ -293,6 +332,7 @@ class Trainer:
         before every batch; None is returned if it said yes. seconds: after which no more are taken.
         """
         _ = self.eval_loader  # ConfigError without one
+        self.score_reference()
         result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
         if result is not None:
             self.validated_at = self.steps_done

@@ -5,10 +5,18 @@ from __future__ import annotations
 
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Loss
+from llmq.model.losses.preferences import Ipo, Orpo, Preferences, SimPo
+from llmq.options.options import TrainConfig
 
-LOSSES: dict[str, type[Loss]] = {"ce": TokenCrossEntropy}
+LOSSES: dict[str, type[Loss]] = {
+    "ce": TokenCrossEntropy,
+    "dpo": Preferences,
+    "ipo": Ipo,
+    "simpo": SimPo,
+    "orpo": Orpo,
+}
 
 
-def loss_class() -> type[Loss]:
-    """The loss of all runs: there is one, so that no option chooses."""
-    return LOSSES["ce"]
+def loss_class(options: TrainConfig) -> type[Loss]:
+    """The loss of a run."""
+    return LOSSES[options.loss]

@@ -16,12 +16,14 @@ class Rows(NamedTuple):
     """The head's knowledge of a micro-batch, (B, T) each.
 
     targets: I32, negative where masked. losses: F32, each token's cross-entropy, 0 where masked.
-    lse: F32, the log-sum-exp of its logits.
+    lse: F32, the log-sum-exp of its logits. starts: I32, the first position of each one's document;
+    None: each row is one.
     """
 
     targets: Tensor
     losses: Tensor
     lse: Tensor
+    starts: Tensor | None = None
 
 
 class Loss(ABC):
@@ -36,7 +38,8 @@ class Loss(ABC):
     (`Batch.more`). ahead: whether weights need the losses of the whole micro-batch, so that the
     head makes its logits twice. largest: the largest absolute value of a weight, for an fp8 head,
     whose codes of gradients are clamped beyond it, and round weights that are no powers of two to
-    within 1/8. validated: the numbers that validations report, too.
+    within 1/8. validated: the numbers that validations report, too. shown: those of them that
+    stand beside the loss on the console.
     """
 
     sums: ClassVar[tuple[str, ...]] = ()
@@ -45,6 +48,7 @@ class Loss(ABC):
     ahead: ClassVar[bool] = False
     largest: ClassVar[float] = 1.0
     validated: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
         """options: normalized. inputs: by name, of the micro-batch that the device is at."""

@@ -1,0 +1,41 @@
+"""`llmq score`: what a model thinks of each token of token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmq.base.errors import ConfigError
+from llmq.commands.common import ConfigFile, load_run, train_options
+
+# Beside adapters the model may be kept in any format, and be streamed; new ones change nothing of
+# what it computes, and the smallest rank takes the least memory.
+DEFAULTS = {
+    **{"lora_rank": 4, "recompute_block": True, "grad_accumulation": 1, "packing": "best-fit"},
+    **{"eval_file": "none", "ckpt_interval": 0, "save_training_state": False},
+}
+
+
+@train_options
+def score(
+    given: dict[str, Any],
+    scored: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="As --model of llmq train: whose scores are wanted."),
+    ],
+    data: Annotated[list[str], typer.Argument(help="Token files, patterns, folders of tokenize.")],
+    out: Annotated[Path, typer.Option(help="Directory of the scores.")],
+    config_file: ConfigFile = None,
+) -> None:
+    """Write the log-probability of each trained token of token files, for losses that read it."""
+    for name, instead in (("model", "MODEL"), ("train-file", "DATA")):
+        if name in given:
+            raise ConfigError(f"--{name}: {instead} says it here")
+    patterns = [f"{pattern}/*.bin" if Path(pattern).is_dir() else pattern for pattern in data]
+    given = given | {"model": scored, "train-file": patterns}
+    config, model, model_dir, _ = load_run(given, config_file, trains=True, defaults=DEFAULTS)
+    from llmq.train.run_score import run_score
+
+    run_score(config, model, model_dir, out)

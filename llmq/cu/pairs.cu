@@ -1,0 +1,233 @@
+// pairs.cu -- losses of pairs of documents: sums of each, weights of rows, statistics.
+//
+//   sums      of each document, at its first position: sum of what its trained tokens have gained
+//             over the reference, -loss - reference; sum of -loss; how many they are
+//   shift     z0 = max(0, mean gain of the second documents), of KTO
+//   weights   d loss / d (loss of the token), 0 outside of pairs
+//   stats     stats[..] += of all pairs: loss, count, and the sums that llmq/model/losses/pairs.py
+//             names
+//
+//   x = gain of a document, with normalize by token; a = mean log-probability by token; m = margin
+//   SIGMOID   m = beta (x_c - x_r) - gamma    (1 - e) softplus(-m) + e softplus(m)
+//   IPO       m = x_c - x_r - 1 / (2 beta)    m^2
+//   ORPO      m = logit(exp(a_c)) - logit(exp(a_r))    beta softplus(-m)
+//   KTO       m = +-beta (x - z0)             weight * (1 - sigmoid(m)), of the first document
+//   and to each but KTO's   - sft * a_c
+//
+// Data     targets: I32 (n), negative masked. losses, reference: F32 (n); reference: log-
+//          probabilities, or null. starts: I32 (n), the first position of each one's document in its
+//          row of seq_len. partner: F32 (n), 1 + the first position of the pair's other document,
+//          negative in one that is not preferred, 0 outside of pairs. sums: F32 (3, n), written at
+//          first positions of documents only. shift: F32 (1). weights: F32 (n). stats: F64.
+// Launch   sums: 256 threads, a warp looks for documents that begin at its 32 positions, and adds
+//          up each. shift, stats: one block of 1024. weights: 256 threads, one position each.
+// Cost     each array read once or twice; microseconds beside a micro-step.
+// Needs    starts that do not fall along a row; a pair in one row; n < 2^31.
+// Same name  llmq/ops/pairs.py  llmq/ref/pairs.py  tests/ops/test_pairs.py
+#include "common.cuh"
+
+constexpr int SIGMOID = 0, IPO = 1, ORPO = 2, KTO = 3;
+
+struct Document {
+    float gain, logp, count;
+};
+
+__device__ __forceinline__ Document document(const f32* sums, i64 n, i64 at) {
+    return {sums[at], sums[n + at], sums[2 * n + at]};
+}
+
+struct Form {
+    i32 kind, normalize;
+    float beta, gamma, smoothing, sft;
+};
+
+// A pair's loss, its derivatives by what the tokens' log-probabilities add up to, and rewards.
+struct Value {
+    float loss, d_chosen, d_rejected, chosen, rejected;
+};
+
+__device__ __forceinline__ float softplus(float x) {
+    return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+}
+
+// log(p / (1 - p)) of p = exp(a), a < 0, and its derivative.
+__device__ __forceinline__ float log_odds(float a, float* slope) {
+    const float rest = -expm1f(fminf(a, -1e-7f));
+    *slope = 1.0f / rest;
+    return a - logf(rest);
+}
+
+__device__ __forceinline__ Value of_pair(const Form& form, const Document& c, const Document& r) {
+    const float each_c = form.normalize ? 1.0f / c.count : 1.0f;
+    const float each_r = form.normalize ? 1.0f / r.count : 1.0f;
+    const float x_c = c.gain * each_c, x_r = r.gain * each_r;
+    Value v{0.0f, 0.0f, 0.0f, form.beta * x_c, form.beta * x_r};
+    if (form.kind == SIGMOID) {
+        const float m = form.beta * (x_c - x_r) - form.gamma, e = form.smoothing;
+        v.loss = (1.0f - e) * softplus(-m) + e * softplus(m);
+        const float slope = form.beta * (e * sigmoid(m) - (1.0f - e) * sigmoid(-m));
+        v.d_chosen = slope * each_c;
+        v.d_rejected = -slope * each_r;
+    } else if (form.kind == IPO) {
+        const float m = x_c - x_r - 0.5f / form.beta;
+        v.loss = m * m;
+        v.d_chosen = 2.0f * m * each_c;
+        v.d_rejected = -2.0f * m * each_r;
+    } else {
+        float slope_c, slope_r;
+        const float m = log_odds(c.logp / c.count, &slope_c) - log_odds(r.logp / r.count, &slope_r);
+        v.loss = form.beta * softplus(-m);
+        const float slope = -form.beta * sigmoid(-m);
+        v.d_chosen = slope * slope_c / c.count;
+        v.d_rejected = -slope * slope_r / r.count;
+    }
+    v.loss -= form.sft * c.logp / c.count;
+    v.d_chosen -= form.sft / c.count;
+    return v;
+}
+
+// KTO's loss of one document, which `preferred` says is desirable. gamma: the weight of one that is,
+// sft: of one that is not.
+__device__ __forceinline__ Value of_label(const Form& form, const Document& own, bool preferred,
+                                          float shift) {
+    const float sign = preferred ? form.beta : -form.beta;
+    const float weight = preferred ? form.gamma : form.sft;
+    const float s = sigmoid(sign * (own.gain - shift));
+    const float slope = -weight * s * (1.0f - s) * sign, reward = form.beta * own.gain;
+    return {weight * (1.0f - s), slope, 0.0f, reward, reward};
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+pairs_sums(f32* __restrict__ sums, const i32* __restrict__ targets, const f32* __restrict__ losses,
+           const f32* __restrict__ reference, const i32* __restrict__ starts,
+           const f32* __restrict__ partner, i64 n, i32 seq_len) {
+    const int lane = threadIdx.x & 31;
+    const i64 first = (i64)blockIdx.x * 256 + (threadIdx.x & ~31), mine = first + lane;
+    const bool begins = mine < n && partner[mine] != 0.0f && starts[mine] == (int)((u32)mine % (u32)seq_len);
+    u32 found = __ballot_sync(0xFFFFFFFFu, begins);
+    while (found) {
+        const i64 start = first + __ffs(found) - 1;
+        found &= found - 1;
+        const int own = (int)((u32)start % (u32)seq_len);
+        const i64 end = start - own + seq_len;
+        f64 gain = 0.0, logp = 0.0, count = 0.0;
+        for (i64 at = start + lane;; at += 32) {
+            const bool inside = at < end && starts[at] == own && partner[at] != 0.0f;
+            if (inside && targets[at] >= 0) {
+                logp -= losses[at];
+                gain -= (f64)losses[at] + (reference ? reference[at] : 0.0f);
+                count += 1.0;
+            }
+            if (!__all_sync(0xFFFFFFFFu, inside)) { break; }
+        }
+        gain = warp_sum(gain);
+        logp = warp_sum(logp);
+        count = warp_sum(count);
+        if (lane == 0) {
+            sums[start] = (f32)gain;
+            sums[n + start] = (f32)logp;
+            sums[2 * n + start] = (f32)count;
+        }
+    }
+}
+
+// The pair whose first document begins at a position; none elsewhere.
+struct Place {
+    i64 own, other;
+    bool preferred, is_first;
+};
+
+__device__ __forceinline__ Place place(const i32* starts, const f32* partner, i64 i, i32 seq_len) {
+    const int other = (int)fabsf(partner[i]) - 1, own = starts[i];
+    const int at = (int)((u32)i % (u32)seq_len);
+    const i64 row = i - at;
+    return {row + own, row + other, partner[i] > 0.0f, at == own && own < other};
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+pairs_shift(f32* __restrict__ shift, const f32* __restrict__ sums, const i32* __restrict__ starts,
+            const f32* __restrict__ partner, i64 n, i32 seq_len) {
+    __shared__ f64 shared[32];
+    f64 gain = 0.0, count = 0.0;
+    for (i64 i = threadIdx.x; i < n; i += 1024) {
+        if (partner[i] == 0.0f) { continue; }
+        const Place p = place(starts, partner, i, seq_len);
+        if (!p.is_first || sums[2 * n + p.other] == 0.0f) { continue; }
+        gain += sums[p.other];
+        count += 1.0;
+    }
+    gain = block_sum(gain, shared);
+    count = block_sum(count, shared);
+    if (threadIdx.x == 0) { shift[0] = count > 0.0 ? fmaxf((f32)(gain / count), 0.0f) : 0.0f; }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+pairs_weights(f32* __restrict__ weights, const f32* __restrict__ sums,
+              const f32* __restrict__ shift, const i32* __restrict__ targets,
+              const i32* __restrict__ starts, const f32* __restrict__ partner, i64 n, i32 seq_len,
+              i32 kind, i32 normalize, f32 beta, f32 gamma, f32 smoothing, f32 sft) {
+    const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
+    if (i >= n) { return; }
+    weights[i] = 0.0f;
+    if (targets[i] < 0 || partner[i] == 0.0f) { return; }
+    const Form form{kind, normalize, beta, gamma, smoothing, sft};
+    const Place p = place(starts, partner, i, seq_len);
+    const Document own = document(sums, n, p.own);
+    if (kind == KTO) {
+        if (p.own < p.other) { weights[i] = -of_label(form, own, p.preferred, *shift).d_chosen; }
+        return;
+    }
+    const Document other = document(sums, n, p.other);
+    if (other.count == 0.0f) { return; }
+    weights[i] = p.preferred ? -of_pair(form, own, other).d_chosen
+                             : -of_pair(form, other, own).d_rejected;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+pairs_stats(f64* __restrict__ stats, const f32* __restrict__ sums, const f32* __restrict__ shift,
+            const i32* __restrict__ starts, const f32* __restrict__ partner, i64 n, i32 seq_len,
+            i32 kind, i32 normalize, f32 beta, f32 gamma, f32 smoothing, f32 sft) {
+    constexpr int LOSS = 0, COUNT = 1, FIRST = 6, SUMS = 8;
+    __shared__ f64 shared[32];
+    const Form form{kind, normalize, beta, gamma, smoothing, sft};
+    f64 loss = 0.0, pairs = 0.0, of[SUMS] = {};
+    for (i64 i = threadIdx.x; i < n; i += 1024) {
+        if (partner[i] == 0.0f) { continue; }
+        const Place p = place(starts, partner, i, seq_len);
+        if (!p.is_first) { continue; }
+        const Document one = document(sums, n, p.own), two = document(sums, n, p.other);
+        if (one.count == 0.0f || (two.count == 0.0f && kind != KTO)) { continue; }
+        pairs += 1.0;
+        of[0] += one.count + (kind == KTO ? 0.0f : two.count);
+        if (kind == KTO) {
+            const Value v = of_label(form, one, p.preferred, *shift);
+            const int side = p.preferred ? 0 : 1;
+            loss += v.loss;
+            of[1] += (v.chosen > 0.0f) == p.preferred;
+            of[2 + side] += 1.0;
+            of[4 + side] += v.chosen;
+            of[6 + side] += one.logp;
+            continue;
+        }
+        const Document &c = p.preferred ? one : two, &r = p.preferred ? two : one;
+        const Value v = of_pair(form, c, r);
+        loss += v.loss;
+        of[1] += v.chosen > v.rejected;
+        of[2] += 1.0;
+        of[3] += 1.0;
+        of[4] += v.chosen;
+        of[5] += v.rejected;
+        of[6] += c.logp;
+        of[7] += r.logp;
+    }
+    loss = block_sum(loss, shared);
+    pairs = block_sum(pairs, shared);
+    if (threadIdx.x == 0) {
+        stats[LOSS] += loss;
+        stats[COUNT] += pairs;
+    }
+    for (int s = 0; s < SUMS; ++s) {
+        const f64 total = block_sum(of[s], shared);
+        if (threadIdx.x == 0) { stats[FIRST + s] += total; }
+    }
+}

@@ -1,0 +1,237 @@
+"""The `.scores` file of a token file: what a model thinks of each token.
+
+    offset 0     8 bytes  b"BIN.SCR\n"
+           8     int32    version, 1
+          12     int32    bytes of what describes it
+          16     int64    number of tokens of the token file
+          24     int64    units (documents or pairs) that are done, -1 = all
+          32     JSON     describes it: see `Scored`
+        4096     n float32  the log-probability of each token behind those of its document before
+                          it; 0 where the token file masks it, NaN where it has none
+
+Everything is little-endian. `mine-train.scores` is of `mine/train.bin`, in a folder of all scores;
+beside it lies `mine-train.scores.sums` with checksums of its pieces, as token files have them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from llmq.base.errors import DataError
+from llmq.base.files import disk_errors, sync_directory
+from llmq.data.checksums import Checksums, checksums_path, write_checksums
+from llmq.data.document_file import partial_path
+from llmq.data.identity import TokenizerId, tokenizers_of_files
+from llmq.data.tokens import TokenFile
+
+MAGIC = b"BIN.SCR\n"
+VERSION = 1
+HEADER_BYTES = 4096
+SUFFIX = ".scores"
+COMPLETE = -1
+_FIELDS = struct.Struct("<8s2i2q")
+_SCORE = np.dtype("<f4")
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The content that scores are of, and what made them.
+
+    model: `BaseId.record`. tokens, num_bytes, sample: of the token file (`TokenFile.sample`).
+    tokenizer: as the data have it; None if it is not known. seq_len: the longest unit that was
+    scored as a whole.
+    """
+
+    model: dict[str, Any]
+    tokens: int
+    num_bytes: int
+    sample: int
+    tokenizer: dict[str, Any] | None
+    seq_len: int
+
+    @classmethod
+    def of(cls, file: TokenFile, model: dict[str, Any], seq_len: int) -> Scored:
+        """The content of a model's scores of a token file."""
+        ((_, made),) = tokenizers_of_files(file.path)
+        return cls(
+            model=model,
+            tokens=file.num_tokens,
+            num_bytes=file.num_bytes,
+            sample=file.sample(),
+            tokenizer=made and made.record(),
+            seq_len=seq_len,
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's, for messages."""
+        return str(self.model.get("name"))
+
+
+def scores_path(folder: Path, token_file: Path) -> Path:
+    """The path of a token file's scores in a folder: MINE-X.scores for MINE/X.bin."""
+    folder_name = token_file.absolute().parent.name
+    return folder / f"{folder_name}-{token_file.name.removesuffix('.bin')}{SUFFIX}"
+
+
+class ScoreFile:
+    """The scores of one token file, for one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """DataError if they are damaged, not complete, or no such file."""
+        self.path = path
+        self._file: BinaryIO | None = None
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (kept open)
+            header = self._file.read(HEADER_BYTES)
+            size = os.fstat(self._file.fileno()).st_size
+        except FileNotFoundError:
+            partial = partial_path(path)
+            unfinished = f"; '{partial}' is unfinished" if partial.exists() else ""
+            raise DataError(
+                f"there are no scores '{path}'{unfinished}: `llmq score` makes them of its token "
+                "file"
+            ) from None
+        except OSError as error:
+            raise DataError(f"cannot read '{path}': {error.strerror}") from error
+        self.done, self.scored = read_header(path, header)
+        if size != HEADER_BYTES + _SCORE.itemsize * self.scored.tokens or self.done != COMPLETE:
+            raise DataError(f"'{path}' is truncated: copy it again, or score the data again")
+        self._checksums = Checksums.of(path)
+
+    def check(self, file: TokenFile) -> None:
+        """Raise DataError unless the scores are of this token file."""
+        s = self.scored
+        if (s.tokens, s.num_bytes, s.sample) != (file.num_tokens, file.num_bytes, file.sample()):
+            raise DataError(
+                f"'{self.path}' has scores of other tokens than '{file.path}' has: score the data "
+                "again"
+            )
+        ((_, made),) = tokenizers_of_files(file.path)
+        before = TokenizerId.from_record(s.tokenizer)
+        if made is not None and before is not None and made.fingerprint != before.fingerprint:
+            raise DataError(
+                f"'{self.path}' has scores of tokens of the tokenizer {before}, '{file.path}' is "
+                f"of {made}: score the data again"
+            )
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Scores [start, start + count), (count,) float32. DataError where they are damaged."""
+        out, at = np.empty(count, _SCORE), HEADER_BYTES + _SCORE.itemsize * start
+        try:
+            if self._checksums is not None:
+                self._checksums.verify(self._file.fileno(), at, at + out.nbytes)
+            got = os.preadv(self._file.fileno(), (out,), at)
+        except OSError as error:
+            raise DataError(f"cannot read '{self.path}': {error.strerror}") from error
+        if got != out.nbytes:
+            raise DataError(f"'{self.path}' became shorter while it was used: score again")
+        return out.astype(np.float32, copy=False)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_header(path: Path, header: bytes) -> tuple[int, Scored]:
+    """Units that are done, and what the scores are of. DataError if it is no such file."""
+    if not header.startswith(MAGIC) or len(header) < HEADER_BYTES:
+        raise DataError(f"'{path}' has no scores: `llmq score` writes such files")
+    _, version, size, _, done = _FIELDS.unpack_from(header)
+    if version != VERSION:
+        raise DataError(f"'{path}' has version {version}; version {VERSION} can be read")
+    try:
+        return done, Scored(**json.loads(header[_FIELDS.size : _FIELDS.size + size]))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"'{path}' is damaged: score the data again") from error
+
+
+class ScoreWriter:
+    """Writes one `.scores` file to `partial_path`, in the order of the units; goes on with what an
+    interrupted run has left of the same. done: units that are on the disk."""
+
+    def __init__(self, path: Path, scored: Scored, *, overwrite: bool = False) -> None:
+        """DataError for scores of something else, complete or not, unless with overwrite."""
+        self.path, self.scored, self.done = path, scored, 0
+        text = json.dumps(asdict(scored)).encode()
+        if len(text) > HEADER_BYTES - _FIELDS.size:
+            raise DataError(f"the name of the model, {scored.name[:80]} …, is too long")
+        self._text = text
+        partial = partial_path(path)
+        if overwrite:
+            partial.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        for there in (path, partial):
+            if there.exists():
+                self.done = self._known(there)
+        with disk_errors(partial):
+            if self.done == COMPLETE:
+                return
+            self._file = open(partial, "r+b" if partial.exists() else "w+b")  # noqa: SIM115
+            if not self.done:
+                self._file.write(self._header(0))
+                nothing = np.full(_BLOCK, np.nan, _SCORE)
+                for first in range(0, scored.tokens, _BLOCK):
+                    self._file.write(nothing[: scored.tokens - first].tobytes())
+
+    def _known(self, there: Path) -> int:
+        with open(there, "rb") as file:
+            header = file.read(HEADER_BYTES)
+        if not header:  # it was killed before it has written anything
+            return 0
+        done, scored = read_header(there, header)
+        if scored != self.scored:
+            before, now = asdict(scored), asdict(self.scored)
+            other = ", ".join(name for name in now if now[name] != before[name])
+            raise DataError(
+                f"'{there}' has scores of another {other} (by the model {scored.name}): choose "
+                "another --out, or --overwrite"
+            )
+        return done
+
+    def _header(self, done: int) -> bytes:
+        fields = (MAGIC, VERSION, len(self._text), self.scored.tokens, done)
+        return (_FIELDS.pack(*fields) + self._text).ljust(HEADER_BYTES, b"\0")
+
+    def write(self, start: int, scores: np.ndarray) -> None:
+        """Put scores (n,) at the tokens [start, start + n)."""
+        with disk_errors(self.path):
+            self._file.seek(HEADER_BYTES + _SCORE.itemsize * start)
+            self._file.write(scores.astype(_SCORE).tobytes())
+
+    def save(self, done: int) -> None:
+        """Force everything to the disk, of which so many units are done."""
+        with disk_errors(self.path):
+            self._sync()
+            self._file.seek(0)
+            self._file.write(self._header(done))
+            self._sync()
+        self.done = done
+
+    def _sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Complete the file and give it its name."""
+        self.save(COMPLETE)
+        self._file.close()
+        checksums_path(self.path).unlink(missing_ok=True)
+        with disk_errors(self.path):
+            os.replace(partial_path(self.path), self.path)
+            sync_directory(self.path.parent)
+        write_checksums(self.path)
+
+    def suspend(self) -> None:
+        """Leave the partial file to be gone on with."""
+        with suppress(AttributeError):
+            self._file.close()

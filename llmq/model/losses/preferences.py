@@ -1,0 +1,89 @@
+"""Losses of pairs of answers to one prompt, of which one is to be preferred (`ops/pairs.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from llmq.base.dtypes import F32
+from llmq.base.tensor import Tensor
+from llmq.model.losses.loss import Loss, Rows
+from llmq.ops import pairs
+from llmq.options.options import TrainConfig
+from llmq.ref.pairs import IPO, ORPO, SIGMOID, SUMS, Form
+from llmq.runtime.device import Device
+
+
+class Preferences(Loss):
+    """DPO: an answer's log-probability less that of a reference model is its reward, times beta.
+
+    Both answers are in one row, where "partner" says (`Batch.more`). A pair of which one answer has
+    no target counts nothing. The loss is a mean over pairs, and so are its numbers: margin, the
+    difference of the answers' rewards; accuracy, how often it is more than 0; reward_chosen,
+    reward_rejected; logp_chosen, logp_rejected, their log-probabilities.
+    """
+
+    sums = SUMS
+    inputs = ("partner", "reference")
+    ahead = True
+    validated = ("accuracy", "margin", "reward_chosen", "reward_rejected")
+    shown = ("accuracy", "margin")
+    kind: ClassVar[int] = SIGMOID
+
+    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
+        super().__init__(dev, options, inputs)
+        shape = options.batch_size, options.local_seq_len
+        self._weights = dev.alloc("weights", shape, F32, "Activations")
+        self._sums = dev.alloc("pair sums", (3, *shape), F32, "Activations")
+        beta, sft = options.pref_beta, options.pref_sft
+        by_form = (options.pref_gamma or 0.0, options.pref_smoothing or 0.0)
+        self.form = Form(self.kind, int(options.pref_normalize), beta, *by_form, sft)
+
+    def weights(self, rows: Rows) -> Tensor:
+        """Two launches."""
+        places = self._add_up(rows)
+        pairs.weights(self.dev, self._weights, self._sums, None, rows.targets, places, self.form)
+        return self._weights
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """Two launches."""
+        pairs.stats(self.dev, stats, self._sums, None, self._add_up(rows), self.form)
+
+    def _add_up(self, rows: Rows) -> pairs.Places:
+        """Have the sums of each answer, from the losses as they are now."""
+        places = pairs.Places(rows.starts, self.inputs["partner"])
+        reference = self.inputs.get("reference")
+        pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
+        return places
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """NaN without pairs."""
+        means = {
+            f"{name}_{side}": sums[f"{name}_{side}"] / (sums[side] or float("nan"))
+            for name in ("reward", "logp")
+            for side in ("chosen", "rejected")
+        }
+        return {
+            "accuracy": sums["accuracy"] / (sums["count"] or float("nan")),
+            "margin": means["reward_chosen"] - means["reward_rejected"],
+            **means,
+        }
+
+
+class Ipo(Preferences):
+    """IPO: the difference of the answers' gains is to be 1 / (2 beta)."""
+
+    kind = IPO
+
+
+class SimPo(Preferences):
+    """SimPO: no reference, and answers by their tokens' mean, which are to differ by gamma."""
+
+    inputs = ("partner",)
+
+
+class Orpo(SimPo):
+    """ORPO: the odds of answers, beside the cross-entropy of the chosen one."""
+
+    kind = ORPO

@@ -1,0 +1,89 @@
+"""The rules about losses: what their options are if not given, where they are refused, and idle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmq.options.rule import Rule, default, idle, refused
+
+
+def _by_loss(name: str, values: dict[str, Any], **more: Any) -> Rule:
+    """values: if not given, by loss; the others have none."""
+    return default(name, lambda o: values.get(o.loss), lambda v, o: o.loss in values, **more)
+
+
+LOSS_RULES = (
+    _by_loss(
+        "pref_beta",
+        {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1},
+        help="0.1 if not given, of simpo 2",
+    ),
+    _by_loss("pref_gamma", {"simpo": 0.5}, help="0.5 if not given"),
+    _by_loss("pref_smoothing", {"dpo": 0.0, "simpo": 0.0}, help="0 if not given"),
+    _by_loss(
+        "pref_normalize",
+        {"dpo": False, "ipo": True, "simpo": True, "orpo": True},
+        help="if not given off with dpo, else on",
+    ),
+    _by_loss(
+        "pref_sft",
+        {"dpo": 0.0, "ipo": 0.0, "simpo": 0.0, "orpo": 1.0},
+        help="0 if not given, of orpo 1",
+    ),
+    *refused(
+        "packing",
+        lambda v, o: o.has_pairs and (v == "concat" or not o.document_mask),
+        "--loss {loss}: windows of the files would cut pairs, and an answer would see the other "
+        "one: give --packing best-fit or none, without --no-document-mask",
+    ),
+    *refused(
+        "head_dtype",
+        lambda v, o: o.loss != "ce" and v == "e4m3",
+        "--loss {loss}: an fp8 head rounds the weights of rows to within 1/8: use --head-dtype "
+        "bf16",
+    ),
+    *refused(
+        "z_loss",
+        lambda v, o: o.loss != "ce" and v > 0,
+        "--z-loss: would be weighted as tokens are, of which --loss {loss} makes some less likely",
+    ),
+    *refused("pref_beta", lambda v, o: v == 0, "--pref-beta: must be more than 0"),
+    *refused(
+        "pref_smoothing",
+        lambda v, o: v is not None and v >= 0.5,
+        "--pref-smoothing: must be less than 0.5, got {value}",
+    ),
+    *refused(
+        "scores",
+        lambda v, o: v is None and o.has_reference and o.adapter is not None,
+        "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
+        "score it with `llmq score`, and give --scores",
+    ),
+    *idle(
+        "pref_beta pref_sft pref_normalize",
+        lambda v, o: not o.has_pairs,
+        "{given} has no effect with --loss {loss}",
+    ),
+    *idle(
+        "pref_normalize",
+        lambda v, o: o.loss == "orpo" and not v,
+        "--no-pref-normalize has no effect with --loss orpo, which compares means",
+    ),
+    *idle("pref_gamma", lambda v, o: o.loss != "simpo", "{given} is for --loss simpo"),
+    *idle(
+        "pref_smoothing",
+        lambda v, o: o.loss not in ("dpo", "simpo"),
+        "{given} is for --loss dpo and simpo",
+    ),
+    *idle(
+        "scores",
+        lambda v, o: not o.has_reference,
+        "{given} has no effect with --loss {loss}, which reads no reference",
+    ),
+    *idle(
+        "long",
+        lambda v, o: o.has_pairs,
+        "--long {value} has no effect with --loss {loss}: pairs are never cut",
+        last_word=True,
+    ),
+)

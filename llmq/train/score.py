@@ -1,0 +1,173 @@
+"""Scores of token files by a trainer's model: the log-probability of each trained token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmq.base.batch import Batch
+from llmq.base.errors import DataError, LlmqError
+from llmq.base.files import make_directory
+from llmq.data.document_index import DocumentIndex
+from llmq.data.epoch_plan import spans_of
+from llmq.data.packing import Pieces, cut_documents, whole_pairs
+from llmq.data.reader import RowReader, Span
+from llmq.data.scores import COMPLETE, Scored, ScoreWriter, scores_path
+from llmq.data.tokens import TokenFile
+from llmq.runtime.mesh import DATA
+from llmq.runtime.processes import processes
+from llmq.train.rank import Rank
+from llmq.train.ranks import Ranks
+
+SAVE_SECONDS = 30.0  # between saved states: an interruption costs no more than this
+ROUNDS = 8  # batches of each rank that are computed before their scores are written
+
+Report = Callable[[int, int], None]
+"""Told the tokens that are done, and those of all files."""
+
+
+def score_files(
+    ranks: Ranks,
+    files: Sequence[TokenFile],
+    folder: Path,
+    model: dict[str, Any],
+    *,
+    separator: int | None = None,
+    overwrite: bool = False,
+    replace_others: bool = False,
+    report: Report = lambda done, total: None,
+) -> list[Path]:
+    """Write the scores of these files, by the weights as they are; returns their paths.
+
+    Documents are cut, and pairs left out, that are longer than the sequences of the ranks' batches.
+    model: identifies the weights. separator: as of DocumentIndex.read. overwrite: begin anew what
+    is there. replace_others: only where it is of another model, or of other data. It goes
+    on with what is there and is the same. DataError for scores of something else, and for two files
+    of one name; LlmqError for predictions that are no finite numbers. All processes call it.
+    """
+    paths = [scores_path(folder, file.path) for file in files]
+    if len({*paths}) < len(paths):
+        raise DataError(f"two of the token files have one name, which '{folder}' cannot hold")
+    processes().on_first(lambda: make_directory(folder))
+    seq_len = ranks.first.step.tokens.shape[1]
+    before, total = 0, sum(file.num_tokens for file in files)
+    for file, path in zip(files, paths, strict=True):
+        opened: list[ScoreWriter] = []  # on the first process
+
+        def open_writer(file: TokenFile = file, path: Path = path, to: list = opened) -> int:
+            scored = Scored.of(file, model, seq_len)
+            try:
+                to.append(ScoreWriter(path, scored, overwrite=overwrite))
+            except DataError:
+                if not replace_others:
+                    raise
+                to.append(ScoreWriter(path, scored, overwrite=True))
+            return to[0].done
+
+        done = processes().on_first(open_writer)
+        if done != COMPLETE:
+            scoring = _Scoring(ranks, file, separator, partial(report, total=total))
+            scoring.run(opened[0] if opened else None, done, before)
+        before += file.num_tokens
+        report(before, total)
+    return paths
+
+
+class _Scoring:
+    """The scoring of one file. Its units follow each other in rows as they do in the file."""
+
+    def __init__(self, ranks: Ranks, file: TokenFile, separator: int | None, report: Callable):
+        self.ranks, self.file, self.report = ranks, file, report
+        self.B, self.T = ranks.first.step.tokens.shape
+        self.units = _units(file, separator, self.T)
+        self.rows = [*_rows(self.units.length, self.T)]
+
+    def run(self, writer: ScoreWriter | None, done: int, before: int) -> None:
+        """Score from a unit on; writer: of the first process. before: tokens of earlier files."""
+        first = next((i for i, row in enumerate(self.rows) if row.start >= done), len(self.rows))
+        each = ROUNDS * self.B * self.ranks.first.dev.mesh.size(*DATA)
+        saved = time.monotonic()
+        try:
+            for begin in range(first, len(self.rows), each):
+                rows = self.rows[begin : begin + each]
+                found = self._losses(rows)
+                if writer is not None:
+                    self._write(writer, rows, found)
+                    if time.monotonic() - saved > SAVE_SECONDS:
+                        writer.save(rows[-1].stop)
+                        saved = time.monotonic()
+                last = rows[-1].stop - 1
+                self.report(before + int(self.units.start[last] + self.units.length[last]))
+            if writer is not None:
+                writer.close()
+        finally:
+            if writer is not None:
+                writer.suspend()
+
+    def _losses(self, rows: Sequence[slice]) -> dict[int, np.ndarray]:
+        """F32 (B, T) of each batch of rows, by its number; on all processes."""
+        batches = [rows[i : i + self.B] for i in range(0, len(rows), self.B)]
+        found: dict[int, np.ndarray] = {}
+
+        def work(rank: Rank, index: int, batch: Batch) -> None:
+            losses = rank.step.score(batch)
+            if index >= 0:
+                found[index] = losses
+
+        self.ranks.share("score", [partial(self._batch, of) for of in batches], work)
+        return {index: a for each in processes().gather(found) for index, a in each.items()}
+
+    def _spans(self, row: slice) -> list[Span]:
+        return spans_of(self.units, np.arange(row.start, row.stop))
+
+    def _batch(self, rows: Sequence[slice]) -> Batch:
+        vocab = self.ranks.first.step.config.vocab_size
+        reader = RowReader([self.file.path], self.T, vocab, document_mask=True)
+        try:
+            return reader.read([self._spans(row) for row in rows], [True] * len(rows), self.B)
+        finally:
+            reader.close()
+
+    def _write(
+        self, writer: ScoreWriter, rows: Sequence[slice], found: dict[int, np.ndarray]
+    ) -> None:
+        for number, row in enumerate(rows):
+            losses, at = found[number // self.B][number % self.B], 0
+            for span in self._spans(row):
+                own = 0 - losses[at : at + span.length - (not span.goes_on)]
+                if not np.isfinite(own).all():
+                    raise LlmqError(
+                        "the model's predictions are not finite numbers: its weights are damaged, "
+                        f"or '{self.file.path}' is of another model's tokens"
+                    )
+                writer.write(span.start + 1, own)
+                at += span.length
+        for unit in range(rows[0].start, rows[-1].stop):  # nothing predicts a document's first
+            if not unit or not self.units.goes_on[unit - 1]:
+                writer.write(int(self.units.start[unit]), np.zeros(1))
+
+
+def _units(file: TokenFile, separator: int | None, seq_len: int) -> Pieces:
+    index = DocumentIndex.read(file, separator)
+    starts, lengths = index.units[:-1], np.diff(index.units)
+    if not index.in_pairs:
+        return cut_documents(0, starts, lengths, seq_len)
+    fits = lengths <= seq_len
+    return whole_pairs(0, starts[fits], lengths[fits], index.lengths[::2][fits])
+
+
+def _rows(lengths: np.ndarray, seq_len: int) -> Iterator[slice]:
+    """Units that share a row: as many as fit, in their order."""
+    first, used = 0, 0
+    for number, length in enumerate(lengths.tolist()):
+        if used + length > seq_len:
+            yield slice(first, number)
+            first, used = number, 0
+        used += length
+    if len(lengths):
+        yield slice(first, len(lengths))

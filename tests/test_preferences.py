@@ -1,0 +1,289 @@
+"""Losses of pairs: numbers and gradients are those of the papers' formulas in torch, however the
+data are packed and the work is divided; scores of a reference come from a file or the first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.base.errors import ConfigError, DataError, LlmqError
+from llmq.commands.cli import _run
+from llmq.data.document_index import DocumentIndex
+from llmq.data.scores import HEADER_BYTES, ScoreFile, scores_path
+from llmq.data.tokens import TokenFile
+from llmq.report.curves import read_log, series_of
+from llmq.train import score
+from tests.models import VOCAB, exported, hf_model, trainer_for
+from tests.pairs_data import write_pairs
+from tests.runs import make_workplace, records, train
+from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
+
+T = 24
+LENGTHS = [(6, 9), (5, 4), (12, 12), (4, 7), (8, 6), (3, 5), (10, 5), (4, 4)]
+log_sigmoid = torch.nn.functional.logsigmoid
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "train.bin", LENGTHS, VOCAB)
+
+
+def answers(path, model):
+    """Sums of the log-probabilities of both answers of each pair, each read alone, and how many
+    tokens they have: (pairs, 2) tensors."""
+    file, offsets = TokenFile(path), DocumentIndex.read(path).offsets
+    sums, counts = [], []
+    for start, end in itertools.pairwise(offsets):
+        ids = torch.from_numpy(file.read_tokens(start, end - start)).long()
+        mask = torch.from_numpy(file.read_mask(start, end - start))[1:]
+        scores = model(ids[None, :-1]).logits[0].log_softmax(-1)
+        sums.append((scores.gather(1, ids[1:, None])[:, 0] * mask).sum())
+        counts.append(mask.sum())
+    return torch.stack(sums).view(-1, 2), torch.stack(counts).view(-1, 2)
+
+
+def dpo(logp, reference, count, beta=0.1, smoothing=0.0, sft=0.0, normalize=False):
+    gain = (logp - reference) / (count if normalize else 1)
+    margin = beta * (gain[:, 0] - gain[:, 1])
+    wrong = -log_sigmoid(-margin) * smoothing
+    return -log_sigmoid(margin) * (1 - smoothing) + wrong - sft * (logp / count)[:, 0]
+
+
+def ipo(logp, reference, count, beta=0.1):
+    gain = (logp - reference) / count
+    return (gain[:, 0] - gain[:, 1] - 1 / (2 * beta)) ** 2
+
+
+def simpo(logp, reference, count, beta=2.0, gamma=0.5):
+    mean = logp / count
+    return -log_sigmoid(beta * (mean[:, 0] - mean[:, 1]) - gamma)
+
+
+def orpo(logp, reference, count, beta=0.1):
+    mean = logp / count
+    odds = mean - torch.log1p(-torch.exp(mean))
+    return -mean[:, 0] - beta * log_sigmoid(odds[:, 0] - odds[:, 1])
+
+
+FULL = {"pref_smoothing": 0.1, "pref_sft": 0.5, "pref_normalize": True, "pref_beta": 0.7}
+CASES = {
+    "dpo": ({}, lambda *x: dpo(*x)),
+    "dpo with all": (FULL, lambda *x: dpo(*x, beta=0.7, smoothing=0.1, sft=0.5, normalize=True)),
+    "ipo": ({}, ipo),
+    "simpo": ({}, simpo),
+    "simpo with margin": ({"pref_gamma": 1.5, "pref_beta": 1.0}, lambda *x: simpo(*x, 1.0, 1.5)),
+    "orpo": ({}, orpo),
+}
+WAYS = {
+    "packed": {"batch_size": 1, "grad_accumulation": 6},
+    "alone, recomputed": {
+        **{"packing": "none", "batch_size": 4, "grad_accumulation": 2, "lmhead_chunks": 2},
+        "recompute_block": True,
+    },
+    "ranks": {"batch_size": 2, "grad_accumulation": 2, "gpus": 2, "zero_level": 2},
+}
+
+
+def trainer_of(data, loss, folder, **how):
+    how = {"seq_len": T, "packing": "best-fit", "train_file": (str(data),)} | how
+    how |= {"eval_file": "none", "loss": loss, "checkpoint_dir": folder, "warmup": 0}
+    return trainer_for(exported("qwen2"), **how)
+
+
+SHOWN = [(way, case) for way in WAYS for case in CASES]
+SHOWN = [s for s in SHOWN if s[0] != "ranks" or s[1] in ("dpo with all", "orpo")]
+
+
+@pytest.mark.parametrize(("way", "case"), SHOWN, ids=map(", ".join, SHOWN))
+def test_loss_and_gradients_are_those_of_the_paper(data, tmp_path, way, case):
+    """The second step, so that the reference is another model than the one that is trained."""
+    loss, (options, formula) = case.split()[0], CASES[case]
+    how = options | WAYS[way] | {"learning_rate": 1e-2, "lr_schedule": "wsd"}
+    with trainer_of(data, loss, tmp_path, **how) as trainer:
+        assert trainer.steps_per_epoch == 1  # all pairs in each
+        trainer.step()
+        model = hf_model("qwen2")
+        weights = pieces(trainer, trainer.weights())
+        result = trainer.step()
+        ours = pieces(trainer, trainer.gradients())
+        assert trainer.usage == trainer.plan.usage
+    with torch.no_grad():
+        reference, _ = answers(data, model)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(weights[name].reshape(parameter.shape)))
+    logp, count = answers(data, model)
+    losses = formula(logp, reference, count)
+    losses.sum().backward()
+    np.testing.assert_allclose(result.loss, losses.mean().item(), rtol=LOSS_RTOL)
+    assert result.tokens == count.sum()
+    for name, parameter in model.named_parameters():
+        scale = max(np.linalg.norm(parameter.grad), 1e-3 * result.norm * len(losses))
+        assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale
+
+
+def test_adapters_have_the_model_as_reference(data, tmp_path):
+    """Their margins are those of the full model's formula, from the same scores."""
+    how = {"batch_size": 6, "lora_rank": 4, "learning_rate": 1e-2, "lr_schedule": "wsd"}
+    with trainer_of(data, "dpo", tmp_path, **how) as trainer:
+        first = trainer.step()
+        second = trainer.step()
+    assert first.loss == pytest.approx(np.log(2), rel=1e-5) and second.loss < first.loss
+    assert abs(first.numbers["margin"]) < 1e-4 < second.numbers["margin"]
+    logp, _ = answers(data, hf_model("qwen2"))
+    means = logp.mean(0).tolist()
+    found = [first.numbers[f"logp_{side}"] for side in ("chosen", "rejected")]
+    assert found == pytest.approx(means, rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------
+# Scores are made once.
+
+
+def command(*words, **more):
+    options = {"device": "cpu", "model-dtype": "fp32", "seq-len": T, "batch-size": 2, "gpus": 1}
+    options |= {name.replace("_", "-"): value for name, value in more.items()}
+    return _run([*map(str, words), *(f"--{name}={value}" for name, value in options.items())])
+
+
+def file_of(folder, data):
+    return scores_path(folder, data)
+
+
+def test_scores_are_log_probabilities_and_twice_the_same_bytes(data, tmp_path, monkeypatch):
+    """On two ranks as on one, and where an interrupted command goes on."""
+    model = exported("qwen2")
+    assert command("score", model, data, "--out", tmp_path / "a") == 0
+    path = file_of(tmp_path / "a", data)
+    scores, (logp, _) = ScoreFile(path), answers(data, hf_model("qwen2"))
+    offsets, file = DocumentIndex.read(data).offsets, TokenFile(data)
+    found = [scores.read(a, b - a).sum() for a, b in itertools.pairwise(offsets)]
+    np.testing.assert_allclose(found, logp.flatten().tolist(), rtol=1e-5)
+    masked = ~file.read_mask(0, file.num_tokens)
+    masked[offsets[:-1]] = True
+    assert not scores.read(0, file.num_tokens)[masked].any()
+    monkeypatch.setattr(score, "ROUNDS", 1)
+    monkeypatch.setattr(score, "SAVE_SECONDS", 0)
+    assert command("score", model, data, "--out", tmp_path / "b", gpus=2) == 0
+    assert file_of(tmp_path / "b", data).read_bytes() == path.read_bytes()
+    batches, real = [], score._Scoring._batch
+
+    def stopped(scoring, rows):
+        if len(batches) == 2:
+            raise LlmqError("stopped here")
+        batches.append(rows)
+        return real(scoring, rows)
+
+    monkeypatch.setattr(score._Scoring, "_batch", stopped)
+    assert command("score", model, data, "--out", tmp_path / "c") == LlmqError.STATUS
+    monkeypatch.setattr(score._Scoring, "_batch", real)
+    assert command("score", model, data, "--out", tmp_path / "c") == 0
+    assert file_of(tmp_path / "c", data).read_bytes() == path.read_bytes()
+    assert not [*(tmp_path / "c").glob("*.partial")]
+
+
+def test_a_run_by_scores_is_that_without(data, tmp_path):
+    """Also resumed, from either, where the model is no longer the first one."""
+    assert command("score", exported("qwen2"), data, "--out", tmp_path / "s") == 0
+    losses = {}
+    for name, given in (("own", {}), ("given", {"scores": tmp_path / "s"})):
+        how = {"batch_size": 2, "learning_rate": 1e-2, **given}
+        with trainer_of(data, "dpo", tmp_path / name, **how) as trainer:
+            losses[name] = [trainer.step().loss for _ in range(2)]
+            saved = trainer.save()
+            losses[name].append(trainer.step().loss)
+        with trainer_of(data, "dpo", tmp_path / name, **how) as trainer:
+            trainer.load(saved)
+            losses[f"{name}, resumed"] = [*losses[name][:2], trainer.step().loss]
+    for found in losses.values():
+        np.testing.assert_allclose(found, losses["own"], rtol=1e-5)
+    shutil.rmtree(tmp_path / "own" / "reference")
+    with trainer_of(data, "dpo", tmp_path / "own") as trainer:
+        trainer.load(saved)
+        with pytest.raises(DataError, match="there are no scores"):
+            trainer.step()
+
+
+def test_scores_of_something_else_are_refused(data, tmp_path):
+    """By name: of another model, of other data, damaged, of longer documents than were scored."""
+    other = exported("qwen2_untied")
+    assert command("score", other, data, "--out", tmp_path / "s") == 0
+    given = {"scores": tmp_path / "s"}
+    with (
+        trainer_of(data, "dpo", tmp_path, **given) as trainer,
+        pytest.raises(LlmqError, match=f"scores of the model '{other}', whose weights are not"),
+    ):
+        trainer.step()
+    copied = tmp_path / data.parent.name / "train.bin"
+    copied.parent.mkdir()
+    write_pairs(copied, LENGTHS, VOCAB, seed=7)
+    with (
+        trainer_of(copied, "dpo", tmp_path, **given) as trainer,
+        pytest.raises(DataError, match="has scores of other tokens than"),
+    ):
+        trainer.step()
+    assert command("score", exported("qwen2"), data, "--out", tmp_path / "s") != 0
+    again = ("score", exported("qwen2"), data, "--out", tmp_path / "s", "--overwrite")
+    assert command(*again, seq_len=20) == 0
+    with (
+        trainer_of(data, "dpo", tmp_path, **given) as trainer,
+        pytest.raises(DataError, match="there is no score of a token that is trained"),
+    ):
+        for _ in range(3):
+            trainer.step()
+    path = file_of(tmp_path / "s", data)
+    content = bytearray(path.read_bytes())
+    content[HEADER_BYTES + 80] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="is damaged"):
+        ScoreFile(path).read(0, 30)
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ({"packing": "concat"}, "windows of the files would cut pairs"),
+        ({"document_mask": False}, "windows of the files would cut pairs"),
+        ({"z_loss": 1e-4}, "--z-loss: would be weighted"),
+        ({"pref_smoothing": 0.5}, "must be less than 0.5"),
+        ({"pref_beta": 0.0}, "must be more than 0"),
+        (
+            {"model_dtype": "bf16", "matmul_dtype": "e4m3", "head_dtype": "e4m3"},
+            "an fp8 head rounds the weights of rows to within 1/8",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(data, tmp_path, how, error):
+    with pytest.raises(ConfigError, match=error):
+        trainer_of(data, "dpo", tmp_path, **how)
+
+
+def test_a_run_says_how_answers_are_preferred(tmp_path, monkeypatch, capsys):
+    """In log, lines, plots and validation; it goes on by the scores that it has made."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    pairs = [(3 + i % 5, 3 + i % 4) for i in range(20)]
+    write_pairs(tmp_path / "data" / "pairs.bin", pairs, 257)
+    write_pairs(tmp_path / "data" / "held.bin", pairs[:6], 257, seed=1)
+    how = {"loss": "dpo", "train-file": "data/pairs.bin", "eval-file": "data/held.bin"}
+    how |= {"packing": "best-fit", "steps": 2, "eval-every-n-steps": 2, "save-training-state": True}
+    assert train(**how) == 0
+    steps, evals = records("step"), records("eval")
+    assert steps[0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    assert all({"accuracy", "margin", "reward_chosen", "logp_rejected"} <= s.keys() for s in steps)
+    assert all({"accuracy", "margin", "reward_chosen"} <= e.keys() for e in evals)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("[T]") and " | accuracy 0.0000 | mar" in line]
+    assert [line for line in lines if line.startswith("[V]") and " | accuracy " in line]
+    panels = {series.panel for series in series_of(read_log(tmp_path / "log.json"))}
+    assert {"pairs preferred as they should be", "margin of rewards"} <= panels
+    made = sorted(path.name for path in (tmp_path / "ckpt" / "reference").glob("*.scores"))
+    assert made == ["data-held.scores", "data-pairs.scores"]
+    again = how | {"steps": 3, "continue": "", "overwrite": None}
+    assert train(**again) == 0
+    assert [record["step"] for record in records("step")] == [0, 1, 2]
+    assert train(**how | {"loss": "ce", "overwrite": "true"}) == 2
+    assert "has pairs, of which one answer is to be preferred" in capsys.readouterr().err
