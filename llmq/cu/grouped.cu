@@ -30,9 +30,9 @@
 #include "product_sm80.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
-using Forward = Sm80Mainloop<T, false, !TRANS_B, STAGES>;
-using Gradient = Sm80Mainloop<T, true, true, STAGES>;
-constexpr int TILE = Forward::TILE, THREADS = Forward::THREADS;
+using Forward = Sm80Mainloop<T, 2, 2, 64, STAGES, false, !TRANS_B>;
+using Gradient = Sm80Mainloop<T, 2, 2, 64, STAGES, true, true>;
+constexpr int TILE = Forward::ROWS, THREADS = Forward::THREADS;  // as many columns
 
 // Rows [row, end) of all and columns from `column` on, of one expert.
 struct Tile {
@@ -75,11 +75,6 @@ struct Tiles {
         }
         return false;
     }
-};
-
-// Four neighbours in one access.
-template <class X> struct alignas(4 * sizeof(X)) Four {
-    X v[4];
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)

@@ -16,36 +16,12 @@
 //          8.0.
 // Same name  llmq/ops/matmul_int8.py  llmq/ref/matmul_int8.py  tests/ops/test_matmul_int8.py
 #include "common.cuh"
-#include "ptx.cuh"
+#include "product_sm80.cuh"
 
-constexpr int WARPS = WARPS_M * WARPS_N, THREADS = 32 * WARPS;
-constexpr int WARP_M = 64, TILE_M = WARP_M * WARPS_M, TILE_N = WARP_N * WARPS_N;
-constexpr int M16 = WARP_M / 16, N8 = WARP_N / 8;  // pieces of a warp's part
-// Of each row of a tile, STEP bytes lie in shared memory in four units of 16. Unit u of row r is in
-// place u ^ (r / 2 % 4): so the eight rows of an 8 x 8 matrix lie in different banks.
-constexpr int STEP = 64, UNITS = STEP / 16;
-constexpr int STAGE_BYTES = (TILE_M + TILE_N) * STEP;
+using Mainloop = Sm80Mainloop<i8, WARPS_M, WARPS_N, WARP_N, STAGES>;
+constexpr int TILE_M = Mainloop::ROWS, TILE_N = Mainloop::COLUMNS, THREADS = Mainloop::THREADS;
+constexpr int M16 = Mainloop::M16, N8 = Mainloop::N8;  // pieces of a warp's part
 constexpr int GROUP = 8;  // rows of tiles that are made together, so that they share b's in L2
-
-__device__ __forceinline__ int place_of(int row, int unit) {
-    return row * STEP + ((unit ^ (row >> 1 & 3)) << 4);
-}
-
-// Start copying bytes [k, k + STEP) of ROWS rows from `first` on, of a matrix (rows, K); what is
-// outside of it becomes zeros.
-template <int ROWS>
-__device__ __forceinline__ void load_rows(SharedAddress to, const i8* from, i64 first, i64 rows,
-                                          i64 k, i64 K) {
-    constexpr int AT_ONCE = THREADS / UNITS;
-    static_assert(ROWS % AT_ONCE == 0, "every thread copies as often");
-    const int unit = threadIdx.x % UNITS, row = threadIdx.x / UNITS;
-#pragma unroll
-    for (int i = 0; i < ROWS; i += AT_ONCE) {
-        const bool valid = first + row + i < rows && k + unit * 16 < K;
-        const i8* p = from + (valid ? (first + row + i) * K + k + unit * 16 : 0);
-        cp_async_16(to + place_of(row + i, unit), p, valid);
-    }
-}
 
 // Which tile a block makes: down GROUP rows of tiles first, then across.
 __device__ __forceinline__ void find_tile(i64& row, i64& column, i64 M, i64 N) {
@@ -116,58 +92,11 @@ matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict_
             const f32* __restrict__ scale_a, const f32* __restrict__ scale_b,
             const bf16* __restrict__ bias, i64 M, i64 N, i64 K) {
     extern __shared__ __align__(128) char shared[];
-    i64 tile_row, tile_column;
-    find_tile(tile_row, tile_column, M, N);
-    const int steps = (int)((K + STEP - 1) / STEP);
-    const SharedAddress stages = shared_address(shared);
-
-    auto load = [&](int step) {
-        if (step < steps) {
-            const SharedAddress to = stages + step % STAGES * STAGE_BYTES;
-            load_rows<TILE_M>(to, a, tile_row, M, (i64)step * STEP, K);
-            load_rows<TILE_N>(to + TILE_M * STEP, b, tile_column, N, (i64)step * STEP, K);
-        }
-        cp_async_commit();  // also without copies, so that groups are counted alike
-    };
-#pragma unroll
-    for (int i = 0; i < STAGES - 1; ++i) { load(i); }
-
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int warp_row = warp % WARPS_M * WARP_M, warp_column = warp / WARPS_M * WARP_N;
-    // The order of ldmatrix's four matrices, as in attention_mma.cuh: of a, rows 0 and 8 in the
-    // first 16 bytes, then in the second; of b, which has its columns as rows, bytes first.
-    const int a_row = warp_row + (lane & 15), a_unit = lane >> 4;
-    const int b_row = warp_column + (lane & 7) + (lane >> 4) * 8, b_unit = lane >> 3 & 1;
-
-    i32 sum[M16][N8][4] = {};
-    for (int step = 0; step < steps; ++step) {
-        cp_async_wait<STAGES - 2>();
-        __syncthreads();  // everybody's copies are there, and the stage before is used up
-        load(step + STAGES - 1);
-        const SharedAddress tile_a = stages + step % STAGES * STAGE_BYTES;
-        const SharedAddress tile_b = tile_a + TILE_M * STEP;
-#pragma unroll
-        for (int k = 0; k < STEP / 32; ++k) {
-            u32 left[M16][4], right[N8 / 2][4];
-#pragma unroll
-            for (int m = 0; m < M16; ++m) {
-                ldmatrix_x4(left[m], tile_a + place_of(a_row + m * 16, a_unit + 2 * k));
-            }
-#pragma unroll
-            for (int n = 0; n < N8 / 2; ++n) {
-                ldmatrix_x4(right[n], tile_b + place_of(b_row + n * 16, b_unit + 2 * k));
-            }
-#pragma unroll
-            for (int m = 0; m < M16; ++m) {
-#pragma unroll
-                for (int n = 0; n < N8 / 2; ++n) {
-                    mma_m16n8k32_s8(sum[m][2 * n], left[m], right[n][0], right[n][1]);
-                    mma_m16n8k32_s8(sum[m][2 * n + 1], left[m], right[n][2], right[n][3]);
-                }
-            }
-        }
-    }
-    cp_async_wait<0>();
-    store_result(out, sum, scale_a, scale_b, bias, tile_row + warp_row, tile_column + warp_column, M,
-                 N);
+    i64 row, column;
+    find_tile(row, column, M, N);
+    Mainloop::Sums sum = {};
+    Mainloop::run(sum, shared, {a + row * K, (int)K, (int)min((i64)TILE_M, M - row)},
+                  {b + column * K, (int)K, (int)min((i64)TILE_N, N - column)}, (int)K);
+    store_result(out, sum, scale_a, scale_b, bias, row + Mainloop::warp_row(),
+                 column + Mainloop::warp_column(), M, N);
 }
