@@ -1,6 +1,6 @@
 // grouped.cu -- products of rows that are sorted by expert, each expert's with its own matrix.
 //
-//   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e]
+//   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e] + addend[r]
 //   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e
 //
 // Rows [starts[e], starts[e + 1]) are expert e's: how many, the device alone knows. There are as many
@@ -10,7 +10,7 @@
 // gradient has a block for each tile of each expert's matrix.
 //
 // Data     x: T (R, K). w: T (E, N, K) with TRANS_B, else (E, K, N). out, d_y: T (R, N). d_w: G (E, N,
-//          K). bias: T (E, N) or null. All 16-byte aligned, and so are rows. starts: I32 (E + 1),
+//          K). bias: T (E, N) or null. addend: T (R, N) or null, may be out. All 16-byte aligned, and so are rows. starts: I32 (E + 1),
 //          ascending from 0 to R.
 // Launch   128 threads, STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
 //          gradient: one for each 128 x 128 of d_w.
@@ -78,9 +78,9 @@ struct Tiles {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-grouped_product(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ w,
-                const T* __restrict__ bias, const i32* __restrict__ starts, i32 R, i32 N, i32 K,
-                i32 E) {
+grouped_product(T* out, const T* __restrict__ x, const T* __restrict__ w,
+                const T* __restrict__ bias, const T* addend, const i32* __restrict__ starts, i32 R,
+                i32 N, i32 K, i32 E) {
     extern __shared__ __align__(128) char shared[];
     Tiles tiles{starts, E, (N + TILE - 1) / TILE};
     Tile tile;
@@ -93,13 +93,17 @@ grouped_product(T* __restrict__ out, const T* __restrict__ x, const T* __restric
         Forward::each_four(sum, [&](int row, int column, const float(&four)[4]) {
             const int r = tile.row + row, c = tile.column + column;
             if (r < tile.end && c < N) {
+                const i64 at = (i64)r * N + c;
                 Four<T> result;
+                if (addend) { result = *reinterpret_cast<const Four<T>*>(addend + at); }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float more = bias ? to_f32(bias[(i64)tile.expert * N + c + i]) : -0.0f;
-                    result.v[i] = from_f32<T>(four[i] + more);
+                    float x = four[i];
+                    if (bias) { x += to_f32(bias[(i64)tile.expert * N + c + i]); }
+                    if (addend) { x += to_f32(result.v[i]); }
+                    result.v[i] = from_f32<T>(x);
                 }
-                *reinterpret_cast<Four<T>*>(out + (i64)r * N + c) = result;
+                *reinterpret_cast<Four<T>*>(out + at) = result;
             }
         });
     }

@@ -20,7 +20,7 @@ BLOCKS = 2  # of a multiprocessor
 PRODUCT = Kernel(
     "grouped.cu",
     "grouped_product",
-    args="T* out, const T* x, const T* w, const T*? bias, const i32* starts, "
+    args="T* out, const T* x, const T* w, const T*? bias, const T*? addend, const i32* starts, "
     "i32 R, i32 N, i32 K, i32 E",
 )
 _GRADIENT_ARGS = (
@@ -39,8 +39,9 @@ def grouped_matmul(
     *,
     trans_b: bool = False,
     bias: Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> None:
-    """out[r] = x[r] @ op(w[e]) [+ bias[e]] for each row r in [starts[e], starts[e + 1]).
+    """out[r] = x[r] @ op(w[e]) [+ bias[e]] [+ addend[r]], r in [starts[e], starts[e + 1]).
 
     Sums are F32, and rounded once.
 
@@ -50,6 +51,7 @@ def grouped_matmul(
         w       in   X   (E, K, N)   with trans_b (E, N, K)
         starts  in   I32 (E + 1,)    ascending from 0 to R; any expert may have no rows
         bias    in   X   (E, N)      or None
+        addend  in   X   (R, N)      or None; may be out
 
     Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -61,15 +63,17 @@ def grouped_matmul(
     expect(op, "starts", starts, I32, (E + 1,))
     if bias is not None:
         expect(op, "bias", bias, x.dtype, (E, N))
+    if addend is not None:
+        expect(op, "addend", addend, x.dtype, (R, N))
     tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # no routing has more
     dev.launch(
         PRODUCT,
         min(tiles, BLOCKS * dev.spec.num_sms),
         THREADS,
-        (out, x, w, bias, starts, R, N, K, E),
+        (out, x, w, bias, addend, starts, R, N, K, E),
         consts={"STAGES": STAGES, "TRANS_B": int(trans_b)},
         smem=STAGES * STAGE_BYTES,
-        cost=_cost((R, N, K), x, out, trans_b=trans_b),
+        cost=_cost((R, N, K), x, out, trans_b=trans_b, addend=addend is not None),
     )
 
 

@@ -30,6 +30,7 @@ def grouped_product(
     x: np.ndarray,
     w: np.ndarray,
     bias: np.ndarray | None,
+    addend: np.ndarray | None,
     starts: np.ndarray,
     R: int,
     N: int,
@@ -38,12 +39,15 @@ def grouped_product(
     *,
     trans_b: int,
 ) -> None:
-    """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e], where e has the row."""
+    """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, where e has the
+    row."""
     for e, rows in _groups(starts):
         matrix = compute(w[e])
         total = compute(x[rows]) @ (matrix.T if trans_b else matrix)
         if bias is not None:
             total += compute(bias[e])
+        if addend is not None:
+            total += compute(addend[rows])
         out[rows] = total
 
 

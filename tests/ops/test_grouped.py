@@ -36,13 +36,19 @@ def test_grouped_matmul(dev, rng, R, N, K, E, trans_b, dtype):
         "w": eighths(rng, (E, N, K) if trans_b else (E, K, N), dtype),
         "starts": starts_of(rng, R, E),
         "bias": eighths(rng, (E, N), dtype),
+        "addend": eighths(rng, (R, N), dtype),
     }
 
     def call(dev, **tensors):
         op.grouped_matmul(dev, **tensors, trans_b=trans_b)
 
-    with_bias = compared(dev, call, arrays)["out"]
-    assert (with_bias != compared(dev, call, arrays | {"bias": None})["out"]).any()
+    def add(dev, out, addend, **tensors):  # in place
+        op.grouped_matmul(dev, addend, addend=addend, **tensors, trans_b=trans_b)
+
+    whole = compared(dev, call, arrays)["out"]
+    np.testing.assert_array_equal(run(dev, add, arrays)["addend"], whole)
+    alone = compared(dev, call, arrays | {"bias": None, "addend": None})["out"]
+    assert (whole != alone).any()
 
 
 def gradient_arrays(rng, R, N, K, E, target, dtype):

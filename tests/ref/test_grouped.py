@@ -21,16 +21,17 @@ def test_product_and_gradients_equal_torch(trans_b):
     )
     of_row = torch.tensor(np.repeat(np.arange(E), np.diff(STARTS)))
     matrices = w[of_row].transpose(1, 2) if trans_b else w[of_row]
-    want = torch.bmm(x[:, None], matrices)[:, 0] + b[of_row]
+    more = rng.normal(size=(R, N))
+    want = torch.bmm(x[:, None], matrices)[:, 0] + b[of_row] + torch.tensor(more)
     want.backward(d.detach())
 
     arrays = [t.detach().numpy() for t in (x, w, b)]
     out = np.full((R, N), np.nan)
-    ref.grouped_product(out, *arrays, STARTS, R, N, K, E, trans_b=trans_b)
+    ref.grouped_product(out, *arrays, more, STARTS, R, N, K, E, trans_b=trans_b)
     np.testing.assert_allclose(out, want.detach().numpy(), rtol=1e-12, atol=1e-13)
     x, w, d = arrays[0], arrays[1], d.detach().numpy()
     d_x = np.full((R, K), np.nan)
-    ref.grouped_product(d_x, d, w, None, STARTS, R, K, N, E, trans_b=1 - trans_b)
+    ref.grouped_product(d_x, d, w, None, None, STARTS, R, K, N, E, trans_b=1 - trans_b)
     np.testing.assert_allclose(d_x, x_grad(of_row, w, d, trans_b), rtol=1e-12, atol=1e-13)
 
 
