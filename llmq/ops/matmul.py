@@ -23,7 +23,7 @@ from llmq.runtime.product import Product
 
 _ARGS = (
     "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "
-    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate"
+    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate, f32 alpha, f32 beta"
 )
 MATMUL = Kernel("matmul", "matmul", args=f"D* out, {_ARGS}")
 # The same entry; declared apart because it reads what it adds to.
@@ -65,8 +65,11 @@ def matmul(
     bias: Tensor | None = None,
     addend: Tensor | None = None,
     accumulate: bool = False,
+    alpha: float = 1.0,
+    beta: float = 1.0,
 ) -> None:
-    """Row-major out = op(a) @ op(b) [+ bias] [+ addend], or op(a) @ op(b) + out, summed in F32.
+    """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend], or with + beta * out,
+    summed in F32.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
@@ -77,6 +80,7 @@ def matmul(
         bias        in   as out      (N,)    or None; added to every row; not with accumulate
         addend      in   as out      (M,N)   or None; other memory than out. Added before
                                              the product is rounded
+        alpha, beta                          factors of the product and of what is added
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
@@ -105,7 +109,7 @@ def matmul(
             MATMUL_ACCUMULATE if accumulate else MATMUL,
             1,  # the library chooses its own grid and block
             1,
-            (out, a, b, bias, addend, workspace, *sizes),
+            (out, a, b, bias, addend, workspace, *sizes, alpha, beta),
             cost=cost,
         )
 

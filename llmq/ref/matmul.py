@@ -64,20 +64,25 @@ def matmul(
     trans_a: int,
     trans_b: int,
     accumulate: int,
+    alpha: float = 1.0,
+    beta: float = 1.0,
 ) -> None:
-    """out (M,N) = op(a) @ op(b) [+ bias (N,)] [+ addend (M,N)], summed in F32, rounded to out once.
+    """out (M,N) = alpha * op(a) @ op(b) [+ bias (N,)] [+ beta * addend (M,N)], summed in F32,
+    rounded to out once.
 
-    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is added.
+    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is the
+    addend.
     """
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
-    if out.dtype != left.dtype:
+    if out.dtype != left.dtype or alpha != 1 or beta != 1:
         total = left @ right
+        total *= left.dtype.type(alpha)
         if bias is not None:
             total += compute(bias)
-        if accumulate:
-            total += compute(out)
-        _add(total, addend)
+        added = out if accumulate else addend
+        if added is not None:
+            total += compute(added) * left.dtype.type(beta)
         out[...] = total
         return
     if not accumulate:

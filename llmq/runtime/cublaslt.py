@@ -63,7 +63,7 @@ class CublasLt:
         self._file = algorithm_file(cache_path)
         self._name = f"{device_name}, cuBLASLt {library.get_version()}"
         self.plans: dict[Product, Plan] = {}
-        self._alpha = np.ones(1, np.float32)
+        self._factors = np.empty(2, np.float32)  # alpha and beta of a call
         self._block_scales_work: bool | None = None  # None: not tried yet
 
     def matmul(
@@ -81,8 +81,11 @@ class CublasLt:
         trans_a: int,
         trans_b: int,
         accumulate: int,
+        alpha: float = 1.0,
+        beta: float = 1.0,
     ) -> None:
-        """Enqueue out = op(a) @ op(b) [+ bias] [+ addend | + out] on the stream (an integer).
+        """Enqueue out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)] on the stream (an
+        integer).
 
         Raises Unsupported for a product that cuBLASLt cannot compute, and RuntimeError inside a
         graph capture for one that would have to be tuned first.
@@ -91,7 +94,8 @@ class CublasLt:
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
         form = (bool(trans_a), bool(trans_b))
         product = Product(M, N, K, *form, *types, *flags, addend=addend is not None)
-        self._multiply(stream, product, Operands(out, a, b, bias, addend, workspace))
+        operands = Operands(out, a, b, bias, addend, workspace, alpha=alpha, beta=beta)
+        self._multiply(stream, product, operands)
 
     def fp8(
         self,
@@ -300,8 +304,10 @@ class CublasLt:
     def _run(self, stream: int, plan: Plan, algorithm: np.ndarray, operands: Operands) -> None:
         lt = self._lt
         out, a, b, bias, addend, workspace, scale_a, scale_b, *others = operands
-        factor, largest, scalars = others
-        alpha, beta = self._alpha.ctypes.data, plan.beta.ctypes.data
+        factor, largest, scalars, *factors = others
+        # On the host: the library reads them before it returns.
+        self._factors[:] = factors[0], factors[1] if plan.product.adds else 0.0
+        alpha, beta = self._factors.ctypes.data, self._factors[1:].ctypes.data
         if scalars is not None:
             alpha, beta = scalars.ptr, scalars.ptr + BETA * scalars.dtype.itemsize
         added = out if addend is None else addend

@@ -34,6 +34,11 @@ class Product(NamedTuple):
         return self.a in (E4M3, E5M2)
 
     @property
+    def adds(self) -> bool:
+        """Whether a matrix is added, be it what was in the result."""
+        return self.accumulate or self.addend
+
+    @property
     def makes_codes(self) -> bool:
         """Whether the result are codes, too."""
         return self.out in (E4M3, E5M2)
@@ -69,6 +74,8 @@ class Operands(NamedTuple):
     factor: Tensor | None = None  # of results that are codes
     largest: Tensor | None = None
     scalars: Tensor | None = None  # alpha and beta, of block-scaled products
+    alpha: float = 1.0  # factors of the product, and of what is added, of all others
+    beta: float = 1.0
 
 
 class Algorithm(NamedTuple):

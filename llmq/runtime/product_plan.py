@@ -18,15 +18,13 @@ CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E5M2: 29}  # cudaDataType_t
 class Plan:
     """cuBLASLt's description of one product, and how it is computed."""
 
-    __slots__ = ("address", "beta", "choice", "desc", "layouts", "product")
+    __slots__ = ("address", "choice", "desc", "layouts", "product")
 
     def __init__(self, product: Product, desc: int, layouts: tuple[int, ...]):
         self.product = product
         self.desc = desc
         self.layouts = layouts  # of b, a, what is added, out
         self.choice: Algorithm | None = None
-        adds = product.accumulate or product.addend
-        self.beta = np.array([1.0 if adds else 0.0], np.float32)
         self.address = np.zeros(1, np.int64)  # on its way into desc
 
 

@@ -31,12 +31,14 @@ def test_product(dev, rng, case, operand, out):
     bias = rng.normal(size=N).astype(out.numpy)
     start, addend = (rng.normal(size=(M, N)).astype(out.numpy) for _ in range(2))
     left, right = (x.astype(np.float64) for x in (a.T if trans_a else a, b.T if trans_b else b))
-    # bias, addend, accumulate
-    cases = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 0, 1)]
-    for with_bias, with_addend, accumulate in cases:
+    # bias, addend, accumulate, alpha, beta
+    cases = [(0, 0, 0, 1, 1), (1, 0, 0, 1, 1), (0, 1, 0, 1, 1), (1, 1, 0, 1, 1), (0, 0, 1, 1, 1)]
+    cases += [(0, 1, 0, -0.75, 0.5)]
+    for with_bias, with_addend, accumulate, alpha, beta in cases:
 
-        def call(dev, out, a, b, bias, addend, accumulate=accumulate):
-            flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": bool(accumulate)}
+        def call(dev, out, a, b, bias, addend, rest=(accumulate, alpha, beta)):
+            flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": bool(rest[0])}
+            flags |= {"alpha": rest[1], "beta": rest[2]}
             matmul(dev, out, a, b, bias=bias, addend=addend, **flags)
 
         arrays = {
@@ -47,9 +49,9 @@ def test_product(dev, rng, case, operand, out):
             "addend": addend if with_addend else None,
         }
         got = run(dev, call, arrays)["out"].astype(np.float64)
-        product = left @ right + with_bias * bias.astype(np.float64)
+        product = alpha * (left @ right) + with_bias * bias.astype(np.float64)
         want = product + accumulate * start.astype(np.float64)
-        want += with_addend * addend.astype(np.float64)
+        want += with_addend * beta * addend.astype(np.float64)
         # F32 sums of K products of about 1 in any order, the partial sums below 4 sqrt(K) <=
         # 48; BF16 results are rounded once more.
         rtol = 2.0**-8 if out == BF16 else 0

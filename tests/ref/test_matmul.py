@@ -28,28 +28,29 @@ BOTH = (False, True)
 
 
 @pytest.mark.parametrize(
-    ("case", "with_bias", "added", "dtype"),
+    ("case", "with_bias", "added", "dtype", "factors"),
     pairwise(
         case=CASES,
         with_bias=BOTH,
         added=("nothing", "accumulate", "addend"),
         dtype=(np.float64, np.float32, BF16.numpy),
+        factors=((1.0, 1.0), (-0.75, 0.5)),
     ),
 )
-def test_equals_torch(rng, monkeypatch, case, with_bias, added, dtype):
+def test_equals_torch(rng, monkeypatch, case, with_bias, added, dtype, factors):
     monkeypatch.setattr(ref, "CHUNK", 512)  # so that accumulation works in several pieces
     M, N, K, *trans = CASES[case]
     a, b, bias, out = operands(rng, M, N, K, *trans, dtype)
     accumulate, addend = added == "accumulate", out.copy() if added == "addend" else None
-    want = torch_product(a, b, *trans)
-    want += bias.astype(np.float64) * with_bias + out.astype(np.float64) * accumulate
+    want = factors[0] * torch_product(a, b, *trans)
+    want += bias.astype(np.float64) * with_bias + factors[1] * out.astype(np.float64) * accumulate
     if not accumulate:
         out[:] = np.nan
     bias = bias if with_bias else None
     sizes = (M, N, K, *trans, int(accumulate))
-    ref.matmul(out, a, b, bias, addend, NO_WORKSPACE, *sizes)
+    ref.matmul(out, a, b, bias, addend, NO_WORKSPACE, *sizes, *factors)
     if addend is not None:
-        want += addend.astype(np.float64)
+        want += factors[1] * addend.astype(np.float64)
     # Every partial sum of K products of about 1 (below 4 sqrt(K) <= 48) is rounded, and at the end
     # BF16 results once more.
     epsilon = 2.0**-53 if dtype == np.float64 else 2.0**-24

@@ -47,8 +47,9 @@ class Arguments:
         bias=False,
         addend=False,
         accumulate=0,
+        factors=(),
     ):
-        self.dev = host_device()
+        self.dev, self.factors = host_device(), factors
         rng = np.random.default_rng(M + N + K)
 
         def put(name, shape, dtype):
@@ -73,11 +74,11 @@ class Arguments:
         return self.tensors[0].numpy()
 
     def __iter__(self):
-        return iter((STREAM, *self.tensors, *self.sizes))
+        return iter((STREAM, *self.tensors, *self.sizes, *self.factors))
 
     def reference(self):
         arrays = [self.start.copy(), *(t and t.numpy() for t in self.tensors[1:])]
-        matmul(*arrays, *self.sizes)
+        matmul(*arrays, *self.sizes, *self.factors)
         return arrays[0]
 
 
@@ -136,7 +137,11 @@ def no_shared_files(monkeypatch):
     "dtypes", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=["f32", "bf16", "bf16_to_f32"]
 )
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("more", [{}, {"accumulate": 1}, {"addend": True}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"accumulate": 1}, {"addend": True}, {"addend": True, "factors": (-0.75, 0.5)}],
+    ids=str,
+)
 def test_row_major_product_is_asked_for_by_columns(case, dtypes, bias, more):
     args = Arguments(*SMALL[case], dtypes=dtypes, bias=bias, **more)
     make()[0].matmul(*args)
