@@ -13,7 +13,7 @@ from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import read_group, write_group
 from llmq.commands.cli import _run
-from llmq.ops.adamw import SCALE_BLOCK
+from llmq.ops.common import SCALE_BLOCK
 from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
 from llmq.runtime.arena import align_up

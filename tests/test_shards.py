@@ -12,7 +12,7 @@ from llmq.base.errors import ConfigError
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
-from llmq.ops.adamw import SCALE_BLOCK
+from llmq.ops.common import SCALE_BLOCK
 from llmq.options.presets import preset
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice

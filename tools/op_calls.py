@@ -68,7 +68,7 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.add import add
-from llmq.ops.common import FP8_MULTIPLE, num_sums, padded_columns
+from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import FUSED, Device
 from llmq.runtime.head_groups import divisions
@@ -180,7 +180,7 @@ def adamw_calls(*ends: int) -> list[Call]:
     # The second moment is never negative.
     all_bf16 = {"param": bf16(n), "work": None, "m": bf16(n), "v": Spec((n,), BF16, value=1e-4)}
     all_f32 = {"param": f32(n), "work": bf16(n), "m": f32(n), "v": f32(n, value=1e-4)}
-    scale = f32(n // adamw.SCALE_BLOCK, value=2.0**-20)
+    scale = f32(n // SCALE_BLOCK, value=2.0**-20)
     eight_bit = {name: Spec((n,), E4M3) for name in ("m", "v")}
     eight_bit |= {"param": bf16(n), "work": None, "m_scale": scale, "v_scale": scale}
     shared = {"grad": bf16(n), "segments": segments, "scalars": scalars(), **ADAMW}

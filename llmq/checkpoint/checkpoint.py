@@ -44,7 +44,7 @@ from llmq.checkpoint.safetensors_file import (
     write_safetensors,
 )
 from llmq.checkpoint.verify import problem_of
-from llmq.ops.adamw import SCALE_BLOCK
+from llmq.ops.common import SCALE_BLOCK
 from llmq.state.params import Param, Slab
 from llmq.state.rules import rule_class
 from llmq.state.rules.rule import SCALES

@@ -20,15 +20,15 @@ of m's own.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, F32, I32, I64, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, F32, I32, I64, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
+from llmq.ops.common import SCALE_BLOCK, expect_moment
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
-SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
 SEGMENT_MULTIPLE = SCALE_BLOCK  # elements; nothing that is shared belongs to two parameters
 
 ADAMW = Kernel(
@@ -94,8 +94,8 @@ def update(
              their values are in device memory.
     """
     n = _check(param, work, grad, segments, scalars, first)
-    _check_moment("m", m, m_scale, n)
-    _check_moment("v", v, v_scale, n)
+    expect_moment("adamw", "m", m, m_scale, n)
+    expect_moment("adamw", "v", v, v_scale, n)
     hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay), float(lr_scale))
     tensors = (param, work, grad, m, v, m_scale, v_scale, segments)
     args = (*tensors, segments.shape[0], scalars, *hyper, salt, first, n)
@@ -127,13 +127,3 @@ def _check(
     if first < 0 or first % SEGMENT_MULTIPLE:
         raise ValueError(f"adamw: first must be a multiple of {SEGMENT_MULTIPLE}, got {first}")
     return n
-
-
-def _check_moment(name: str, tensor: Tensor, scale: Tensor | None, n: int) -> None:
-    expect("adamw", name, tensor, None, (n,))
-    if tensor.dtype not in (F32, BF16, E4M3):
-        raise TypeError(f"adamw: {name} must be F32, BF16 or E4M3, got {tensor.dtype.label}")
-    if tensor.dtype == E4M3:
-        expect("adamw", f"{name}_scale", scale, F32, (n // SCALE_BLOCK,))
-    elif scale is not None:
-        raise TypeError(f"adamw: {name}_scale must be None, {name} is {tensor.dtype.label}")

@@ -26,6 +26,7 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 # Products of our own in instructions that only these tensor cores have (cu/product_sm90.cuh).
 CAPABILITY = 90
 MULTIPLE = 16  # bytes: of rows of all their matrices
+SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
 SUM_COLUMNS = 192  # of logits whose exponentials have one sum, as a tile of their product has
 
 # column_sum of cu/bias.cu: columns and threads of one block.
@@ -360,6 +361,17 @@ def expect_operands(
         expect(op, "scale_b", scale_b, F32, (1,))
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
+
+
+def expect_moment(op: str, name: str, tensor: Tensor, scale: Tensor | None, n: int) -> None:
+    """Raise as an operation must unless a moment has n elements, and scales if it is E4M3."""
+    expect(op, name, tensor, None, (n,))
+    if tensor.dtype not in (F32, BF16, E4M3):
+        raise TypeError(f"{op}: {name} must be F32, BF16 or E4M3, got {tensor.dtype.label}")
+    if tensor.dtype == E4M3:
+        expect(op, f"{name}_scale", scale, F32, (n // SCALE_BLOCK,))
+    elif scale is not None:
+        raise TypeError(f"{op}: {name}_scale must be None, {name} is {tensor.dtype.label}")
 
 
 def expect_added(

@@ -15,6 +15,8 @@ from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, STEP_SCALARS
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FP8_MAX = {E4M3.numpy: np.float32(E4M3_MAX), E5M2.numpy: np.float32(E5M2_MAX)}
 PRODUCT_ROWS = 1024  # of adapted_product, at a time
+SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment, as in llmq/ops/common.py
+LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scale exists
 FP8_NAN = 0x7F  # what NVIDIA's conversion writes for NaN, of either sign, in both formats
 
 
@@ -117,6 +119,59 @@ def decode_fp8(codes: np.ndarray) -> np.ndarray:
         # "wrap", of which a byte has no need, writes to `out` without a buffer in between.
         table.take(codes[rows], out=decoded[rows], mode="wrap")
     return decoded
+
+
+class Stored:
+    """Numbers as the state has them: F32 (or F64), which need no rounding, or BF16."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+        self.rounds = array.dtype == BF16
+
+    def load(self, real: type) -> np.ndarray:
+        """The array as `real` numbers: the array itself if it has them."""
+        return self.array.astype(real, copy=False)
+
+    def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
+        """Store values, by the low or the high half of the bits."""
+        self.array[...] = round_stochastic(value, bits >> np.uint32(16) if high else bits)
+
+
+class Scaled(Stored):
+    """E4M3 codes with a scale for SCALE_BLOCK neighbours, of numbers or of their roots."""
+
+    def __init__(self, array: np.ndarray, scale: np.ndarray, root: bool):
+        self.array, self.scale, self.root = array, scale, root
+        self.rounds = True
+
+    def load(self, real: type) -> np.ndarray:
+        x = decode_fp8(self.array.reshape(-1, SCALE_BLOCK))
+        x *= self.scale[:, None]
+        if self.root:
+            x *= x
+        return x.reshape(-1).astype(real, copy=False)
+
+    def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
+        """Store codes, by the high 20 bits, and scales.
+
+        The bits of an E4M3 number, moved 20 places to the left, are those of an F32 number 2^-120
+        times as large, subnormal numbers included.
+        """
+        x = value.astype(np.float32, copy=False).reshape(-1, SCALE_BLOCK)
+        size = np.sqrt(x) if self.root else np.abs(x)
+        # 448 = 1.75 * 2^8: up to the next exponent if the fraction is larger than 0.75.
+        raised = size.max(axis=1).view(np.uint32) + np.uint32(0x1FFFFF)
+        exponent = np.maximum((raised >> np.uint32(23)).astype(np.int32) - 8, LEAST_EXPONENT)
+        self.scale[...] = (exponent << 23).view(np.float32)
+        size *= ((254 - exponent) << 23).view(np.float32)[:, None]
+        size *= np.float32(2.0**-120)
+        raw = size.view(np.uint32) + (bits >> np.uint32(12)).reshape(x.shape)
+        raw >>= np.uint32(20)
+        if self.root:
+            np.maximum(raw, 1, out=raw)  # does not become zero
+        else:
+            raw |= x.view(np.uint32) >> np.uint32(24) & np.uint32(0x80)
+        self.array.view(np.uint8)[...] = raw.reshape(-1)
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:

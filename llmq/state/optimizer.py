@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
-from llmq.ops.adamw import SCALE_BLOCK
+from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane

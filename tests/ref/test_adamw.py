@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from llmq.base.dtypes import BF16, E4M3
-from llmq.ref.adamw import NUMBERS, adamw
+from llmq.ref.adamw import adamw
+from llmq.ref.common import decode_fp8
 from tests.harness import step_scalars
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.95, 1e-8, 0.1
@@ -146,7 +147,7 @@ def eight_bit_state(param: np.ndarray) -> dict:
 
 def decoded(state: dict, name: str) -> np.ndarray:
     """m, or the root of v, F32 (blocks, 128)."""
-    numbers = NUMBERS[state[name].view(np.uint8)].reshape(-1, 128)
+    numbers = decode_fp8(state[name].reshape(-1, 128))
     return numbers * state[f"{name}_scale"][:, None]
 
 
