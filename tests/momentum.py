@@ -13,46 +13,51 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError
 from llmq.base.tensor import Tensor
 from llmq.ref.common import step_scalars
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel
 from llmq.state import rules
+from llmq.state.params import Slab
 from llmq.state.rules.rule import Moment, Part, UpdateRule
 
 NEEDS = ("llmq/state/rules/__init__.py", "llmq/ref/momentum.py", "llmq/cu/momentum.cu")
 """The table of rules, and the kernel with its reference: the launcher is in the rule's file."""
 
-MOMENTUM = Kernel(
-    "momentum.cu",
-    "momentum",
-    args="inout P* param, bf16*? work, const G* grad, inout M* momentum, const i32* scalars, "
-    "f32 decay, i32 whole, i64 n",
+MOMENTUM, SCALED, MOVED = (
+    Kernel("momentum.cu", name, args=args)
+    for name, args in (
+        ("momentum", "f32* change, const G* grad, inout M* state, const i32* scalars, f32 decay"),
+        ("scaled", "f32* out, const f32* matrix"),
+        ("moved", "inout P* param, bf16*? work, const f32* change, const i32* scalars"),
+    )
 )
 
 
-def momentum(
-    param: np.ndarray,
-    work: np.ndarray | None,
-    grad: np.ndarray,
-    momentum: np.ndarray,
-    scalars: np.ndarray,
-    decay: float,
-    whole: int,
-    n: int,
-) -> None:
-    """The reference of the kernel. whole: the tensors are one matrix."""
+def momentum(change, grad, state, scalars, decay) -> None:
+    """state = decay * state + grad; change = state."""
     s = step_scalars(scalars)
-    if s["skip_update"]:
-        return
-    real = np.float32
-    made = momentum.astype(real) * real(decay) + grad.astype(real) * real(s["grad_scale"])
-    size = np.sqrt(np.mean(np.square(made))) + real(1e-6) if whole else real(1)
-    momentum[...] = made
-    param[...] = param.astype(real) - real(s["lr"]) * made / size
-    if work is not None:
-        work[...] = param
+    change[...] = 0
+    if not s["skip_update"]:
+        made = state.astype(np.float32) * np.float32(decay)
+        change[...] = made + grad.astype(np.float32) * s["grad_scale"]
+        state[...] = change
+
+
+def scaled(out, matrix) -> None:
+    """The matrix over its root mean square."""
+    out[...] = matrix / (np.sqrt(np.mean(np.square(matrix))) + np.float32(1e-6))
+
+
+def moved(param, work, change, scalars) -> None:
+    """The parameter minus the learning rate times the change."""
+    s = step_scalars(scalars)
+    if not s["skip_update"]:
+        param[...] = param.astype(np.float32) - s["lr"] * change
+        if work is not None:
+            work[...] = param
 
 
 class Momentum(UpdateRule):
@@ -64,32 +69,44 @@ class Momentum(UpdateRule):
             offload="offload_opt_m",
         ),
     )  # fmt: skip
-    unit = "matrix"
+    of_change = F32
 
     def __init__(self, options):
         super().__init__(options)
         if options.opt_m_dtype == "e4m3":
             raise ConfigError("--opt-m-dtype e4m3: momentum has no scales")
 
+    @classmethod
+    def by_matrix(cls, slab: Slab) -> bool:
+        """All matrices of blocks and of adapters."""
+        return all(param.kind == "matrix" for param in slab.params)
+
     def prepare(self, scalars: np.void, step: int) -> None:
         """It reads nothing of its own."""
 
     def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
-        """A launch for each matrix, or one for what has none."""
-        n = part.master.size
-        pieces = [(first, first + rows * columns) for first, rows, columns in part.matrices]
-        if not part.slab.whole_matrices:
-            pieces = [(0, n)]
-        for start, stop in pieces:
-            tensors = (part.master, part.work, part.grad, part.moments["momentum"])
-            here = [tensor and tensor.rows(start, stop) for tensor in tensors]
-            args = (*here, scalars, self.options.beta_1, len(part.matrices) > 0, stop - start)
-            dev.launch(MOMENTUM, 1, 128, args)
+        """Two launches over what has no matrices, or only such as change by element."""
+        with dev.scratch("change", part.master.shape, F32) as change:
+            self.propose(dev, part._replace(change=change), scalars)
+            self.apply(dev, part._replace(change=change), scalars)
+
+    def propose(self, dev: Device, part: Part, scalars: Tensor) -> None:
+        """The momentum."""
+        tensors = (part.change, part.grad, part.moments["momentum"], scalars)
+        dev.launch(MOMENTUM, 1, 128, (*tensors, self.options.beta_1))
+
+    def transform(self, dev: Device, matrix: Tensor, out: Tensor) -> None:
+        """Scaled to one size."""
+        dev.launch(SCALED, 1, 128, (out, matrix))
+
+    def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
+        """A step of this length."""
+        dev.launch(MOVED, 1, 128, (part.master, part.work, part.change, scalars))
 
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it the rule of all runs, as a line of the table would."""
     reference = ModuleType("llmq.ref.momentum")
-    reference.momentum = momentum
+    reference.momentum, reference.scaled, reference.moved = momentum, scaled, moved
     monkeypatch.setitem(sys.modules, reference.__name__, reference)
     monkeypatch.setitem(rules.RULES, "adamw", Momentum)

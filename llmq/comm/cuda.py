@@ -55,7 +55,7 @@ def connect_cuda(
             nccl.set_environment(peer_access, several=several or replicas > 1)
         if shards > 1 and options.nccl:
             inner = nccl.open_communicators(library, devices, "shard", several=several)
-            pairs = not several or options.all_to_all_reduce
+            pairs = not several or options.all_to_all_reduce or options.matrices
             calls = ("all_gather", "reduce_scatter", *(("all_to_all",) if pairs else ()))
             nccl.establish(library, inner, calls)
         if replicas > 1:

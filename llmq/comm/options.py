@@ -21,7 +21,8 @@ class CommOptions:
     memcpy_all_gather: all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients
     are reduced with all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy
     engines, else by NCCL. p2p: "on", "off" or "auto", direct access to the memory of other GPUs.
-    gathers_from_host: blocks are gathered from pinned memory, sources or mirrors.
+    gathers_from_host: blocks are gathered from pinned memory, sources or mirrors. matrices: ranks
+    exchange what becomes of whole matrices, with all_to_all.
     """
 
     memcpy_all_gather: bool = False
@@ -29,6 +30,7 @@ class CommOptions:
     all_to_all_reduce: bool = False
     p2p: str = "auto"
     gathers_from_host: bool = False
+    matrices: bool = False
 
     @property
     def copies(self) -> bool:

@@ -94,6 +94,7 @@ def comm_options(config: TrainConfig, placement: Placement) -> CommOptions:
     """How the ranks of a run exchange data."""
     return CommOptions(
         gathers_from_host=placement.gathers_from_host,
+        matrices=any(slab.by_matrix for slab in placement.slabs.values()),
         memcpy_all_gather=config.memcpy_all_gather,
         memcpy_send_recv=config.memcpy_send_recv,
         all_to_all_reduce=config.all_to_all_reduce,

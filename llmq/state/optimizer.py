@@ -4,55 +4,67 @@ State in host memory goes through three sets of buffers on the device, a few meg
 while one piece is updated, the next one arrives on the copy stream and the last one leaves on the
 store stream. fp8 codes need all of a master, because the scales depend on a whole matrix. Where
 blocks of gradients are streamed, their two slots are free now and hold a whole master each, which
-so need not arrive twice. A rule for matrices gets whole ones, one parameter at a time.
+so need not arrive twice.
+
+A rule that works on whole matrices has three parts: what is proposed element by element, what a
+whole matrix makes of it, and its application element by element (`_update_matrices`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
+from llmq.comm.collectives import part
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
-from llmq.state.params import Param, Slab
+from llmq.state.params import Slab
 from llmq.state.placement import Placement
 from llmq.state.rules import rule_of
-from llmq.state.rules.rule import Matrices, Part
+from llmq.state.rules.rule import Part
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
+WEIGHTS = ("master", "work")  # of what an update reads and writes
 
 
 class _State(NamedTuple):
     """All that the update of one slab's shard reads and writes, or of a piece of it.
 
-    movable: what of it may be in host memory, by name: "master", "work", "grad" and the moments.
-    Scales stay on the device. codes: of a whole shard, what is made at the end of its master, which
-    all comes from host memory.
+    name: of the slab. movable: what of it may be in host memory, by name: "master", "work", "grad"
+    and the moments. Scales stay on the device. codes: of a whole shard, what is made at the end of
+    its master, which all comes from host memory.
     """
 
+    name: str
     movable: dict[str, Tensor]
     scales: dict[str, Tensor]
     codes: Tensor | None = None
-
-    @property
-    def master(self) -> Tensor:
-        """The weights that are updated."""
-        return self.movable["master"]
 
     def rows(self, start: int, stop: int) -> _State:
         """Elements [start, stop)."""
         blocks = start // SCALE_BLOCK, stop // SCALE_BLOCK
         return _State(
+            self.name,
             {name: tensor.rows(start, stop) for name, tensor in self.movable.items()},
             {name: scale.rows(*blocks) for name, scale in self.scales.items()},
         )
+
+    def of_weights(self) -> _State:
+        """Master and work alone, which a change is applied to."""
+        kinds = {name: t for name, t in self.movable.items() if name in WEIGHTS}
+        return _State(self.name, kinds, {}, self.codes)
+
+    def beside_weights(self) -> _State:
+        """The rest, of which a change is made."""
+        kinds = {name: t for name, t in self.movable.items() if name not in WEIGHTS}
+        return _State(self.name, kinds, self.scales)
 
 
 class Optimizer:
@@ -77,6 +89,8 @@ class Optimizer:
         self.moments: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
         self.scales: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
         self.segments: dict[str, Tensor] = {}
+        matrices = [slab for slab in self.table if placement[slab.name].by_matrix]
+        self._rounds = _rounds(matrices, dev.mesh.size("shard"))
         for slab in self.table:
             self._alloc_slab(slab)
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
@@ -114,11 +128,15 @@ class Optimizer:
     def update(self, weights: Weights, grads: Gradients, scalars: Tensor) -> None:
         """Every slab's update. Only launches. scalars: as `global_norm.finish` leaves them."""
         weights.start_update()
-        states = [self._state(weights, grads, slab) for slab in self.table]
+        states = {slab.name: self._state(weights, grads, slab) for slab in self.table}
         with ExitStack() as temps:
-            staging = _Staging(self, temps, states, grads.slots, weights.slots)
-            for slab, state in zip(self.table, states, strict=True):
-                self._update_slab(slab, state, weights, scalars, staging)
+            staging = _Staging(self, temps, states.values(), grads.slots, weights.slots)
+            work = _Work(weights, scalars, staging)
+            for slab in self.table:
+                if not self.placement[slab.name].by_matrix:
+                    self._update_shard(slab, states[slab.name], work, self.rule.update)
+            for slabs in self._rounds:
+                self._update_matrices(slabs, states, work)
             staging.finish()
         weights.finish_update()
 
@@ -131,71 +149,108 @@ class Optimizer:
             "grad": grads.shard[name],
         } | {moment: of[name] for moment, of in self.moments.items()}
         return _State(
+            name,
             movable={kind: tensor for kind, tensor in tensors.items() if tensor is not None},
             scales={moment: of[name] for moment, of in self.scales.items() if name in of},
             codes=weights.codes(name) if whole else None,
         )
 
-    def _update_slab(
-        self, slab: Slab, state: _State, weights: Weights, scalars: Tensor, staging: _Staging
+    def _update_shard(
+        self,
+        slab: Slab,
+        state: _State,
+        work: _Work,
+        method: Callable[[Device, Part, Tensor], None],
+        change: Tensor | None = None,
     ) -> None:
-        shard = self.dev.mesh.index("shard") * slab.shard_size
-        with staging.whole(state) as whole:
-            moved = staging.passes_through(state)
-            for start, stop, matrices in _parts(slab, self.dev.mesh.index("shard"), moved=moved):
-                first, last = start - shard, stop - shard
-                master = whole and whole[0].rows(first, last)
-                with staging.piece(state.rows(first, last), master) as piece:
-                    self._launch(slab, piece, scalars, start, matrices)
-                    weights.observe(slab, start, stop, piece.master)
+        """Call a method of the rule over this rank's shard, in pieces where it passes through
+        buffers. change: (shard_size,), as Part has it."""
+        shard, size = self.dev.mesh.index("shard") * slab.shard_size, slab.shard_size
+        with work.staging.whole(state) as whole:
+            step = PIECE if work.staging.passes_through(state) else size
+            for first in range(0, size, step):
+                rows = (first, min(first + step, size))
+                master = whole and whole[0].rows(*rows)
+                with work.staging.piece(state.rows(*rows), master) as piece:
+                    changed = change and change.rows(*rows)
+                    method(self.dev, self._part(slab, shard + first, piece, changed), work.scalars)
+                    if "master" in piece.movable:
+                        at = (shard + rows[0], shard + rows[1])
+                        work.weights.observe(slab, *at, piece.movable["master"])
             if whole:
-                weights.quantize(slab.name, *whole)
+                work.weights.quantize(slab.name, *whole)
 
-    def _launch(
-        self, slab: Slab, piece: _State, scalars: Tensor, first: int, matrices: Matrices
-    ) -> None:
-        part = Part(
+    def _part(self, slab: Slab, first: int, piece: _State, change: Tensor | None) -> Part:
+        tensors = piece.movable
+        return Part(
             slab=slab,
             first=first,
-            master=piece.master,
-            work=piece.movable.get("work"),
-            grad=piece.movable["grad"],
-            moments={name: piece.movable[name] for name in self.moments},
-            scales=piece.scales,
             segments=self.segments[slab.name],
             group=self.placement[slab.name].group,
-            matrices=matrices,
+            master=tensors.get("master"),
+            work=tensors.get("work"),
+            grad=tensors.get("grad"),
+            moments={name: tensors[name] for name in self.moments if name in tensors},
+            scales=piece.scales,
+            change=change,
         )
-        self.rule.update(self.dev, part, scalars)
+
+    def _update_matrices(self, slabs: list[Slab], states: dict[str, _State], work: _Work) -> None:
+        """Update slabs that are laid out alike, not more than ranks, each whole on one of these.
+
+        Shards stay cut anywhere: what is proposed for a slab goes to the rank that has its number,
+        and the change of it comes back, in all as much as two shards. A rank without a slab
+        transforms zeros, so that all launch the same.
+        """
+        dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
+        with ExitStack() as temps:
+
+            def scratch(name: str, size: int) -> Tensor:
+                tensor = dev.scratch(f"change.{name}", (size,), self.rule.of_change)
+                return temps.enter_context(tensor)
+
+            here, there = scratch("here", first.size), scratch("there", first.size)
+            spare = scratch("spare", first.shard_size) if group.size > 1 else None
+            for index in range(group.size):
+                change = part(here, index, group.size)
+                if index < len(slabs):
+                    slab = slabs[index]
+                    state = states[slab.name].beside_weights()
+                    self._update_shard(slab, state, work, self.rule.propose, change)
+                else:
+                    dev.zero(change)
+            if group.size > 1:
+                for index, piece in enumerate(group.all_to_all(here, spare)):
+                    dev.copy(part(there, index, group.size), piece)
+                here, there = there, here
+            end = 0
+            for at, rows, columns in (*first.matrices(), (first.size, 0, 0)):
+                if end < at:  # between matrices nothing changes
+                    dev.zero(there.rows(end, at))
+                end = at + rows * columns
+                if rows:
+                    pair = (t.rows(at, end).view(rows, columns) for t in (here, there))
+                    self.rule.transform(dev, *pair)
+            changes = group.all_to_all(there, spare) if group.size > 1 else [there]
+            for slab, change in zip(slabs, changes, strict=False):
+                state = states[slab.name].of_weights()
+                self._update_shard(slab, state, work, self.rule.apply, change)
 
 
-def _parts(slab: Slab, shard: int, *, moved: bool) -> list[tuple[int, int, Matrices]]:
-    """The parts of a shard that are updated at a time: elements [start, stop) of the slab, and the
-    matrices among them if the slab is cut between these. moved: it passes through buffers.
-    """
-    first, end = shard * slab.shard_size, (shard + 1) * slab.shard_size
-    if slab.whole_matrices:
-        found = slab.pieces(first, end)
-        return [(start, stop, _matrices(param, start, stop)) for param, start, stop in found]
-    step = PIECE if moved else slab.shard_size
-    return [(start, min(start + step, end), ()) for start in range(first, end, step)]
+class _Work(NamedTuple):
+    """The arguments that all parts of one update share."""
+
+    weights: Weights
+    scalars: Tensor
+    staging: _Staging
 
 
-def _longest(slab: Slab) -> int:
-    """Elements of the longest part that passes through buffers, on any rank: all have the same."""
-    shards = range(slab.size // slab.shard_size if slab.whole_matrices else 1)
-    parts = (part for shard in shards for part in _parts(slab, shard, moved=True))
-    return max(stop - start for start, stop, _ in parts)
-
-
-def _matrices(param: Param, start: int, stop: int) -> Matrices:
-    """Those of Hugging Face that elements [start, stop) of the slab have of a parameter."""
-    found = []
-    for part in param.hf:
-        first = param.offset + part.start * param.columns
-        if start <= first < stop:
-            found.append((first - start, part.stop - part.start, param.columns))
-    return tuple(found)
+def _rounds(slabs: Iterable[Slab], count: int) -> list[list[Slab]]:
+    """Slabs that are laid out alike, at most so many together."""
+    alike: dict[tuple, list[Slab]] = {}
+    for slab in slabs:
+        alike.setdefault((slab.size, slab.matrices()), []).append(slab)
+    return [same[i : i + count] for same in alike.values() for i in range(0, len(same), count)]
 
 
 class _Staging:
@@ -208,7 +263,7 @@ class _Staging:
         self,
         optimizer: Optimizer,
         temps: ExitStack,
-        states: list[_State],
+        states: Collection[_State],
         wholes: list[Tensor],
         codes: list[Tensor],
     ):
@@ -218,9 +273,9 @@ class _Staging:
         for lane in (self._pieces, self._wholes):
             lane.forget()
         sizes: dict[str, tuple[int, DType]] = {}
-        for slab, state in zip(optimizer.table, states, strict=True):
-            longest = _longest(slab)
+        for state in states:
             for name, tensor in self._moved(state).items():
+                longest = min(PIECE, tensor.size)
                 if name != "master" or not self._stays(state):
                     sizes[name] = (max(longest, sizes.get(name, (0,))[0]), tensor.dtype)
         self._buffers = {
@@ -253,7 +308,7 @@ class _Staging:
         if not self._stays(state):
             yield None
             return
-        slot, size = self._wholes.take(state.master.name), state.master.size
+        slot, size = self._wholes.take(state.name), state.movable["master"].size
         with self.dev.on("copy"):  # on which the master arrives, in pieces
             self._wholes.free(slot)
         codes = self._code_buffers[slot].rows(0, size) if state.codes.on_host else state.codes
@@ -275,7 +330,7 @@ class _Staging:
         if not moved:
             yield state
             return
-        slot = self._pieces.take(state.master.name)
+        slot = self._pieces.take(state.name)
         here = {"master": master} if master else {}
         for name, tensor in moved.items():
             if name not in here:

@@ -115,15 +115,13 @@ class Param:
 class Slab:
     """A group of parameters that lies contiguously.
 
-    size: elements, gaps and tail included. shard_size: those of each shard. whole_matrices: whether
-    shards are cut between matrices only.
+    size: elements, gaps and tail included. shard_size: those of each shard.
     """
 
     name: str
     params: tuple[Param, ...]
     size: int
     shard_size: int
-    whole_matrices: bool = False
 
     @property
     def is_block(self) -> bool:
@@ -143,6 +141,17 @@ class Slab:
         """Ranges of elements that belong to no parameter."""
         ends = [(p.offset + p.size, stop) for p, stop in self._ranges()]
         return [(end, stop) for end, stop in ends if end < stop]
+
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """Those of Hugging Face, and of every expert: first element, rows and columns of each."""
+        found = []
+        for param in self.params:
+            height = param.shape[-2]  # of all experts one after another, where there are several
+            for part in param.hf:
+                for start in range(part.start, part.stop, height):
+                    rows = min(start + height, part.stop) - start
+                    found.append((param.offset + start * param.columns, rows, param.columns))
+        return tuple(sorted(found))
 
     def view(self, slab: Tensor, param: Param) -> Tensor:
         """A parameter inside a tensor of `size` elements."""

@@ -19,7 +19,6 @@ from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.runtime.mesh import Mesh
 from llmq.state.adapter_rows import trained_slabs
-from llmq.state.cutting import between_matrices
 from llmq.state.params import Slab, weight_table
 from llmq.state.rules import rule_class
 
@@ -60,8 +59,8 @@ class SlabPlacement:
     that is not the master; without both, codes are made from the master at every gather.
     transposed: codes in the other layout, streamed where blocks share one set. mirror: a second
     copy, for peers, of the shard that they gather. gradient: sums. moments: by name, those of the
-    update rule. initial_adapters: what adapters were taken from the model as, and what an export
-    gives back to it.
+    update rule. by_matrix: whether that works on whole matrices. initial_adapters: what adapters
+    were taken from the model as, and what an export gives back to it.
     """
 
     trainable: bool
@@ -74,6 +73,7 @@ class SlabPlacement:
     mirror: Store | None = None
     gradient: Store | None = None
     moments: Mapping[str, Store] = field(default_factory=dict)
+    by_matrix: bool = False
     initial_adapters: Store | None = None
 
     @property
@@ -157,18 +157,8 @@ def mesh_of(config: TrainConfig, world_size: int, machines: int = 1, rank: int =
 
 
 def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[Slab, ...]:
-    """The weight table of a run, with its adapters. config: normalized.
-
-    The run's rule decides whether shards cut the matrices that blocks and adapters train.
-    """
-    table = weight_table(model, shards, adapters_of(config))
-    if rule_class().unit == "element":
-        return table
-    matrices = {slab.name for slab in table if all(p.kind == "matrix" for p in slab.params)}
-    return tuple(
-        between_matrices(slab, shards) if slab.name in matrices and trains(config, slab) else slab
-        for slab in table
-    )
+    """The weight table of a run, with its adapters. config: normalized."""
+    return weight_table(model, shards, adapters_of(config))
 
 
 def trains(config: TrainConfig, slab: Slab) -> bool:
@@ -277,6 +267,7 @@ def _trained(
             m.name: _shard(config, getattr(config, m.dtype), offloaded=getattr(config, m.offload))
             for m in rule_class().moments
         },
+        by_matrix=rule_class().by_matrix(slab),
     )
 
 

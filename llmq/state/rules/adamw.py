@@ -23,7 +23,6 @@ class AdamW(UpdateRule):
             offload="offload_opt_v",
         ),
     )  # fmt: skip
-    unit = "element"
 
     def prepare(self, scalars: np.void, step: int) -> None:
         """The factors by which moments that began at zero are too small."""

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from llmq.base.dtypes import BF16, DType
 from llmq.base.tensor import Tensor
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -39,46 +40,47 @@ class Moment:
         return f"{self.group}{SCALES}"
 
 
-Matrices = tuple[tuple[int, int, int], ...]
-"""The matrices of a part: the first element of each in it, its rows and its columns."""
-
-
 class Part(NamedTuple):
     """The elements that one call of a rule updates: n elements of a slab from element `first` on.
 
     master inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
     grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32
     (n / SCALE_BLOCK,), by name, of the moments that are E4M3. segments: I64 (S, 2), as
-    Slab.segments. group: as SlabPlacement.group. matrices: where the rule works on matrices and the
-    slab is cut between them, those that are in the part, if any: gaps are parts, too.
+    Slab.segments. group: as SlabPlacement.group. change: (n,) in the rule's `of_change`, which
+    `propose` writes, and `apply` reads: the one gets no master, and the other no gradient.
     """
 
     slab: Slab
     first: int
-    master: Tensor
-    work: Tensor | None
-    grad: Tensor
-    moments: Mapping[str, Tensor]
-    scales: Mapping[str, Tensor]
     segments: Tensor
     group: str
-    matrices: Matrices = ()
+    master: Tensor | None
+    work: Tensor | None
+    grad: Tensor | None
+    moments: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+    change: Tensor | None
 
 
 class UpdateRule(ABC):
     """How gradients change weights.
 
-    moments: in the order of their memory. unit: "element", then shards and parts are cut anywhere;
-    "matrix", then every matrix of Hugging Face that a block or its adapters train is whole on one
-    rank and in one part. Bytes and launches of an update are those of the kernels that it launches.
+    moments: in the order of their memory. of_change: the format of a change. Bytes and launches of
+    an update are those of the kernels that it launches.
     """
 
     moments: ClassVar[tuple[Moment, ...]]
-    unit: ClassVar[str]
+    of_change: ClassVar[DType] = BF16
 
     def __init__(self, options: TrainConfig):
         """options: normalized; they are baked into captured launches."""
         self.options = options
+
+    @classmethod
+    def by_matrix(cls, slab: Slab) -> bool:
+        """Whether the change of a slab's matrix depends on all of it: then the slab passes through
+        `propose`, `transform` and `apply`, and not through `update`."""
+        return False
 
     @abstractmethod
     def prepare(self, scalars: np.void, step: int) -> None:
@@ -88,3 +90,17 @@ class UpdateRule(ABC):
     def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
         """Update a part, except where scalars.skip_update is set. scalars: I32 (16,) StepScalars.
         Only launches."""
+
+    def propose(self, dev: Device, part: Part, scalars: Tensor) -> None:
+        """Update the moments of a part, as `update` does, and write the change that is proposed; 0
+        where there is neither gradient nor moment, and of a step that is skipped."""
+        raise NotImplementedError
+
+    def transform(self, dev: Device, matrix: Tensor, out: Tensor) -> None:
+        """Make what is proposed for a whole matrix (rows, columns), which may be overwritten, into
+        its change, out (rows, columns)."""
+        raise NotImplementedError
+
+    def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
+        """Change the master of a part, as `update` does."""
+        raise NotImplementedError
