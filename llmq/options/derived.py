@@ -1,0 +1,183 @@
+"""Properties that several readers derive from the options of a run."""
+
+from __future__ import annotations
+
+from math import sqrt
+from pathlib import Path
+
+from llmq.options.conditions import why_weights_stay
+from llmq.options.option_types import (
+    NONE,
+    PREFERENCES,
+    QUANTIZED,
+    REFERENCED,
+    SPLIT,
+    named_pattern,
+    split_weights,
+)
+
+
+class Derived:
+    """The properties of TrainConfig that follow from its fields."""
+
+    __slots__ = ()
+
+    @property
+    def local_seq_len(self) -> int:
+        """Tokens of a sequence that one device computes: what its tensors have as T.
+
+        `seq_len` is what the data have, which positions, losses and tokens of a step are counted
+        by. They are the same as long as no axis of the mesh divides sequences.
+        """
+        return self.seq_len
+
+    @property
+    def splits(self) -> bool:
+        """Whether the validation data are a part of the training files."""
+        return self.eval_pattern == SPLIT
+
+    @property
+    def eval_pattern(self) -> str:
+        """The pattern that --eval-file has without a name; NONE where all its patterns have one."""
+        return self._eval_patterns.get("", NONE)
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """Named patterns of validation files beside it."""
+        return {name: pattern for name, pattern in self._eval_patterns.items() if name}
+
+    @property
+    def _eval_patterns(self) -> dict[str, str]:
+        given = self.eval_file if isinstance(self.eval_file, tuple) else (self.eval_file,)
+        return dict(map(named_pattern, given))
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation files without a name."""
+        return self.eval_pattern != NONE
+
+    @property
+    def train_patterns(self) -> list[str]:
+        """The glob patterns of --train-file, without weights."""
+        return split_weights(self.train_file)[0]
+
+    @property
+    def all_patterns(self) -> list[str]:
+        """Patterns of all token files, of training and of validations."""
+        own = [self.eval_pattern] if self.validates and not self.splits else []
+        return [*self.train_patterns, *own, *self.eval_sets.values()]
+
+    @property
+    def train_weights(self) -> tuple[float, ...] | None:
+        """The weights of these patterns; None if they have none, or there is only one."""
+        return split_weights(self.train_file)[1]
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a micro-step on one rank."""
+        return self.batch_size * self.local_seq_len
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits are made at a time."""
+        return self.micro_tokens // self.lmhead_chunks
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes anything again."""
+        names = ("swiglu", "norm", "ffn", "qkv", "att", "block")
+        return any(getattr(self, f"recompute_{name}") for name in names)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, and the model stays as it is."""
+        return bool(self.lora_rank)
+
+    @property
+    def wants_adapters(self) -> bool:
+        """Whether has_adapters holds, or they are to be read, with their rank, from --adapter."""
+        return self.has_adapters or self.adapter is not None
+
+    @property
+    def trains_new_rows(self) -> bool:
+        """Whether rows of new tokens are trained beside adapters, and no others."""
+        return self.has_adapters and "new-rows" in self.train
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the loss is of pairs of answers, not of tokens."""
+        return self.loss in PREFERENCES
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss reads log-probabilities of a reference model."""
+        return self.loss in REFERENCED
+
+    @property
+    def scores_folder(self) -> Path | None:
+        """The folder of the reference's scores, if the loss reads them: that of --scores, or what
+        the run makes of its first weights."""
+        return (self.scores or self.checkpoint_dir / "reference") if self.has_reference else None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products of the blocks multiply fp8 codes."""
+        return self.matmul_dtype == "e4m3"
+
+    @property
+    def codes_weights(self) -> bool:
+        """Whether fp8 codes are made of the blocks' weights after every update."""
+        return self.is_fp8 and not self.has_adapters
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the model beside the adapters is kept as codes."""
+        return self.has_adapters and self.base_dtype in QUANTIZED
+
+    @property
+    def has_transposed(self) -> bool:
+        """Whether there are codes of weights in two layouts."""
+        return self.is_fp8 or self.matmul_dtype == self.base_dtype == "int8"
+
+    @property
+    def splits_model(self) -> bool:
+        """Whether adapters begin as a part of the model, and only the rest of it stays."""
+        return self.has_adapters and self.lora_init == "pissa"
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor of B @ A."""
+        root = sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
+        return self.lora_alpha / root
+
+    @property
+    def own_master(self) -> bool:
+        """Whether the optimizer updates weights of another format than the model's."""
+        return self.master_dtype != self.model_dtype
+
+    @property
+    def gathered(self) -> tuple[str, bool] | None:
+        """The source that streamed blocks are gathered from: format, whether in host memory.
+
+        None: codes are made from masters at each gather.
+        """
+        if self.has_adapters:  # of blocks that are not trained there is nothing else
+            return self.base_dtype, self.offload_master
+        if self.is_fp8:
+            return ("e4m3", self.offload_quants) if self.persistent_quants else None
+        return self.model_dtype, self.offload_master and not self.own_master
+
+    def streams_weights(self, shards: int) -> bool:
+        """Whether blocks take turns in slots of work weights, with so many shards."""
+        return self.shard_weights and why_weights_stay(self, shards) is None
+
+    def has_masters(self, shards: int) -> bool:
+        """Whether the optimizer updates other tensors of the blocks than products read."""
+        return self.codes_weights or self.own_master or self.streams_weights(shards)
+
+    def shards(self, world_size: int, machines: int = 1) -> int:
+        """In how many parts the ranks keep the state: as many as there are, or as a machine has.
+
+        machines: among which the ranks are divided equally.
+        """
+        return world_size if self.shard_over == "world" else world_size // machines
