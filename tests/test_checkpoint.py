@@ -768,7 +768,7 @@ def test_export_of_any_number_of_ranks(tmp_path, dtype):
     newest = save(tmp_path / "ckpt", step=10, world=3, cuts=random_cuts(3, 1))
     for number, source in enumerate([newest, tmp_path / "ckpt"]):
         names = export(source, tmp_path / f"out{number}", dtype=dtype)
-        assert names == ["config.json", "generation_config.json", "model.safetensors"]
+        assert names[:2] == ["README.md", "config.json"] and names[-1] == "model.safetensors"
         config = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
         assert config == MODEL.to_hf(dtype)
         with HfWeights(tmp_path / f"out{number}") as weights:

@@ -370,6 +370,8 @@ COMMANDS = [
                 "merge": False,
                 "scales": None,
                 "activations": None,
+                "licence": None,
+                "push": None,
                 "verify": None,
                 "overwrite": False,
                 "force": False,

@@ -292,7 +292,10 @@ def test_what_is_there_is_replaced_only_if_told_so(tmp_path):
     assert path.read_text() == "mine"
     export(source("qwen2"), path, to="gguf", overwrite=True)
     assert len(tensors(path)) == 26
-    assert export(source("qwen2"), tmp_path / "new", to="gguf", dtype="q8_0") == ["model-q8_0.gguf"]
+    assert export(source("qwen2"), tmp_path / "new", to="gguf", dtype="q8_0") == [
+        "README.md",
+        "model-q8_0.gguf",
+    ]
 
 
 def test_a_file_that_is_not_what_was_meant_never_gets_its_name(tmp_path, monkeypatch):

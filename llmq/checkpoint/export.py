@@ -10,8 +10,10 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.run_id import RunId
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.exports import EXPORTS
+from llmq.checkpoint.exports.card import write_card
 from llmq.checkpoint.exports.format import ExportFormat
 from llmq.checkpoint.exports.source import Source, open_source
+from llmq.checkpoint.hub import check_upload, upload
 from llmq.options.option_types import parse_dtype_name
 
 
@@ -26,14 +28,17 @@ def export(
     verify: bool | None = None,
     overwrite: bool = False,
     force: bool = False,
+    licence: str | None = None,
+    push: str | None = None,
     **options: str | None,
 ) -> list[str]:
     """Write what `where` names in the format `to`; returns the names of the files.
 
     where, base, merge, force: as of open_source. dtype: as of the format, None: that of the source.
     verify: as of ExportFormat.write. overwrite: what is at `out`, whoever wrote it; else a run
-    replaces its own model directory. options: of the format. LlmqError where that is not possible,
-    before anything changes.
+    replaces its own model directory. licence: of the README.md that a folder gets, as of `card`.
+    push: the repository of the hub that gets the files. options: of the format. LlmqError where
+    that is not possible, before anything changes.
     """
     if to not in EXPORTS:
         raise ConfigError(f"--format: expected {' or '.join(EXPORTS)}, got {to!r}")
@@ -45,6 +50,8 @@ def export(
         dtype = None if dtype is None else parse_dtype_name(dtype)
     if dtype is not None and dtype not in made.dtypes:
         raise ConfigError(f"--dtype: {to} is {' or '.join(made.dtypes)}, got {dtype!r}")
+    if push is not None:
+        check_upload(push)
     if force:
         verify = False  # what is no number is not equal to itself
     with open_source(where, base=base, merge=merge, force=force) as source:
@@ -52,7 +59,12 @@ def export(
             _check_free(made, source, out)
         kept = dtype or source.dtype
         made.check(source, kept)
-        return made.write(source, out, kept, verify=verify)
+        files = made.write(source, out, kept, verify=verify)
+        if out.suffix != ".gguf":
+            files = sorted({*files, *write_card(out, source, to, kept, licence)})
+    if push is not None:
+        upload(push, out, files)
+    return files
 
 
 def _check_free(made: ExportFormat, source: Source, out: Path) -> None:

@@ -74,7 +74,7 @@ def download(flag: str, name: str, parts: Sequence[str]) -> None:
     name: with @REVISION for another one than the newest. flag: that names it. ConfigError where
     that is not possible, or not allowed.
     """
-    hub = _library()
+    hub = _library("--download")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     name, _, revision = name.partition("@")
     try:
@@ -101,21 +101,40 @@ def download(flag: str, name: str, parts: Sequence[str]) -> None:
         raise ConfigError(f"--download: {_said(hub, name, error)}") from error
 
 
-def _library() -> Any:
-    """huggingface_hub. ConfigError if it is missing, or downloads are switched off."""
+def check_upload(name: str) -> None:
+    """ConfigError unless --push names a repository of the hub and its library is there."""
+    if _ID.fullmatch(name) is None or "/" not in name or "@" in name:
+        raise ConfigError(f"--push: {name!r} is no repository of the hub: give OWNER/NAME")
+    _library("--push")
+
+
+def upload(name: str, path: Path, files: Sequence[str]) -> None:
+    """Send files of a folder, or one file, to a repository of the hub, after a line that says so;
+    a new one is private. ConfigError where that is not possible."""
+    hub = _library("--push")
+    print(f"Uploading {len(files)} files to {name}", file=sys.stderr, flush=True)
+    try:
+        api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        api.create_repo(name, private=True, exist_ok=True)
+        folder = path if path.is_dir() else path.parent
+        api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=[*files])
+    except Exception as error:  # of the library, of the network
+        raise ConfigError(f"--push: {_said(hub, name, error)}") from error
+
+
+def _library(flag: str) -> Any:
+    """huggingface_hub. ConfigError if it is missing, or the network is switched off."""
     if os.environ.get("CI", "").lower() in _ON:
         raise ConfigError(
-            "--download: not in CI (the variable CI is set), where a run must not depend on the "
+            f"{flag}: not in CI (the variable CI is set), where a run must not depend on the "
             "network: put the files into the cache before"
         )
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in _ON:
-        raise ConfigError("--download: HF_HUB_OFFLINE is set: unset it, or leave --download out")
+        raise ConfigError(f"{flag}: HF_HUB_OFFLINE is set: unset it, or leave {flag} out")
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ConfigError(
-            "--download needs huggingface_hub: pip install huggingface_hub"
-        ) from error
+        raise ConfigError(f"{flag} needs huggingface_hub: pip install huggingface_hub") from error
     return huggingface_hub
 
 

@@ -35,6 +35,18 @@ Activations = Annotated[
     typer.Option(help="fp8: dynamic, or static: with the delayed scales of the training."),
 ]
 
+Licence = Annotated[
+    str | None,
+    typer.Option(
+        "--license",
+        help="Of README.md, such as apache-2.0; that of the model it began as if not given.",
+    ),
+]
+Push = Annotated[
+    str | None,
+    typer.Option(metavar="OWNER/NAME", help="Upload it to this repository of the hub, too."),
+]
+
 
 def export(
     out: Out,
@@ -55,6 +67,8 @@ def export(
     ] = False,
     scales: Scales = None,
     activations: Activations = None,
+    licence: Licence = None,
+    push: Push = None,
     verify: Annotated[
         bool | None,
         typer.Option(help="Read it back and compare; if not given, what has up to 2 GiB."),
@@ -72,5 +86,6 @@ def export(
 
     where, how = checkpoint_dir if source is None else source, {"to": to, "dtype": dtype}
     how |= {"base": base, "merge": merge, "scales": scales, "activations": activations}
-    files = run(where, out, **how, verify=verify, overwrite=overwrite, force=force)
+    how |= {"licence": licence, "push": push, "verify": verify}
+    files = run(where, out, **how, overwrite=overwrite, force=force)
     print(f"wrote {', '.join(files)} to {out}")

@@ -41,7 +41,7 @@ class Source:
     name: for people. read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16" or
     "fp32", that in which it is written if nobody asks for another. tokenizer: as of export_model.
     adapters, settings: None where it is a whole model. origin: as run_record has it. manifest: of
-    the checkpoint, None where it is none; folder: of the model or the adapters else.
+    the checkpoint, None where it is none, and its step; folder: of the model or the adapters else.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Source:
     settings: AdapterConfig | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
+    step: int = 0
     folder: Path | None = None
 
     @property
@@ -195,6 +196,7 @@ def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
             tokenizer=tokenizer,
             origin={"made": made, "run": manifest.run, "hub": HubModel.of(config)},
             manifest=manifest,
+            step=reader.step,
         )
         yield _whole(source, reader) if manifest.base is None else _adapted(source, reader, read)
 

@@ -1,0 +1,126 @@
+"""README.md of an export: what the model is, and how it was trained, as hubs show it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmq.base.errors import LlmqError, warn
+from llmq.base.files import write_file
+from llmq.checkpoint.exports.source import Source, saved_config
+from llmq.checkpoint.hub import is_hub_id
+from llmq.options.command_line import fewest_values
+from llmq.options.options import ONCE, OPTIONS, TrainConfig
+from llmq.options.presets import find_directory
+from llmq.report.curves import read_log
+
+CARD = "README.md"
+_MARK = "Written by `llmq export`."
+_LIBRARIES = {"hf": "transformers", "fp8": "transformers", "gguf": "gguf"}
+# Nobody else has these paths of a machine, and they may say whose it was.
+_PLACES = ("model", "adapter", "out_dir", "checkpoint_dir", "log_file", "train_file", "eval_file")
+
+
+def write_card(folder: Path, source: Source, to: str, dtype: str, licence: str | None) -> list[str]:
+    """Write it beside an export; returns its name. One that somebody else has written stays, with a
+    warning. to, dtype, licence: as of `card`."""
+    there = folder / CARD
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        if _MARK not in there.read_text("utf-8"):
+            warn([f"'{there}' stays: llmq has not written it"])
+            return []
+    write_file(there, card(source, to, dtype, licence))
+    return [CARD]
+
+
+def card(source: Source, to: str, dtype: str, licence: str | None) -> str:
+    """The text. licence: an identifier as hubs have it; None: that of the model it began as."""
+    config = None if source.manifest is None else saved_config(source.manifest)
+    base = _base(source, config)
+    head = {"license": licence} if licence else _licence(base, source)
+    if base and is_hub_id(base):
+        head |= {"base_model": base}
+    elif base:
+        base = Path(base).name
+    library = "peft" if source.adapters is not None and to == "hf" else _LIBRARIES[to]
+    head |= {"library_name": library, "tags": ["llmq"]}
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n# {source.name}\n"]
+    what = f"Adapters of {base}" if source.adapters is not None else _sizes(source)
+    parts.append(f"{what}; {to}, {dtype}.\n")
+    if config is not None:
+        parts.append(_training(source, config))
+    return "\n".join([*parts, f"{_MARK}\n"])
+
+
+def _base(source: Source, config: TrainConfig | None) -> str | None:
+    """The model that the training began with, or that adapters are of."""
+    hub, of_adapters = source.origin.get("hub"), source.origin.get("base")
+    if hub is not None:
+        return hub.name
+    if of_adapters is not None:
+        return of_adapters.name
+    if source.settings is not None:
+        return source.settings.base
+    return None if config is None or config.from_scratch else config.model
+
+
+def _licence(base: str | None, source: Source) -> dict[str, Any]:
+    """The fields of the licence in the README.md of the model, where it is on this machine."""
+    folders = [source.folder, find_directory(base) if base else None]
+    for folder in (folder for folder in folders if folder is not None):
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            _, head, _ = (folder / CARD).read_text("utf-8").split("---", 2)
+            known = yaml.safe_load(head)
+            known = known if isinstance(known, dict) else {}
+            found = {n: v for n, v in known.items() if str(n).startswith("license")}
+            if found:
+                return found
+    return {}
+
+
+def _sizes(source: Source) -> str:
+    model = source.model
+    count = sum(param.count for slab in source.table for param in slab.params)
+    return (
+        f"{model.arch.label} of {count:,} parameters: {model.num_layers} layers, "
+        f"{model.hidden_size} channels, {model.num_heads} heads ({model.num_kv_heads} of keys and "
+        f"values), a vocabulary of {model.vocab_size}, {model.max_positions} positions"
+    )
+
+
+def _training(source: Source, config: TrainConfig) -> str:
+    """Data, losses and options, and the command that plans or trains it again."""
+    rows = {"run": source.origin.get("run"), "step": source.step}
+    rows["training data"] = ", ".join(f"`{Path(p).name}`" for p in config.train_patterns)
+    rows["tokenizer"] = source.origin.get("made")
+    rows |= _losses(config, source.step)
+    table = "\n".join(f"| {n} | {value} |" for n, value in rows.items() if value)
+    values = {n: v for n, v in fewest_values(config).items() if n not in (*_PLACES, *ONCE)}
+    options = {OPTIONS[n].flags[0]: _plain(value) for n, value in values.items()}
+    text = yaml.safe_dump(options, sort_keys=False) if options else "# all as by default\n"
+    return (
+        f"## Training\n\n| | |\n| --- | --- |\n{table}\n\nThe options that are not as by default. "
+        "With them in a file, `llmq plan --config FILE --model …` says what memory and time the "
+        f"training takes, and `llmq train` repeats it:\n\n```yaml\n{text}```\n"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _losses(config: TrainConfig, step: int) -> dict[str, Any]:
+    """The last losses of training and validation up to this step, if the run's log is there."""
+    try:
+        records = [r for r in read_log(Path(config.log_file)) if r["step"] <= step]
+    except LlmqError:
+        return {}
+    found = {}
+    for kind, name in (("step", "training loss"), ("eval", "validation loss")):
+        losses = [r["loss"] for r in records if r["log"] == kind and r.get("loss") is not None]
+        found[name] = f"{losses[-1]:.4f}" if losses else None
+    return found
