@@ -172,7 +172,7 @@ def note_experts(spec: DeviceSpec, noted: Launches) -> None:
         x, rows, w = of(dtype, S, C), of(dtype, S * top_k, C), of(dtype, E, C, C)
         expert_rows.gather_rows(dev, rows, x, order, top_k)
         expert_rows.combine(dev, x, rows, place, shares)
-        expert_rows.combine_backward(dev, rows, shares, x, rows, place, shares)
+        expert_rows.combine_backward(dev, rows, shares, rows, place, shares)
         for trans_b in (False, True):
             grouped.grouped_matmul(dev, rows, rows, w, starts, trans_b=trans_b)
         for gradient in {dtype, F32}:

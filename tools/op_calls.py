@@ -640,7 +640,7 @@ def expert_rows_calls(rows: int, C: int, E: int, top_k: int) -> list[Call]:
         Call(
             "combine backward",
             expert_rows.combine_backward,
-            back | {"d_y": y, "d_out": x, "d_weights": shares},
+            back | {"d_y": y, "d_weights": shares, "weighted": y},
         ),
         Call("sum", expert_rows.sum_rows, sums),
     ]

@@ -8,18 +8,18 @@
 //   rows_place             each block places its own, of which its warps take 32 at a time
 //   rows_gather            out[r] = x[order[r] / top_k]
 //   rows_combine           out[s] = sum over k of weights[s, k] * y[place[s, k]] [+ addend[s]]
-//   rows_combine_backward  d_y[place[s, k]] = weights[s, k] * d_out[s]
-//                          d_weights[s, k] = d_out[s] . y[place[s, k]]
+//   rows_combine_backward  at r = place[s, k]: d_weights[s, k] = d_y[r] . y[r]
+//                          d_y[r] *= weights[s, k], weighted[r] = weights[s, k] * y[r]
 //   rows_sum               d_sum[e] = or += the sum of x's rows [starts[e], starts[e + 1])
 //
-// Data     x, y, out, d_out, d_y, addend: T, C columns, C % 8 == 0, 16-byte aligned. weights,
-//          d_weights: F32 (rows, top_k). d_sum: G (E, C). weights and addend of rows_combine may be
-//          null, addend may be out, d_y may be y. counts: I32 (blocks, E).
+// Data     x, y, out, d_y, weighted, addend: T, C columns, C % 8 == 0, 16-byte aligned. weights,
+//          d_weights: F32 (rows, top_k). d_sum: G (E, C). weighted, and weights and addend of
+//          rows_combine may be null, addend may be out, weighted may be y. counts: I32 (blocks, E).
 // Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
 //          1024. gather: a warp a row. combine: a warp for 256 columns of a row. combine_backward: a
 //          warp a choice. sum: (C / 256, E) blocks.
 // Cost     gather: out written, x read from the L2 cache top_k times. combine: y read once, four rows
-//          in flight together. combine_backward: y read, d_y written once.
+//          in flight together. combine_backward: y and d_y read, d_y and weighted written once.
 // Needs    0 <= chosen < E <= 512; top_k at most 32. scalars' seed, step and micro_step, if a BF16 sum
 //          is added to.
 // Same name  llmq/ops/expert_rows.py  llmq/ref/expert_rows.py  tests/ops/test_expert_rows.py
@@ -193,30 +193,28 @@ rows_combine(T* out, const T* __restrict__ y, const i32* __restrict__ place,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-rows_combine_backward(T* d_y, f32* __restrict__ d_weights, const T* __restrict__ d_out, const T* y,
+rows_combine_backward(T* __restrict__ d_y, f32* __restrict__ d_weights, T* weighted, const T* y,
                       const i32* __restrict__ place, const f32* __restrict__ weights, i32 rows, i32 C,
                       i32 top_k) {
     const int lane = threadIdx.x % 32;
     const i64 choice = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     if (choice >= (i64)rows * top_k) { return; }
-    const T* const from = d_out + choice / top_k * C;
     const i64 row = (i64)place[choice] * C;
     const float weight = weights[choice];
     float dot = 0.0f;
 #pragma unroll 2
     for (int c = lane * WIDTH; c < C; c += SLICE) {
         Pack<T, WIDTH> d, value;
+        d.load(d_y + row + c);
         value.load(y + row + c);
-#pragma unroll
-        for (int i = 0; i < WIDTH; i += Vec<T>::N) {
-            d.part[i / Vec<T>::N] = load_vec(from + c + i);  // the other choices of the row read it too
-        }
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
             dot += d.get(i) * value.get(i);
-            value.set(i, from_f32<T>(d.get(i) * weight));
+            d.set(i, from_f32<T>(d.get(i) * weight));
+            value.set(i, from_f32<T>(value.get(i) * weight));
         }
-        value.store(d_y + row + c);
+        d.store(d_y + row + c);
+        if (weighted) { value.store(weighted + row + c); }
     }
     dot = warp_sum(dot);
     if (lane == 0) { d_weights[choice] = dot; }

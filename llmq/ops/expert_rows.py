@@ -44,7 +44,7 @@ COMBINE = Kernel(
 COMBINE_BACKWARD = Kernel(
     "expert_rows.cu",
     "rows_combine_backward",
-    args="T* d_y, f32* d_weights, const T* d_out, const T* y, const i32* place, "
+    args="inout T* d_y, f32* d_weights, T*? weighted, const T* y, const i32* place, "
     "const f32* weights, i32 rows, i32 C, i32 top_k",
 )
 SUM = Kernel(
@@ -141,34 +141,41 @@ def combine_backward(
     dev: Device,
     d_y: Tensor,
     d_weights: Tensor,
-    d_out: Tensor,
     y: Tensor,
     place: Tensor,
     weights: Tensor,
+    weighted: Tensor | None = None,
 ) -> None:
-    """d_y[place[s, k]] = weights[s, k] * d_out[s]; d_weights[s, k] = d_out[s] . y[place[s, k]].
+    """The gradients of weighted rows and of weights, from d_y without them: at r = place[s, k]
+
+        d_weights[s, k] = d_y[r] . y[r]
+        d_y[r] *= weights[s, k]              weighted[r] = weights[s, k] * y[r]
+
+    If y is what combine reads, d_y is what gather_rows makes of the gradient of its result. A
+    linear function may stand between both: then y is in front of it, and nobody needs its result.
 
     Args (X is BF16 or F32):
-        d_y        out  X   (R, C)       may be y; C a multiple of 8
-        d_weights  out  F32 (S, top_k)
-        d_out      in   X   (S, C)
-        y          in   X   (R, C)
-        place      in   I32 (S, top_k)   as sort_rows has it
-        weights    in   F32 (S, top_k)
+        d_y        inout  X   (R, C)       C a multiple of 8
+        d_weights  out    F32 (S, top_k)
+        y          in     X   (R, C)
+        place      in     I32 (S, top_k)   as sort_rows has it
+        weights    in     F32 (S, top_k)
+        weighted   out    X   (R, C)       or None; may be y
 
-    Cost:    y read, d_y written once.
+    Cost:    y and d_y read, d_y and weighted written once.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "combine_backward"
-    S, C = _rows(op, "d_out", d_out)
+    R, C = _rows(op, "d_y", d_y)
+    S, _ = _matrix(op, "place", place)
     top_k = _choices(op, S, place)
-    expect(op, "d_y", d_y, d_out.dtype, (S * top_k, C))
-    expect(op, "y", y, d_out.dtype, (S * top_k, C))
+    for name, tensor in (("d_y", d_y), ("y", y), ("weighted", weighted)):
+        if tensor is not None:
+            expect(op, name, tensor, d_y.dtype, (S * top_k, C))
     expect(op, "d_weights", d_weights, F32, (S, top_k))
     expect(op, "weights", weights, F32, (S, top_k))
-    blocks = ceil_div(S * top_k, THREADS // WARP)
-    args = (d_y, d_weights, d_out, y, place, weights, S, C, top_k)
-    dev.launch(COMBINE_BACKWARD, blocks, THREADS, args)
+    args = (d_y, d_weights, weighted, y, place, weights, S, C, top_k)
+    dev.launch(COMBINE_BACKWARD, ceil_div(R, THREADS // WARP), THREADS, args)
 
 
 def sum_rows(dev: Device, target: Accumulator, x: Tensor, starts: Tensor) -> None:

@@ -76,7 +76,7 @@ def rows_combine(
 def rows_combine_backward(
     d_y: np.ndarray,
     d_weights: np.ndarray,
-    d_out: np.ndarray,
+    weighted: np.ndarray | None,
     y: np.ndarray,
     place: np.ndarray,
     weights: np.ndarray,
@@ -85,11 +85,13 @@ def rows_combine_backward(
     top_k: int,
 ) -> None:
     for block in row_blocks(rows, C):
-        d = compute(d_out[block])
         for k in range(top_k):
-            at = place[block, k]
-            d_weights[block, k] = np.add.reduce(d * compute(y[at]), axis=1)
-            d_y[at] = d * weights[block, k, None]
+            at, weight = place[block, k], weights[block, k, None]
+            d, values = compute(d_y[at]), compute(y[at])
+            d_weights[block, k] = np.add.reduce(d * values, axis=1)
+            d_y[at] = d * weight
+            if weighted is not None:
+                weighted[at] = values * weight
 
 
 def rows_sum(
