@@ -22,15 +22,18 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 
-_REST = "f32 scale0, f32 scale1, f32 scale2, i32 rank, i32 columns, i64 rows, " + ", ".join(
-    f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS)
-)
+_REST = "f32 scale0, f32 scale1, f32 scale2, i32 rank, i32 columns, i64 rows, i64 period, "
+_REST += ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
 EXPAND = Kernel("adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
 COLLECT = Kernel("adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
 
 
-def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float]) -> None:
+def expand(
+    dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
+) -> None:
     """whole = its scale * B of each span in the span's rows and columns of its own, elsewhere zero.
+
+    groups: so many matrices lie below each other in both, each with these spans.
 
     Args:
         whole   out  T  (rows, columns)   F32 or BF16; columns as padded_columns says
@@ -41,10 +44,13 @@ def expand(dev: Device, whole: Tensor, b: Tensor, spans: Spans, scales: Sequence
     Cost:    whole written once; one launch. A few megabytes.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
     """
-    _launch(dev, EXPAND, (whole, b), whole.size // COLUMN_MULTIPLE, whole, b, spans, scales)
+    how = (whole.size // COLUMN_MULTIPLE, whole, b, spans, scales, groups)
+    _launch(dev, EXPAND, (whole, b), *how)
 
 
-def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float]) -> None:
+def collect(
+    dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequence[float], groups: int = 1
+) -> None:
     """b = its scale * those elements of `whole` that expand takes from b: its gradient.
 
     Args: as of expand; b is written.
@@ -52,7 +58,7 @@ def collect(dev: Device, b: Tensor, whole: Tensor, spans: Spans, scales: Sequenc
     Cost:    b written once, as much read; one launch.
     Raises:  as expand.
     """
-    _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scales)
+    _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scales, groups)
 
 
 def _launch(
@@ -64,15 +70,17 @@ def _launch(
     b: Tensor,
     spans: Spans,
     scales: Sequence[float],
+    groups: int,
 ) -> None:
     if whole.dtype not in (F32, BF16):
         raise TypeError(f"adapter: whole must be F32 or BF16, got {whole.dtype.label}")
-    expect_spans("adapter", spans, whole.shape[0])
+    rows, period = whole.shape[0], whole.shape[0] // groups
+    expect_spans("adapter", spans, period)
     count, rank = sum(stop - start for start, stop in spans), b.shape[1]
-    expect("adapter", "b", b, whole.dtype, (count, rank))
-    rows, columns = whole.shape[0], padded_columns(len(spans), rank)
-    expect("adapter", "whole", whole, None, (rows, columns))
+    expect("adapter", "b", b, whole.dtype, (groups * count, rank))
+    columns = padded_columns(len(spans), rank)
+    expect("adapter", "whole", whole, None, (groups * period, columns))
     missing = MAX_SPANS - len(spans)
-    sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows)
+    sizes = (*map(float, scales), *(0.0,) * missing, rank, columns, rows, period)
     sizes += (*chain(*spans), *(0,) * (2 * missing))
     dev.launch(kernel, ceil_div(threads, THREADS), THREADS, (*tensors, *sizes))

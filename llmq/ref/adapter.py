@@ -30,6 +30,12 @@ def _blocks(rank: int, scales: tuple[float, ...], *spans: int) -> list[tuple]:
     return blocks
 
 
+def _matrices(whole: np.ndarray, b: np.ndarray, period: int) -> tuple[np.ndarray, np.ndarray]:
+    """Both, one matrix after the other."""
+    count = len(whole) // period
+    return whole.reshape(count, period, -1), b.reshape(count, len(b) // count, -1)
+
+
 def adapter_expand(
     whole: np.ndarray,
     b: np.ndarray,
@@ -39,15 +45,18 @@ def adapter_expand(
     rank: int,
     columns: int,
     rows: int,
+    period: int,
     *spans: int,
 ) -> None:
     """whole (rows, columns) = its scale * B of each span in columns of its own, zero elsewhere.
 
-    spans: start and stop of three; empty where there are fewer.
+    period: rows of one matrix, of which all have the spans. spans: start and stop of three; empty
+    where there are fewer.
     """
     whole[...] = 0
+    wholes, parts = _matrices(whole, b, period)
     for of_whole, its_columns, of_b, scale in _blocks(rank, (scale0, scale1, scale2), *spans):
-        whole[of_whole, its_columns] = compute(b[of_b]) * scale
+        wholes[:, of_whole, its_columns] = compute(parts[:, of_b]) * scale
 
 
 def adapter_collect(
@@ -59,8 +68,10 @@ def adapter_collect(
     rank: int,
     columns: int,
     rows: int,
+    period: int,
     *spans: int,
 ) -> None:
     """b (rows, rank) = its scale * what adapter_expand takes from there."""
+    wholes, parts = _matrices(whole, b, period)
     for of_whole, its_columns, of_b, scale in _blocks(rank, (scale0, scale1, scale2), *spans):
-        b[of_b] = compute(whole[of_whole, its_columns]) * scale
+        parts[:, of_b] = compute(wholes[:, of_whole, its_columns]) * scale

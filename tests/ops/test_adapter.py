@@ -15,17 +15,19 @@ SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen
 
 
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_equals_reference(dev, rng, case, dtype):
+@pytest.mark.parametrize("dtype, groups", [(F32, 1), (BF16, 1), (BF16, 3)], ids=str)
+def test_equals_reference(dev, rng, case, dtype, groups):
     rows, rank, *edges = case
     spans = [*zip(edges[::2], edges[1::2], strict=True)]
-    b = rng.normal(size=(sum(edges[1::2]) - sum(edges[::2]), rank)).astype(dtype.numpy)
-    whole = np.full((rows, padded_columns(len(spans), rank)), np.nan, dtype.numpy)
+    count = sum(edges[1::2]) - sum(edges[::2])
+    b = rng.normal(size=(groups * count, rank)).astype(dtype.numpy)
+    whole = np.full((groups * rows, padded_columns(len(spans), rank)), np.nan, dtype.numpy)
     scales = [0.3, -1.7, 0.3][: len(spans)]
+    how = (spans, scales, groups)
     calls = [
-        (lambda dev, whole, b: expand(dev, whole, b, spans, scales), {"whole": whole, "b": b}),
+        (lambda dev, whole, b: expand(dev, whole, b, *how), {"whole": whole, "b": b}),
         (
-            lambda dev, whole, b: collect(dev, b, whole, spans, scales),
+            lambda dev, whole, b: collect(dev, b, whole, *how),
             {
                 "whole": rng.normal(size=whole.shape).astype(dtype.numpy),
                 "b": np.full_like(b, np.nan),
