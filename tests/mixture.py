@@ -48,7 +48,7 @@ def experts(config, layer, F):
         )
 
     return HalfSpec(
-        kind="experts",
+        kind="mixture",
         name="moe",
         norm="ln2",
         norms=norm,

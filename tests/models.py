@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from llmq.train.trainer import Trainer
 
@@ -57,11 +58,26 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
         },
     ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(  # an MLP in the second layer
+        **_SHARED | {"num_hidden_layers": 3}, head_dim=32, tie_word_embeddings=False,
+        num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_SHARED, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=3,
+        moe_intermediate_size=40, shared_expert_intermediate_size=72,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **_SHARED, pad_token_id=None, num_experts=5, num_experts_per_tok=2
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**_SHARED, num_local_experts=4),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
     ),
 }  # fmt: skip
+
+WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral")
 
 
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:
@@ -111,6 +127,18 @@ def random_batch(rng: np.random.Generator, B: int = 2, T: int = 24) -> tuple:
     targets = rng.integers(0, VOCAB, (B, T)).astype(np.int32)
     targets[rng.random((B, T)) < 0.2] = -100
     return inputs, targets
+
+
+def as_stored(model: transformers.PreTrainedModel, tensors: dict) -> dict[str, torch.Tensor]:
+    """Tensors by the names of the model's parameters -> by those of its files, where experts of one
+    parameter are modules."""
+    return {name: t.contiguous() for name, t in revert_weight_conversion(model, tensors).items()}
+
+
+def torch_gradients(model: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
+    """The gradients of all parameters, by the names of the model's files."""
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {name: g.numpy() for name, g in as_stored(model, gradients).items()}
 
 
 def torch_loss(model: transformers.PreTrainedModel, batches: list[tuple]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmq.arch.common import ignored_fields
+from llmq.arch.experts import Experts
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
@@ -214,6 +215,128 @@ GEMMA3_1B = {
     "use_cache": True,
     "vocab_size": 262144,
 }
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN15_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+OLMOE_7B = {
+    "architectures": ["OlmoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "clip_qkv": None,
+    "eos_token_id": 50279,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "model_type": "olmoe",
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "pad_token_id": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 50304,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 PUBLISHED = {
     "qwen2.5": QWEN25_05B,
     "qwen3": QWEN3_06B,
@@ -222,6 +345,10 @@ PUBLISHED = {
     "phi3": PHI3_MINI,
     "olmo2": OLMO2_1B,
     "gemma3": GEMMA3_1B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "qwen2_moe": QWEN15_MOE,
+    "olmoe": OLMOE_7B,
+    "mixtral": MIXTRAL_8X7B,
     "gpt2": GPT2,
 }
 
@@ -232,6 +359,10 @@ PUBLISHED = {
         (QWEN25_05B, "qwen2.5-0.5b", {}),
         (QWEN3_06B, "qwen3-0.6b", {}),
         (GPT2, "gpt2", {}),
+        (QWEN3_30B_A3B, "qwen3-30b-a3b", {}),
+        (QWEN15_MOE, "qwen1.5-moe-a2.7b", {}),
+        (OLMOE_7B, "olmoe-1b-7b", {}),
+        (MIXTRAL_8X7B, "mixtral-8x7b", {}),
         (PHI3_MINI, "phi-3-mini", {"max_positions": 2047}),
         (OLMO2_1B, "olmo-2-1b", {}),
         (GEMMA3_1B, "gemma-3-1b", {"other_eos_token_ids": (106,)}),
@@ -252,7 +383,7 @@ PUBLISHED = {
             },
         ),
     ],
-    ids=["qwen2.5", "qwen3", "gpt2", "phi3", "olmo2", "gemma3", "llama3.2"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_published_configs_equal_presets(hf, preset_name, differences):
     assert ModelConfig.from_hf(hf) == replace(preset(preset_name), **differences)
@@ -296,6 +427,10 @@ MODELS = {
         rope_scaling=RopeScaling(kind="linear", factor=2.0),
     ),
     "qwen3_biased": replace(preset("tiny-qwen3"), qkv_bias=True, o_bias=True, rope_theta=1e6),
+    "qwen3_moe_some": replace(
+        preset("tiny-qwen3-moe"),
+        experts=Experts(count=6, active=3, size=40, layers=(True, False) * 3, aux_loss=0.01),
+    ),
     "gemma3_27b": preset("gemma-3-27b"),
     "gemma3_full": replace(preset("tiny-gemma3"), windowed_layers=(False,) * 6),
     "gpt2_narrow_mlp": replace(preset("tiny-gpt2"), intermediate_size=256, pad_token_id=0),
@@ -370,11 +505,19 @@ def test_weights_of_transformers_have_our_shapes(name):
 
     assert shapes[f"{names['embed'][0]}.weight"] == (model.vocab_size, model.hidden_size)
     assert rows("qkv") == model.qkv_channels
-    assert rows("up") == model.intermediate_size * (2 if model.gated else 1)
-    for key, bias in (("qkv", model.qkv_bias), ("o", model.o_bias), ("up", model.mlp_bias)):
+    biases = {"qkv": model.qkv_bias, "o": model.o_bias}
+    if model.has_experts(0):
+        at, C, F = "model.layers.0.mlp.experts", model.hidden_size, model.expert_size
+        assert shapes[f"{at}.gate_up_proj"] == (model.experts.count, 2 * F, C)
+        assert shapes[f"{at}.down_proj"] == (model.experts.count, C, F)
+    else:
+        assert rows("up") == model.intermediate_size * (2 if model.gated else 1)
+        assert f"{names['down'][0]}.weight" in shapes
+        biases["up"] = model.mlp_bias
+    for key, bias in biases.items():
         assert all((f"{name}.bias" in shapes) == bias for name in names[key]), key
     assert any(".q_norm." in name for name in shapes) == model.qk_norm
-    assert f"{names['o'][0]}.weight" in shapes and f"{names['down'][0]}.weight" in shapes
+    assert f"{names['o'][0]}.weight" in shapes
 
 
 @pytest.mark.parametrize(
@@ -382,8 +525,8 @@ def test_weights_of_transformers_have_our_shapes(name):
     [
         (
             LLAMA32_1B,
-            {"architectures": ["MixtralForCausalLM"]},
-            "architectures: 'MixtralForCausalLM'",
+            {"architectures": ["FalconForCausalLM"]},
+            "architectures: 'FalconForCausalLM'",
         ),
         (LLAMA32_1B, {"architectures": None}, "architectures must hold one name, got None"),
         (LLAMA32_1B, {"architectures": ["a", "b"]}, "architectures must hold one name"),
@@ -449,6 +592,11 @@ def test_weights_of_transformers_have_our_shapes(name):
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}},
             "rope_type: 'linear' is not supported",
         ),
+        (QWEN3_30B_A3B, {"num_experts_per_tok": 129}, "must meet 1 to 32 of at most 512 experts"),
+        (QWEN3_30B_A3B, {"num_local_experts": 64}, "num_experts and num_local_experts differ"),
+        (QWEN3_30B_A3B, {"decoder_sparse_step": 0}, "decoder_sparse_step: must be positive"),
+        (OLMOE_7B, {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported, only None"),
+        (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise: 0.1"),
         (GPT2, {"activation_function": "relu"}, "activation_function: 'relu'"),
         (GPT2, {"scale_attn_weights": False}, "scale_attn_weights: False"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
@@ -491,7 +639,8 @@ def test_other_ways_to_say_the_same(base, change):
 def test_missing_sizes_are_errors_not_defaults(hf):
     sizes = {"architectures", "vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_head"}
     sizes |= {"num_attention_heads", "num_hidden_layers", "n_layer", "n_positions"}
-    sizes |= {"max_position_embeddings"}
+    sizes |= {"max_position_embeddings", "num_experts", "moe_intermediate_size"}
+    sizes |= {"num_experts_per_tok", "num_local_experts", "shared_expert_intermediate_size"}
     for name in sizes & set(hf):
         with pytest.raises(ConfigError, match=name):
             ModelConfig.from_hf({key: value for key, value in hf.items() if key != name})

@@ -14,7 +14,15 @@ from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.placement import place
-from tests.models import CONFIGS, exported, hf_model, random_batch, torch_loss, trainer_for
+from tests.models import (
+    CONFIGS,
+    exported,
+    hf_model,
+    random_batch,
+    torch_gradients,
+    torch_loss,
+    trainer_for,
+)
 from tests.test_arch import FORMATS
 from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
@@ -50,8 +58,7 @@ def test_loss_and_every_gradient_match_those_of_documents_alone(name, device):
     loss = torch_loss(model, list(documents(batch)))
     loss.backward()
     np.testing.assert_allclose(result.loss, loss.item(), rtol=LOSS_RTOL)
-    for key, parameter in model.named_parameters():
-        gradient = parameter.grad.numpy()
+    for key, gradient in torch_gradients(model).items():
         error = np.linalg.norm(ours[key] / result.tokens - gradient)
         # Bounds are those of test_model.
         assert error <= GRADIENT_RTOL * max(np.linalg.norm(gradient), 1e-3 * result.norm), key

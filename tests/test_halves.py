@@ -45,7 +45,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 def mixture(monkeypatch):
     """The model: layers 1 and 3 have experts."""
     monkeypatch.setitem(ARCHITECTURES, Mixture.name, Mixture(WIDTH))
-    monkeypatch.setitem(HALVES, "experts", ExpertsHalf)
+    monkeypatch.setitem(HALVES, "mixture", ExpertsHalf)
     windows = {"sliding_window": 8, "windowed_layers": (False, True, False, True)}
     return replace(DENSE, architecture=Mixture.name, **windows).validate()
 

@@ -44,6 +44,19 @@ MODELS = {
     "olmo2": {**ROPE, "eos_token_id": 300, "pad_token_id": 299},
     "phi3": {**ROPE, "eos_token_id": 300, "pad_token_id": 300},
     "gemma3_text": {**ROPE, "head_dim": 16, "query_pre_attn_scalar": 16, "eos_token_id": [1, 106]},
+    "qwen3_moe": {
+        **{**ROPE, "head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 24, "decoder_sparse_step": 2},
+    },
+    "qwen2_moe": {
+        **{**ROPE, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    },
+    "olmoe": {
+        **{**ROPE, "num_experts": 3, "num_experts_per_tok": 2},
+        **{"eos_token_id": 300, "pad_token_id": 299},
+    },
+    "mixtral": {**ROPE, "num_local_experts": 3, "sliding_window": 20},
     "gpt2": {
         **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 300, "eos_token_id": 300},

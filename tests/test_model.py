@@ -8,7 +8,15 @@ import torch
 
 from llmq.state.params import weight_table
 from llmq.train.trainer import Trainer
-from tests.models import CONFIGS, exported, hf_model, random_batch, torch_loss, trainer_for
+from tests.models import (
+    CONFIGS,
+    exported,
+    hf_model,
+    random_batch,
+    torch_gradients,
+    torch_loss,
+    trainer_for,
+)
 
 # Rounding of F32 sums in two orders; the project's own definition of correct.
 LOSS_RTOL, GRADIENT_RTOL, TEN_STEPS_RTOL = 1e-5, 1e-4, 1e-4
@@ -20,7 +28,7 @@ def pieces(trainer: Trainer, arrays: dict[str, np.ndarray]) -> dict[str, np.ndar
     for slab in weight_table(trainer.model):
         for param in slab.params:
             for part in param.hf:
-                rows = arrays[param.name][part.start : part.stop]
+                rows = param.by_row(arrays[param.name])[part.start : part.stop]
                 out[part.name] = part.stored(rows)
     return out
 
@@ -42,7 +50,7 @@ def test_loss_and_every_gradient_match_torch(models, device):
     loss.backward()
     np.testing.assert_allclose(result.loss, loss.item(), rtol=LOSS_RTOL)
     ours = pieces(trainer, trainer.gradients())
-    theirs = {n: p.grad.numpy() for n, p in model.named_parameters()}
+    theirs = torch_gradients(model)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         error = np.linalg.norm(ours[name] / result.tokens - gradient)

@@ -64,6 +64,8 @@ LLMQ_DEFAULTS = {
     "grad-clip": 1.0,
     "weight-decay": 0.1,
     "z-loss": 0.0,
+    "router-aux-loss": None,
+    "router-z-loss": 0.0,
     "guard": "warn",
     "guard-recovery": 100,
     "force": False,

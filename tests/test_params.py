@@ -15,6 +15,7 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Storage, Tensor
 from llmq.options.presets import PRESETS, preset
 from llmq.state.params import ELEMENT_ALIGN, by_block, parameter_count, weight_table
+from tests.models import as_stored
 
 TINY = {
     "tiny": ("qwen2", preset("tiny")),
@@ -34,6 +35,10 @@ TINY = {
     ),
     "tiny-phi3": ("phi3", preset("tiny-phi3")),
     "tiny-gemma3": ("gemma3_text", preset("tiny-gemma3")),
+    "tiny-qwen3-moe": ("qwen3_moe", preset("tiny-qwen3-moe")),
+    "tiny-qwen2-moe": ("qwen2_moe", preset("tiny-qwen2-moe")),
+    "tiny-olmoe": ("olmoe", preset("tiny-olmoe")),
+    "tiny-mixtral": ("mixtral", preset("tiny-mixtral")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
 }
@@ -56,11 +61,12 @@ def test_names_and_shapes_are_those_of_transformers(name):
     model_type, config = TINY[name]
     model = hf_model(config)
     assert model.config.model_type == model_type
-    expected = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    stored = as_stored(model, dict(model.named_parameters()))
+    expected = {n: tuple(p.shape) for n, p in stored.items()}
     table = {}
     for param in all_params(config):
         for part in param.hf:
-            shape = (part.stop - part.start, *param.shape[1:])
+            shape = (part.stop - part.start, *param.row_shape)
             assert part.name not in table
             table[part.name] = shape[::-1] if part.transposed else shape
     assert table == expected
@@ -70,7 +76,7 @@ def test_names_and_shapes_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", TINY)
 def test_decay_is_for_matrices_only(name):
     for param in all_params(TINY[name][1]):
-        assert param.decay == (len(param.shape) == 2), param.name
+        assert param.decay == (len(param.shape) >= 2), param.name
         assert (param.init in ("normal", "residual")) == param.decay, param.name
         if not param.decay:
             one = param.name.endswith("weight") and not TINY[name][1].arch.norm_offset
@@ -110,7 +116,7 @@ def test_parts_cover_the_rows_once(name):
         edges = [edge for part in param.hf for edge in (part.start, part.stop)]
         assert edges[0] == 0
         assert edges[1:-1:2] == edges[2::2]
-        assert edges[-1] == param.rows <= param.shape[0]
+        assert edges[-1] == param.rows <= param.size // param.columns
 
 
 def test_only_the_vocabulary_is_padded():

@@ -27,6 +27,10 @@ PARAMETERS = {
     "Qwen3-1.7B": 1_720_574_976,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen1.5-MoE-A2.7B": 14_315_784_192,
+    "OLMoE-1B-7B": 6_919_161_856,
+    "Mixtral-8x7B": 46_702_792_704,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-3.2-1b": 1_235_814_400,
@@ -70,7 +74,7 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 8
+    assert len(sizes) == 12
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

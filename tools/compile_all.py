@@ -211,8 +211,14 @@ def all_runs(capability: int) -> list[Run]:
         of_all += [fields, fields | {"fp8_recipe": "delayed", "head_dtype": "e4m3"}]
     for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
         of_all.append(FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS)
-    runs += [Run(name, tuple(fields.items())) for fields in of_all for name in PRESETS]
-    of_activation = {model.activation: name for name, model in PRESETS.items() if model.gated}
+    runs += [
+        Run(name, tuple(fields.items()))
+        for fields in of_all
+        for name, model in PRESETS.items()
+        if model.experts is None or "matmul_dtype" not in fields  # there is no fp8 of experts
+    ]
+    dense = {name: model for name, model in PRESETS.items() if model.experts is None}
+    of_activation = {model.activation: name for name, model in dense.items() if model.gated}
     for name in of_activation.values():
         for gradient in ("e4m3", "e5m2"):
             fields = FP8 | {"gradient_dtype": gradient, "fp8_recipe": "delayed"}

@@ -15,16 +15,23 @@ from llmq.arch.gemma3 import Gemma3
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.llama import Llama
 from llmq.arch.mistral import Mistral
+from llmq.arch.mixtral import Mixtral
 from llmq.arch.olmo2 import Olmo2
+from llmq.arch.olmoe import Olmoe
 from llmq.arch.phi3 import Phi3
 from llmq.arch.qwen2 import Qwen2
+from llmq.arch.qwen2_moe import Qwen2Moe
 from llmq.arch.qwen3 import Qwen3
+from llmq.arch.qwen3_moe import Qwen3Moe
 from llmq.base.errors import ConfigError
 
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
-    for arch in (Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3())
-}
+    for arch in (
+        Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
+        Qwen3Moe(), Olmoe(), Mixtral(),
+    )
+}  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""
 
 

@@ -200,8 +200,8 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        none = dict.fromkeys(("windowed_layers", "local_rope_theta", "query_pre_attn_scalar"))
-        return self.kinds(model.qkv_bias, model.mlp_bias) | none
+        names = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar", "experts")
+        return self.kinds(model.qkv_bias, model.mlp_bias) | dict.fromkeys(names)
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         """The two halves of a block, in order; they may differ from layer to layer."""

@@ -77,8 +77,8 @@ class Module:
     have it in one shape. name: of the module in checkpoints.
     shape: (features,), (out, in), or (experts, out, in), with padded rows. parts: those of its rows
     that Hugging Face knows, in order. kind: what the optimizer takes the weight for: "matrix",
-    "embedding", "norm" or "vector"; the last two do not decay. initial: "normal", "residual"
-    (normal, scaled by 1/sqrt(2L)), "one" or "zero".
+    "embedding", "router", "norm" or "vector"; the last two do not decay. initial: "normal",
+    "residual" (normal, scaled by 1/sqrt(2L)), "one" or "zero".
     """
 
     key: str

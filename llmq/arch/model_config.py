@@ -10,6 +10,7 @@ from typing import Any
 
 from llmq.arch import architecture, read_fields
 from llmq.arch.common import Architecture
+from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
 from llmq.arch.rope_family import RopeScaling
 from llmq.base.errors import ConfigError
@@ -38,6 +39,8 @@ class ModelConfig:
     """C: channels of the residual stream."""
     intermediate_size: int
     """F: width of the MLP."""
+    experts: Experts | None = None
+    """The experts that layers have in the place of the MLP; None: there are none."""
     num_layers: int
     """L: transformer blocks."""
     num_heads: int
@@ -153,6 +156,16 @@ class ModelConfig:
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
         return self.sliding_window if windowed else None
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in the place of the MLP."""
+        its = self.experts
+        return its is not None and (its.layers is None or its.layers[layer])
+
+    @property
+    def expert_size(self) -> int:
+        """Width of each expert, if there are any."""
+        return self.experts.size or self.intermediate_size
+
     @property
     def windows(self) -> set[int | None]:
         """The windows of all layers."""
@@ -174,16 +187,21 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> dict[int, int]:
-        """The first layer of each kind, with and without a window, and how many are like it."""
+        """The first layer of each kind, and how many are like it: with and without a window, with
+        experts and without."""
         windows = self.windowed_layers or (True,) * self.num_layers
-        return {windows.index(kind): windows.count(kind) for kind in dict.fromkeys(windows)}
+        kinds = [(window, self.has_experts(i)) for i, window in enumerate(windows)]
+        return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
-        layers, windows = tuple(layers), self.windowed_layers
+        layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
         if windows is not None:
             windows = tuple(windows[layer] for layer in layers)
-        return replace(self, num_layers=len(layers), windowed_layers=windows)
+        if experts is not None and experts.layers is not None:
+            experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
+        sizes = {"num_layers": len(layers), "windowed_layers": windows, "experts": experts}
+        return replace(self, **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""
@@ -241,6 +259,8 @@ class ModelConfig:
             raise ConfigError(
                 f"model windowed_layers: must be {self.num_layers} values, got {len(windows)}"
             )
+        if self.experts is not None:
+            self.experts.validate(self.num_layers)
         for name, value in self.arch.fixed(self).items():
             if getattr(self, name) != value:
                 got = getattr(self, name)

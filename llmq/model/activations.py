@@ -114,7 +114,7 @@ class HalfLayer:
         """stream: (rows, C). needed: of the layer, as needed_inputs says."""
         self.spec, self.index, self.recompute, self.cache = spec, index, recompute, cache
         self._dev, self._format, self._needed = dev, format, needed
-        self._rows, self._dtype = stream.shape[0], stream.dtype
+        self.rows, self._dtype = stream.shape[0], stream.dtype
 
     def needs(self, name: str) -> bool:
         """Whether a gradient needs the input of this name."""
@@ -133,10 +133,11 @@ class HalfLayer:
         kept: bool,
         may_be_codes: bool = False,
         dtype: DType | None = None,
+        per_row: int = 1,
     ) -> Activation:
         """An activation (rows, features), with memory if it is kept. may_be_codes: backward needs
-        it for weights' gradients alone."""
-        shape, tensor, codes = (self._rows, features), None, None
+        it for weights' gradients alone. per_row: how many rows it has of each of the stream's."""
+        shape, tensor, codes = (self.rows * per_row, features), None, None
         dtype = dtype or self._dtype
         if kept and may_be_codes and self._format.kept_codes is not None:
             codes = self.alloc(f"{name}_t", *shape[::-1], dtype=self._format.kept_codes)

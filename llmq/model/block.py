@@ -28,6 +28,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.model.activations import Cache, recompute_of_layers
+from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
 from llmq.model.block_norms import BlockNorms
 from llmq.model.halves import HALVES
@@ -77,8 +78,12 @@ class Blocks:
         starts: Tensor | None,
         scalars: Tensor | None,
         cache: Cache | None,
+        balance: Balance | None,
     ):
-        """Allocates every activation of a micro-step. backend and what follows: as of Model."""
+        """Allocates every activation of a micro-step. backend and what follows: as of Model.
+
+        balance: as of Shared.
+        """
         shape, dtype = operands.shape, operands.dtype
         self.linear = linear = BlockLinear(dev, config, options, operands, scalars)
         self.residuals = residuals
@@ -98,7 +103,8 @@ class Blocks:
         first_branch, before = None if first_adds else branch, None if self.last_adds else branch
         last_branch = before
         positions = options.local_seq_len if cache is None else cache.positions
-        shared = Shared(dev, config, options, operands, linear, backend, positions, starts)
+        of_pass = (backend, positions, starts, balance)
+        shared = Shared(dev, config, options, operands, linear, *of_pass)
         names = dict.fromkeys(spec.kind for halves in specs for spec in halves)
         of_kind = {name: HALVES[name](shared) for name in names}
         self.halves = [tuple(of_kind[spec.kind] for spec in halves) for halves in specs]
@@ -131,12 +137,12 @@ class Blocks:
             x = self.norms.forward(temps, here.norm, before, w)
             if keep:
                 residuals.written(index)
-            first.forward(Frame(temps, position), here, w, x)
+            first.forward(Frame(temps, position, keep), here, w, x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, there.norm, layer.residual, w)
             if keep and self.last_adds:
                 residuals.write(index + 1)
-            second.forward(Frame(temps, position), there, w, x)
+            second.forward(Frame(temps, position, keep), there, w, x)
 
     def backward(
         self,

@@ -73,6 +73,8 @@ class BlockLinear:
             return
         widest = 0
         for layer, matrix in all_adapted(config, adapters):
+            if matrix.groups > 1:
+                continue  # of experts, whose half computes them
             width, name = padded_columns(len(matrix.parts), matrix.rank), matrix.key
             hidden = dev.alloc(
                 f"{name}_hidden.{layer}", (self._rows, width), format.dtype, "Activations"

@@ -10,6 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats import format_of
 from llmq.model.activations import Cache
+from llmq.model.balance import Balance
 from llmq.model.block import Blocks
 from llmq.model.head import Head
 from llmq.model.losses.loss import Loss, Rows
@@ -57,8 +58,10 @@ class Model:
         shape, dtype = self.operands.shape, self.operands.dtype
         offload, layers = options.offload_residual, config.num_layers
         self.residuals = Residuals(dev, layers, shape, dtype, offload=offload, keep=trains)
+        routes = trains and config.experts is not None
+        self.balance = Balance(dev, config, options) if routes else None
         shared = (self.residuals, self.operands, options, backend, starts, scalars, cache)
-        self.blocks = Blocks(dev, config, *shared)
+        self.blocks = Blocks(dev, config, *shared, self.balance)
         largest = loss.largest if trains else 1.0
         self.head = Head(dev, config, self.operands, options, self.residuals.final, largest)
         if trains:

@@ -49,12 +49,16 @@ class Result:
 class Results:
     """The statistics of the step that runs, and those of the last RESULTS steps for the host.
 
-    stats: F64, as Loss.stat names them.
+    stats: F64, as Loss.stat names them, and `more` behind them.
     """
 
-    def __init__(self, dev: Device, loss: type[Loss]):
-        self.dev, self._loss, self._stat = dev, loss, loss.stat()
-        count, W = len(self._stat), dev.mesh.size()
+    def __init__(self, dev: Device, loss: type[Loss], more: tuple[str, ...] = ()):
+        """more: names of statistics beside the loss's, which are added like its own: sums over
+        targets, of which the means are reported."""
+        self.dev, self._loss, self._more, self._stat = dev, loss, more, loss.stat()
+        first = len(self._stat) + len(self._stat) % 2  # where tensors of kernels may begin
+        self._stat = self._stat | {name: first + i for i, name in enumerate(more)}
+        count, W = max(self._stat.values()) + 1, dev.mesh.size()
         # Behind the stats, where tensors of kernels may begin, are two I64: nanoseconds on the
         # device's own clock. With several ranks the stats of each follow, as they were exchanged.
         self._begin_at = count + count % 2
@@ -62,6 +66,7 @@ class Results:
         words = self._end_at + 1 if W == 1 else self._ranks_at + W * count
         self._report = dev.alloc("stats", (words,), F64, "Activations")
         self.stats = self._report.rows(0, count)
+        self.more = self._report.rows(first, count) if more else None
         self._begin, self._end = (
             self._report.rows(i, i + 1).view_as(I64) for i in (self._begin_at, self._end_at)
         )
@@ -143,12 +148,14 @@ class Results:
     def _read(self, report: np.ndarray) -> Result:
         times, W = report.view(np.int64), self.dev.mesh.size()
         sums = {name: float(report[i]) for name, i in self._stat.items()}
-        of_ranks = report[self._ranks_at :].reshape(-1, len(self._stat))
+        of_ranks = report[self._ranks_at :].reshape(-1, self.stats.size)
+        tokens = int(sums.get("tokens", sums["count"]))
+        more = {name: sums[name] / tokens if tokens else float("nan") for name in self._more}
         return Result(
             loss=sums["loss"] / sums["count"] if sums["count"] else float("nan"),
-            tokens=int(sums.get("tokens", sums["count"])),
+            tokens=tokens,
             norm=sums["norm"],
-            numbers=self._loss.numbers(sums),
+            numbers=self._loss.numbers(sums) | more,
             validated=self._loss.validated,
             shown=self._loss.shown,
             saturated=int(sums["saturated"]),

@@ -14,6 +14,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
+from llmq.model.balance import ROUTER_STATS
 from llmq.model.inbox import Inbox, scalars_of
 from llmq.model.losses import loss_class
 from llmq.model.model import Model
@@ -46,7 +47,7 @@ class Step:
         loss = loss_class(options)
         inbox = self.inbox = Inbox(dev, options, loss)
         self.tokens, self.targets, self.scalars = inbox.tokens, inbox.targets, inbox.scalars
-        self.results = Results(dev, loss)
+        self.results = Results(dev, loss, () if config.experts is None else ROUTER_STATS)
         self.stats = self.results.stats
         self.weights = Weights(dev, self.table, placement)
         self.grads = Gradients(
@@ -118,6 +119,8 @@ class Step:
         self, accumulate: bool, last: bool, stale: bool, *, counts: bool = True
     ) -> None:
         self.model.forward(self.tokens, stale=stale, keep=True)
+        if self.model.balance is not None:
+            self.model.balance.finish(self.results.more, self.targets)
         self.model.backward(self.grads, self.tokens, self.targets, accumulate=accumulate, last=last)
         if counts:
             self.loss.add(self.stats, self.model.rows(self.targets))

@@ -18,7 +18,7 @@ from llmq.arch.matrix import Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.options.option_types import LORA_TARGETS, numbers_of
+from llmq.options.option_types import EXPERTS, LORA_TARGETS, numbers_of
 from llmq.options.rule import Options
 
 
@@ -77,11 +77,14 @@ class AdaptedPart(NamedTuple):
 class Adapted:
     """A matrix of a block, by its key there, with its adapters.
 
-    shape: (rows, in_features), with the rows of all experts.
+    shape: (rows, in_features), with the rows of all experts. groups: number of experts, 1 if it is
+    of none. active: of them, those that a token meets.
     """
 
     key: str
     shape: tuple[int, int]
+    groups: int
+    active: int
     parts: tuple[AdaptedPart, ...]
 
     @property
@@ -110,7 +113,8 @@ def adapters_of(config: Options) -> Adapters | None:
     """The adapters of a run; None where all of the model is trained. config: normalized."""
     if not config.lora_rank:
         return None
-    targets: tuple[str, ...] | str = LORA_TARGETS
+    # Experts are so many that they have to be asked for.
+    targets = tuple(target for target in LORA_TARGETS if target != EXPERTS)
     if config.lora_targets != "all":
         targets = tuple(config.lora_targets.split(","))
     return Adapters(
@@ -157,9 +161,10 @@ def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tupl
             if named:
                 chosen.append(AdaptedPart(part, start, stop, *adapters.of(part.module)))
         if chosen:
-            columns = matrix.shape[-1]
+            columns, groups = matrix.shape[-1], prod(matrix.shape[:-2])
             shape = (prod(matrix.shape) // columns, columns)
-            found.append(Adapted(key=matrix.key, shape=shape, parts=tuple(chosen)))
+            sizes = {"shape": shape, "groups": groups, "active": matrix.active}
+            found.append(Adapted(key=matrix.key, parts=tuple(chosen), **sizes))
     return tuple(found)
 
 

@@ -247,6 +247,22 @@ def idle_pattern(o: Options, model: ModelConfig, texts: tuple[str, ...]) -> str 
     return next((p for p in patterns if not any(matches(p, m) for m in modules)), None)
 
 
+def wrong_for_experts(o: Options, model: ModelConfig) -> str | None:
+    """The error where experts would get adapters that they cannot have."""
+    has = o.has_adapters and model.experts is not None
+    every = all_adapted(model, adapters_of(o)) if has else ()
+    for matrix in (matrix for _, matrix in every if matrix.groups > 1):
+        rows = sum(part.stop - part.start for part in matrix.parts)
+        if rows < matrix.shape[0] or len({(p.rank, p.scale) for p in matrix.parts}) > 1:
+            name = matrix.parts[0].part.module
+            return f"--lora-targets: experts of a layer have adapters alike, or none, as {name}"
+        if matrix.rank % 8:
+            return f"--lora-rank: adapters of experts need a multiple of 8, got {matrix.rank}"
+        if o.lora_dropout:
+            return "--lora-dropout: adapters of experts have none, as in PEFT: use 0"
+    return None
+
+
 def divided_modules(o: Options, model: ModelConfig) -> str | None:
     """The error where a part of a module is named, and another one is not."""
     if not o.has_adapters:

@@ -50,6 +50,9 @@ SPLIT = "split"
 LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
 """Matrices of a block that may have adapters."""
 
+EXPERTS = "experts"
+"""One of these: all matrices of experts."""
+
 LORA_PARTS = ("norms", "embeddings", "head", "new-rows")
 """Parts of a model that may be trained beside adapters."""
 

@@ -258,6 +258,22 @@ class TrainConfig(Derived):
         max=1e3,
     )
 
+    router_aux_loss: float | None = option(
+        _OPTIMIZER,
+        None,
+        "Weight of the load-balancing loss of experts' routers; if not given, that of the model's "
+        "config.json with --from-scratch, else 0",
+        min=0,
+        max=1e3,
+    )
+    router_z_loss: float = option(
+        _OPTIMIZER,
+        0.0,
+        "Weight of the squared log-sum-exp of routers' logits in the loss",
+        min=0,
+        max=1e3,
+    )
+
     # --------------------------------------------------------------------------------------------
     # Loss
 
@@ -566,8 +582,8 @@ class TrainConfig(Derived):
     lora_targets: str | None = option(
         ADAPTERS_GROUP,
         None,
-        f"Matrices that get adapters, all or some of {','.join(LORA_TARGETS)}, or a regular "
-        "expression of modules' names",
+        f"Matrices that get adapters, all (but experts) or some of {','.join(LORA_TARGETS)}, or a "
+        "regular expression of modules' names",
         parse=parse_targets,
     )
     lora_layers: str = option(

@@ -38,8 +38,8 @@ _BEFORE_SIZES = (
     "lr-schedule beta-1 beta-2 grad-clip weight-decay grad-accumulation micro-batch seq-len"
 ).split()
 MODEL_ROWS = (
-    "arch vocab-size hidden-size ffn-size num-layers tied-word-emb num-heads num-kv-heads head-dim "
-    "max-positions rope-theta"
+    "arch vocab-size hidden-size ffn-size experts expert-size num-layers tied-word-emb num-heads "
+    "num-kv-heads head-dim max-positions rope-theta"
 ).split()
 """Rows of [Options] that describe the model."""
 _BEFORE_MODEL = (
@@ -159,6 +159,7 @@ def option_rows(
         ("vocab-size", model.vocab_size),
         ("hidden-size", model.hidden_size),
         ("ffn-size", model.intermediate_size),
+        *_expert_rows(model),
         ("num-layers", model.num_layers),
         ("tied-word-emb", model.tied_embeddings),
         ("num-heads", model.num_heads),
@@ -168,6 +169,13 @@ def option_rows(
     rows += [("head-dim", model.head_dim), ("max-positions", model.max_positions)]
     rows.append(("rope-theta", model.rope_theta if model.positions == "rope" else "none"))
     return rows + list(shown.items())
+
+
+def _expert_rows(model: ModelConfig) -> list[tuple[str, int | str]]:
+    its = model.experts
+    if its is None:
+        return []
+    return [("experts", f"{its.active} of {its.count}"), ("expert-size", model.expert_size)]
 
 
 def _label(row: str, value: Any) -> bool | int | float | str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmq.arch import ARCHITECTURES
 from llmq.arch.common import ignored_fields
+from llmq.arch.experts import Experts
 from llmq.arch.gemma3 import windowed_but_every
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import RopeScaling
@@ -66,7 +67,15 @@ _GEMMA3_LARGE = {
     "gemma-3-12b": (3840, 15360, 16, 8, 48, 1e-6, True),
     "gemma-3-27b": (5376, 21504, 32, 16, 62, 1e-6, True),
 }
+_QWEN3_MOE = {
+    "Qwen3-30B-A3B": (2048, 6144, 32, 4, 48, 1e-6, False),
+    "Qwen3-235B-A22B": (4096, 12288, 64, 4, 94, 1e-6, False),
+}
+_QWEN15_MOE = {"Qwen1.5-MoE-A2.7B": (2048, 5632, 16, 16, 24, 1e-6, False)}
+_OLMOE = {"OLMoE-1B-7B": (2048, 1024, 16, 16, 16, 1e-5, False)}
+_MIXTRAL = {"Mixtral-8x7B": (4096, 14336, 32, 8, 32, 1e-5, False)}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
+_TINY_EXPERTS = (128, 64, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
 _BYTES = (257, None, 256, None, 1024, 1e4, None)
 
@@ -90,6 +99,10 @@ _SHARED = (
 _FAMILIES = (
     ("Qwen2ForCausalLM", _QWEN25, 151936, 151643, 151643, None, 32768, 1e6, None),
     ("Qwen3ForCausalLM", _QWEN3, 151936, 151643, 151643, None, 40960, 1e6, 128),
+    ("Qwen3MoeForCausalLM", _QWEN3_MOE, 151936, 151643, 151643, None, 40960, 1e6, 128),
+    ("Qwen2MoeForCausalLM", _QWEN15_MOE, 151936, 151643, 151643, None, 8192, 1e6, None),
+    ("OlmoeForCausalLM", _OLMOE, 50304, None, 50279, 1, 4096, 1e4, None),
+    ("MixtralForCausalLM", _MIXTRAL, 32000, 1, 2, None, 32768, 1e6, None),
     ("LlamaForCausalLM", _LLAMA2, 32000, 1, 2, 0, 4096, 1e4, None),
     ("LlamaForCausalLM", _LLAMA3, 128256, 128000, 128001, 128255, 4096, 5e5, None),
     ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
@@ -105,6 +118,10 @@ _FAMILIES = (
     ("Phi3ForCausalLM", {"tiny-phi3": _TINY_ROPE}, *_BYTES),
     ("Olmo2ForCausalLM", {"tiny-olmo2": _TINY_ROPE}, *_BYTES),
     ("Gemma3ForCausalLM", {"tiny-gemma3": _TINY_ROPE}, *_BYTES),
+    ("Qwen3MoeForCausalLM", {"tiny-qwen3-moe": _TINY_ROPE}, *_BYTES),
+    ("Qwen2MoeForCausalLM", {"tiny-qwen2-moe": _TINY_ROPE}, *_BYTES),
+    ("OlmoeForCausalLM", {"tiny-olmoe": _TINY_EXPERTS}, *_BYTES),
+    ("MixtralForCausalLM", {"tiny-mixtral": _TINY_EXPERTS}, *_BYTES),
 )
 
 
@@ -112,6 +129,10 @@ def _windows(num_layers: int, window: int) -> dict[str, Any]:
     """Gemma-3's: five of six layers have the window, and RoPE with a base of its own."""
     windowed = windowed_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
+
+
+def _experts(count: int, active: int, size: int | None = None, **more: Any) -> dict[str, Any]:
+    return {"experts": Experts(count=count, active=active, size=size, **{"aux_loss": 0.001} | more)}
 
 
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
@@ -125,6 +146,15 @@ _MORE = {
     | _STRETCHED
     | {"head_dim": 128, "query_pre_attn_scalar": 168},
     "tiny-gemma3": _windows(6, 256),
+    "Qwen3-30B-A3B": _experts(128, 8, 768, renormalize=True),
+    "Qwen3-235B-A22B": _experts(128, 8, 1536, renormalize=True),
+    "Qwen1.5-MoE-A2.7B": _experts(60, 4, 1408, shared_size=5632),
+    "OLMoE-1B-7B": _experts(64, 8, aux_loss=0.01),
+    "Mixtral-8x7B": _experts(8, 2, renormalize=True, aux_loss=0.02),
+    "tiny-qwen3-moe": _experts(8, 2, 64, renormalize=True),
+    "tiny-qwen2-moe": _experts(8, 2, 64, shared_size=128),
+    "tiny-olmoe": _experts(8, 2, aux_loss=0.01),
+    "tiny-mixtral": _experts(8, 2, renormalize=True),
 }
 
 
@@ -143,7 +173,7 @@ PRESETS: dict[str, ModelConfig] = dict(_presets())
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
-_OWNERS = {"Qwen2.5": "Qwen/", "Qwen3": "Qwen/", "gemma-3": "google/"}
+_OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/"}
 RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
 RELEASED |= {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",
@@ -156,6 +186,8 @@ RELEASED |= {
     "gpt2-774m": "openai-community/gpt2-large",
     "gpt2-1558m": "openai-community/gpt2-xl",
     "Phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
+    "OLMoE-1B-7B": "allenai/OLMoE-1B-7B-0924",
+    "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
     "OLMo-2-1B": "allenai/OLMo-2-0425-1B",
     "OLMo-2-7B": "allenai/OLMo-2-1124-7B",
     "OLMo-2-13B": "allenai/OLMo-2-1124-13B",

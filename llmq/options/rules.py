@@ -36,6 +36,7 @@ from llmq.options.conditions import (
     why_no_mirrors,
     why_weights_stay,
     writes,
+    wrong_for_experts,
 )
 from llmq.options.loss_rules import LOSS_RULES
 from llmq.options.option_types import (
@@ -204,6 +205,11 @@ REFUSED = (
         "{flag}: bf16 is too coarse for --model-dtype fp32, use fp32",
     ),
     *refused("train_file", lambda v, o: error(split_weights, v), "{found}"),
+    *refused(
+        "router_aux_loss router_z_loss",
+        lambda v, o: v and o.loss != "ce",
+        "{flag}: counts tokens, and --loss {loss} pairs of answers: leave it out",
+    ),
     # The products run in the model's format, or in 8 bits with output gradients in 8 bits.
     *refused(
         "matmul_dtype",
@@ -449,6 +455,7 @@ REFUSED_WITH_MODEL = (
         lambda v, o, model: idle_pattern(o, model, v),
         "{flag}: no module with adapters is called {found}",
     ),
+    *refused("lora_targets", lambda v, o, model: wrong_for_experts(o, model), "{found}"),
     *refused(
         "lora_rank",
         lambda v, o, model: too_small_for_rank(o, model),
@@ -477,6 +484,11 @@ REFUSED_WITH_MODEL = (
         "mlp_dtype",
         lambda v, o, model: v == "e4m3" and not model.gated,
         "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
+    ),
+    *refused(
+        "matmul_dtype",
+        lambda v, o, model: v != o.model_dtype and model.experts is not None,
+        "--matmul-dtype: there is no {value} product for experts yet: use {model_dtype}",
     ),
     *refused(
         "matmul_dtype",
@@ -582,6 +594,11 @@ IDLE_ALONE = (
         lambda v, o: o.device == "cpu",
         "{shown} has no effect with --device cpu",
         last_word=True,
+    ),
+    *idle(
+        "router_aux_loss router_z_loss",
+        lambda v, o, model: v and model.experts is None,
+        "{given} has no effect, this model has no experts",
     ),
     *idle(
         "ckpt_major",

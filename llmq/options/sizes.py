@@ -61,9 +61,11 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     longest = sizes.get("max_positions", model.max_positions)
     if model.sliding_window is not None and model.sliding_window >= longest:
         sizes["sliding_window"] = None
+    layers, experts = sizes.get("num_layers", model.num_layers), model.experts
     if model.windowed_layers is not None:
-        layers = sizes.get("num_layers", model.num_layers)
         sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
+    if experts is not None and experts.layers is not None:
+        sizes["experts"] = replace(experts, layers=_repeated(experts.layers, layers))
     try:
         return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:

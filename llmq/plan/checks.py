@@ -45,8 +45,10 @@ def check_options(config: TrainConfig, machine: Machine) -> None:
 
 def check_sizes(model: ModelConfig, machine: Machine) -> None:
     """ConfigError for sizes that no device can compute, or only the CPU device."""
-    for name in ("hidden_size", "intermediate_size"):
-        size = getattr(model, name)
+    sizes = {name: getattr(model, name) for name in ("hidden_size", "intermediate_size")}
+    if model.experts is not None:
+        sizes["width of an expert"] = model.expert_size
+    for name, size in sizes.items():
         if size % CHANNEL_MULTIPLE:
             raise ConfigError(
                 f"the model's {name} is {size}; it must be a multiple of {CHANNEL_MULTIPLE}"

@@ -47,8 +47,11 @@ def _trains_head(config: ModelConfig, adapters: Adapters) -> bool:
 def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
     if adapters is None:
         return 0
-    matrices = [m for _, m in all_adapted(config, adapters)]
-    return sum(p.rank * (p.stop - p.start + m.shape[1]) for m in matrices for p in m.parts)
+    total = 0
+    for _, matrix in all_adapted(config, adapters):
+        sizes = (p.rank * (p.stop - p.start + matrix.shape[1]) for p in matrix.parts)
+        total += sum(sizes) * matrix.active // matrix.groups
+    return total
 
 
 def peaks(name: str) -> tuple[float, float, float, float] | None:

@@ -3,12 +3,12 @@
 It follows from what the architecture declares (`llmq/arch/matrix.py`), by block.
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
 Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
-head of its own), and "vectors", the norms and biases of all blocks. Adapters are "lora_a" and
-"lora_b", beside which the norms may be "norms", to be trained alone, and new rows of the token
-tables "new_rows". A slab is one contiguous piece
-of memory in every kind of storage (weights, gradients, moments), so that copies, collectives and
-the optimizer work on whole blocks; a parameter's place in it is its `offset`, counted in elements
-and therefore the same for every dtype. Each of W shards has the same number of its elements.
+head of its own), and "vectors", the norms, biases and routers of all blocks. Adapters are "lora_a"
+and "lora_b", beside which the norms may be "norms", to be trained alone, and new rows of the token
+tables "new_rows". A slab is one contiguous piece of memory in every kind of storage (weights,
+gradients, moments), so that copies, collectives and the optimizer work on whole blocks; a
+parameter's place in it is its `offset`, counted in elements and therefore the same for every dtype.
+Each of W shards has the same number of its elements.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
     shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
@@ -38,10 +38,10 @@ class Param:
     """One parameter.
 
     name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
-    there. shape: with padded rows. kind: "matrix", "embedding", "norm" or "vector". init: as of
-    Module, or "adapter" (normal, 1/sqrt(3 in_features)). index: number in the whole model, seeds
-    its random numbers. offset: first element in the slab. first_row: of the block's token table,
-    whose rows from there on these are; None: it is no part of another parameter.
+    there. shape: with padded rows. kind: as of Module. init: as of Module, or "adapter" (normal,
+    1/sqrt(3 in_features)). index: number in the whole model, seeds its random numbers. offset:
+    first element in the slab. first_row: of the block's token table, whose rows from there on these
+    are; None: it is no part of another parameter.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Param:
     @property
     def decay(self) -> bool:
         """Whether weight decay applies."""
-        return self.kind in ("matrix", "embedding")
+        return self.kind in ("matrix", "embedding", "router")
 
     def by_row(self, values: np.ndarray) -> np.ndarray:
         """An array of its shape with one axis of rows: those of all experts, one after another."""
@@ -246,7 +246,7 @@ def weight_table(
         block, kind = row[1], row[5]
         if kind == "norm" and adapters is not None and "norms" in adapters.train:
             norms.append(row)
-        elif kind in ("norm", "vector"):
+        elif kind in ("norm", "vector", "router"):
             vectors.append(row)
         elif block == "head":
             head.append(row)

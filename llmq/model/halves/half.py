@@ -16,6 +16,7 @@ from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
+from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.options.options import TrainConfig
@@ -26,7 +27,7 @@ class Shared(NamedTuple):
     """The objects with which all halves of a model work.
 
     backend: of attention, as `directions` takes it. positions: of the longest text. starts: I32
-    (B,T), of documents; None: all are 0.
+    (B,T), of documents; None: all are 0. balance: of experts; None where nothing is trained.
     """
 
     dev: Device
@@ -37,17 +38,19 @@ class Shared(NamedTuple):
     backend: str
     positions: int
     starts: Tensor | None
+    balance: Balance | None
 
 
 class Frame(NamedTuple):
     """A pass over one half of a layer.
 
     temps: how long its scratch lives. position: of the pass's first tokens in their texts; it may
-    be behind 0 where halves have caches, of one text (B = 1).
+    be behind 0 where halves have caches, of one text (B = 1). keep: whether backward follows.
     """
 
     temps: ExitStack
     position: int = 0
+    keep: bool = False
 
 
 class Half(Protocol):

@@ -1,0 +1,225 @@
+"""Mixtures of experts: their sizes, which layers have them, their matrices and names.
+
+    logits = router @ x        the `active` experts of a token are those with the largest ones
+    out    = sum of weight * down @ (silu(gate @ x) * up @ x) over the active experts
+             [+ sigmoid(shared_gate @ x) * the same of the shared expert]
+
+An architecture whose layers have experts is a family of dense ones with `WithExperts` before it. C:
+hidden size, F: width of an expert, E: number of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from llmq.arch.common import Architecture, get, size
+from llmq.arch.halves import attention, mlp
+from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
+from llmq.base.errors import ConfigError
+
+_MOST, _MOST_ACTIVE = 512, 32  # as `ops/route.py` has them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a model."""
+
+    count: int
+    """E: in each layer that has any."""
+    active: int
+    """Experts that a token meets."""
+    size: int | None = None
+    """F: width of each; None: the model's intermediate_size."""
+    shared_size: int | None = None
+    """Width of an expert with a gate, which every token meets besides; None: there is none."""
+    renormalize: bool = False
+    """Weights of the active experts are divided by their sum; else they are of a softmax over all
+    experts."""
+    layers: tuple[bool, ...] | None = None
+    """Whether each layer has experts, or else an MLP; None: all have."""
+    aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss that config.json gives."""
+
+    def validate(self, num_layers: int) -> None:
+        """ConfigError where sizes disagree."""
+        if not 0 < self.active <= min(self.count, _MOST_ACTIVE) or self.count > _MOST:
+            raise ConfigError(
+                f"model experts: a token must meet 1 to {_MOST_ACTIVE} of at most {_MOST} experts, "
+                f"got {self.active} of {self.count}"
+            )
+        for width in (self.size, self.shared_size):
+            if width is not None and width <= 0:
+                raise ConfigError(f"model experts: their width must be positive, got {width}")
+        if self.layers is not None and len(self.layers) != num_layers:
+            raise ConfigError(
+                f"model experts: layers must be {num_layers} values, got {len(self.layers)}"
+            )
+        if not 0 <= self.aux_loss < inf:
+            raise ConfigError(f"model experts: aux_loss must be at least 0, got {self.aux_loss}")
+
+
+class WithExperts(Architecture):
+    """An architecture some of whose layers have experts, in the place of the MLP."""
+
+    targets = (*Architecture.targets, "experts")
+    count_names: tuple[str, ...] = ("num_experts",)
+    """config.json's names of E: any of them is read, all are written."""
+    own_size = True
+    """The width of experts is a field of its own, and some layers may have an MLP."""
+    renormalized = False
+    """Weights are renormalized without a field that says it."""
+    shares = False
+    """There is a shared expert."""
+    aux_loss = 0.001
+    """Coefficient of the load-balancing loss where the config does not say."""
+    expert_modules: Mapping[str, tuple[str, ...]] = {
+        "router": ("model.layers.{}.mlp.gate",),
+        "experts_up": (
+            "model.layers.{}.mlp.experts.{}.up_proj",
+            "model.layers.{}.mlp.experts.{}.gate_proj",
+        ),
+        "experts_down": ("model.layers.{}.mlp.experts.{}.down_proj",),
+        "shared_gate": ("model.layers.{}.mlp.shared_expert_gate",),
+        "shared_up": tuple(f"model.layers.{{}}.mlp.shared_expert.{x}_proj" for x in ("up", "gate")),
+        "shared_down": ("model.layers.{}.mlp.shared_expert.down_proj",),
+    }
+    """By parameter: the Hugging Face modules of a layer, or of an expert there."""
+
+    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
+        has = model.has_experts(layer)
+        return attention(model, layer), (experts if has else mlp)(model, layer)
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """The model says what experts it has, as far as the architecture does not."""
+        its = model.experts
+        if its is None or (its.shared_size is not None) != self.shares:
+            shared = "with" if self.shares else "without"
+            raise ConfigError(f"model experts: {self.name} needs some, {shared} a shared one")
+        return super().fixed(model) | {"experts": its}
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        given = [name for name in self.count_names if name in hf] or self.count_names[:1]
+        counts = [size(hf, name) for name in given]
+        if len({*counts}) > 1:
+            raise ConfigError(f"config.json: {' and '.join(given)} differ: {counts}")
+        layers = self._read_layers(hf) if self.own_size else ()
+        of_experts = Experts(
+            count=counts[0],
+            active=size(hf, "num_experts_per_tok"),
+            size=size(hf, "moe_intermediate_size") if self.own_size else None,
+            renormalize=self.renormalized or get(hf, "norm_topk_prob", bool, False),
+            layers=None if all(layers) else layers,
+            aux_loss=get(hf, "router_aux_loss_coef", float, self.aux_loss),
+        )
+        return super().read_sizes(hf) | {"experts": of_experts}
+
+    def _read_layers(self, hf: Mapping[str, Any]) -> tuple[bool, ...]:
+        dense, num_layers = get(hf, "mlp_only_layers", list, None), size(hf, "num_hidden_layers")
+        step = get(hf, "decoder_sparse_step", int, 1)
+        if step < 1:
+            raise ConfigError(f"config.json: decoder_sparse_step: must be positive, got {step}")
+        return tuple(
+            layer not in (dense or ()) and (layer + 1) % step == 0 for layer in range(num_layers)
+        )
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        its = model.experts
+        fields = dict.fromkeys(self.count_names, its.count) | {
+            "num_experts_per_tok": its.active,
+            "router_aux_loss_coef": its.aux_loss,
+            "output_router_logits": False,
+        }
+        if not self.renormalized:
+            fields["norm_topk_prob"] = its.renormalize
+        if self.own_size:
+            dense = [i for i in range(model.num_layers) if not model.has_experts(i)]
+            fields |= {"moe_intermediate_size": model.expert_size}
+            fields |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return super().write_sizes(model) | fields
+
+
+def experts(config: Any, layer: int) -> HalfSpec:
+    """The experts of a layer, and the shared one, of which Fs is the width. router: (E, C).
+    shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C).
+    experts_down: (E, C, F). The rows of up are before those of gate.
+    """
+    its, F = config.experts, config.expert_size
+    routers, shared = [_router(config, layer, "router", its.count)], ()
+    activations = ("router_logits", "expert_up", "expert_act")
+    if its.shared_size is not None:
+        routers.append(_router(config, layer, "shared_gate", 1))
+        targets = (("up",), ("gate",), ("down",))
+        shared = _matrices(config, layer, "shared", its.shared_size, targets=targets)
+        activations += ("shared_up", "shared_act")
+    return HalfSpec(
+        kind="experts",
+        name="moe",
+        norm="ln2",
+        norms=mlp(config, layer).norms,
+        modules=(*routers, *shared, *_matrices(config, layer, "experts", F, its.count, its.active)),
+        output=None,
+        activations=activations,
+        sizes={
+            "renormalize": its.renormalize,
+            "active": its.active,
+            "shared": its.shared_size is not None,
+        },
+    )
+
+
+def _matrices(
+    config: Any,
+    layer: int,
+    kind: str,
+    size: int,
+    count: int | None = None,
+    active: int = 1,
+    targets: tuple[tuple[str, ...], ...] = (("experts",),) * 3,
+) -> tuple[Matrix, Matrix]:
+    """KIND_up and KIND_down of experts of this width; count None: of one, without a dimension of
+    its own. targets: of up, gate and down."""
+    C, name = config.hidden_size, kind.removesuffix("s")
+    outer, experts_ = () if count is None else (count,), range(count or 1)
+    up, down = f"{kind}_up", f"{kind}_down"
+    return (
+        Matrix(
+            key=up, name=f"model.layers.{layer}.{up}", shape=(*outer, 2 * size, C),
+            parts=_parts(config, layer, up, size, targets[:2], experts_),
+            input="ln2", gradient=f"d_{name}_up", active=active,
+        ),
+        Matrix(
+            key=down, name=f"model.layers.{layer}.{down}", shape=(*outer, C, size),
+            parts=_parts(config, layer, down, C, targets[2:], experts_),
+            input=f"{name}_act", gradient="d_moe", active=active, initial="residual",
+        ),
+    )  # fmt: skip
+
+
+def _router(config: Any, layer: int, key: str, rows: int) -> Module:
+    return Module(
+        key=key,
+        name=f"model.layers.{layer}.{key}",
+        shape=(rows, config.hidden_size),
+        parts=_parts(config, layer, key, rows, ((),), range(1)),
+        kind="router",
+    )
+
+
+def _parts(
+    config: Any,
+    layer: int,
+    key: str,
+    rows: int,
+    targets: tuple[tuple[str, ...], ...],
+    experts_: range,
+) -> tuple[Part, ...]:
+    """The modules of a weight, of each expert as many as there are targets."""
+    names = config.arch.expert_modules[key]
+    return tuple(
+        Part(module=name.format(layer, expert), rows=rows, targets=of_module)
+        for expert in experts_
+        for name, of_module in zip(names, targets, strict=True)
+    )

@@ -1,0 +1,64 @@
+"""Losses keep experts in balance: they follow from sums over all routers of a micro-batch.
+
+    forward    each router adds to the sums of its layer
+    between    both losses follow from the sums of all layers, and their gradients' factors
+    backward   each router adds the losses' gradients to that of its logits
+
+The sums go on into `totals`, over all micro-steps of this rank since the run began.
+"""
+
+from __future__ import annotations
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import F32, I64
+from llmq.base.tensor import Tensor
+from llmq.ops import route
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+
+ROUTER_STATS = ("router_aux", "router_z")
+"""Statistics of a step beside those of its loss, times the number of targets."""
+
+
+class Balance:
+    """The sums of a model that has experts, and is trained.
+
+    factors: F32 (E+1,), for backward; None where there is neither loss. totals: I64 (layers with
+    experts, 2E+4), as `route` has sums.
+    """
+
+    def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
+        """options: normalized."""
+        self.dev, E = dev, config.experts.count
+        self._layers = [layer for layer in range(config.num_layers) if config.has_experts(layer)]
+        shape = (len(self._layers), route.sums_size(E))
+        self._sums = dev.alloc("router_sums", shape, I64, "Activations")
+        self.totals = dev.alloc("router_totals", shape, I64, "Activations")
+        self._factors = dev.alloc("router_factors", (E + 1,), F32, "Activations")
+        self._coefficients = {"aux": aux_loss(config, options), "z": options.router_z_loss}
+        for tensor in (self._sums, self.totals):
+            dev.zero(tensor)
+
+    @property
+    def factors(self) -> Tensor | None:
+        return self._factors if any(self._coefficients.values()) else None
+
+    def sums(self, layer: int) -> Tensor:
+        """Those of the router of this layer."""
+        index = self._layers.index(layer)
+        return self._sums.rows(index, index + 1).view(self._sums.shape[1])
+
+    def finish(self, stats: Tensor, targets: Tensor) -> None:
+        """After the forward pass of a micro-batch. stats: F64, of ROUTER_STATS. targets: I32
+        (B, T)."""
+        args = (self._factors, stats, self.totals, self._sums, targets.view(targets.size))
+        route.balance(self.dev, *args, **self._coefficients)
+
+
+def aux_loss(config: ModelConfig, options: TrainConfig) -> float:
+    """The coefficient of the load-balancing loss: as asked for, else that of config.json for a new
+    model, and none for another one, as in transformers."""
+    if options.router_aux_loss is None:
+        is_new = options.from_scratch and options.loss == "ce"
+        return config.experts.aux_loss if is_new else 0.0
+    return options.router_aux_loss

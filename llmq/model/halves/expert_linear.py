@@ -1,0 +1,163 @@
+"""The products of experts' matrices, and of the adapters beside them: each expert has its own.
+
+    h = x @ A^T                    y = x @ W^T + h @ (scale * B)^T
+    d_h = d_y @ (scale * B)        d_x = d_y @ W + d_h @ A
+    d_B = scale * d_y^T @ h        d_A = d_h^T @ x
+
+If an expert's matrix has two parts, up and gate, both A lie below each other, and B is a matrix in
+which each part has columns of its own, as `ops/adapter.py` makes it. Backward computes h again,
+which is small, as is its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.model.activations import HalfLayer
+from llmq.model.halves.half import Shared
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import adapter, reduce
+from llmq.ops.add import add
+from llmq.ops.grouped import grouped_gradient, grouped_matmul
+from llmq.options.adapters import Adapted, adapters_of, all_adapted
+
+
+class ExpertLinear:
+    """Those of all layers. A matrix is named by its key. x, y: rows sorted by expert, R of them.
+    starts: as `sort_rows` has it."""
+
+    def __init__(self, shared: Shared, rows: int):
+        """rows: R."""
+        self.dev, adapters = shared.dev, adapters_of(shared.options)
+        every = all_adapted(shared.config, adapters) if adapters is not None else ()
+        self._adapted = {(layer, m.key): m for layer, m in every if m.groups > 1}
+        widest = max((m.rank * _parts_of(m) for m in self._adapted.values()), default=0)
+        if widest:  # one matrix at a time: its gradients follow its input's
+            dtype = shared.operands.dtype
+            self._d_hidden = self.dev.alloc(
+                "d_expert_hidden", (rows * widest,), dtype, "Activations"
+            )
+
+    def forward(
+        self, here: HalfLayer, key: str, y: Tensor, x: Tensor, starts: Tensor, w: BlockWeights
+    ) -> None:
+        """y (R, out), of x (R, in)."""
+        grouped_matmul(self.dev, y, x, w[key], starts, trans_b=True)
+        a, b = w.adapters(key)
+        if a is not None:
+            with self._hidden(x, a, starts) as h, self._expanded(here, key, b) as whole:
+                self._add_product(y, h, whole, starts, trans_b=True)
+
+    def input_gradient(
+        self,
+        here: HalfLayer,
+        key: str,
+        d_x: Tensor | None,
+        d_y: Tensor,
+        starts: Tensor,
+        w: BlockWeights,
+    ) -> None:
+        """d_x (R, in), if it is wanted, from d_y (R, out)."""
+        a, b = w.adapters(key)
+        if d_x is not None:
+            grouped_matmul(self.dev, d_x, d_y, w[key], starts)
+        if a is not None:
+            d_h = self._d_hidden_of(here, key, d_y)
+            with self._expanded(here, key, b) as whole:
+                grouped_matmul(self.dev, d_h, d_y, whole, starts)
+            if d_x is not None:
+                self._add_product(d_x, d_h, _by_expert(a, starts), starts)
+
+    def trains(self, g: BlockGrads, key: str) -> bool:
+        """Whether weight_gradients needs x."""
+        return key in g or g.adapters(key)[0] is not None
+
+    def weight_gradients(
+        self,
+        here: HalfLayer,
+        key: str,
+        d_y: Tensor,
+        x: Tensor,
+        starts: Tensor,
+        w: BlockWeights,
+        g: BlockGrads,
+    ) -> None:
+        """The gradients of the matrix and its adapters, as far as they are wanted. Follows
+        input_gradient. If x is that of forward with weights, d_y is without them."""
+        if key in g:
+            grouped_gradient(self.dev, g[key], d_y, x, starts)
+        d_a, d_b = g.adapters(key)
+        if d_a is not None:
+            a, _ = w.adapters(key)
+            of_experts = d_a._replace(tensor=_by_expert(d_a.tensor, starts))
+            d_h = self._d_hidden_of(here, key, d_y)
+            grouped_gradient(self.dev, of_experts, d_h, x, starts)
+            with self._hidden(x, a, starts) as h:
+                self._gradient_of_b(here, key, d_b, d_y, h, starts)
+
+    def _gradient_of_b(
+        self, here: HalfLayer, key: str, d_b: Accumulator, d_y: Tensor, h: Tensor, starts: Tensor
+    ) -> None:
+        dev, dtype, shape = self.dev, d_b.tensor.dtype, self._shape_of_b(here, key)
+        with (
+            dev.scratch("d_b_whole", shape, dtype) as whole,
+            dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
+        ):
+            grouped_gradient(dev, d_b._replace(tensor=whole, accumulate=False), d_y, h, starts)
+            adapter.collect(dev, part, _below_each_other(whole), *self._blocks(here, key))
+            reduce.add(dev, d_b, part)
+
+    def _d_hidden_of(self, here: HalfLayer, key: str, d_y: Tensor) -> Tensor:
+        """d_h (R, n * rank)."""
+        shape = (d_y.shape[0], self._shape_of_b(here, key)[-1])
+        return self._d_hidden.rows(0, prod(shape)).view(*shape)
+
+    @contextmanager
+    def _hidden(self, x: Tensor, a: Tensor, starts: Tensor) -> Iterator[Tensor]:
+        """h (R, n * rank), for n parts of each expert's matrix."""
+        experts = _by_expert(a, starts)
+        with self.dev.scratch("expert_hidden", (x.shape[0], experts.shape[1]), x.dtype) as h:
+            grouped_matmul(self.dev, h, x, experts, starts, trans_b=True)
+            yield h
+
+    @contextmanager
+    def _expanded(self, here: HalfLayer, key: str, b: Tensor) -> Iterator[Tensor]:
+        """All B (E, out, n * rank), with scaling."""
+        with self.dev.scratch("expert_lora_b", self._shape_of_b(here, key), b.dtype) as whole:
+            adapter.expand(self.dev, _below_each_other(whole), b, *self._blocks(here, key))
+            yield whole
+
+    def _shape_of_b(self, here: HalfLayer, key: str) -> tuple[int, int, int]:
+        matrix = self._adapted[here.index, key]
+        return matrix.groups, matrix.shape[0] // matrix.groups, _parts_of(matrix) * matrix.rank
+
+    def _blocks(self, here: HalfLayer, key: str) -> tuple:
+        """The spans, scales and groups that `adapter`'s functions take."""
+        matrix = self._adapted[here.index, key]
+        n = _parts_of(matrix)
+        return matrix.spans[:n], matrix.scales[:n], matrix.groups
+
+    def _add_product(
+        self, y: Tensor, x: Tensor, w: Tensor, starts: Tensor, *, trans_b: bool = False
+    ) -> None:
+        with self.dev.scratch("of_adapters", y.shape, y.dtype) as part:
+            grouped_matmul(self.dev, part, x, w, starts, trans_b=trans_b)
+            add(self.dev, y, y, part)
+
+
+def _parts_of(matrix: Adapted) -> int:
+    """n: parts of each expert's matrix."""
+    return len(matrix.parts) // matrix.groups
+
+
+def _by_expert(a: Tensor, starts: Tensor) -> Tensor:
+    """All A (E, n * rank, in)."""
+    E = starts.size - 1
+    return a.view(E, a.shape[0] // E, a.shape[1])
+
+
+def _below_each_other(whole: Tensor) -> Tensor:
+    return whole.view(whole.shape[0] * whole.shape[1], whole.shape[2])

@@ -1,0 +1,234 @@
+"""A mixture of experts as a half of a block, between its norm and the residual stream.
+
+    x -> router -> the experts of each row, and their weights
+    x -> gather -> experts_up -> swiglu -> experts_down -> combine -> out
+
+The rows of a micro-batch, `active` of each of its S, are sorted by their expert: R = S * active
+rows, of which each expert multiplies those of its own. No row is dropped, and no shape depends on
+the routing. The router's decisions are kept from forward to backward, whatever else is computed
+again: they are a few bytes of each row.
+
+A weight stands behind `experts_down`, but backward reads no output of it:
+
+    d_act = weight * (d_out @ experts_down)        d_weight = act . (d_out @ experts_down)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
+
+from llmq.base.dtypes import F32, I32, DType
+from llmq.base.operand import Operand
+from llmq.base.tensor import Tensor
+from llmq.formats.format import Activation, InputAgain
+from llmq.model.activations import HalfLayer, Recompute
+from llmq.model.halves.expert_linear import ExpertLinear
+from llmq.model.halves.half import Frame, Shared
+from llmq.model.halves.shared_expert import SharedExpert, SharedKept
+from llmq.model.linear import Linear
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import swiglu
+from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
+from llmq.ops.matmul import matmul
+from llmq.ops.route import route, route_backward
+
+
+class _Kept(NamedTuple):
+    """The tensors kept of one layer.
+
+    router_logits: F32 (S, E). chosen: I32 (S, K), the experts of a row. weights: F32 (S, K), of
+    these. order: I32 (R,), the row and choice s * K + k that each sorted row is. place: I32 (S, K),
+    the sorted row of each choice. starts: I32 (E+1,), where each expert's rows begin. up: (R, 2F).
+    act: (R, F). shared: of the shared expert.
+    """
+
+    router_logits: Tensor
+    chosen: Tensor
+    weights: Tensor
+    order: Tensor
+    place: Tensor
+    starts: Tensor
+    up: Activation
+    act: Activation
+    shared: SharedKept | None
+
+
+class ExpertsInputs(NamedTuple):
+    """The tensors that backward needs. x: (S, C), None where no gradient needs it. up: (R, 2F).
+    shared_up: (S, 2Fs), where there is a shared expert."""
+
+    x: Tensor | None
+    up: Tensor
+    shared_up: Tensor | None
+
+
+class ExpertsHalf:
+    """The experts of all layers that have some."""
+
+    def __init__(self, shared: Shared):
+        self.dev, self.routers, options = shared.dev, Linear(shared.dev), shared.options
+        rows = options.batch_size * options.local_seq_len * shared.config.experts.active
+        self.linear = ExpertLinear(shared, rows)
+        shares = shared.config.experts.shared_size is not None
+        self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance
+
+    def keeps_input(self, recompute: Recompute) -> bool:
+        """Whether the half's input may be kept for backward."""
+        return not (recompute.norm or recompute.ffn)
+
+    def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
+        """Keys of the matrices whose products backward computes again."""
+        return ("experts_up",) if recompute.ffn else ()
+
+    def keep(self, here: HalfLayer) -> _Kept:
+        """The tensors that a layer keeps."""
+        K, r, S = here.spec.sizes["active"], here.recompute, here.rows
+        E, _, F = here.spec["experts_down"].shape
+        return _Kept(
+            router_logits=here.alloc("router_logits", S, E, dtype=F32),
+            chosen=here.alloc("chosen", S, K, dtype=I32),
+            weights=here.alloc("expert_weights", S, K, dtype=F32),
+            order=here.alloc("expert_order", S * K, dtype=I32),
+            place=here.alloc("expert_place", S, K, dtype=I32),
+            starts=here.alloc("expert_starts", E + 1, dtype=I32),
+            up=here.activation("expert_up", 2 * F, kept=not r.ffn, per_row=K),
+            act=here.activation("expert_act", F, kept=not r.swiglu, per_row=K),
+            shared=self.shared and self.shared.keep(here),
+        )
+
+    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
+        """here.out from x (S, C)."""
+        dev, kept, out = self.dev, here.kept, here.out.out
+        matmul(dev, kept.router_logits, x, w["router"], trans_b=True)
+        how = {"renormalize": here.spec.sizes["renormalize"]}
+        if frame.keep and self.balance is not None:
+            how["sums"] = self.balance.sums(here.index)
+        route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
+        sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
+        up, act = (each.place(dev, frame.temps) for each in (kept.up, kept.act))
+        self._multiply_up(here, w, x, up)
+        swiglu.forward(dev, act, up)
+        with self._sorted("expert_out", kept, out) as y:
+            self.linear.forward(here, "experts_down", y, act, kept.starts, w)
+            combine(dev, out, y, kept.place, kept.weights)
+        if self.shared is not None:
+            self.shared.forward(frame, here, kept.shared, w, x)
+
+    def recompute(
+        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
+    ) -> ExpertsInputs:
+        """The tensors that backward needs, kept or computed again."""
+        computed, shared, x, shared_up = here.recompute.ffn, self.shared, None, None
+        up = here.kept.up.place(self.dev, frame.temps)
+        trained = "router" in g or self.linear.trains(g, "experts_up")
+        if computed or trained or (shared is not None and shared.needs_input(here, g)):
+            x = x_again(product=computed)
+        if computed:
+            self._multiply_up(here, w, x, up)
+        if shared is not None:
+            shared_up = shared.up_again(frame.temps, here, here.kept.shared, w, x)
+        return ExpertsInputs(x, up, shared_up)
+
+    def backward(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        inputs: ExpertsInputs,
+        d_out: Tensor,
+        d_x: Tensor | None,
+        *,
+        inside: bool,
+    ) -> None:
+        """Do as `Half.backward`, which leaves nothing out; overwrites up."""
+        kept, (x, up, shared_up) = here.kept, inputs
+        if self.shared is not None:
+            self.shared.backward(here, kept.shared, w, g, x, shared_up, d_out, d_x)
+        keys = {key for module in here.spec.modules for key in module.keys}
+        if d_x is None and not keys & g.keys():
+            return
+        with ExitStack() as temps:
+            d_weights = self._scratch(temps, "d_expert_weights", kept.weights.shape, F32)
+            self._backward_down(here, w, g, up, d_out, d_weights)
+            self._backward_up(here, w, g, x, up, d_x)
+            self._backward_router(here, w, g, x, d_weights, d_x)
+
+    def _backward_down(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        up: Tensor,
+        d_out: Tensor,
+        d_weights: Tensor,
+    ) -> None:
+        """up becomes its gradient; d_weights (S, K) is that of the weights."""
+        dev, kept = self.dev, here.kept
+        with ExitStack() as temps:
+            act = kept.act.place(dev, temps)
+            if kept.act.tensor is None:
+                swiglu.forward(dev, act, up)
+            d_y = temps.enter_context(self._sorted("d_expert_out", kept, d_out))
+            d_act = self._scratch(temps, "d_expert_act", act.shape, act.dtype)
+            gather_rows(dev, d_y, d_out, kept.order, here.spec.sizes["active"])
+            self.linear.input_gradient(here, "experts_down", d_act, d_y, kept.starts, w)
+            trains = self.linear.trains(g, "experts_down")
+            how = (kept.place, kept.weights, act if trains else None)
+            combine_backward(dev, d_act, d_weights, act, *how)
+            if trains:
+                self.linear.weight_gradients(here, "experts_down", d_y, act, kept.starts, w, g)
+            swiglu.backward(dev, up, d_act, up)
+
+    def _backward_up(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        x: Tensor | None,
+        d_up: Tensor,
+        d_x: Tensor | None,
+    ) -> None:
+        """d_x, if it is wanted: with a shared expert, it is added to what is there."""
+        dev, kept = self.dev, here.kept
+        with ExitStack() as temps:
+            d_rows = d_x and temps.enter_context(self._sorted("d_expert_x", kept, d_x))
+            self.linear.input_gradient(here, "experts_up", d_rows, d_up, kept.starts, w)
+            if d_x is not None:
+                of_shared = None if self.shared is None else d_x
+                combine(dev, d_x, d_rows, kept.place, addend=of_shared)
+        if self.linear.trains(g, "experts_up"):
+            with self._sorted("expert_x", kept, x) as rows:
+                gather_rows(dev, rows, x, kept.order, here.spec.sizes["active"])
+                self.linear.weight_gradients(here, "experts_up", d_up, rows, kept.starts, w, g)
+
+    def _backward_router(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        x: Tensor | None,
+        d_weights: Tensor,
+        d_x: Tensor | None,
+    ) -> None:
+        """Adds to d_x, if it is wanted."""
+        dev, logits, chosen = self.dev, here.kept.router_logits, here.kept.chosen
+        how = {"renormalize": here.spec.sizes["renormalize"], "factors": self.balance.factors}
+        with dev.scratch("d_router_logits", logits.shape, w["router"].dtype) as d_logits:
+            route_backward(dev, d_logits, d_weights, logits, chosen, **how)
+            if d_x is not None:
+                matmul(dev, d_x, d_logits, w["router"], accumulate=True)
+            self.routers.weight_gradients(g.get("router"), None, d_logits, x)
+
+    def _multiply_up(self, here: HalfLayer, w: BlockWeights, x: Tensor, up: Tensor) -> None:
+        kept = here.kept
+        with self._sorted("expert_x", kept, x) as rows:
+            gather_rows(self.dev, rows, x, kept.order, here.spec.sizes["active"])
+            self.linear.forward(here, "experts_up", up, rows, kept.starts, w)
+
+    def _sorted(self, name: str, kept: _Kept, like: Tensor) -> AbstractContextManager[Tensor]:
+        """Scratch of R rows as wide as another tensor."""
+        return self.dev.scratch(name, (kept.order.size, like.shape[1]), like.dtype)
+
+    def _scratch(self, temps: ExitStack, name: str, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        return temps.enter_context(self.dev.scratch(name, shape, dtype))

@@ -1,0 +1,124 @@
+"""The expert that every token meets beside those that its router chooses, behind a gate.
+
+    x -> shared_up -> swiglu -> * sigmoid(x @ shared_gate) -> shared_down -> added to out
+
+Architectures have the gate behind shared_down. In front of it, it is the same factor, and backward
+needs no output of shared_down.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+
+from llmq.base.dtypes import F32, I32
+from llmq.base.tensor import Tensor
+from llmq.formats.format import Activation
+from llmq.model.activations import HalfLayer
+from llmq.model.halves.half import Frame, Shared
+from llmq.model.linear import Linear
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import swiglu
+from llmq.ops.add import add
+from llmq.ops.expert_rows import combine, combine_backward
+from llmq.ops.matmul import matmul
+from llmq.ops.route import route, route_backward
+
+_SIGMOID = {"kind": "sigmoid"}  # of a router with one expert
+
+
+class SharedKept(NamedTuple):
+    """The tensors kept of one layer. gate_logits, gate: F32 (S, 1). up: (S, 2Fs). act: (S, Fs)."""
+
+    gate_logits: Tensor
+    gate: Tensor
+    up: Activation
+    act: Activation
+
+
+class SharedExpert:
+    """The shared experts of all layers, of S rows of the stream."""
+
+    def __init__(self, shared: Shared):
+        self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
+        rows = shared.options.batch_size * shared.options.local_seq_len
+        # Each row is its own only choice.
+        self._places = self.dev.alloc("shared_places", (rows, 1), I32, "Activations")
+        self._chosen = self.dev.alloc("shared_chosen", (rows, 1), I32, "Activations")
+        self.dev.upload(self._places, np.arange(rows, dtype=np.int32)[:, None])
+
+    def keep(self, here: HalfLayer) -> SharedKept:
+        """The tensors that a layer keeps."""
+        r, (_, F) = here.recompute, here.spec["shared_down"].shape
+        return SharedKept(
+            gate_logits=here.alloc("shared_gate_logits", here.rows, 1, dtype=F32),
+            gate=here.alloc("shared_gate", here.rows, 1, dtype=F32),
+            up=here.activation("shared_up", 2 * F, kept=not r.ffn),
+            act=here.activation("shared_act", F, kept=not r.swiglu),
+        )
+
+    def forward(
+        self, frame: Frame, here: HalfLayer, kept: SharedKept, w: BlockWeights, x: Tensor
+    ) -> None:
+        """Adds to here.out, from x (S, C)."""
+        dev, out = self.dev, here.out.out
+        matmul(dev, kept.gate_logits, x, w["shared_gate"], trans_b=True)
+        route(dev, self._chosen, kept.gate, kept.gate_logits, **_SIGMOID)
+        up, act = (each.place(dev, frame.temps) for each in (kept.up, kept.act))
+        self.linear.forward(here.index, "shared_up", up, x, w)
+        swiglu.forward(dev, act, up)
+        with (
+            dev.scratch("shared_act.gated", act.shape, act.dtype) as gated,
+            dev.scratch("shared_out", out.shape, out.dtype) as y,
+        ):
+            combine(dev, gated, act, self._places, kept.gate)
+            self.linear.forward(here.index, "shared_down", y, gated, w)
+            add(dev, out, out, y)
+
+    def up_again(
+        self, temps: ExitStack, here: HalfLayer, kept: SharedKept, w: BlockWeights, x: Tensor | None
+    ) -> Tensor:
+        """up (S, 2Fs), kept or computed again."""
+        up = kept.up.place(self.dev, temps)
+        if here.recompute.ffn:
+            self.linear.forward(here.index, "shared_up", up, x, w)
+        return up
+
+    def needs_input(self, here: HalfLayer, g: BlockGrads) -> bool:
+        """Whether `backward` needs x."""
+        return "shared_gate" in g or self.linear.needs_input(here.index, "shared_up", g)
+
+    def backward(
+        self,
+        here: HalfLayer,
+        kept: SharedKept,
+        w: BlockWeights,
+        g: BlockGrads,
+        x: Tensor | None,
+        up: Tensor,
+        d_out: Tensor,
+        d_x: Tensor | None,
+    ) -> None:
+        """d_x (S, C), if it is wanted, and the weights' gradients; overwrites up."""
+        dev, linear, layer = self.dev, self.linear, here.index
+        with ExitStack() as temps:
+            act = kept.act.place(dev, temps)
+            if kept.act.tensor is None:
+                swiglu.forward(dev, act, up)
+            d_act = temps.enter_context(dev.scratch("d_shared_act", act.shape, act.dtype))
+            d_gate = temps.enter_context(dev.scratch("d_shared_gate", kept.gate.shape, F32))
+            linear.input_gradient(layer, "shared_down", d_act, d_out, w, g)
+            combine_backward(dev, d_act, d_gate, act, self._places, kept.gate, weighted=act)
+            linear.weight_gradients(layer, "shared_down", g, None, d_out, act)
+            swiglu.backward(dev, up, d_act, up)
+            linear.input_gradient(layer, "shared_up", d_x, up, w, g)
+            linear.weight_gradients(layer, "shared_up", g, None, up, x)
+            gate = w["shared_gate"]
+            shape = kept.gate.shape
+            d_logits = temps.enter_context(dev.scratch("d_gate_logits", shape, gate.dtype))
+            route_backward(dev, d_logits, d_gate, kept.gate_logits, self._chosen, **_SIGMOID)
+            if d_x is not None:
+                matmul(dev, d_x, d_logits, gate, accumulate=True)
+            self.routers.weight_gradients(g.get("shared_gate"), None, d_logits, x)
