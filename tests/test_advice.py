@@ -24,6 +24,7 @@ from llmq.plan.shrink import Shrinker, savers
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from tests.models import hf_model, trainer_for
+from tools.published_speeds import rows
 
 GIB = 1 << 30
 CARD = find_card("4090")
@@ -55,6 +56,28 @@ def commands(message: str) -> list[list[str]]:
     """The arguments of the command lines in a message."""
     lines = [line.strip() for line in message.splitlines()]
     return [shlex.split(line)[2:] for line in lines if line.startswith("llmq train ")]
+
+
+@pytest.mark.parametrize("wanted", ["1.5B e4m3", "7B e4m3"])
+def test_what_llmq_publishes_for_four_cards_fits_with_the_command_that_the_message_has(wanted):
+    (row,) = [
+        row
+        for row in rows()
+        if (row.card, row.gpus, f"{row.model} {row.dtype}") == ("4090", 4, wanted)
+    ]
+    given = ["--from-scratch", "--opt-m-dtype=bf16", "--opt-v-dtype=bf16", "--device=cuda"]
+    given += [f"--model=Qwen2.5-{row.model}", f"--matmul-dtype={row.dtype}", *row.options()]
+
+    def config_of(words: list[str]) -> TrainConfig:
+        pairs = [word.removeprefix("--").partition("=") for word in words]
+        return make_config({name: value or True for name, _, value in pairs})
+
+    model, limits = preset(f"Qwen2.5-{row.model}"), Limits(device=SPEC.memory)
+    message = refused(config_of(given), model, limits, world_size=4)
+    (command,) = commands(message)
+    plan = make_plan(config_of([*command, "--device=cuda"]), model, SPEC, "native", 4)
+    assert needed_bytes(plan, SPEC) <= SPEC.memory
+    assert "--offload-residual" in command
 
 
 @cache

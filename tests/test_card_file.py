@@ -139,6 +139,57 @@ def test_a_sibling_with_other_memory_is_not_asked():
     assert rig_card(CARD, 1) is CARD
 
 
+# -- files that were shared ----------------------------------------------------------------------
+
+SHARED_FILES = sorted(rig_cards.SHARED.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHARED_FILES, ids=lambda path: path.stem)
+def test_a_shared_file_is_whole_and_of_use(path):
+    """As `llmq/cards/README.md` asks."""
+    file = read_card_file(path)
+    assert path_of(file.device, file.gpus, file.host).name == path.name
+    assert path.stat().st_size < 1 << 20
+    known = Measured(file)
+    dev = PlanDevice(file.spec())
+    config = make_config({"model": "Qwen2.5-0.5B", "from-scratch": True, "device": "cuda"})
+    plan = make_plan(config, preset(config.model), dev.spec, "cudnn")
+    works = [w for trace, _ in plan.micro_steps for w in trace if isinstance(w, Work)]
+    kinds = {work.kind for work in works if work.cost.part != "attention"}
+    assert all(known.nearest(kind) for kind in kinds if kind.is_product)
+    assert known.bandwidth and len(file.launches) > 50
+
+
+def test_there_is_a_shared_file_and_plans_take_it(capsys):
+    assert SHARED_FILES
+    card = rig_card(find_card("h200"), 1)
+    assert card.source == "rates measured on a rig of 1 by `llmq rig`, 2026-11-23"
+    assert (card.error, card.plus_minus(1), card.plus_minus(2)) == (0.08, " ± 8 %", " ± 18 %")
+    assert _run(["plan", *RUN, "--card", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert " tokens/s ± 8 %, a step in " in out and card.source in out
+    assert _run(["plan", *RUN, "--card", "4090"]) == 0
+    assert " tokens/s ± 11 %, a step in " in capsys.readouterr().out
+
+
+def test_this_machines_own_file_comes_before_a_shared_one(monkeypatch, tmp_path, warnings):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(rig_cards, "SHARED", shared)
+    for day in ("2026-11-20", "2026-11-21"):  # of two machines; the newest counts
+        file = card_file(gpus=1, host=f"host{day[-2:]}", date=f"{day} 12:00 UTC")
+        text = json.dumps(record_of(file))
+        (shared / path_of(H100, 1, file.host).name).write_text(text)
+    (shared / path_of(H100, 2, "else").name).write_text(text)  # not what its name says
+    card = rig_card(CARD, 1)
+    assert card.measured.day == "2026-11-21" and card.error == rig_cards.OTHER_RIG
+    assert len(warnings) == 1 and "holds another rig" in warnings[0]
+    write_card_file(card_file())
+    card = rig_card(CARD, 1)
+    assert card.measured.gpus == 2 and card.plus_minus(1) == ""
+    assert rig_card(find_card("4090"), 1).measured is None
+
+
 # -- predictions ---------------------------------------------------------------------------------
 
 

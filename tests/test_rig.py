@@ -234,7 +234,11 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
     assert kept.exchange["2"]["staged"]["load"] == [[[55_000_000], 2e-3]]
     assert kept.slowest == 0.98 and set(kept.launches) > {"swiglu_forward/bf16,bf16,-"}
     assert read_card_file(tmp_path / "deep" / "rig.json").launches == kept.launches
-    assert "card file: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "card file: " in printed
+    last = text.splitlines()[-1]
+    assert last.startswith("Others who plan for such cards") and path_of(H100, 2).name in last
+    assert text.splitlines()[-3] == "## Please share it" and printed.endswith(f"{last}\n")
     report = json.loads((tmp_path / "deep" / "rig.json").read_text())
     assert report["spec"]["device"] == H100 and report["card_file"]["layout"]
 
@@ -337,7 +341,8 @@ def test_without_a_gpu_the_host_is_measured(cache, tmp_path, capsys):
     found = run_rig(tmp_path / "rig", 10.0, stand_in, stand_in.clock)
     assert [name for name, *_ in stand_in.asked] == ["facts", "host"]
     assert found["words"] == ["There is no GPU to measure: no driver"]
-    assert "There is no GPU to measure" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "There is no GPU to measure" in printed and "share" not in printed
     assert not cache.exists()
 
 

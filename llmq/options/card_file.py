@@ -107,7 +107,7 @@ def record_of(file: CardFile) -> dict[str, Any]:
 def write_card_file(file: CardFile) -> Path:
     """Keep it for the plans of this machine. Raises OSError."""
     path = path_of(file.device, file.gpus, file.host)
-    write_shared(path, json.dumps(record_of(file), indent=1).encode() + b"\n")
+    write_shared(path, json.dumps(record_of(file)).encode() + b"\n")
     return path
 
 

@@ -27,8 +27,9 @@ class Card:
     dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
     sustained: what matrix products reach of the bf16 and of the fp8 peak in the middle of a step,
     at the power limit. source: where that is from, for the user. error: the part of a step's
-    predicted speed by which it may be off on one GPU, as far as is known. measured: what `llmq rig`
-    has measured, which then counts instead of what is above.
+    predicted speed by which it may be off on one GPU, as far as is known; None where its rates were
+    measured on this machine. measured: what `llmq rig` has measured, which then counts instead of
+    what is above.
     """
 
     name: str
@@ -43,17 +44,18 @@ class Card:
     fp8: float
     sustained: tuple[float, float]
     source: str
-    error: float
+    error: float | None
     measured: CardFile | None = None
 
     def plus_minus(self, gpus: int) -> str:
-        """The error with so many GPUs, behind a speed; nothing where the card was measured."""
+        """The error with so many GPUs, behind a speed; nothing where it is None."""
         error = self.error_of(gpus)
         return "" if error is None else f" ± {100 * error:.0f} %"
 
     def error_of(self, gpus: int) -> float | None:
-        """The error with so many GPUs; None where the card was measured."""
-        return None if self.measured else self.error + SEVERAL * (gpus > 1)
+        """The error with so many GPUs, which is larger where exchanges were not measured."""
+        known = 1 if self.measured is None else self.measured.gpus
+        return None if self.error is None else self.error + SEVERAL * (gpus > known)
 
     @property
     def int8(self) -> float:
@@ -107,7 +109,7 @@ _SHEETS: dict[str, tuple[int, int, float, float, float, float, float, float, flo
     "L40": (89, 142, 44.3, 864, _PCIE4, 0, 90.5, 181.0, 362.0),
     "L4": (89, 58, 22.0, 300, _PCIE4, 0, 60.0, 121.0, 242.0),
     "A40": (86, 84, 44.3, 696, _PCIE4, 0, 74.8, 149.7, 0.0),
-    "GeForce RTX 4090": (89, 128, 23.5, 1008, _PCIE4, 0, 82.6, 165.2, 330.3),
+    "GeForce RTX 4090": (89, 128, 23.515, 1008, _PCIE4, 0, 82.6, 165.2, 330.3),
     "GeForce RTX 4080": (89, 76, 15.5, 717, _PCIE4, 0, 48.7, 97.5, 194.9),
     "GeForce RTX 4070": (89, 46, 11.6, 504, _PCIE4, 0, 29.1, 58.3, 116.6),
     "GeForce RTX 4070 Ti": (89, 60, 11.6, 504, _PCIE4, 0, 40.1, 80.2, 160.4),

@@ -1,5 +1,5 @@
-"""Choose the measurements that stand in place of a card's data sheet: of this machine, or of a
-report."""
+"""Choose the measurements that stand in place of a card's data sheet: of this machine, of a report,
+or of a rig whose owner has shared them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from llmq.options.cards import Card, card_of
 from llmq.runtime.device import DeviceSpec
 
 SIBLING = 0.1  # cards of one name whose memory differs by more are different cards
+# Predictions by another rig's rates: two H100 ran llm.q's steps 0 to 7 % apart
+# (benchmarks/published.txt).
+OTHER_RIG = 0.08
+SHARED = Path(__file__).parents[1] / "cards"
+"""The files that owners of rigs have shared."""
 
 
 def card_of_file(file: CardFile) -> Card:
     """A rig's GPU as a card whose rates are measured."""
-    where = "this rig" if file.host == this_host() else f"a rig of {file.gpus}"
-    return replace(card_of(file.spec()), measured=file, source=_source(file, where))
+    return _measured(card_of(file.spec()), file, own=file.host == this_host())
+
+
+def _measured(card: Card, file: CardFile, *, own: bool) -> Card:
+    where = "this rig" if own else f"a rig of {file.gpus}"
+    source = f"rates measured on {where} by `llmq rig`, {file.day}"
+    return replace(card, measured=file, source=source, error=None if own else OTHER_RIG)
 
 
 def card_from(path: Path) -> Card:
@@ -38,32 +48,35 @@ def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
 
 
 def rig_card(card: Card, gpus: int) -> Card:
-    """With the rates that were measured on this machine, where there are any.
+    """With the rates that were measured on this machine, else on one whose owner has shared them,
+    where there are any.
 
     A file that is damaged, or of other GPUs than its name says, is a warning and left alone. gpus:
     where several sets of GPUs were measured, the smallest one with as many, else the largest.
     """
-    found = {}
-    pattern = path_of(card.driver_name, 0).name.replace("_x0_", "_x*_")
-    for path in sorted(folder().glob(pattern)):
+    own = _files(card, folder(), this_host())
+    found = own or _files(card, SHARED, "*")
+    if not found:
+        return card
+    enough = [count for count in found if count >= gpus]
+    return _measured(card, found[min(enough) if enough else max(found)], own=bool(own))
+
+
+def _files(card: Card, place: Path, host: str) -> dict[int, CardFile]:
+    """The newest file of each number of this card's GPUs. host: of which machine, * of any."""
+    pattern = path_of(card.driver_name, 0, "HOST").name.replace("_x0_HOST", f"_x*_{host}")
+    found: dict[int, CardFile] = {}
+    for path in sorted(place.glob(pattern)):
         try:
             file = read_card_file(path)
         except ConfigError as error:
             _warn_once(f"{error}: it is ignored; `llmq rig` writes it anew")
             continue
-        if path_of(file.device, file.gpus, file.host) != path:
+        if path_of(file.device, file.gpus, file.host).name != path.name:
             _warn_once(f"'{path}' holds another rig ({file.gpus} {file.device}): it is ignored")
         elif abs(file.memory - card.memory * GIB) < SIBLING * file.memory:
-            found[file.gpus] = file
-    if not found:
-        return card
-    enough = [count for count in found if count >= gpus]
-    file = found[min(enough) if enough else max(found)]
-    return replace(card, measured=file, source=_source(file, "this rig"))
-
-
-def _source(file: CardFile, where: str) -> str:
-    return f"rates measured on {where} by `llmq rig`, {file.day}"
+            found[file.gpus] = max(file, found.get(file.gpus, file), key=lambda file: file.date)
+    return found
 
 
 @functools.cache

@@ -181,7 +181,7 @@ def plan_record(
     """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
 
     needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
-    is null where no card is known, its error where `llmq rig` has measured the card.
+    is null where no card is known, its error where `llmq rig` has measured this machine.
     """
     needed, limits = needed_bytes(plan, where.spec), where.limits
     excess = limits.excess(needed, plan.host_bytes)

@@ -21,7 +21,7 @@ from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import NO_ROOM, words_on
 from llmq.rig.launches import in_time, merged
-from llmq.rig.markdown import markdown
+from llmq.rig.markdown import markdown, please_share
 from llmq.rig.picture import draw
 
 MINUTES = 10.0
@@ -146,6 +146,8 @@ def run_rig(
         print("\n".join(["", *(f"- {line}" for line in report["words"] or ["Nothing is wrong."])]))
     _write(report, out)
     print(f"\nwrote {out}.md, {out}.json and {out}.png after {rig.elapsed:.0f} s")
+    for line in please_share(report):
+        print(f"\n{line}")
     return report
 
 
