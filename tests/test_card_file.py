@@ -146,7 +146,7 @@ SHARED_FILES = sorted(rig_cards.SHARED.glob("*.json"))
 
 @pytest.mark.parametrize("path", SHARED_FILES, ids=lambda path: path.stem)
 def test_a_shared_file_is_whole_and_of_use(path):
-    """As `llmq/cards/README.md` asks."""
+    """`llmq/cards/README.md` asks for this."""
     file = read_card_file(path)
     assert path_of(file.device, file.gpus, file.host).name == path.name
     assert path.stat().st_size < 1 << 20
