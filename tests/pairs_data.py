@@ -9,9 +9,16 @@ import numpy as np
 from llmq.data.tokens import TokenWriter
 
 
-def write_pairs(path: Path, lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> Path:
+def write_pairs(
+    path: Path,
+    lengths: list[tuple[int, int]],
+    vocab: int,
+    seed: int = 0,
+    labels: list[bool] | None = None,
+) -> Path:
     """Pairs of documents of these lengths: random ids below vocab, of which two are a prompt that
-    both share; the first pair has one masked token in an answer, too.
+    both share; the first pair has one masked token in an answer, too. labels: of each pair, in
+    place of a preferred document.
     """
     rng = np.random.default_rng(seed)
     with TokenWriter(path, vocab, with_masks=True, with_documents=True, in_pairs=True) as writer:
@@ -20,6 +27,6 @@ def write_pairs(path: Path, lengths: list[tuple[int, int]], vocab: int, seed: in
             for side, length in enumerate(pair):
                 ids = np.concatenate([prompt, rng.integers(0, vocab, length - 2)])
                 mask = np.arange(length) >= 2
-                mask[0], mask[3:4] = side == 0, number > 0
+                mask[0], mask[3:4] = labels[number] if labels else side == 0, number > 0
                 writer.write(ids, mask, [length])
     return path

@@ -147,6 +147,8 @@ def test_defaults_of_known_flags():
         "pref-smoothing": None,
         "pref-normalize": None,
         "pref-sft": None,
+        "kto-desirable": 1.0,
+        "kto-undesirable": 1.0,
         "eval-task": (),
         "task-every": -1,
         "task-limit": None,

@@ -94,6 +94,33 @@ def test_only_answers_are_trained(tmp_path):
     assert ids.tolist() == [*b"qyes", 256, *b"qno, no", 256]
 
 
+LABELLED = [
+    {"prompt": "q", "completion": "yes", "label": True},
+    {"messages": [user("q2"), assistant("no, no")], "label": 0},
+    {"instruction": "q3", "output": "perhaps", "label": "true"},
+]
+
+
+def test_labels_are_compared_with_answers_to_other_prompts(tmp_path):
+    """The answer is that of the next record, or behind the last one the first record's."""
+    tokenized(tmp_path, LABELLED, format="labels")
+    path = tmp_path / "out" / "train-000.bin"
+    asked = [("q", "yes", True), ("q2", "no, no", False), ("q3", "perhaps", True)]
+    expected = [
+        (*said([user(q)], answer), label)
+        for (q, own, label), (_, other, _) in zip(asked, asked[1:] + asked[:1], strict=True)
+        for answer in (own, other)
+    ]
+    assert documents(path) == expected
+    with pytest.raises(DataError, match="has answers with labels, which --loss kto is for"):
+        loader(path)
+    for wrong, error in (({"label": 1}, "no answer beside"), ({"label": 2}, "neither true nor")):
+        with pytest.raises(DataError, match=error):
+            tokenized(
+                tmp_path / error[:2], [LABELLED[0] | {"prompt": None} | wrong], format="labels"
+            )
+
+
 @pytest.mark.parametrize(
     "record, error",
     [
@@ -136,7 +163,7 @@ def pairs(tmp_path_factory):
 
 
 def loader(path, packing="best-fit", **how):
-    layout = SequenceLayout(packing=packing, document_mask=True, pairs=True)
+    layout = SequenceLayout(packing=packing, document_mask=True, pairs="answers")
     how = {"seq_len": T, "micro_batch": 2, "seed": 3, "vocab_size": 1 << 20} | how
     return DataLoader(path, layout=layout, **how)
 
@@ -205,10 +232,15 @@ def test_a_split_divides_no_pair(pairs):
 
 
 def test_pairs_and_texts_are_not_taken_for_each_other(pairs, tmp_path):
-    with pytest.raises(DataError, match="has pairs, of which one answer is to be preferred"):
+    with pytest.raises(
+        DataError, match="has pairs, of which one answer is to be preferred, which --loss"
+    ):
         DataLoader(pairs, seq_len=T, micro_batch=2, seed=3, vocab_size=1 << 20)
     run(write_jsonl(tmp_path / "a.jsonl", ["text"] * 9), out=tmp_path / "out")
-    with pytest.raises(DataError, match="has no pairs, which the loss needs"):
+    with pytest.raises(
+        DataError,
+        match="has single documents, which --loss ce is for, and this run's loss needs pairs",
+    ):
         loader(tmp_path / "out" / "train-000.bin")
 
 

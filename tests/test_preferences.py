@@ -14,8 +14,8 @@ import torch
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
-from llmq.data.scores import HEADER_BYTES, ScoreFile, scores_path
-from llmq.data.tokens import TokenFile
+from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
+from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.report.curves import read_log, series_of
 from llmq.train import score
 from tests.models import VOCAB, exported, hf_model, trainer_for
@@ -124,6 +124,77 @@ def test_loss_and_gradients_are_those_of_the_paper(data, tmp_path, way, case):
     for name, parameter in model.named_parameters():
         scale = max(np.linalg.norm(parameter.grad), 1e-3 * result.norm * len(losses))
         assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale
+
+
+def kto(logp, reference, count, labels, beta=0.1, bad=1.5):
+    """count: not read. The shift is that of all, which are one micro-batch."""
+    gain = logp - reference
+    shift = gain[:, 1].mean().clamp(min=0).detach()
+    good = 1 - torch.sigmoid(beta * (gain[:, 0] - shift))
+    return torch.where(labels, good, bad * (1 - torch.sigmoid(beta * (shift - gain[:, 0]))))
+
+
+def test_labels_have_the_shift_of_other_answers(tmp_path):
+    labels = [True, False, False, True, True, False, True, True]
+    path = write_pairs(tmp_path / "train.bin", LENGTHS, VOCAB, labels=labels)
+    how = {"batch_size": 6, "learning_rate": 1e-2, "lr_schedule": "wsd", "kto_undesirable": 1.5}
+    with trainer_of(path, "kto", tmp_path, **how) as trainer:
+        first = trainer.step()
+        model = hf_model("qwen2")
+        with torch.no_grad():
+            reference, count = answers(path, model)
+            for name, values in pieces(trainer, trainer.weights()).items():
+                parameter = dict(model.named_parameters())[name]
+                parameter.copy_(torch.from_numpy(values.reshape(parameter.shape)))
+        second = trainer.step()
+        ours = pieces(trainer, trainer.gradients())
+    logp, _ = answers(path, model)
+    losses = kto(logp, reference, count, torch.tensor(labels))
+    losses.sum().backward()
+    assert first.loss == pytest.approx((5 + 3 * 1.5) / 16, rel=1e-5)
+    np.testing.assert_allclose(second.loss, losses.mean().item(), rtol=LOSS_RTOL)
+    rewards = 0.1 * (logp - reference)[:, 0].detach().numpy()
+    assert second.numbers["reward_rejected"] == pytest.approx(
+        rewards[~np.array(labels)].mean(), rel=1e-3
+    )
+    assert second.tokens == count[:, 0].sum()
+    for name, parameter in model.named_parameters():
+        scale = max(np.linalg.norm(parameter.grad), 1e-3 * second.norm * len(losses))
+        assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale
+
+
+def test_weights_are_those_of_the_scores(tmp_path):
+    """Of any sign; what a score file of one's own says, and what `more` says."""
+    data = tmp_path / "train.bin"
+    with TokenWriter(data, VOCAB, with_masks=True, with_documents=True) as writer:
+        rng = np.random.default_rng(0)
+        writer.write(rng.integers(0, VOCAB, 40), rng.random(40) < 0.7, [9, 20, 40])
+    weights, file = rng.normal(size=40).astype(np.float32), TokenFile(data)
+    path = scores_path(tmp_path / "s", data)
+    path.parent.mkdir()
+    scores = ScoreWriter(path, Scored.of(file, {"name": "mine"}, seq_len=T))
+    scores.write(0, weights)
+    scores.close()
+    how = {"scores": tmp_path / "s", "batch_size": 2}
+    with trainer_of(data, "weighted", tmp_path, **how) as trainer:
+        result = trainer.step()
+        ours = pieces(trainer, trainer.gradients())
+    model, total, count = hf_model("qwen2"), 0, 0
+    for start, end in itertools.pairwise([0, 9, 20, 40]):
+        ids = torch.from_numpy(file.read_tokens(start, end - start)).long()
+        mask = torch.from_numpy(file.read_mask(start, end - start))[1:]
+        each = torch.nn.functional.cross_entropy(
+            model(ids[None, :-1]).logits[0], ids[1:], reduction="none"
+        )
+        total = total + (each * mask * torch.from_numpy(weights[start + 1 : end])).sum()
+        count += int(mask.sum())
+    total.backward()
+    np.testing.assert_allclose(result.loss, total.item() / count, rtol=1e-4)
+    for name, parameter in model.named_parameters():
+        scale = max(np.linalg.norm(parameter.grad), 1e-3 * result.norm * count)
+        assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale
+    with pytest.raises(ConfigError, match="--loss weighted: needs --scores"):
+        trainer_of(data, "weighted", tmp_path)
 
 
 def test_adapters_have_the_model_as_reference(data, tmp_path):

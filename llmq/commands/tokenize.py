@@ -23,7 +23,7 @@ Format = Annotated[
     str,
     typer.Option(
         help="Records: text, or conversations: messages, conversations, prompt, instruction, "
-        "pairs; auto: by their fields."
+        "pairs, labels; auto: by their fields, but for labels."
     ),
 ]
 TrainOn = Annotated[

@@ -338,7 +338,7 @@ cross_entropy_forward(f32* __restrict__ losses, f32* __restrict__ lse, const T* 
 extern "C" __global__ void __launch_bounds__(1024)
 cross_entropy_stats(f64* __restrict__ stats, const f32* __restrict__ losses,
                     const f32* __restrict__ lse, const i32* __restrict__ targets, i64 n,
-                    i32 seq_len) {
+                    i32 seq_len WEIGHTS_ARG) {
     constexpr int LOSS = 0, TOKENS = 1, LOSS_1K = 6, TOKENS_1K = 7, LSE_SUM = 8, LSE_MAX = 9;
     __shared__ f64 shared[32];
     __shared__ float shared_max[32];
@@ -346,7 +346,7 @@ cross_entropy_stats(f64* __restrict__ stats, const f32* __restrict__ losses,
     float lse_max = -INFINITY;
 #pragma unroll 4
     for (i64 i = threadIdx.x; i < n; i += 1024) {
-        const float row_loss = losses[i], row_lse = lse[i];
+        const float row_loss = losses[i] * WEIGHT_OF(i), row_lse = lse[i];
         if (targets[i] < 0) { continue; }
         const bool early = (u32)i % (u32)seq_len < 1024;
         loss += row_loss;

@@ -6,13 +6,15 @@ prompt         {"prompt": "…", "completion": "…"}, texts or lists of message
 instruction    {"instruction": "…", "input": "…", "output": "…"}
 pairs          {"prompt": "…", "chosen": "…", "rejected": "…"}: two conversations, of which the
                first is to be preferred; the prompt may be a field of any format above
+labels         {"prompt": "…", "completion": "…", "label": true}: whether an answer is desirable, of
+               any format above
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmq.base.errors import DataError
@@ -27,8 +29,9 @@ REQUIRED = {
     "prompt": ("prompt", "completion"),
     "instruction": ("instruction", "output"),
     "pairs": ("chosen", "rejected"),
+    "labels": ("label",),
 }
-PAIRS, PLAIN = "pairs", "prompt"
+PAIRS, LABELS, PLAIN = "pairs", "labels", "prompt"
 _EVERYWHERE = ("tools", "documents", "chat_template_kwargs")
 OPTIONAL = {
     "messages": _EVERYWHERE,
@@ -38,6 +41,10 @@ OPTIONAL = {
     "pairs": (
         *("prompt", "messages", "conversations", "instruction", "input", "history", "system"),
         *_EVERYWHERE,
+    ),
+    "labels": (
+        *("prompt", "completion", "messages", "conversations", "instruction", "output", "input"),
+        *("history", "system", *_EVERYWHERE),
     ),
 }
 FORMATS = ("auto", TEXT, *REQUIRED)
@@ -60,7 +67,8 @@ class Conversation:
 
     variables: values that the record sets for the template. first_trained: the messages before this
     number are a prompt, and none of them is trained. is_text: the record has a prompt and a
-    completion and nothing else, both texts.
+    completion and nothing else, both texts. label: whether its answer is desirable, where that is
+    known.
     """
 
     messages: list[Message]
@@ -69,6 +77,14 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     first_trained: int = 0
     is_text: bool = False
+    label: bool | None = None
+
+    def answered_by(self, other: Conversation) -> Conversation:
+        """With the answer of another one in place of its own."""
+        answer = other.messages[other.first_trained :]
+        is_text = self.is_text and other.is_text
+        messages = [*self.messages[: self.first_trained], *answer]
+        return replace(self, messages=messages, is_text=is_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +95,13 @@ class RecordConversation:
 
     @property
     def in_pairs(self) -> bool:
-        """Whether each record has two conversations."""
-        return self.form == PAIRS
+        """Whether each record becomes two documents: both answers, or one and that of another."""
+        return self.form in (PAIRS, LABELS)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether each record has one answer, and says if it is desirable."""
+        return self.form == LABELS
 
     def columns(self, there: Sequence[str], where: str) -> Sequence[str]:
         """The fields to read; DataError, which begins with `where`, if a needed one is missing."""
@@ -105,8 +126,10 @@ class RecordConversation:
         `where`, if there are none."""
         record = json_record(line, where)
         try:
-            if self.in_pairs:
+            if self.form == PAIRS:
                 return parse_pair(record)
+            if self.has_labels:
+                return [parse_labelled(record)]
             return [parse_conversation(record, self.form)]
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
@@ -154,6 +177,22 @@ def parse_pair(record: dict[str, Any]) -> list[Conversation]:
     shared = {name: record[name] for name in OPTIONAL[PLAIN] if name in record}
     sides = [shared | {"prompt": prompt, "completion": answer} for answer in answers]
     return [parse_conversation(side, PLAIN) for side in sides]
+
+
+def parse_labelled(record: dict[str, Any]) -> Conversation:
+    """The conversation of a record with a label, of which only the last messages behind the prompt
+    are trained: the completion, or the last message. DataError for missing or wrong fields."""
+    _check_required(record, LABELS)
+    label = _FLAG_VALUES.get(str(record["label"]).strip().lower())
+    if label is None:
+        raise DataError(f"field 'label' is {record['label']!r}, neither true nor false")
+    forms = (PLAIN, "messages", "conversations", "instruction")
+    form = next((f for f in forms if all(record.get(n) is not None for n in REQUIRED[f])), None)
+    if form is None:
+        raise DataError("there is no answer beside the label: no fields of a conversation")
+    found = parse_conversation(record, form)
+    prompt = found.first_trained or len(found.messages) - 1
+    return replace(found, first_trained=prompt, label=label)
 
 
 def _answer(record: dict[str, Any], name: str) -> str | list[Message]:

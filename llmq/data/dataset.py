@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.data.document_file import has_pairs
 from llmq.data.document_index import (
     DocumentIndex,
     has_trained_tokens,
+    kind_of_pairs,
     targets_of_parts,
     trained_tokens,
 )
@@ -38,6 +38,12 @@ _LEFT_OUT = {
     "truncate": "parts of longer documents are left out (--long truncate)",
     "drop": "documents are longer than a sequence and are left out (--long drop)",
 }
+_HAS = {
+    None: "single documents",
+    "answers": "pairs, of which one answer is to be preferred",
+    "labels": "answers with labels",
+}
+_FOR = {None: "--loss ce", "answers": "--loss dpo, ipo, simpo and orpo", "labels": "--loss kto"}
 _TOO_LONG = "pairs are longer than a sequence, which has to hold both answers, and are left out"
 
 
@@ -51,7 +57,8 @@ class SequenceLayout:
     packed documents that are longer than a sequence; "cut" makes parts of them, "truncate" keeps
     the first one, "drop" none, and None those with a question, where masks say what that is.
     weights: one share for each pattern that names files; None: every sequence once an epoch.
-    pairs: whether the loss is of pairs of documents, which then share a sequence.
+    pairs: what the loss is of: "answers" or "labels", pairs of documents, which then share a
+    sequence; None: documents.
     """
 
     packing: str = "concat"
@@ -59,7 +66,7 @@ class SequenceLayout:
     separator: int | None = None
     long: str | None = None
     weights: tuple[float, ...] | None = None
-    pairs: bool = False
+    pairs: str | None = None
 
     @classmethod
     def of(cls, config: TrainConfig, *, held_out: bool = False) -> SequenceLayout:
@@ -70,7 +77,7 @@ class SequenceLayout:
             separator=config.document_separator,
             long=config.long,
             weights=None if held_out else config.train_weights,
-            pairs=config.has_pairs,
+            pairs=config.pairs,
         )
 
     @property
@@ -172,16 +179,11 @@ class DataSet:
 
     def _check_pairs(self) -> None:
         for file in self.files:
-            pairs = has_pairs(file.path)
-            if pairs and not self.layout.pairs:
+            kind = kind_of_pairs(file)
+            if kind != self.layout.pairs:
                 raise DataError(
-                    f"'{file.path}' has pairs, of which one answer is to be preferred: that needs "
-                    "--loss dpo, ipo, simpo or orpo"
-                )
-            if not pairs and self.layout.pairs:
-                raise DataError(
-                    f"'{file.path}' has no pairs, which the loss needs: `llmq tokenize` makes them "
-                    "of records with 'chosen' and 'rejected'"
+                    f"'{file.path}' has {_HAS[kind]}, which {_FOR[kind]} is for, and this run's "
+                    f"loss needs {_HAS[self.layout.pairs]}"
                 )
 
     def _check_trained(self) -> None:

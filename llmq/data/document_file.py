@@ -10,7 +10,8 @@
           64     n int64  the position behind each document's last token, rising
 
 The mask bit of the first token of each document of a pair, which nothing predicts, says whether it
-is the one to be preferred. Everything is little-endian. `train.docs` is of `train.bin`; the token
+is the one to be preferred; with labels both have that of the pair, of which the second document has
+another one's answer. Everything is little-endian. `train.docs` is of `train.bin`; the token
 file does not know of it, so that it stays what other programs read and write.
 """
 

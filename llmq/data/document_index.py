@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from llmq.base.errors import DataError
-from llmq.data.document_file import DocumentFile, documents_path, sample_checksum
+from llmq.data.document_file import DocumentFile, documents_path, has_pairs, sample_checksum
 from llmq.data.tokens import TokenFile
 
 _SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
@@ -100,6 +100,17 @@ def _of_document_file(file: TokenFile, path: Path) -> DocumentIndex:
         raise contradicts("it is of pairs, and one of them lacks its end")
     offsets.flags.writeable = False
     return DocumentIndex(offsets, found.is_cut, in_pairs=found.in_pairs)
+
+
+def kind_of_pairs(file: TokenFile) -> str | None:
+    """The documents of a token file come in pairs of "answers", of which one is preferred, or with
+    "labels", which both of a pair then have; None: one by one, as far as a `.docs` file says."""
+    if not has_pairs(file.path):
+        return None
+    second = int(DocumentIndex.read(file).offsets[1])
+    one, two = (bool(file.read_mask(at, 1)[0]) for at in (0, second))
+    file.close()
+    return "labels" if one == two else "answers"
 
 
 @functools.lru_cache(maxsize=1024)

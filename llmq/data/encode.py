@@ -51,7 +51,7 @@ class Recipe:
     @property
     def in_pairs(self) -> bool:
         """Whether documents come in pairs. The bit of a document's first token, which nothing
-        predicts, then says whether it is the chosen one."""
+        predicts, then says whether it is the chosen one, or whether both are of a label that is."""
         return isinstance(self.wanted, RecordConversation) and self.wanted.in_pairs
 
     @property
@@ -91,13 +91,25 @@ class Encoder:
         begin: called before each of them, with its number and size.
         """
         parts, chat = (_Parts(), _Parts()), self.recipe.chat
+        others = self._others(pieces)
         for number, piece in enumerate(pieces):
             begin(number, len(piece.text))
             if chat is None:
                 self._add_text(piece, parts[piece.is_eval])
             else:
-                self._add_conversation(piece, chat, parts[piece.is_eval])
+                self._add_conversation(piece, chat, parts[piece.is_eval], others.get(number))
         return parts[0].joined(self.recipe.with_masks), parts[1].joined(self.recipe.with_masks)
+
+    def _others(self, pieces: list[DocumentPart]) -> dict[int, DocumentPart]:
+        """With labels, the piece whose answer each one is compared with, by its number: the next
+        one of its side, behind the last the first."""
+        wanted, found = self.recipe.wanted, {}
+        if isinstance(wanted, RecordConversation) and wanted.has_labels:
+            for side in (False, True):
+                numbers = [i for i, piece in enumerate(pieces) if piece.is_eval == side]
+                later = [*numbers[1:], *numbers[:1]]
+                found |= {i: pieces[j] for i, j in zip(numbers, later, strict=True)}
+        return found
 
     def _add_text(self, piece: DocumentPart, parts: _Parts) -> None:
         """Encode a text. An empty one gets no added tokens, which would be one without text."""
@@ -112,11 +124,22 @@ class Encoder:
             parts.end()
 
     def _add_conversation(
-        self, piece: DocumentPart, chat: Chat | Completion, parts: _Parts
+        self,
+        piece: DocumentPart,
+        chat: Chat | Completion,
+        parts: _Parts,
+        other: DocumentPart | None = None,
     ) -> None:
-        """Encode a conversation, or two; what is added to a completion is trained behind it."""
+        """Encode a conversation, or two; what is added to a completion is trained behind it.
+
+        other: whose answer the second one has.
+        """
         before, after = self._added if not self.recipe.is_chat else ([], [])
         conversations = self.recipe.wanted.of_json(piece.text, piece.where)
+        label = conversations[0].label
+        if other is not None:
+            (answer,) = self.recipe.wanted.of_json(other.text, other.where)
+            conversations.append(conversations[0].answered_by(answer))
         try:
             rendered = [text for each in conversations for text in chat.texts(each)]
         except DataError as error:
@@ -135,7 +158,7 @@ class Encoder:
             if not mask[self.recipe.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
             if self.recipe.in_pairs:
-                mask[0] = number == 0
+                mask[0] = number == 0 if label is None else label
             parts.add(ids, mask if self.recipe.with_masks else None)
             parts.end()
 

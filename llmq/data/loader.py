@@ -122,7 +122,7 @@ class DataLoader:
             self.seq_len,
             data.vocab_size,
             document_mask=data.layout.document_mask,
-            pairs=data.layout.pairs,
+            pairs=data.layout.pairs is not None,
             scores=self.scores,
         )
 

@@ -14,7 +14,7 @@ from llmq.base.errors import DataError
 from llmq.data.scores import ScoreFile, scores_path
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 
-PARTNER, REFERENCE = "partner", "reference"  # of Batch.more, with pairs and with scores
+PARTNER, SCORES = "partner", "scores"  # of Batch.more, with pairs and with scores
 _OPEN_FILES = 16  # kept open by one reader
 
 
@@ -74,7 +74,7 @@ class RowReader:
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
-        names = [PARTNER] * self.pairs + [REFERENCE] * (self._scores is not None)
+        names = [PARTNER] * self.pairs + [SCORES] * (self._scores is not None)
         more = {name: np.zeros(inputs.shape, np.float32) for name in names}
         padding = 0
         for row, spans in enumerate(rows):
@@ -123,8 +123,8 @@ class RowReader:
             np.maximum.accumulate(starts, out=starts)
         if scores is not None:
             learned = targets[:filled] != MASKED_TARGET
-            more[REFERENCE][:filled] = np.where(learned, scores[places + 1], 0)
-            if np.isnan(more[REFERENCE]).any():
+            more[SCORES][:filled] = np.where(learned, scores[places + 1], 0)
+            if np.isnan(more[SCORES]).any():
                 raise self._lacking(spans)
         if PARTNER in more:  # no span of a pair goes on, so places are those of the row
             at = np.cumsum([0, *lengths])[:-1].tolist()

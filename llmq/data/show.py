@@ -152,6 +152,8 @@ def _pair(chosen: Document, other: Document, tokenizer: Tokenizer) -> Iterator[s
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", expand=True)
     for each in (chosen, other):
         label = "chosen" if each.chosen else "rejected"
+        if chosen.chosen == other.chosen:  # a label, and another one's answer to the same
+            label = f"label {'true' if each.chosen else 'false'}" if each is chosen else "unrelated"
         drawn.add_column(Text(f"--- {label} ---"), ratio=1, overflow="fold")
     drawn.add_row(*map(Text, texts))
     file, width = io.StringIO(), shutil.get_terminal_size((100, 24)).columns

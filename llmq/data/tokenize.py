@@ -25,7 +25,7 @@ from llmq.base.records import MAX_RECORD
 from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_template
-from llmq.data.conversations import PAIRS, PLAIN, RecordConversation
+from llmq.data.conversations import LABELS, PAIRS, PLAIN, RecordConversation
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
@@ -159,7 +159,7 @@ def _recipe(
     )
     if chat is not None and wanted.in_pairs and train_on == "each":
         raise ConfigError(
-            "--train-on each: makes several documents of an answer, and a pair has two: give "
+            "--train-on each: makes several documents of an answer, where a pair has two: give "
             "assistant or last"
         )
     if isinstance(chat, Chat):
@@ -183,7 +183,7 @@ def _chat(
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
         return Chat(template, train_on)
-    if wanted.form in (PLAIN, PAIRS):  # the formats that can do without
+    if wanted.form in (PLAIN, PAIRS, LABELS):  # the formats that can do without
         return Completion(train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "

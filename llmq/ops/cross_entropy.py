@@ -128,7 +128,14 @@ def forward(
     dev.launch(FORWARD, rows, THREADS, args)
 
 
-def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tensor) -> None:
+def stats(
+    dev: Device,
+    stats: Tensor,
+    losses: Tensor,
+    lse: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+) -> None:
     """Adds a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
 
     loss, count, lse_sum, lse_max: over targets that are not masked; loss_1k, tokens_1k: of these
@@ -139,6 +146,7 @@ def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tens
         losses   in     F32 (B, T)   0 where masked
         lse      in     F32 (B, T)
         targets  in     I32 (B, T)   negative: masked
+        weights  in     F32 (B, T)   of the losses; or None: all are 1
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
@@ -150,7 +158,9 @@ def stats(dev: Device, stats: Tensor, losses: Tensor, lse: Tensor, targets: Tens
     expect(op, "losses", losses, F32, targets.shape)
     expect(op, "lse", lse, F32, targets.shape)
     args = (stats, losses, lse, targets, targets.size, targets.shape[1])
-    dev.launch(ADD_STATS, 1, STATS_THREADS, args)
+    if weights is not None:
+        expect(op, "weights", weights, F32, targets.shape)
+    launch_weighted(dev, ADD_STATS, 1, STATS_THREADS, args, {}, weights)
 
 
 def _check(

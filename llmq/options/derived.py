@@ -104,9 +104,9 @@ class Derived:
         return self.has_adapters and "new-rows" in self.train
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether the loss is of pairs of answers, not of tokens."""
-        return self.loss in PREFERENCES
+    def pairs(self) -> str | None:
+        """The unit of the loss: pairs of "answers", answers with "labels", or None, tokens."""
+        return "answers" if self.loss in PREFERENCES else "labels" if self.loss == "kto" else None
 
     @property
     def has_reference(self) -> bool:
@@ -115,9 +115,11 @@ class Derived:
 
     @property
     def scores_folder(self) -> Path | None:
-        """The folder of the reference's scores, if the loss reads them: that of --scores, or what
-        the run makes of its first weights."""
-        return (self.scores or self.checkpoint_dir / "reference") if self.has_reference else None
+        """The folder of the scores that the loss reads, if it does: that of --scores, or what the
+        run makes of its first weights."""
+        if self.has_reference:
+            return self.scores or self.checkpoint_dir / "reference"
+        return self.scores if self.loss == "weighted" else None
 
     @property
     def is_fp8(self) -> bool:

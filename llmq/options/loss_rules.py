@@ -15,7 +15,7 @@ def _by_loss(name: str, values: dict[str, Any], **more: Any) -> Rule:
 LOSS_RULES = (
     _by_loss(
         "pref_beta",
-        {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1},
+        {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1},
         help="0.1 if not given, of simpo 2",
     ),
     _by_loss("pref_gamma", {"simpo": 0.5}, help="0.5 if not given"),
@@ -32,7 +32,7 @@ LOSS_RULES = (
     ),
     *refused(
         "packing",
-        lambda v, o: o.has_pairs and (v == "concat" or not o.document_mask),
+        lambda v, o: o.pairs and (v == "concat" or not o.document_mask),
         "--loss {loss}: windows of the files would cut pairs, and an answer would see the other "
         "one: give --packing best-fit or none, without --no-document-mask",
     ),
@@ -55,14 +55,23 @@ LOSS_RULES = (
     ),
     *refused(
         "scores",
+        lambda v, o: v is None and o.loss == "weighted",
+        "--loss weighted: needs --scores, a directory of files with a weight for each token",
+    ),
+    *refused(
+        "scores",
         lambda v, o: v is None and o.has_reference and o.adapter is not None,
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
     ),
     *idle(
-        "pref_beta pref_sft pref_normalize",
-        lambda v, o: not o.has_pairs,
+        "pref_sft pref_normalize",
+        lambda v, o: o.pairs != "answers",
         "{given} has no effect with --loss {loss}",
+    ),
+    *idle("pref_beta", lambda v, o: not o.pairs, "{given} has no effect with --loss {loss}"),
+    *idle(
+        "kto_desirable kto_undesirable", lambda v, o: o.loss != "kto", "{given} is for --loss kto"
     ),
     *idle(
         "pref_normalize",
@@ -77,12 +86,12 @@ LOSS_RULES = (
     ),
     *idle(
         "scores",
-        lambda v, o: not o.has_reference,
-        "{given} has no effect with --loss {loss}, which reads no reference",
+        lambda v, o: o.scores_folder is None,
+        "{given} has no effect with --loss {loss}, which reads none",
     ),
     *idle(
         "long",
-        lambda v, o: o.has_pairs,
+        lambda v, o: o.pairs,
         "--long {value} has no effect with --loss {loss}: pairs are never cut",
         last_word=True,
     ),

@@ -66,7 +66,7 @@ SIZES_GROUP = "Own sizes of a new model, instead of those of --model"
 ADAPTERS_GROUP = "Adapters (LoRA)"
 LOSS_GROUP = "Loss"
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo")  # losses of pairs of answers
-REFERENCED = ("dpo", "ipo")  # those of them that read a reference's log-probabilities
+REFERENCED = ("dpo", "ipo", "kto")  # losses that read a reference's log-probabilities
 
 
 def parse_bool(value: Any) -> bool:

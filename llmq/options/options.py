@@ -281,14 +281,15 @@ class TrainConfig(Derived):
         LOSS_GROUP,
         "ce",
         "What is minimized; ce: cross-entropy of tokens; dpo, ipo, simpo, orpo: losses of pairs of "
-        "answers, of which one is to be preferred",
-        choices=("ce", *PREFERENCES),
+        "answers, of which one is to be preferred; kto: of answers with labels; weighted: "
+        "cross-entropy of tokens, each times its score",
+        choices=("ce", *PREFERENCES, "kto", "weighted"),
     )
     scores: Path | None = option(
         LOSS_GROUP,
         None,
-        "Directory of `llmq score`, with what the reference model thinks of each token; dpo and "
-        "ipo score the data by the first weights if not given",
+        "Directory of `llmq score`, with what the reference model thinks of each token; dpo, ipo "
+        "and kto score the data by the first weights if not given; of weighted each token's weight",
     )
     pref_beta: float | None = option(LOSS_GROUP, None, "Beta of a loss of pairs", min=0)
     pref_gamma: float | None = option(LOSS_GROUP, None, "Margin of SimPO")
@@ -301,6 +302,8 @@ class TrainConfig(Derived):
     pref_sft: float | None = option(
         LOSS_GROUP, None, "Weight of the chosen answer's mean cross-entropy", min=0
     )
+    kto_desirable: float = option(LOSS_GROUP, 1.0, "Weight of kto's desirable answers", min=0)
+    kto_undesirable: float = option(LOSS_GROUP, 1.0, "Weight of kto's undesirable answers", min=0)
 
     # --------------------------------------------------------------------------------------------
     # Evaluation in the run

@@ -101,8 +101,11 @@ def cross_entropy_stats(
     targets: np.ndarray,
     n: int,
     seq_len: int,
+    weights: np.ndarray | None = None,
 ) -> None:
     losses, lse = losses.reshape(-1, seq_len), lse.reshape(-1, seq_len)
+    if weights is not None:
+        losses = losses * weights.reshape(-1, seq_len)
     counted = targets.reshape(-1, seq_len) >= 0
     named = dict.fromkeys(TOKEN_STATS, 0.0)
     named["loss"] = losses.sum(dtype=np.float64)

@@ -281,6 +281,6 @@ def load_state(trainer: Trainer, reporter: Reporter, checkpoint: Path | None) ->
     else:
         with reporter.section(f"Loading model from `{trainer.model_dir}`"):
             trainer.load_weights()
-    if trainer.config.has_reference:
-        with reporter.section(f"Reference scores in `{trainer.config.scores_folder}`"):
+    if trainer.config.scores_folder is not None:
+        with reporter.section(f"Scores in `{trainer.config.scores_folder}`"):
             trainer.score_reference()

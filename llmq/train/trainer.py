@@ -298,6 +298,8 @@ class Trainer:
             scores.check(file)
             made_by, name = BaseId.of(scores.scored.model), scores.scored.name
             scores.close()
+            if not self.config.has_reference:
+                continue
             if made_by is None or made_by.sha256 != self.identity.sha256:
                 raise LlmqError(
                     f"--scores: '{scores.path}' has scores of the model '{name}', whose "

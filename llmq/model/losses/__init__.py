@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Loss
-from llmq.model.losses.preferences import Ipo, Orpo, Preferences, SimPo
+from llmq.model.losses.preferences import Ipo, Kto, Orpo, Preferences, SimPo
+from llmq.model.losses.weighted import Weighted
 from llmq.options.options import TrainConfig
 
 LOSSES: dict[str, type[Loss]] = {
@@ -14,6 +15,8 @@ LOSSES: dict[str, type[Loss]] = {
     "ipo": Ipo,
     "simpo": SimPo,
     "orpo": Orpo,
+    "kto": Kto,
+    "weighted": Weighted,
 }
 
 

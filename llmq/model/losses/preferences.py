@@ -10,7 +10,7 @@ from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
 from llmq.ops import pairs
 from llmq.options.options import TrainConfig
-from llmq.ref.pairs import IPO, ORPO, SIGMOID, SUMS, Form
+from llmq.ref.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Form
 from llmq.runtime.device import Device
 
 
@@ -24,7 +24,7 @@ class Preferences(Loss):
     """
 
     sums = SUMS
-    inputs = ("partner", "reference")
+    inputs = ("partner", "scores")
     ahead = True
     validated = ("accuracy", "margin", "reward_chosen", "reward_rejected")
     shown = ("accuracy", "margin")
@@ -35,24 +35,29 @@ class Preferences(Loss):
         shape = options.batch_size, options.local_seq_len
         self._weights = dev.alloc("weights", shape, F32, "Activations")
         self._sums = dev.alloc("pair sums", (3, *shape), F32, "Activations")
+        self._shift: Tensor | None = None
+        self.form = self._form(options)
+
+    def _form(self, options: TrainConfig) -> Form:
         beta, sft = options.pref_beta, options.pref_sft
         by_form = (options.pref_gamma or 0.0, options.pref_smoothing or 0.0)
-        self.form = Form(self.kind, int(options.pref_normalize), beta, *by_form, sft)
+        return Form(self.kind, int(options.pref_normalize), beta, *by_form, sft)
 
     def weights(self, rows: Rows) -> Tensor:
         """Two launches."""
-        places = self._add_up(rows)
-        pairs.weights(self.dev, self._weights, self._sums, None, rows.targets, places, self.form)
+        places, sums = self._add_up(rows), (self._sums, self._shift)
+        pairs.weights(self.dev, self._weights, *sums, rows.targets, places, self.form)
         return self._weights
 
     def add(self, stats: Tensor, rows: Rows) -> None:
         """Two launches."""
-        pairs.stats(self.dev, stats, self._sums, None, self._add_up(rows), self.form)
+        places = self._add_up(rows)
+        pairs.stats(self.dev, stats, self._sums, self._shift, places, self.form)
 
     def _add_up(self, rows: Rows) -> pairs.Places:
         """Have the sums of each answer, from the losses as they are now."""
         places = pairs.Places(rows.starts, self.inputs["partner"])
-        reference = self.inputs.get("reference")
+        reference = self.inputs.get("scores")
         pairs.sums(self.dev, self._sums, rows.targets, rows.losses, reference, places)
         return places
 
@@ -87,3 +92,27 @@ class Orpo(SimPo):
     """ORPO: the odds of answers, beside the cross-entropy of the chosen one."""
 
     kind = ORPO
+
+
+class Kto(Preferences):
+    """KTO: answers with labels. One that is desirable is to gain more than a shift, others less.
+
+    The shift estimates how far the model is from the reference: the mean of what the answers to
+    other prompts have gained, which are the second documents of the pairs, at least 0. It is that
+    of the micro-batch of a rank, and has no gradient.
+    """
+
+    kind = KTO
+
+    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
+        super().__init__(dev, options, inputs)
+        self._shift = dev.alloc("shift", (1,), F32, "Activations")
+
+    def _form(self, options: TrainConfig) -> Form:
+        weights = (options.kto_desirable, 0.0, options.kto_undesirable)
+        return Form(self.kind, 0, options.pref_beta, *weights)
+
+    def _add_up(self, rows: Rows) -> pairs.Places:
+        places = super()._add_up(rows)
+        pairs.shift(self.dev, self._shift, self._sums, places)
+        return places

@@ -1,0 +1,27 @@
+"""Cross-entropy of tokens, each times a weight of any sign from the data's scores."""
+
+from __future__ import annotations
+
+from llmq.base.tensor import Tensor
+from llmq.model.losses.cross_entropy import TokenCrossEntropy
+from llmq.model.losses.loss import Rows
+from llmq.ops import cross_entropy
+
+
+class Weighted(TokenCrossEntropy):
+    """Weights may be advantages, with which this is the gradient of a policy.
+
+    The sum of weighted losses is divided by the number of trained tokens, whatever their weights.
+    loss_1k is weighted, too.
+    """
+
+    inputs = ("scores",)
+
+    def weights(self, rows: Rows) -> Tensor:
+        """Those of the batch."""
+        return self.inputs["scores"]
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """One launch."""
+        weights = self.inputs["scores"]
+        cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
