@@ -47,6 +47,7 @@ from llmq.data.tokenizer import ByteTokenizer
 from llmq.options.option_types import NEWEST
 from llmq.options.presets import preset
 from llmq.state.params import weight_table
+from llmq.state.rules.adamw import AdamW
 from tests.test_files import folders_on_the_disk
 
 MODEL = dataclasses.replace(
@@ -56,7 +57,7 @@ MODEL = dataclasses.replace(
 )  # embedding and head are padded from 70 to 128 rows
 TABLE = weight_table(MODEL)
 PARAMS = [param for slab in TABLE for param in slab.params]
-GROUPS = required_groups()
+GROUPS = required_groups(AdamW)
 DTYPES = {"weights": BF16, "adam.m": BF16, "adam.v": F32}
 MANIFEST_VALUES = Manifest(
     model=MODEL,

@@ -33,6 +33,7 @@ PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in (
         "fine-tuning", "lora", "preferences", "data", "models", "checkpoints", "export", "planning",
+        "optimizer",
         "memory", "formats", "multi-gpu", "multi-machine", "logs", "evaluation", "python", "speed",
         "sweeps", "rig",
     )),

@@ -120,6 +120,12 @@ def test_defaults_of_known_flags():
     by_flag = {flag: getattr(config, name) for name, opt in OPTIONS.items() for flag in opt.flags}
     assert {flag: by_flag[flag] for flag in LLMQ_DEFAULTS} == LLMQ_DEFAULTS
     own = {
+        "optimizer": "adamw",
+        "muon-lr": None,
+        "muon-momentum": 0.95,
+        "muon-scale": "match-rms",
+        "muon-coefficients": "jordan",
+        "cautious-decay": False,
         "master-dtype": "bf16",
         "grad-accum-dtype": "bf16",
         "head-dtype": "bf16",
@@ -590,8 +596,8 @@ def test_warnings():
     options |= {"final-lr-fraction": 0.1, "lr-schedule": "wsd"}
     lines = RULES.idle(make_config({**options, "steps": 5, "warmup": 6}))
     assert [line.split()[0] for line in lines] == [
-        "--ckpt-major",
         "--final-lr-fraction",
+        "--ckpt-major",
         "--warmup",
     ]
     kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
@@ -875,7 +881,7 @@ def test_given_steps_replace_the_epochs_of_the_file(tmp_path):
         ("a.toml", "lr = 1\nlr = 2", "a.toml is not valid: "),
         ("a.toml", "lr: 1", "a.toml is not valid: "),
         ("a.toml", b"lr = '\xff'", "a.toml is not valid: "),
-        ("a.toml", "[optimizer]\nlr = 1", "a.toml: unknown option optimizer"),
+        ("a.toml", "[rates]\nlr = 1", "a.toml: unknown option rates"),
         ("a.yaml", "- lr", "a.yaml must hold one mapping"),
         ("missing.yaml", None, "missing.yaml: No such file or directory"),
     ],

@@ -18,6 +18,7 @@ from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.state.params import weight_table
 from llmq.state.pieces import SlabPiece
+from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.rule import SCALES
 
 MODEL = dataclasses.replace(
@@ -114,7 +115,7 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, writers, reade
         assert reader.groups == set(DTYPES)
         for rank in range(readers):
             holder = Holder(rank, readers)
-            check_formats(reader, holder.state)
+            check_formats(reader, holder.state, AdamW)
             for group, pieces in holder.state.items():
                 read_group(holder.dev, reader, group, pieces, holder.beat)
             holder.check()
@@ -135,13 +136,13 @@ def test_eight_bit_moments_are_not_converted(tmp_path):
     with CheckpointReader(save(tmp_path / "a", 1)) as reader:
         plain = Holder(0, 1, ("weights", "adam.m", "adam.v")).state
         with pytest.raises(ConfigError, match=r"^--opt-m-dtype: .* in e4m3, which cannot .* e4m3$"):
-            check_formats(reader, plain)
+            check_formats(reader, plain, AdamW)
     groups = ("weights", "adam.m", "adam.v")
     with CheckpointReader(save(tmp_path / "b", 1, groups)) as reader:
-        check_formats(reader, plain)
+        check_formats(reader, plain, AdamW)
         state = plain | {"adam.v.scales": []}
         with pytest.raises(ConfigError, match=r"^--opt-v-dtype: .* in fp32, which cannot .* fp32$"):
-            check_formats(reader, state)
+            check_formats(reader, state, AdamW)
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

@@ -32,6 +32,7 @@ from llmq.report.json_log import JsonLog
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_usage import HostUsage
+from llmq.state.rules.adamw import AdamW
 from llmq.train import announce, sensing
 from llmq.train import loop as training
 from llmq.train.diagnose import MAX_SKIPPED
@@ -52,7 +53,7 @@ from tests.runs import (
 from tests.without_cuda import WITHOUT_CUDA
 
 STEPS = 12  # more than two epochs
-STATE = [f"{group}.shard_000_of_001.safetensors" for group in required_groups()]
+STATE = [f"{group}.shard_000_of_001.safetensors" for group in required_groups(AdamW)]
 
 
 @pytest.fixture(autouse=True)

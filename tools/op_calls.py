@@ -54,6 +54,7 @@ from llmq.ops import (
     matmul,
     matmul_fused,
     matmul_int8,
+    muon,
     nf4,
     norm,
     outliers,
@@ -188,6 +189,23 @@ def adamw_calls(*ends: int) -> list[Call]:
         Call("bf16", adamw.update, all_bf16 | shared),
         Call("f32 master and moments", adamw.update, all_f32 | shared),
         Call("bf16, 8-bit moments", adamw.update, eight_bit | shared),
+    ]
+
+
+def muon_calls(rows: int, columns: int) -> list[Call]:
+    n = rows * columns
+    proposed = {"change": bf16(n), "grad": bf16(n), "scalars": scalars(), "salt": 1}
+    proposed |= {"momentum": 0.95}
+    eight_bit = {"m": Spec((n,), E4M3), "m_scale": f32(n // SCALE_BLOCK, value=2.0**-20)}
+    applied = {"param": bf16(n), "work": None, "change": bf16(n), "scalars": scalars(), "salt": 1}
+    applied |= {"lr_scale": 1.0, "weight_decay": 0.1, "cautious": False}
+    of_norm = {"x": bf16(rows, columns), "partials": Spec((1024,), F64, value=1.0)}
+    return [
+        Call("propose, bf16", muon.propose, proposed | {"m": bf16(n)}),
+        Call("propose, 8-bit momentum", muon.propose, proposed | eight_bit),
+        Call("apply, bf16", muon.apply, applied),
+        Call("apply, f32 master", muon.apply, applied | {"param": f32(n), "work": bf16(n)}),
+        Call("normalize", muon.normalize, of_norm),
     ]
 
 
@@ -752,6 +770,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_int8": matmul_int8_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
+    "muon": muon_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,

@@ -45,7 +45,7 @@ def changed_options(
     manifest: what its options lack is not compared. new_data: whether the data starts anew.
     """
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
-    saved = manifest.options | seed
+    saved = {"optimizer": "adamw"} | manifest.options | seed
     groups = {OPTIONS[name].group for name in _OF_GROUPS}
     names = [n for n, option in OPTIONS.items() if option.group in groups]
     names = [n for n in names if n not in _ELSEWHERE.split()]
@@ -62,6 +62,8 @@ def changed_options(
     every = [name for name in OPTIONS if _differs(name, config, saved)]
     told = [name for name in names if name in every]
     lines = _changes(told, config, saved)
+    if "optimizer" in every:
+        lines.append("moments begin at zero: those of another --optimizer say something else")
     if not new_data and saved.get("train_seed", config.train_seed) != config.train_seed:
         lines.append(
             f"{flag('train_seed', config.train_seed)} has no effect: the data goes on in the order "

@@ -6,7 +6,7 @@ exported is compared with checksums. For other files it says what can be told wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
-from llmq.checkpoint.checkpoint import CheckpointReader, padded_size, required_groups
+from llmq.checkpoint.checkpoint import CheckpointReader, padded_size
 from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.exports.source import saved_slabs
 from llmq.checkpoint.finite import all_finite, reached
@@ -34,6 +34,7 @@ from llmq.data.token_shards import Tokenized, token_files
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model
 from llmq.state.params import Param, weight_table
+from llmq.state.rules.rule import Moment
 
 _BLOCK = 1 << 22  # tokens that are read at once
 
@@ -161,16 +162,15 @@ def _trained(path: Path) -> str:
     """The tensors of a checkpoint that are as at the start of its run, each in a line."""
     if not is_complete(path):
         raise LlmqError(f"--trained: '{path}' is no checkpoint, and only these know what has moved")
-    groups = [group for group in required_groups() if group != "weights"]
     with CheckpointReader(path) as reader:
-        params = [p for slab in saved_slabs(reader.manifest) for p in slab.params]
+        slabs = saved_slabs(reader.manifest)
+        params = [(p, reader.rule.moments_of(slab)) for slab in slabs for p in slab.params]
 
-        def moved(param: Param) -> bool:
-            size = padded_size(groups[0], param)
-            reads = (partial(reader.read, group, param) for group in groups)
-            return any(reached(read, size) for read in reads)
+        def moved(param: Param, moments: Iterable[Moment]) -> bool:
+            reads = ((m.group, partial(reader.read, m.group, param)) for m in moments)
+            return any(reached(read, padded_size(group, param)) for group, read in reads)
 
-        names = [param.name for param in params if not moved(param)]
+        names = [param.name for param, moments in params if not moved(param, moments)]
         if not names:
             return f"all {len(params)} trained tensors have moved by step {reader.step}"
         head = f"{len(names)} of {len(params)} trained tensors have not moved by step {reader.step}"

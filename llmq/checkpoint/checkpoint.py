@@ -46,15 +46,22 @@ from llmq.checkpoint.safetensors_file import (
 from llmq.checkpoint.verify import problem_of
 from llmq.ops.common import SCALE_BLOCK
 from llmq.state.params import Param, Slab
-from llmq.state.rules import rule_class
-from llmq.state.rules.rule import SCALES
+from llmq.state.rules import rule_saved
+from llmq.state.rules.rule import SCALES, UpdateRule
 
 INITIAL_ADAPTERS = "adapters.begun"  # which there is where adapters began as a part of the model
 
 
-def required_groups() -> tuple[str, ...]:
-    """The groups that every checkpoint has: weights, and the moments of the update rule."""
-    return ("weights", *(moment.group for moment in rule_class().moments))
+def required_groups(rule: type[UpdateRule]) -> tuple[str, ...]:
+    """The groups that every checkpoint of a rule has: weights, and moments."""
+    return ("weights", *(moment.group for moment in rule.moments))
+
+
+def _keeps(rule: type[UpdateRule], group: str, slab: Slab) -> bool:
+    """Whether a group has a slab's parameters."""
+    name = group.removesuffix(SCALES)
+    lacks = set(rule.moments) - set(rule.moments_of(slab))
+    return name not in {moment.group for moment in lacks}
 
 
 Range = tuple[Param, int, int]
@@ -134,7 +141,7 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of required_groups(), of scales, or BEGUN.
+        """Write this rank's file of a group, one of required_groups, of scales, or BEGUN.
 
         ranges: each parameter at most once. read(param, start, stop): these values, (stop -
         start,) of dtype, valid until the next call; called once per range, in order, so one range
@@ -186,7 +193,8 @@ class CheckpointWriter:
 
     def _document(self, manifest: Manifest, entries: list[FileEntry]) -> dict[str, Any]:
         """The content of checkpoint.json."""
-        for group in {e.group for e in entries} | set(required_groups()):
+        needed = required_groups(rule_saved(manifest.options))
+        for group in {e.group for e in entries} | set(needed):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
                 raise ValueError(f"CheckpointWriter: not every rank has written {group}")
         run = manifest.run.record() if manifest.run else {}
@@ -224,7 +232,7 @@ def _model_of(saved: dict[str, Any]) -> ModelConfig:
 class CheckpointReader:
     """A verified checkpoint. All ranks of a process share one reader.
 
-    path; step; world: ranks that wrote it; manifest.
+    path; step; world: ranks that wrote it; manifest; rule: whose moments it has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -247,6 +255,8 @@ class CheckpointReader:
             tokenizer_id=document.get("tokenizer-id"),
             base=document.get("base"),
         )
+        self.rule = rule_saved(self.manifest.options)
+        self._needed = required_groups(self.rule)
         self._files: list[SafetensorsFile] = []
         self._pieces: dict[str, dict[str, list[_FileRange]]] = {}
         self._dtypes: dict[str, np.dtype] = {}
@@ -278,16 +288,14 @@ class CheckpointReader:
                 f"checkpoint '{self.path}' holds adapters of '{self.manifest.base['name']}' only: "
                 "`llmq export` it, and give what it writes as --adapter"
             )
-        needed = required_groups()
-        lacks = set(needed) - self.groups
+        lacks = set(self._needed) - self.groups
         if lacks:
-            raise LlmqError(
-                f"checkpoint '{self.path}' is of another update rule: it has no {min(lacks)}"
-            )
-        for group in (*needed, *sorted(self.groups.difference(needed))):
+            raise LlmqError(f"checkpoint '{self.path}' is incomplete: it has no {min(lacks)}")
+        for group in (*self._needed, *sorted(self.groups.difference(self._needed))):
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
-            params = [p for slab in table if every or slab.name in trained for p in slab.params]
+            slabs = [slab for slab in table if every or slab.name in trained]
+            params = [p for slab in slabs if _keeps(self.rule, group, slab) for p in slab.params]
             if group == INITIAL_ADAPTERS:
                 params = [param for param in params if param.of_adapter]
             for param in params:
@@ -323,7 +331,7 @@ class CheckpointReader:
         """The pieces that hold values [start, stop) without padding, and which of them each."""
         size = stored_values(group, param)
         cover, position, stop = [], start, min(stop, size)
-        if group in required_groups() and param.name not in self._pieces.get(group, {}):
+        if group in self._needed and param.name not in self._pieces.get(group, {}):
             raise LlmqError(
                 f"checkpoint '{self.path}' is of another model: its {group} has no {param.name}, "
                 "which this model has"

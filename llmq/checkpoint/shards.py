@@ -21,7 +21,7 @@ from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device
 from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece, State
-from llmq.state.rules import rule_class
+from llmq.state.rules.rule import UpdateRule
 
 Part = tuple[int, np.ndarray]
 """Values of a parameter from an index on."""
@@ -79,9 +79,10 @@ def read_group(
             dev.upload(target, values.astype(target.dtype.numpy, copy=False))
 
 
-def check_formats(reader: CheckpointReader, state: State) -> None:
-    """ConfigError where moments would have to be converted to or from 8 bits."""
-    for moment in rule_class().moments:
+def check_formats(reader: CheckpointReader, state: State, rule: type[UpdateRule]) -> None:
+    """ConfigError where moments of this rule, if the checkpoint has them, would have to be
+    converted to or from 8 bits."""
+    for moment in rule.moments if reader.rule is rule else ():
         if (moment.scales_group in reader.groups) != (moment.scales_group in state):
             numpy, option = reader.dtype(moment.group), OPTIONS[moment.dtype].flag
             saved = next(name for name, d in OPTION_DTYPES.items() if d.numpy == numpy)

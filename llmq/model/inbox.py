@@ -84,7 +84,7 @@ def scalars_of(
     words = np.zeros(STEP_SCALARS_WORDS, np.int32)
     record = words.view(STEP_SCALARS)[0]
     record["lr"] = lr
-    rule.prepare(record, step + 1)
+    rule.prepare(record, max(step + 1 - rule.begun, 1))  # evaluations have no step
     record["grad_clip"] = grad_clip
     record["norm_limit"], record["loss_limit"] = limits
     record["seed"] = options.seed & 0xFFFFFFFF

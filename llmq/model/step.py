@@ -199,8 +199,10 @@ class Step:
 
     def extra_state(self) -> dict[str, list[float]]:
         """The values that a checkpoint holds beside `state`, the same on all ranks."""
-        return self.scales.state()
+        begun = self.optimizer.rule.begun
+        return self.scales.state() | ({"moments_begun": [float(begun)]} if begun else {})
 
     def load_extra_state(self, state: Mapping[str, list[float]]) -> None:
         """Take what extra_state gave; on all ranks."""
         self.scales.load_state(state)
+        self.optimizer.rule.begun = int(*state.get("moments_begun", [0]))

@@ -215,6 +215,12 @@ class TrainConfig(Derived):
     # --------------------------------------------------------------------------------------------
     # Optimizer and schedule
 
+    optimizer: str = option(
+        _OPTIMIZER,
+        "adamw",
+        "Update rule; muon: for the matrices of blocks, and AdamW for all else",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float | None = option(
         _OPTIMIZER, None, "Highest learning rate", alias="lr", min=0
     )
@@ -237,7 +243,8 @@ class TrainConfig(Derived):
     opt_m_dtype: str = dtype_option(
         _OPTIMIZER,
         "fp32",
-        "AdamW: format of the first moment; e4m3: with a scale per 128 elements",
+        "Format of AdamW's first moment, and of Muon's momentum; e4m3: with a scale per 128 "
+        "elements",
         "e4m3",
     )
     opt_v_dtype: str = dtype_option(
@@ -246,7 +253,33 @@ class TrainConfig(Derived):
         "AdamW: format of the second moment; e4m3: with a scale per 128 elements",
         "e4m3",
     )
-    weight_decay: float = option(_OPTIMIZER, 0.1, "AdamW: decay of the matrices", min=0)
+    weight_decay: float = option(_OPTIMIZER, 0.1, "Decay of the matrices", min=0)
+    muon_lr: float | None = option(
+        _OPTIMIZER,
+        None,
+        "Muon: its highest learning rate, which takes the course of AdamW's; {rule}",
+        min=0,
+    )
+    muon_momentum: float = option(
+        _OPTIMIZER, 0.95, "Muon: decay of the momentum, which is Nesterov's", min=0
+    )
+    muon_scale: str = option(
+        _OPTIMIZER,
+        "match-rms",
+        "Muon: what a matrix's learning rate is multiplied by; match-rms: 0.2 sqrt(max(out, in)), "
+        "for changes as large as AdamW's; original: sqrt(max(1, out / in)); spectral: "
+        "sqrt(out / in)",
+        choices=("original", "match-rms", "spectral"),
+    )
+    muon_coefficients: str = option(
+        _OPTIMIZER,
+        "jordan",
+        "Muon: the polynomials of its five steps; polar-express: singular values end closer to 1",
+        choices=("jordan", "polar-express"),
+    )
+    cautious_decay: bool = switch(
+        _OPTIMIZER, "Muon: decay only weights that the change makes smaller, too"
+    )
     grad_clip: float = option(
         _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
     )
@@ -420,7 +453,9 @@ class TrainConfig(Derived):
     offload_master: bool = switch(
         _MEMORY, "Keep the weights that the optimizer updates in host memory"
     )
-    offload_opt_m: bool = switch(_MEMORY, "Keep AdamW's first moment in host memory")
+    offload_opt_m: bool = switch(
+        _MEMORY, "Keep AdamW's first moment, and Muon's momentum, in host memory"
+    )
     offload_opt_v: bool = switch(_MEMORY, "Keep AdamW's second moment in host memory")
     offload_gradients: bool = switch(_MEMORY, "Keep the blocks' gradients in host memory")
     offload_quants: bool = switch(_MEMORY, "Keep the persistent fp8 weights in host memory")

@@ -1,9 +1,9 @@
 """The rules of all options: what they imply, what is refused, and what has no effect, and why.
 
-One table, in the order in which errors and warnings are looked for; `loss_rules.py` has the part of
-it about losses, `savers.py` that which says what may be tried. `rule.py` says what a rule is, and
-evaluates them. A condition gets the option's value `v`, the options `o`, and the fact that the rule
-is about (`conditions.py`).
+One table, in the order in which errors and warnings are looked for; `loss_rules.py` and
+`optimizer_rules.py` have the parts about these, `savers.py` that which says what may be tried.
+`rule.py` says what a rule is, and evaluates them. A condition gets the option's value `v`, the
+options `o`, and the fact that the rule is about (`conditions.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from llmq.options.conditions import (
     wrong_for_experts,
 )
 from llmq.options.loss_rules import LOSS_RULES
+from llmq.options.optimizer_rules import OPTIMIZER_RULES
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
     FP8_DTYPES,
@@ -57,7 +58,6 @@ FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 
 _INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
-_LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 _AS_MODEL = "as --model-dtype if not given"
 
 
@@ -142,17 +142,10 @@ IMPLIED = (
 )
 
 REFUSED = (
-    *refused("beta_1 beta_2", lambda v, o: v >= 1, "{flag}: must be less than 1, got {value}"),
     *refused(
         "eval_fraction",
         lambda v, o: not 0 < v < 1,
         "--eval-fraction: must be more than 0 and less than 1, got {value}",
-    ),
-    *refused(
-        "adam_epsilon",
-        lambda v, o: v < _LEAST_EPSILON,
-        "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
-        "weight without gradients is 0 / 0, got {value}",
     ),
     *refused(
         "add_tokens",
@@ -629,17 +622,6 @@ IDLE_ALONE = (
         "{given} has no effect without --guard rollback",
     ),
     *idle(
-        "final_lr_fraction",
-        lambda v, o: o.lr_schedule == "wsd",
-        "--final-lr-fraction has no effect with --lr-schedule wsd",
-    ),
-    *idle(
-        "lr_schedule",
-        lambda v, o: v == "linear" and o.final_lr_fraction == 1,
-        "--lr-schedule linear has no effect: with --final-lr-fraction 1 the learning rate does not "
-        "change",
-    ),
-    *idle(
         "seed",
         lambda v, o: not draws(o) and not rounds(o),
         "--seed {value} has no effect: in fp32 it decides about nothing but the weights of "
@@ -879,6 +861,7 @@ IDLE_IN_RUNS = (
 RULES = Rules(
     (
         *IMPLIED,
+        *OPTIMIZER_RULES,
         *LOSS_RULES,
         *REFUSED,
         *REFUSED_WITH_MODEL,

@@ -93,7 +93,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     what is trained, and the scales of 8-bit ones. With adapters, of nothing else but what they
     began as.
     """
-    table, masters = table_of(config, model), []
+    table, masters, rule = table_of(config, model), [], rule_class(config.optimizer)
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
     for slab in table:
@@ -102,7 +102,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
     for slab in table:
         stores = placement[slab.name]
-        groups = [(m.group, stores.moments.get(m.name)) for m in rule_class().moments]
+        groups = [(m.group, stores.moments.get(m.name)) for m in rule.moments]
         for group, store in [*groups, (INITIAL_ADAPTERS, stores.initial_adapters)]:
             for param in slab.params if store else ():
                 total += store.dtype.itemsize * stored_values(group, param)

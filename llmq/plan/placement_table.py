@@ -10,7 +10,6 @@ from typing import Any
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.report.tables import Terminal
 from llmq.state.placement import Placement, SlabPlacement, Store
-from llmq.state.rules import rule_class
 
 KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient")  # then moments
 NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
@@ -27,9 +26,10 @@ def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
     return groups
 
 
-def _stores(slab: SlabPlacement) -> dict[str, Store | None]:
-    """By kind of tensor, in the order of the columns."""
-    moments = {m.name: slab.moments.get(m.name) for m in rule_class().moments}
+def _stores(slab: SlabPlacement, placement: Placement) -> dict[str, Store | None]:
+    """By kind of tensor, in the order of the columns; of moments those that any slab has."""
+    names = dict.fromkeys(name for other in placement.slabs.values() for name in other.moments)
+    moments = {name: slab.moments.get(name) for name in names}
     return (
         {kind: getattr(slab, kind) for kind in KINDS} | moments | {"begun": slab.initial_adapters}
     )
@@ -39,7 +39,7 @@ def placement_record(placement: Placement) -> dict[str, Any]:
     """For programs. slabs: those that are placed alike in one row; head: see Placement."""
     rows = [
         {"slabs": name, "trainable": slab.trainable, "group": slab.group}
-        | {kind: _record(store) for kind, store in _stores(slab).items()}
+        | {kind: _record(store) for kind, store in _stores(slab, placement).items()}
         for name, slab in _groups(placement)
     ]
     return {"slabs": rows, "head": _record(placement.head)}
@@ -51,7 +51,7 @@ def _record(store: Store | None) -> dict[str, Any] | None:
 
 def placement_table(placement: Placement) -> list[str]:
     """The lines of [Placement], without kinds of tensors that no slab has."""
-    groups = [(name, slab, _stores(slab)) for name, slab in _groups(placement)]
+    groups = [(name, slab, _stores(slab, placement)) for name, slab in _groups(placement)]
     every = dict.fromkeys(kind for *_, stores in groups for kind in stores)
     kinds = [kind for kind in every if any(stores[kind] for *_, stores in groups)]
     rows = []

@@ -98,13 +98,13 @@ class Optimizer:
     def _alloc_slab(self, slab: Slab) -> None:
         dev, name, shape = self.dev, slab.name, (slab.shard_size,)
         stores = self.placement[name].moments
-        for m in self.rule.moments:
+        for m in self.rule.moments_of(slab):
             store = stores[m.name]
             self.moments[m.name][name] = dev.alloc(
                 f"{name}.{m.name}", shape, store.dtype, m.category, store.memory
             )
         blocks = (slab.shard_size // SCALE_BLOCK,)
-        for m in self.rule.moments:
+        for m in self.rule.moments_of(slab):
             if stores[m.name].is_scaled:
                 self.scales[m.name][name] = dev.alloc(
                     f"{name}.{m.name}_scale", blocks, F32, m.category
@@ -147,7 +147,7 @@ class Optimizer:
             "master": weights.master[name],
             "work": weights.work[name],
             "grad": grads.shard[name],
-        } | {moment: of[name] for moment, of in self.moments.items()}
+        } | {moment: of[name] for moment, of in self.moments.items() if name in of}
         return _State(
             name,
             movable={kind: tensor for kind, tensor in tensors.items() if tensor is not None},

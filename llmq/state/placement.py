@@ -253,7 +253,7 @@ def _trained(
 ) -> SlabPlacement:
     """With gradients and moments."""
     divides = config.shard_gradients and why_gradients_stay(config, shards) is None
-    streams = slab.is_block and divides
+    streams, rule = slab.is_block and divides, rule_class(config.optimizer)
     return replace(
         placement,
         gradient=Store(
@@ -265,9 +265,9 @@ def _trained(
         initial_adapters=_initial_adapters(config, slab),
         moments={
             m.name: _shard(config, getattr(config, m.dtype), offloaded=getattr(config, m.offload))
-            for m in rule_class().moments
+            for m in rule.moments_of(slab)
         },
-        by_matrix=rule_class().by_matrix(slab),
+        by_matrix=rule.by_matrix(slab),
     )
 
 

@@ -87,10 +87,20 @@ class Rank:
         return [write_group(self.dev.download, writer, *group, self.beat) for group in groups]
 
     def read(self, reader: CheckpointReader) -> None:
-        """Take this rank's part of a checkpoint; all ranks do."""
+        """Take this rank's part of a checkpoint; all ranks do. Moments of another rule begin
+        anew."""
+        optimizer = self.step.optimizer
+        goes_on = reader.rule is type(optimizer.rule)
+        moments = optimizer.moment_groups() | optimizer.scale_groups()
         for group, pieces in self.step.stored_state().items():
-            read_group(self.dev, reader, group, pieces, self.beat)
+            if goes_on or group not in moments:
+                read_group(self.dev, reader, group, pieces, self.beat)
+                continue
+            for piece in pieces:
+                self.dev.zero(piece.tensor)
         self.step.load_extra_state(reader.manifest.state)
+        if not goes_on:
+            optimizer.rule.begun = reader.step
         self.step.weights.refresh()
 
     def load(

@@ -389,7 +389,7 @@ class Trainer:
             self._origin.check_checkpoint(reader)
             reader.check(self._step.table, self._step.optimizer.trained)
             check_model(reader, self.model)
-            check_formats(reader, self._step.state())
+            check_formats(reader, self._step.state(), type(self._step.optimizer.rule))
             if not new_data:  # the last that may refuse: until then nothing has changed
                 state = reader.manifest.loader
                 opened = self.__dict__.get("train_loaders", [])

@@ -1,19 +1,33 @@
-"""Update rules: one file each; everything else asks them for moments, unit and update."""
+"""Update rules: one file each; everything else asks them for moments and updates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.base.errors import LlmqError
 from llmq.options.options import TrainConfig
 from llmq.state.rules.adamw import AdamW
+from llmq.state.rules.muon import Muon
 from llmq.state.rules.rule import UpdateRule
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon}
 
 
-def rule_class() -> type[UpdateRule]:
-    """The rule of all runs: there is one, so that no option chooses."""
-    return RULES["adamw"]
+def rule_class(name: str) -> type[UpdateRule]:
+    """The rule that --optimizer names."""
+    return RULES[name]
+
+
+def rule_saved(options: Mapping[str, Any]) -> type[UpdateRule]:
+    """The rule of a checkpoint, of whose options old ones name none. LlmqError for an unknown
+    one."""
+    name = options.get("optimizer", "adamw")
+    if name not in RULES:
+        raise LlmqError(f"a checkpoint of --optimizer {name}, which this version does not have")
+    return RULES[name]
 
 
 def rule_of(config: TrainConfig) -> UpdateRule:
     """The rule of a run. config: normalized."""
-    return rule_class()(config)
+    return rule_class(config.optimizer)(config)

@@ -65,12 +65,14 @@ class Part(NamedTuple):
 class UpdateRule(ABC):
     """How gradients change weights.
 
-    moments: in the order of their memory. of_change: the format of a change. Bytes and launches of
-    an update are those of the kernels that it launches.
+    moments: in the order of their memory. of_change: the format of a change. begun: the step, of
+    those that count from 0, at which the moments were zero. Bytes and launches of an update are
+    those of the kernels that it launches.
     """
 
     moments: ClassVar[tuple[Moment, ...]]
     of_change: ClassVar[DType] = BF16
+    begun = 0
 
     def __init__(self, options: TrainConfig):
         """options: normalized; they are baked into captured launches."""
@@ -82,9 +84,14 @@ class UpdateRule(ABC):
         `propose`, `transform` and `apply`, and not through `update`."""
         return False
 
+    @classmethod
+    def moments_of(cls, slab: Slab) -> tuple[Moment, ...]:
+        """Those of the moments that are kept of a slab."""
+        return cls.moments
+
     @abstractmethod
     def prepare(self, scalars: np.void, step: int) -> None:
-        """Fill what only this rule reads of StepScalars; steps count from 1."""
+        """Fill what only this rule reads of StepScalars; steps since `begun`, counted from 1."""
 
     @abstractmethod
     def update(self, dev: Device, part: Part, scalars: Tensor) -> None:

@@ -1,0 +1,102 @@
+// muon.cu -- Muon beside its products: what is proposed, its norm, and what changes the weights.
+//
+//   propose     g = grad_scale * grad          m += (1 - momentum) * (g - m)
+//               change = bf16(m + (1 - momentum) * (g - m)), which is Nesterov's
+//   normalize   x = x / (max(bf16(norm of x), 1e-7) * margin)
+//   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
+//               cautious: the second term only where change and param have the same sign
+//
+// Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
+//          null; work BF16 or null; change, x BF16; n elements, of propose and apply n % 128 == 0.
+//          partials: F64, whose sum is that of the squares of x. first: element of the slab.
+// Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. normalize: 256 threads, any grid.
+// Cost     every tensor once; memory-bound. normalize: each block also sums the partials.
+// Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing.
+// Same name  llmq/ops/muon.py  llmq/ref/muon.py  tests/ops/test_muon.py
+#include "moments.cuh"
+
+// The words that AdamW mixes, too: a slab has one rule.
+__device__ __forceinline__ u32 slab_seed(const StepScalars* scalars, u32 salt) {
+    return mix_word(mix_word(mix_word(0, scalars->seed), scalars->step), salt);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restrict__ m,
+             f32* __restrict__ m_scale, const StepScalars* __restrict__ scalars,
+             f32 one_minus_momentum, u32 salt, i64 first, i64 n) {
+    const i64 mine = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    Pack<bf16, COUNT> change_pack;
+    if (scalars->skip_update) {
+#pragma unroll
+        for (int k = 0; k < COUNT; ++k) { change_pack.set(k, __float2bfloat16(0.0f)); }
+        if (mine < n) { change_pack.store(change + mine); }
+        return;
+    }
+    // Threads past the end, which whole warps need, compute the last elements and store nothing.
+    const i64 start = min(mine, n - COUNT);
+    Pack<G, COUNT> g_pack;
+    Moment<M, false> state;
+    g_pack.load(grad + start);
+    state.load(m, m_scale, start);
+    float m_new[COUNT];
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        const float g = g_pack.get(k) * scalars->grad_scale;
+        m_new[k] = state.get(k);
+        m_new[k] += (g - m_new[k]) * one_minus_momentum;
+        change_pack.set(k, __float2bfloat16(m_new[k] + (g - m_new[k]) * one_minus_momentum));
+    }
+    state.fit(m_new);
+    const u32 seed = mix_word(0, slab_seed(scalars, salt));
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        state.set(k, m_new[k], random_bits(seed, (u64)(first + start) | k));
+    }
+    if (mine >= n) { return; }
+    change_pack.store(change + start);
+    state.store(m, m_scale, start);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+muon_normalize(bf16* __restrict__ x, const f64* __restrict__ partials, i32 num_partials, f32 margin,
+               i64 n) {
+    __shared__ f64 shared[32];
+    f64 total = 0.0;
+    for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
+    const float norm = (float)sqrt(block_sum(total, shared));
+    const float divisor = fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f) * margin;
+    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.x * blockDim.x;
+    const i64 own = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    for (i64 i = own; i < vectors; i += stride) {
+        Vec<bf16> v = load_vec_stream(x + i * Vec<bf16>::N);
+#pragma unroll
+        for (int k = 0; k < Vec<bf16>::N; ++k) { v[k] = __float2bfloat16(to_f32(v[k]) / divisor); }
+        store_vec(x + i * Vec<bf16>::N, v);
+    }
+    const i64 last = vectors * Vec<bf16>::N + own;
+    if (last < n) { x[last] = __float2bfloat16(to_f32(x[last]) / divisor); }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+muon_apply(P* __restrict__ param, bf16* __restrict__ work, const bf16* __restrict__ change,
+           const StepScalars* __restrict__ scalars, f32 lr_scale, f32 weight_decay, i32 cautious,
+           u32 salt, i64 first, i64 n) {
+    const i64 start = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * COUNT;
+    if (start >= n || scalars->skip_update) { return; }
+    Pack<P, COUNT> p_pack;
+    Pack<bf16, COUNT> change_pack, work_pack;
+    p_pack.load(param + start);
+    change_pack.load(change + start);
+    const float lr = scalars->lr * lr_scale, decay = lr * weight_decay;
+    const u32 seed = slab_seed(scalars, salt);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        const float p = p_pack.get(k), proposed = change_pack.get(k);
+        float step = proposed * lr;
+        if (!cautious || proposed * p > 0.0f) { step += p * decay; }
+        p_pack.set(k, rounded<P>(p - step, random_bits(seed, (u64)(first + start) | k)));
+        work_pack.set(k, __float2bfloat16(p_pack.get(k)));
+    }
+    p_pack.store(param + start);
+    if (work != nullptr) { work_pack.store(work + start); }
+}

@@ -1,0 +1,154 @@
+"""Muon beside its products: what is proposed, its norm, and what changes the weights.
+
+The change of a matrix is its momentum with all singular values about 1, by Newton and Schulz's
+iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but where a format is named.
+"""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, F32, F64, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Tensor
+from llmq.ops.common import SCALE_BLOCK, expect_moment
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 128
+PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
+NORMALIZE_THREADS = 256
+BLOCKS_PER_SM = 8  # that fill it
+
+PROPOSE = Kernel(
+    "muon.cu",
+    "muon_propose",
+    args="bf16* change, const G* grad, inout M* m, inout f32*? m_scale, const i32* scalars, "
+    "f32 one_minus_momentum, u32 salt, i64 first, i64 n",
+)
+NORMALIZE = Kernel(
+    "muon.cu",
+    "muon_normalize",
+    args="inout bf16* x, const f64* partials, i32 num_partials, f32 margin, i64 n",
+)
+APPLY = Kernel(
+    "muon.cu",
+    "muon_apply",
+    args="inout P* param, bf16*? work, const bf16* change, const i32* scalars, f32 lr_scale, "
+    "f32 weight_decay, i32 cautious, u32 salt, i64 first, i64 n",
+)
+
+
+def propose(
+    dev: Device,
+    change: Tensor,
+    grad: Tensor,
+    m: Tensor,
+    scalars: Tensor,
+    *,
+    momentum: float,
+    salt: int,
+    first: int = 0,
+    m_scale: Tensor | None = None,
+) -> None:
+    """The momentum of a part of a slab, and what is proposed for its matrices.
+
+        g = grad_scale * grad       m = m + (1 - momentum) * (g - m)
+        change = m + (1 - momentum) * (g - m), with the new m before it is rounded
+
+    BF16 and E4M3 m are rounded stochastically, with the random bits of AdamW's m. Where
+    scalars.skip_update is set, m stays and the change is 0.
+
+    Args (contiguous; n a positive multiple of 128):
+        change    out    BF16 (n,)
+        grad      in     F32 or BF16 (n,)         unscaled sum over tokens
+        m         inout  F32, BF16 or E4M3 (n,)   zero at the start
+        scalars   in     I32 (16,)                StepScalars: seed, step, grad_scale, skip_update
+        salt      distinguishes this slab's random numbers
+        first     the part's first element in the slab, a multiple of 128
+        m_scale   inout  F32 (n / 128,)           where m is E4M3, else None
+
+    Cost:    reads grad, reads and writes m, writes change, once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n = _expect_part(change, scalars, first)
+    _expect_float("grad", grad, n)
+    expect_moment("muon", "m", m, m_scale, n)
+    args = (change, grad, m, m_scale, scalars, 1.0 - momentum, salt, first, n)
+    dev.launch(PROPOSE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=7 * n))
+
+
+def normalize(dev: Device, x: Tensor, partials: Tensor, *, margin: float = 1.0) -> None:
+    """A matrix over its Frobenius norm, which torch rounds to BF16, too, and over the margin.
+
+    Args (contiguous, 16-byte aligned):
+        x         inout  BF16, any shape, at least one element
+        partials  in     F64 (p,)   whose sum is that of the squares of x, see global_norm.partials
+
+    Cost:    reads and writes x once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for an empty tensor.
+    """
+    expect("muon", "x", x, BF16, x.shape)
+    expect("muon", "partials", partials, F64, (partials.size,))
+    if x.size == 0:
+        raise ValueError(f"muon: x must have elements, got {x.shape}")
+    most = BLOCKS_PER_SM * dev.num_sms
+    blocks = min(ceil_div(x.size, NORMALIZE_THREADS * PER_THREAD), most)
+    args = (x, partials, partials.size, margin, x.size)
+    dev.launch(NORMALIZE, blocks, NORMALIZE_THREADS, args, cost=Cost(flops=x.size))
+
+
+def apply(
+    dev: Device,
+    param: Tensor,
+    work: Tensor | None,
+    change: Tensor,
+    scalars: Tensor,
+    *,
+    lr_scale: float,
+    weight_decay: float,
+    cautious: bool,
+    salt: int,
+    first: int = 0,
+) -> None:
+    """Change a part of a slab.
+
+        lr = lr_scale * scalars.lr      param = param - (lr * change + lr * weight_decay * param)
+
+    BF16 param is rounded stochastically, with the random bits of AdamW's. Nothing changes when
+    scalars.skip_update is set.
+
+    Args (contiguous; n a positive multiple of 128):
+        param     inout  F32 or BF16 (n,)
+        work      out    BF16 (n,)   param rounded to nearest, or None
+        change    in     BF16 (n,)
+        scalars   in     I32 (16,)   StepScalars: lr, seed, step, skip_update
+        cautious  elements decay only where the change makes them smaller, too
+        salt, first   as of propose
+
+    Cost:    reads and writes param, reads change, writes work, once; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n = _expect_part(change, scalars, first)
+    _expect_float("param", param, n)
+    if work is not None:
+        expect("muon", "work", work, BF16, (n,))
+    hyper = (float(lr_scale), float(weight_decay), int(cautious))
+    args = (param, work, change, scalars, *hyper, salt, first, n)
+    dev.launch(APPLY, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=4 * n))
+
+
+def _expect_part(change: Tensor, scalars: Tensor, first: int) -> int:
+    """The number of elements."""
+    n = change.size
+    expect("muon", "change", change, BF16, (n,))
+    expect("muon", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    if n == 0 or n % SCALE_BLOCK:
+        raise ValueError(f"muon: change.size must be a positive multiple of {SCALE_BLOCK}, got {n}")
+    if first < 0 or first % SCALE_BLOCK:
+        raise ValueError(f"muon: first must be a multiple of {SCALE_BLOCK}, got {first}")
+    return n
+
+
+def _expect_float(name: str, tensor: Tensor, n: int) -> None:
+    expect("muon", name, tensor, None, (n,))
+    if tensor.dtype not in (F32, BF16):
+        raise TypeError(f"muon: {name} must be F32 or BF16, got {tensor.dtype.label}")

@@ -1,0 +1,109 @@
+"""Reference of Muon beside its products."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import (
+    BF16,
+    SCALE_BLOCK,
+    Scaled,
+    Stored,
+    mix_seed,
+    random_bits,
+    step_scalars,
+)
+
+# name: (rows, columns) of a matrix; rows * columns is a multiple of 128.
+CASES = {
+    "one": (8, 16),
+    "wide": (24, 144),
+    "tall": (200, 48),
+    "qwen05b_down": (896, 4864),
+    "qwen15b_up_gate": (17920, 1536),
+}
+
+BLOCK = 1 << 16  # elements at a time, a multiple of SCALE_BLOCK, so that they stay in the L2 cache
+LEAST_NORM = np.float32(1e-7)  # that torch divides by
+
+
+def muon_propose(
+    change: np.ndarray,
+    grad: np.ndarray,
+    m: np.ndarray,
+    m_scale: np.ndarray | None,
+    scalars: np.ndarray,
+    one_minus_momentum: float,
+    salt: int,
+    first: int,
+    n: int,
+) -> None:
+    """The momentum, and the change by Nesterov's rule; see llmq.ops.muon."""
+    s = step_scalars(scalars)
+    if s["skip_update"]:
+        change[...] = 0
+        return
+    weight, seed = np.float32(one_minus_momentum), mix_seed(_seed(s, salt))
+    for low in range(0, n, BLOCK):
+        part = slice(low, min(low + BLOCK, n))
+        if m_scale is None:
+            state = Stored(m[part])
+        else:
+            blocks = slice(part.start // SCALE_BLOCK, part.stop // SCALE_BLOCK)
+            state = Scaled(m[part], m_scale[blocks], root=False)
+        g = grad[part].astype(np.float32) * s["grad_scale"]
+        made = state.load(np.float32)
+        made = made + (g - made) * weight
+        change[part] = made + (g - made) * weight
+        if state.rounds:
+            state.round(made, _bits(seed, first + low, made.size), high=False)
+        else:
+            m[part] = made
+
+
+def muon_normalize(
+    x: np.ndarray, partials: np.ndarray, num_partials: int, margin: float, n: int
+) -> None:
+    """x over its norm, as BF16 has that, and the margin."""
+    norm = np.float32(np.sqrt(partials[:num_partials].sum())).astype(BF16).astype(np.float32)
+    x[...] = x.astype(np.float32) / (np.maximum(norm, LEAST_NORM) * np.float32(margin))
+
+
+def muon_apply(
+    param: np.ndarray,
+    work: np.ndarray | None,
+    change: np.ndarray,
+    scalars: np.ndarray,
+    lr_scale: float,
+    weight_decay: float,
+    cautious: int,
+    salt: int,
+    first: int,
+    n: int,
+) -> None:
+    """param minus lr times the change, and its decay."""
+    s = step_scalars(scalars)
+    if s["skip_update"]:
+        return
+    lr = s["lr"] * np.float32(lr_scale)
+    decay, seed = lr * np.float32(weight_decay), _seed(s, salt)
+    for low in range(0, n, BLOCK):
+        part = slice(low, min(low + BLOCK, n))
+        state = Stored(param[part])
+        p, proposed = state.load(np.float32), change[part].astype(np.float32)
+        decays = proposed * p > 0 if cautious else True
+        p = p - (proposed * lr + np.where(decays, p * decay, np.float32(0)))
+        if state.rounds:
+            state.round(p, _bits(seed, first + low, p.size), high=False)
+        else:
+            param[part] = p
+        if work is not None:
+            work[part] = param[part]
+
+
+def _seed(s: np.void, salt: int) -> int:
+    return mix_seed(int(s["seed"]), int(s["step"]), salt)
+
+
+def _bits(seed: int, first: int, count: int) -> np.ndarray:
+    return random_bits(seed, np.arange(first, first + count, dtype=np.uint64))
