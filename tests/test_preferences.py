@@ -164,7 +164,7 @@ def test_labels_have_the_shift_of_other_answers(tmp_path):
 
 
 def test_weights_are_those_of_the_scores(tmp_path):
-    """Of any sign; what a score file of one's own says, and what `more` says."""
+    """They may be negative, and come from a score file that a program has written."""
     data = tmp_path / "train.bin"
     with TokenWriter(data, VOCAB, with_masks=True, with_documents=True) as writer:
         rng = np.random.default_rng(0)
