@@ -146,7 +146,10 @@ def nf4(nested: bool, expected: dict[str, torch.Tensor]):
         expected[key] = (LEVELS[flat] * scales[:, None]).reshape(matrix.shape)
         text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
         made[f"{key}.quant_state.bitsandbytes__nf4"] = text
-        return {name: torch.from_numpy(array) for name, array in made.items()}
+        found = {name: torch.from_numpy(array) for name, array in made.items()}
+        if not nested:  # as bnb_4bit_quant_storage has it for FSDP
+            found[key] = found[key].view(-1).view(torch.bfloat16)[:, None]
+        return found
 
     return change
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from llmq.arch import ARCHITECTURES
 from llmq.arch.llama import Llama
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
@@ -261,6 +263,20 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     refused(source("qwen2"), out, "needs the package gguf: pip install gguf")
 
 
+def test_a_relative_is_no_name_in_gguf(tmp_path, monkeypatch):
+    """A subclass computes something else, also where it says nothing of GGUF."""
+
+    class Relative(Llama):
+        name = "RelativeForCausalLM"
+
+    monkeypatch.setitem(ARCHITECTURES, "RelativeForCausalLM", Relative())
+    shutil.copytree(source("llama"), tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["architectures"] = ["RelativeForCausalLM"]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    refused(tmp_path / "m", tmp_path / "m.gguf", "RelativeForCausalLM has no name in GGUF files")
+
+
 def test_adapters_with_parts_of_the_model_are_refused(tmp_path):
     peft_adapter("qwen3", tmp_path / "a", modules_to_save=["norm", "input_layernorm"])
     out = tmp_path / "m.gguf"
@@ -282,6 +298,16 @@ def test_values_beyond_fp16_are_refused(tmp_path):
     refused(
         tmp_path / "m", tmp_path / "m.gguf", "fp16 cannot hold: give --dtype bf16", dtype="fp16"
     )
+
+
+def test_values_of_fp16_stay_so(tmp_path, capsys):
+    """GGUF has that format, model directories have not."""
+    hf_model("qwen3").half().save_pretrained(tmp_path / "m")
+    export(tmp_path / "m", tmp_path / "m.gguf", to="gguf")
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert kinds["token_embd.weight"] == "F16" and "warning" not in capsys.readouterr().err
+    export(tmp_path / "m", tmp_path / "out")
+    assert "the model is in fp16 and is written in bf16" in capsys.readouterr().err
 
 
 def test_what_is_there_is_replaced_only_if_told_so(tmp_path):
@@ -461,25 +487,45 @@ def test_llama_cpp_makes_the_same_ids(kind, with_tokenizer):
     assert ids == tokenizer.encode(TEXT)
 
 
+def loss_of(logits: torch.Tensor, ids: np.ndarray) -> float:
+    return torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
+
+
+def llama_cpp_loss(ids: np.ndarray, path: Path, **files: str) -> float:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    how = {"logits_all": True, "n_ctx": 64, "n_threads": 1, "verbose": False}
+    model = llama_cpp.Llama(model_path=str(path), **how, **files)
+    model.eval(ids.tolist())
+    return loss_of(torch.tensor(np.array(model.scores[: len(ids)])), ids)
+
+
+@torch.no_grad()
+def torch_logits(model, ids: np.ndarray) -> torch.Tensor:
+    return model(torch.tensor(ids)[None]).logits[0]
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WITH_EXPERTS])
 def test_llama_cpp_finds_the_same_loss(name, tmp_path):
     """Within 0.1 % in F16 and in Q8_0, on as many tokens as the shortest window has."""
-    llama_cpp = pytest.importorskip("llama_cpp")
+    pytest.importorskip("llama_cpp")
     windows = {"qwen2_untied": 5, "mistral": 11, "phi3": 7}
     ids = np.random.default_rng(0).integers(3, VOCAB, windows.get(name, 48))
-    with torch.no_grad():
-        model = hf_model(name, **CHANGED.get(name, {}))
-        expected = model(torch.tensor(ids)[None]).logits[0]
-    targets = torch.tensor(ids[1:])
-    loss = torch.nn.functional.cross_entropy(expected[:-1], targets).item()
+    loss = loss_of(torch_logits(hf_model(name, **CHANGED.get(name, {})), ids), ids)
     for dtype in ("fp16", "q8_0"):
         path = tmp_path / f"{dtype}.gguf"
         export(source(name), path, to="gguf", dtype=dtype)
-        theirs = llama_cpp.Llama(
-            model_path=str(path), logits_all=True, n_ctx=64, n_threads=1, verbose=False
-        )
-        theirs.eval(ids.tolist())
-        found = torch.tensor(np.array(theirs.scores[: len(ids) - 1]))
-        assert torch.nn.functional.cross_entropy(found, targets).item() == pytest.approx(
-            loss, rel=1e-3
-        )
+        assert llama_cpp_loss(ids, path) == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_llama_cpp_adds_adapters_as_peft_does(name, tmp_path):
+    pytest.importorskip("llama_cpp")
+    peft_adapter(name, tmp_path / "a", r=4, lora_alpha=32)
+    ids = np.random.default_rng(0).integers(3, VOCAB, 48)
+    model = hf_model(name)
+    before = loss_of(torch_logits(model, ids), ids)
+    loss = loss_of(torch_logits(peft.PeftModel.from_pretrained(model, tmp_path / "a"), ids), ids)
+    export(source(name), tmp_path / "m.gguf", to="gguf", dtype="fp32")
+    export(tmp_path / "a", tmp_path / "a.gguf", base=str(source(name)), to="gguf", dtype="fp32")
+    found = llama_cpp_loss(ids, tmp_path / "m.gguf", lora_path=str(tmp_path / "a.gguf"))
+    assert found == pytest.approx(loss, rel=1e-4) and abs(loss - before) > 0.005

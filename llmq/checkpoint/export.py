@@ -6,7 +6,7 @@ import inspect
 from contextlib import suppress
 from pathlib import Path
 
-from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.export_files import export_owner, exported_files
 from llmq.checkpoint.exports import EXPORTS
@@ -58,6 +58,9 @@ def export(
         if not overwrite:
             _check_free(made, source, out)
         kept = dtype or source.dtype
+        if kept not in made.dtypes:
+            warn([f"the model is in {kept} and is written in bf16: --dtype fp32 rounds nothing"])
+            kept = "bf16"
         made.check(source, kept)
         files = made.write(source, out, kept, verify=verify)
         if out.suffix != ".gguf":

@@ -40,11 +40,12 @@ def export_adapter(
     config: AdapterConfig,
     read: Callable[[Param], np.ndarray],
     tokenizer: Tokenizer | Path | None = None,
+    check: Callable[[Path], None] | None = None,
     **origin: Any,
 ) -> list[str]:
     """Write a directory that peft loads; returns the names of its files.
 
-    read: a parameter of the adapters' table in its shape, F32 or BF16. tokenizer: as of
+    read: a parameter of the adapters' table in its shape, F32 or BF16. tokenizer, check: as of
     export_model. origin: made, run and base, as run_record has them. LlmqError where the disk is
     full or refuses.
     """
@@ -73,6 +74,8 @@ def export_adapter(
         kept |= {"eos_token_ids": model.eos_token_ids} if model.eos_token_ids else {}
         write_json(staging / RUN_FILE, run_record(**origin) | kept | {"sha256": sums})
         save_tokenizer(staging, model, tokenizer)
+        if check is not None:
+            check(staging)
         return sorted(path.name for path in staging.iterdir())
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.coded.matrix import CodedMatrix, Stored, stored_values, take
+from llmq.checkpoint.safetensors_file import NUMPY_DTYPES
 
 _STATE = ".quant_state.bitsandbytes__"
 
@@ -49,8 +50,9 @@ def _matrix(name: str, tensors: Mapping[str, Stored], state: Stored) -> CodedMat
             offset = np.float32(known["nested_offset"])
             scales = levels[scales] * groups[of_scale] + offset
         levels = stored_values(tensors[f"{name}.quant_map"]).astype(np.float32)
-        whole = (scales.size * block, 2 * prod(codes.shape), levels.size)
-        if whole != (-(-prod(shape) // block) * block, prod(shape), 16) or block % 2:
+        size = NUMPY_DTYPES[codes.dtype].itemsize
+        whole = (scales.size * block, 2 * prod(codes.shape) * size, levels.size)
+        if whole != (-(-prod(shape) // block) * block, prod(shape), 16) or block % (2 * size):
             raise ValueError(f"sizes {shape}, {codes.shape}, {scales.shape}, {levels.shape}")
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise LlmqError(f"'{codes.path}': the codes of {name} are damaged ({error!r})") from error
@@ -58,7 +60,8 @@ def _matrix(name: str, tensors: Mapping[str, Stored], state: Stored) -> CodedMat
     def decode(start: int, stop: int) -> np.ndarray:
         columns = prod(shape[1:])
         first, last = start * columns // block, -(-stop * columns // block)
-        pairs = stored_values(codes, first * block // 2, min(last * block // 2, prod(codes.shape)))
+        end = min(last * block // 2 // size, prod(codes.shape))
+        pairs = stored_values(codes, first * block // 2 // size, end).view(np.uint8)
         values = np.stack([levels[pairs >> 4], levels[pairs & 15]], axis=-1).reshape(-1)
         values *= np.repeat(scales[first:last], block)[: values.size]
         skipped = start * columns - first * block

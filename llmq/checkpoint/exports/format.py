@@ -13,6 +13,7 @@ from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.state.params import weight_table
 
@@ -62,15 +63,24 @@ class HuggingFace(ExportFormat):
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
         if source.adapters is not None:  # they are small: in the format of the checkpoint
+            check = partial(_verify_adapters, source) if verify in (None, True) else None
             return export_adapter(
                 out, source.model, source.adapters, source.settings, source.read,
-                source.tokenizer, **source.origin,
+                source.tokenizer, check, **source.origin,
             )  # fmt: skip
         origin, kept = source.origin, OPTION_DTYPES[dtype]
         size = kept.itemsize * sum(p.count for slab in source.table for p in slab.params)
         if verify or (verify is None and size <= SMALL):
             origin = origin | {"check": partial(_verify, source, kept)}
         return export_model(out, source.model, source.read, kept, source.tokenizer, **origin)
+
+
+def _verify_adapters(source: Source, folder: Path) -> None:
+    """LlmqError unless a directory of adapters has those of a source."""
+    with AdapterFiles(folder) as files:
+        for param in (param for slab in source.table for param in slab.params):
+            if not np.array_equal(files.read(param), source.read(param)):
+                raise LlmqError(f"{param.name} is not what was written: write it again")
 
 
 def _verify(source: Source, dtype: DType, folder: Path) -> None:

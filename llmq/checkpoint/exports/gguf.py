@@ -314,7 +314,7 @@ def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
     if tensor.kind == "BF16":
         import ml_dtypes
 
-        return rows.astype(ml_dtypes.bfloat16).view(np.uint8)
+        return np.ascontiguousarray(rows.astype(ml_dtypes.bfloat16, copy=False)).view(np.uint8)
     rows = rows.astype(np.float32)
     with np.errstate(over="ignore"):
         found = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[tensor.kind])

@@ -38,10 +38,10 @@ from llmq.state.params import Param, Slab, weight_table
 class Source:
     """A model, or adapters of it, and what is known of them.
 
-    name: for people. read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16" or
-    "fp32", that in which it is written if nobody asks for another. tokenizer: as of export_model.
-    adapters, settings: None where it is a whole model. origin: as run_record has it. manifest: of
-    the checkpoint, None where it is none, and its step; folder: of the model or the adapters else.
+    name: for people. read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16", "fp32"
+    or "fp16", that in which it is written if nobody asks for another. tokenizer: as of
+    export_model. adapters, settings: None where it is a whole model. origin: as run_record has it.
+    manifest, step: of the checkpoint; folder: of the model or the adapters, where it is none.
     """
 
     name: str
@@ -99,7 +99,7 @@ def _model(name: str, directory: Path) -> Iterator[Source]:
             name=name,
             model=model,
             read=weights.read,
-            dtype=weights.dtype.replace("fp16", "bf16"),
+            dtype=weights.dtype,
             tokenizer=_with_tokenizer(directory),
             origin=_noted(directory),
             folder=directory,
@@ -140,7 +140,7 @@ def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
             name=directory.resolve().name,
             model=model.ending_at(files.ends),
             read=files.read,
-            dtype=files.dtype.replace("fp16", "bf16"),
+            dtype=files.dtype,
             tokenizer=_with_tokenizer(tokenizer_folder(directory, folder)),
             adapters=adapters,
             settings=files.config,
@@ -162,7 +162,7 @@ def _merged(directory: Path, base: str | None) -> Iterator[Source]:
                 name=directory.resolve().name,
                 model=merged,
                 read=read,
-                dtype=weights.dtype.replace("fp16", "bf16"),
+                dtype=weights.dtype,
                 tokenizer=_with_tokenizer(tokenizer_folder(directory, folder)),
                 origin={"made": noted_tokenizer(directory) or noted_tokenizer(folder)},
                 folder=directory,
