@@ -10,7 +10,7 @@ import pytest
 from llmq.arch.common import ignored_fields
 from llmq.arch.experts import Experts
 from llmq.arch.model_config import ModelConfig
-from llmq.arch.rope_family import RopeScaling
+from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 from llmq.options.options_io import make_config
 from llmq.options.presets import PRESETS, preset
@@ -539,8 +539,8 @@ def test_weights_of_transformers_have_our_shapes(name):
         (LLAMA32_1B, {"eos_token_id": "</s>"}, "eos_token_id must be one id"),
         (
             LLAMA32_1B,
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_scaling.rope_type: 'dynamic'",
+            {"rope_scaling": {"type": "axial", "factor": 2.0}},
+            "rope_scaling.rope_type: 'axial'",
         ),
         (LLAMA32_1B, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         (
@@ -551,8 +551,8 @@ def test_weights_of_transformers_have_our_shapes(name):
         (LLAMA32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         (
             QWEN3_06B,
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
-            "rope_parameters.rope_type: 'yarn'",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}},
+            "beta_slow must be positive and at most beta_fast, got 1.0 and 0.5",
         ),
         (
             QWEN3_06B,
@@ -571,10 +571,10 @@ def test_weights_of_transformers_have_our_shapes(name):
         (
             PHI3_MINI,
             {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
-            "rope_scaling.rope_type: 'longrope' is not supported, only default",
+            "rope_scaling: short_factor must be 48 positive numbers, got 1 values",
         ),
-        (PHI3_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only default"),
-        (PHI3_MINI, {"partial_rotary_factor": 0.75}, "partial_rotary_factor: 0.75"),
+        (PHI3_MINI, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "only default, longrope"),
+        (PHI3_MINI, {"partial_rotary_factor": 0.7}, "partial_rotary_factor: 0.7 of 96 channels"),
         (GEMMA3_1B, {"hidden_activation": "gelu"}, "hidden_activation: 'gelu' is not supported"),
         (GEMMA3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
         (GEMMA3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention: True"),
@@ -660,7 +660,7 @@ def test_layers_of_gemma3():
     """Files of transformers 4 say which layers have a window in two ways, 5 has RoPE by kind."""
     model = ModelConfig.from_hf(GEMMA3_1B)
     assert [i for i, window in enumerate(model.windowed_layers) if not window] == [5, 11, 17, 23]
-    assert model.rope_of(0) == (1e4, None, 1) and model.rope_of(5) == (1e6, None, 1)
+    assert model.rope_of(0) == (1e4, None, 1, 256) and model.rope_of(5) == (1e6, None, 1, 256)
     kinds = ["sliding_attention"] * 25 + ["full_attention"]
     uneven = ModelConfig.from_hf(GEMMA3_1B | {"layer_types": kinds})
     assert uneven.windowed_layers == (True,) * 25 + (False,)
@@ -675,7 +675,7 @@ def test_layers_of_gemma3():
     new = {name: value for name, value in GEMMA3_1B.items() if name not in old}
     model = ModelConfig.from_hf(new | {"rope_parameters": rope})
     stretched = RopeScaling(kind="linear", factor=8.0)
-    assert model.rope_of(0) == (3e4, None, 1) and model.rope_of(5) == (2e6, stretched, 1)
+    assert model.rope_of(0)[:2] == (3e4, None) and model.rope_of(5)[:2] == (2e6, stretched)
     assert model.layer_kinds == {0: 22, 5: 4}
     assert model.with_layers([0, 5, 0]).windowed_layers == (True, False, True)
     bare = ModelConfig.from_hf(new)

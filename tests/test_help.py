@@ -52,7 +52,8 @@ def test_help_shows_all_of_every_option(name, columns, capsys, monkeypatch):
     if name in ("train", TRAIN):
         titles = re.findall(r"^(\w.*):$", out, re.MULTILINE)
         assert titles[:3] == ["Options", "Model", "Data and shape"]
-        assert titles[-2:] == [OPTIONS[n].group for n in ("hidden_size", "lora_rank")]
+        last = ("hidden_size", "max_positions", "lora_rank")
+        assert titles[-3:] == [OPTIONS[name].group for name in last]
 
 
 @pytest.mark.parametrize("name", [*OF_RUNS, TRAIN])

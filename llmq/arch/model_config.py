@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmq.arch import architecture, read_fields
 from llmq.arch.common import Architecture
 from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
-from llmq.arch.rope_family import RopeScaling
+from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 
 VOCAB_PADDING = 64
@@ -25,6 +25,15 @@ _SIZES = (
 
 _MAX_SIZE = 2**31 - 1  # of ids and positions, which are int32
 _MAX_LAYERS = 1 << 16
+
+
+class Rope(NamedTuple):
+    """Base, stretching, length of the table's rows, and channels of a head that are rotated."""
+
+    theta: float
+    scaling: RopeScaling | None
+    length: float
+    channels: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +76,8 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies, None: none."""
+    partial_rotary_factor: float = 1.0
+    """Part of a head's channels that is rotated: the first ones."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
     query_pre_attn_scalar: int | None = None
@@ -129,17 +140,32 @@ class ModelConfig:
             return None
         return pad % vocab
 
-    def rope_of(self, layer: int) -> tuple[float, RopeScaling | None, float] | None:
-        """Base and stretching of the rotary frequencies in a layer, and the length of its table's
-        rows, which makes scores what query_pre_attn_scalar says; None without RoPE.
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that positions are known for."""
+        grows = self.rope_scaling is not None and self.rope_scaling.kind == "dynamic"
+        return int(self.max_positions * (self.rope_scaling.factor if grows else 1))
+
+    def rope_of(self, layer: int) -> Rope | None:
+        """The rotary frequencies in a layer; None without RoPE.
+
+        length: of the table's rows, which makes scores what query_pre_attn_scalar and the scaling
+        say; where only a part is rotated, there is no query_pre_attn_scalar.
         """
         if self.positions != "rope":
             return None
         length = (self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.25
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
         if windowed and self.local_rope_theta is not None:
-            return self.local_rope_theta, None, length
-        return self.rope_theta, self.rope_scaling, length
+            return Rope(self.local_rope_theta, None, length, self.rotary_dim)
+        if self.rope_scaling is not None:
+            length *= self.rope_scaling.attention(self.max_positions)
+        return Rope(self.rope_theta, self.rope_scaling, length, self.rotary_dim)
 
     @property
     def qkv_channels(self) -> int:
@@ -242,18 +268,14 @@ class ModelConfig:
         scalar = self.query_pre_attn_scalar
         if scalar is not None and scalar <= 0:
             raise ConfigError(f"model query_pre_attn_scalar: must be positive, got {scalar}")
-        scaling = self.rope_scaling
-        if scaling is not None:
-            if scaling.kind not in ("llama3", "linear"):
-                raise ConfigError(f"model rope_scaling: kind {scaling.kind!r} is not supported")
-            if not 1 <= scaling.factor < math.inf:
-                raise ConfigError(f"model rope_scaling: factor must be >= 1, got {scaling.factor}")
-            low, high = scaling.low_freq_factor, scaling.high_freq_factor
-            if scaling.kind == "llama3" and not 0 < low < high:
-                raise ConfigError(
-                    "model rope_scaling: low_freq_factor must be positive and less than "
-                    f"high_freq_factor, got {low} and {high}"
-                )
+        part = self.partial_rotary_factor
+        if not 0 < part <= 1 or (part < 1 and self.rotary_dim % 16):
+            raise ConfigError(
+                f"model partial_rotary_factor: {part} of {self.head_dim} channels must be a "
+                "multiple of 16 of them"
+            )
+        if self.rope_scaling is not None:
+            self.rope_scaling.check(self.rotary_dim // 2)
         windows = self.windowed_layers
         if windows is not None and len(windows) != self.num_layers:
             raise ConfigError(

@@ -6,10 +6,11 @@ from typing import Any
 
 from llmq.arch.common import GgufKind
 from llmq.arch.rope_family import RopeFamily
+from llmq.arch.rope_scaling import FIRST
 
 
 class Phi3(RopeFamily):
-    """Without biases or stretched positions; its window is that of all layers."""
+    """Without biases; its window is that of all layers."""
 
     name = "Phi3ForCausalLM"
     model_type = "phi3"
@@ -18,7 +19,8 @@ class Phi3(RopeFamily):
     kv_heads_may_lack = True
     norm_eps = 1e-5
     windowed = True
-    rope_kinds = ()
+    rope_kinds = ("longrope",)
+    partial_rotary = True
     bos_token_id = 1
     eos_token_id = 32000
     pad_token_id = 32000
@@ -29,6 +31,7 @@ class Phi3(RopeFamily):
     gate_first = True
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With the window, and no positions beyond those of the first training."""
-        first = {"original_max_position_embeddings": model.max_positions}
+        """With the window, and the length of the first training beside what stretches it."""
+        scaling = model.rope_scaling
+        first = {FIRST: (scaling and scaling.original_max_positions) or model.max_positions}
         return super().write_sizes(model) | first | {"sliding_window": model.sliding_window}

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from llmq.arch.common import Architecture, get, reject, size
+from llmq.arch.rope_scaling import FIRST, KINDS, read_scaling
 from llmq.base.errors import ConfigError
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 """config.json's layer_types."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the length of the first training."""
-
-    kind: str
-    """'llama3' (by wavelength; uses the last three fields) or 'linear' (positions / factor)."""
-    factor: float
-    """Stretch factor, at least 1."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_positions / low_freq_factor are stretched fully."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
-    original_max_positions: int = 8192
-    """llama3: sequence length before stretching, in tokens."""
 
 
 class RopeFamily(Architecture):
@@ -40,8 +24,10 @@ class RopeFamily(Architecture):
     """sliding_window of the config is that of all layers."""
     sliding_window: int | None = None
     """It holds if the config does not say."""
-    rope_kinds: tuple[str, ...] = ("linear", "llama3")
+    rope_kinds: tuple[str, ...] = tuple(KINDS)
     """How positions may be stretched."""
+    partial_rotary = False
+    """A part of a head's channels may be rotated alone."""
     modules: Mapping[str, tuple[str, ...]] = {
         "embed": ("model.embed_tokens",),
         "ln1": ("model.layers.{}.input_layernorm",),
@@ -73,7 +59,6 @@ class RopeFamily(Architecture):
         lacks = self.kv_heads_may_lack and hf.get("num_key_value_heads") is None
         kv_heads = heads if lacks else size(hf, "num_key_value_heads")
         attention_bias = get(hf, "attention_bias", bool, None) or False
-        theta, scaling = read_rope(hf, self.rope_kinds)
         return {
             "hidden_size": hidden,
             "intermediate_size": size(hf, "intermediate_size"),
@@ -84,8 +69,7 @@ class RopeFamily(Architecture):
             "max_positions": max_positions,
             **self.read_windows(hf),
             "norm_eps": get(hf, "rms_norm_eps", float, self.norm_eps),
-            "rope_theta": theta,
-            "rope_scaling": scaling,
+            **read_rope(hf, self.rope_kinds, partial=self.partial_rotary),
             "tied_embeddings": get(hf, "tie_word_embeddings", bool, False),
             **self.kinds(
                 attention_bias, self.mlp_bias is None and get(hf, "mlp_bias", bool, False)
@@ -114,21 +98,15 @@ class RopeFamily(Architecture):
         stretched = model.rope_scaling is not None
         if stretched and model.rope_scaling.kind not in self.rope_kinds:
             return super().fixed(model) | {"rope_scaling": None}
-        return super().fixed(model)
+        whole = {} if self.partial_rotary else {"partial_rotary_factor": 1.0}
+        return super().fixed(model) | whole
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """Sizes, rotary positions and biases."""
-        scaling = model.rope_scaling
-        rope: dict[str, Any] | None = None
-        if scaling is not None:
-            rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling is not None and scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-        theta = model.rope_theta
+        rope = None if model.rope_scaling is None else model.rope_scaling.write()
+        theta, part = model.rope_theta, {}
+        if self.partial_rotary:
+            part = {"partial_rotary_factor": model.partial_rotary_factor}
         fields = {
             "hidden_size": model.hidden_size,
             "intermediate_size": model.intermediate_size,
@@ -142,7 +120,8 @@ class RopeFamily(Architecture):
             "attention_dropout": 0.0,
             "rope_theta": theta,
             "rope_scaling": rope,
-            "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": theta},
+            "rope_parameters": {"rope_type": "default", **(rope or {}), "rope_theta": theta} | part,
+            **part,
         }
         if self.qkv_bias is None:
             fields["attention_bias"] = model.qkv_bias
@@ -164,35 +143,29 @@ def layers_by_type(hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
     return tuple(kind == WINDOWED for kind in kinds)
 
 
-def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling: rope_theta and rope_scaling (transformers 4), or rope_parameters (5).
+def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -> dict[str, Any]:
+    """Base, scaling and rotated part: of rope_theta and rope_scaling (transformers 4), or of
+    rope_parameters (5). If both are given, rope_scaling wins, as it does in transformers 5.
 
-    If both are given, rope_scaling wins, as it does in transformers 5.
+    partial: whether only a part of the channels may be rotated.
     """
     outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = {f"{outer}.{name}": value for name, value in (get(hf, outer, dict, None) or {}).items()}
+    inner = get(hf, outer, dict, None) or {}
+    rope = {f"{outer}.{name}": value for name, value in inner.items()}
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise ConfigError(f"config.json: {nested[0]}: parameters per layer type are not supported")
-    reject(hf, "partial_rotary_factor", 1, None)
-    reject(rope, f"{outer}.partial_rotary_factor", 1, None)
+    if not partial:
+        reject(hf, "partial_rotary_factor", 1, None)
+        reject(rope, f"{outer}.partial_rotary_factor", 1, None)
+    part = get(hf, "partial_rotary_factor", float, None)
+    part = get(rope, f"{outer}.partial_rotary_factor", float, part)
     theta = get(hf, "rope_theta", float, 10000.0)
     theta = get(rope, f"{outer}.rope_theta", float, theta)
-
-    kind = rope.get(f"{outer}.rope_type", rope.get(f"{outer}.type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind not in kinds:
-        known = ", ".join(("default", *kinds))
-        raise ConfigError(
-            f"config.json: {outer}.rope_type: {kind!r} is not supported, only {known}"
-        )
-    if kind == "linear":
-        return theta, RopeScaling(kind=kind, factor=get(rope, f"{outer}.factor", float))
-    return theta, RopeScaling(
-        kind=kind,
-        factor=get(rope, f"{outer}.factor", float),
-        low_freq_factor=get(rope, f"{outer}.low_freq_factor", float),
-        high_freq_factor=get(rope, f"{outer}.high_freq_factor", float),
-        original_max_positions=size(rope, f"{outer}.original_max_position_embeddings"),
-    )
+    longest = size(hf, "max_position_embeddings")
+    first = size(hf, FIRST) if FIRST in hf else longest
+    return {
+        "rope_theta": theta,
+        "rope_scaling": read_scaling(inner, outer, kinds, longest, first),
+        "partial_rotary_factor": 1.0 if part is None else part,
+    }

@@ -1,11 +1,13 @@
 // rope.cu -- rotary position embedding of every query and key head of the packed QKV activation.
 //
-//   forward    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)   for the pairs (d, d + Hd/2)
+//   forward    (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)   for the pairs (d, d + ROTARY/2)
+//              of the first ROTARY channels, then, by angles of 0, for those of the other channels
 //   backward   the same with -sin
 //   fused      backward, and of its result the sums over tokens and the FP8 codes, if wanted
 //
 // Data     qkv, d_qkv: T (tokens, Hq + 2 Hkv, HEAD_DIM), value heads last and not changed; table:
-//          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned, HEAD_DIM % 16 == 0.
+//          F32 (positions, HEAD_DIM / 2, 2), cos and sin. 16-byte aligned, HEAD_DIM and ROTARY
+//          multiples of 16.
 //          Token i has position first_position + i % seq_length, less starts[i] with DOCUMENTS = 1:
 //          starts: I32 (tokens), the first position of each one's document; else null.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |d_qkv|, as stored, value heads
@@ -31,7 +33,17 @@
 constexpr int N = Vec<T>::N;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int HALF_VECTORS = HALF / N;
+constexpr bool PARTIAL = ROTARY < HEAD_DIM;
 constexpr int BLOCKS_ON_SM = sizeof(T) == 2 ? 3 : 2;  // that the fused kernel's registers do for
+
+// The first channel of pair d of a head; neighbours, in steps that ROTARY / 2 is a multiple of.
+__device__ __forceinline__ u32 first_of(u32 pair) {
+    return PARTIAL && pair >= ROTARY / 2 ? pair + ROTARY / 2 : pair;
+}
+// How far the second one lies behind it.
+__device__ __forceinline__ u32 behind(u32 pair) {
+    return !PARTIAL ? HALF : pair < ROTARY / 2 ? ROTARY / 2 : HALF - ROTARY / 2;
+}
 
 // Of COUNT neighbouring pairs.
 template <int COUNT> struct Angles {
@@ -66,23 +78,23 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
     const u32 loaded = VALUES ? all : heads;
     const u32 chunks = (loaded + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
     const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const u32 column = thread % HALF_VECTORS * N;
+    const u32 pair = thread % HALF_VECTORS * N, second = behind(pair);
     const u32 chunk = thread / HALF_VECTORS % chunks, token = thread / HALF_VECTORS / chunks;
     if (token >= tokens) { return 0; }
 
     // The heads chunk, chunk + chunks, ...: neighbouring threads work on neighbouring heads.
-    T* const first = qkv + (i64)token * all * HEAD_DIM + column;
+    T* const first = qkv + (i64)token * all * HEAD_DIM + first_of(pair);
     Vec<T> x1[HEADS_PER_THREAD], x2[HEADS_PER_THREAD];
 #pragma unroll
     for (int j = 0; j < HEADS_PER_THREAD; ++j) {
         const u32 head = chunk + j * chunks;
         if (head < loaded) {
             x1[j] = load_vec(first + head * HEAD_DIM);
-            x2[j] = load_vec(first + head * HEAD_DIM + HALF);
+            x2[j] = load_vec(first + head * HEAD_DIM + second);
         }
     }
     const i64 position = first_position + token % seq_length - (DOCUMENTS ? starts[token] : 0);
-    const f32* angles = table + (position * HALF + column) * 2;
+    const f32* angles = table + (position * HALF + pair) * 2;
     Angles<N> turn;
     turn.load<BACKWARD>(angles);
     u32 largest = 0;
@@ -97,7 +109,7 @@ __device__ __forceinline__ u32 rotate(T* qkv, const f32* __restrict__ table, i64
                 x2[j][k] = from_f32<T>(turn.second(k, a, b));
             }
             store_vec(first + head * HEAD_DIM, x1[j]);
-            store_vec(first + head * HEAD_DIM + HALF, x2[j]);
+            store_vec(first + head * HEAD_DIM + second, x2[j]);
         }
         if (head < loaded) { largest = max(largest, max(abs_max_bits(x1[j]), abs_max_bits(x2[j]))); }
     }
@@ -169,8 +181,10 @@ constexpr bool SAME_ANGLES = TILE_QUADS % HALF_QUADS == 0;  // in all tiles side
 
 // The column of d_qkv where this quad of all first halves begins.
 __device__ __forceinline__ i32 quad_column(u32 quad) {
-    return quad / HALF_QUADS * HEAD_DIM + quad % HALF_QUADS * 4;
+    return quad / HALF_QUADS * HEAD_DIM + first_of(quad % HALF_QUADS * 4);
 }
+// How far that of the second halves lies behind it.
+__device__ __forceinline__ i32 quad_behind(u32 quad) { return behind(quad % HALF_QUADS * 4); }
 
 // The codes of a tile, a line of 64 bytes for each column. Column i of quad q is line i * 16 + q:
 // so 8 lanes read 16 bytes each in different banks, 32 lanes write 4 bytes each in 16 of them.
@@ -196,10 +210,11 @@ struct CodeTile {
         const u32 place = threadIdx.x % PLACES, l = threadIdx.x / PLACES, quad = l % TILE_QUADS;
         const i64 row = first_row + place * 16;
         const i32 column = quad_column(first_quad + quad) + l / TILE_QUADS;
+        const i32 second = quad_behind(first_quad + quad);
         if (row < tokens && column < columns) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                *reinterpret_cast<uint4*>(transposed + (column + half * HALF) * tokens + row) =
+                *reinterpret_cast<uint4*>(transposed + (column + half * second) * tokens + row) =
                     line[half][l][place ^ quad / 2 % PLACES];
             }
         }
@@ -225,11 +240,12 @@ struct alignas(16) SumTile {
     // By LINES threads: the sums over all tokens, to partial[column].
     __device__ __forceinline__ void store(f32* partial, u32 first_quad, i32 columns) const {
         const u32 l = threadIdx.x % LINES;
-        const i32 column = quad_column(first_quad + l / 4 % TILE_QUADS) + l % 4;
+        const u32 quad = first_quad + l / 4 % TILE_QUADS;
+        const i32 column = quad_column(quad) + l % 4, half = l / (4 * TILE_QUADS);
         float total = sum[0][l];
 #pragma unroll
         for (int w = 1; w < WARPS; ++w) { total += sum[w][l]; }
-        if (column < columns) { partial[column + l / (4 * TILE_QUADS) * HALF] = total; }
+        if (column < columns) { partial[column + half * quad_behind(quad)] = total; }
     }
 };
 
@@ -273,7 +289,8 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
 
     // Begins to copy this thread's quads of tile t, which take no registers on the way.
     const auto fetch = [&](i32 t) {
-        const i32 column = quad_column(t * TILE_QUADS + threadIdx.x % TILE_QUADS);
+        const u32 quad = t * TILE_QUADS + threadIdx.x % TILE_QUADS;
+        const i32 column = quad_column(quad), second = quad_behind(quad);
         const int there = column < columns ? (i32)tokens - row : 0;  // rows, of 4
         const T* from = d_qkv + (there > 0 ? (i64)row * columns + column : 0);
 #pragma unroll
@@ -281,7 +298,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
             const T* place = from + (i64)(i < there ? i : 0) * columns;  // may be read in any case
             const auto to = [&](int j) { return shared_address(&shared.arriving[j][threadIdx.x]); };
             cp_async_cached<sizeof(Quad)>(to(2 * i), place, i < there);
-            cp_async_cached<sizeof(Quad)>(to(2 * i + 1), place + HALF, i < there);
+            cp_async_cached<sizeof(Quad)>(to(2 * i + 1), place + second, i < there);
         }
         cp_async_commit();
     };
@@ -291,6 +308,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
     for (i32 t = first_tile; t < end; ++t) {
         const u32 quad = t * TILE_QUADS + threadIdx.x % TILE_QUADS;
         const i32 column = quad_column(quad), head = quad / HALF_QUADS;
+        const i32 second = quad_behind(quad);
         const int there = head < all ? (i32)tokens - row : 0;
         const i64 at = (i64)row * columns + column;
         if (!SAME_ANGLES || t == first_tile) {
@@ -299,7 +317,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
             for (int i = 0; i < 4; ++i) {
                 const i32 start = DOCUMENTS && row + i < tokens ? starts[row + i] : 0;
                 const i64 row_of_table = position - start;
-                turn[i].load<true>(table + (row_of_table * HALF + column % HEAD_DIM) * 2);
+                turn[i].load<true>(table + (row_of_table * HALF + quad % HALF_QUADS * 4) * 2);
                 if (++position == seq_length) { position = 0; }
             }
         }
@@ -318,7 +336,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
                 if (!FP8 && i < there) {
                     T* place = out + at + (i64)i * columns;
                     *reinterpret_cast<Quad*>(place) = y1[i];
-                    *reinterpret_cast<Quad*>(place + HALF) = y2[i];
+                    *reinterpret_cast<Quad*>(place + second) = y2[i];
                 }
             }
         }
@@ -348,7 +366,7 @@ rope_backward_fused(T* out, const T* d_qkv, f32* __restrict__ partial,
             if (CODES && there > 0) {
                 u32* place = reinterpret_cast<u32*>(codes + at + (i64)i * columns);
                 place[0] = codes1[i];
-                place[HALF / 4] = codes2[i];
+                place[second / 4] = codes2[i];
             }
         }
         const u32 which = t % 2;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import Protocol
@@ -48,6 +49,7 @@ ROPE_BACKWARD_FUSED = Kernel(
 
 THREADS = 128
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 16, 256  # a half head is a number of vectors
+CHANNEL_MULTIPLE = 16  # likewise, of the channels that are rotated
 HEADS_PER_THREAD = 4  # share one load of the angles
 FUSED_THREADS = 256
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of the fused kernel: tokens of a block, features of a tile
@@ -56,14 +58,19 @@ BLOCK_TILES = 2  # at most, side by side; share one load of the angles
 
 
 class Scaling(Protocol):
-    """The fields of a RopeScaling that make_table reads, see llmq.arch.rope_family for the
+    """The fields of a RopeScaling that make_table reads, see llmq.arch.rope_scaling for the
     meanings."""
 
     kind: str
-    factor: float
+    factor: float | None
+    original_max_positions: int
     low_freq_factor: float
     high_freq_factor: float
-    original_max_positions: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
 
 
 def _llama3(inv_freq: np.ndarray, scaling: Scaling) -> np.ndarray:
@@ -79,18 +86,54 @@ def _llama3(inv_freq: np.ndarray, scaling: Scaling) -> np.ndarray:
     return np.where(~(wavelength < positions / high) & ~too_long, mixed, stretched)
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None) -> np.ndarray:
-    """F32 (Hd/2,): theta^(-2i / Hd), stretched as the model asks; angle per position."""
-    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+def _yarn(power: np.ndarray, theta: float, channels: int, scaling: Scaling) -> np.ndarray:
+    """Leave alone what turns often within the first length, stretch what turns rarely, and mix in
+    between; F32 steps as in transformers."""
+
+    def turns(number: float) -> float:
+        """The place, counted in channels, of the frequency that has so many turns."""
+        ratio = math.log(scaling.original_max_positions / (number * 2 * math.pi))
+        return channels * ratio / (2 * math.log(theta))
+
+    low, high = turns(scaling.beta_fast), turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, channels - 1)
+    high += 0.001 if low == high else 0
+    place = np.arange(channels // 2, dtype=np.float32)
+    alone = 1 - np.clip((place - np.float32(low)) / np.float32(high - low), 0, 1)
+    stretched = 1 / (np.float32(scaling.factor) * power)
+    return stretched * (1 - alone) + 1 / power * alone
+
+
+def inverse_frequencies(
+    channels: int, theta: float, scaling: Scaling | None, positions: int = 0
+) -> np.ndarray:
+    """F32 (channels/2,): theta^(-2i / channels), stretched as the model asks; angle per position.
+
+    positions: of the sequences, for what depends on their length.
+    """
+    if scaling is not None and scaling.kind == "dynamic":
+        first = scaling.original_max_positions
+        ratio = np.float32(scaling.factor * max(positions, first)) / np.float32(first)
+        growth = float(ratio - np.float32(scaling.factor - 1)) ** (channels / (channels - 2))
+        theta = float(np.float32(theta) * np.float32(growth))
+    exponent = np.arange(0, channels, 2, dtype=np.float32) / np.float32(channels)
     # torch raises to the power in F32, and mostly gets the F64 result rounded to F32.
     power = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
     inv_freq = 1 / power
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return inv_freq
     if scaling.kind == "llama3":
         return _llama3(inv_freq, scaling)
     if scaling.kind == "linear":
         return inv_freq / np.float32(scaling.factor)
+    if scaling.kind == "yarn":
+        return _yarn(power, theta, channels, scaling)
+    if scaling.kind == "longrope":
+        long = positions > scaling.original_max_positions
+        factors = scaling.long_factor if long else scaling.short_factor
+        return 1 / (np.array(factors, np.float32) * power)
     raise ValueError(f"rope.make_table: scaling kind {scaling.kind!r} is unknown")
 
 
@@ -101,15 +144,20 @@ def make_table(
     theta: float,
     scaling: Scaling | None,
     length: float = 1.0,
+    channels: int | None = None,
 ) -> np.ndarray:
     """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency, times length.
 
     The angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
-    length: of what a query or key of length 1 becomes. Read-only.
+    length: of what a query or key of length 1 becomes. channels: of a head that are rotated, None:
+    all; the other pairs have the angle 0 and the length 1. Read-only.
     """
-    inv_freq = inverse_frequencies(head_dim, theta, scaling)
+    channels = head_dim if channels is None else channels
+    inv_freq = inverse_frequencies(channels, theta, scaling, num_positions)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)
-    table = (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * length).astype(np.float32)
+    table = np.zeros((num_positions, head_dim // 2, 2), np.float32)
+    table[:, : channels // 2] = np.stack([np.cos(angle), np.sin(angle)], axis=-1) * length
+    table[:, channels // 2 :, 0] = 1
     table.setflags(write=False)
     return table
 
@@ -136,9 +184,16 @@ def _check(
     num_kv_heads: int,
     first_position: int,
     starts: Tensor | None,
+    channels: int | None,
 ) -> None:
     B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
+    if (channels is not None and not 0 < channels <= head_dim) or (
+        channels or 0
+    ) % CHANNEL_MULTIPLE:
+        raise ValueError(
+            f"{op}: channels must be a multiple of {CHANNEL_MULTIPLE} up to {head_dim}: {channels}"
+        )
     positions = T + first_position
     if not table.shape or table.shape[0] < positions:
         raise ValueError(f"{op}: table must have at least {positions} rows, got {table.shape}")
@@ -147,9 +202,10 @@ def _check(
         expect(op, "starts", starts, I32, (B, T))
 
 
-def _consts(head_dim: int, starts: Tensor | None) -> dict[str, int]:
+def _consts(head_dim: int, starts: Tensor | None, channels: int | None) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
+        "ROTARY": head_dim if channels is None else channels,
         "HEADS_PER_THREAD": HEADS_PER_THREAD,
         "DOCUMENTS": int(starts is not None),
     }
@@ -171,8 +227,9 @@ def forward(
     num_kv_heads: int,
     first_position: int = 0,
     starts: Tensor | None = None,
+    channels: int | None = None,
 ) -> None:
-    """Rotate each query and key head in place, pairs (d, d + Hd/2) as in HF (rotate-half).
+    """Rotate each query and key head in place, pairs (d, d + R/2) as in HF (rotate-half).
 
     The angles are those of position first_position + t - starts[b, t].
 
@@ -181,15 +238,17 @@ def forward(
         table   in     F32 (P,Hd/2,2)        make_table; P >= first_position + T
         starts  in     I32 (B,T) or None     where each one's document starts, 0 <= starts <= t;
                                              None: 0
+        channels  R: the first channels of a head, which alone are rotated; a multiple of 16; None:
+                  all. The others come in pairs too, of which the table has the angles 0, last.
 
     Cost:    one read and one write of the query and key heads; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.forward"
-    _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts)
+    _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts, channels)
     B, T, _, head_dim = qkv.shape
     args = (qkv, table, B * T, T, num_heads, num_kv_heads, first_position, starts)
-    consts = _consts(head_dim, starts) | abs_max_consts(op, None)
+    consts = _consts(head_dim, starts, channels) | abs_max_consts(op, None)
     _launch(dev, ROPE_FORWARD, num_heads + num_kv_heads, args, consts)
 
 
@@ -201,6 +260,7 @@ def backward(
     num_kv_heads: int,
     starts: Tensor | None = None,
     *,
+    channels: int | None = None,
     abs_max: Tensor | None = None,
     d_bias: Accumulator | None = None,
     fp8: Fp8Out | None = None,
@@ -223,10 +283,10 @@ def backward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.backward"
-    _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0, starts)
+    _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0, starts, channels)
     B, T, all_heads, head_dim = d_qkv.shape
     sizes = (B * T, T, num_heads, num_kv_heads, starts)
-    consts = _consts(head_dim, starts) | abs_max_consts(op, abs_max)
+    consts = _consts(head_dim, starts, channels) | abs_max_consts(op, abs_max)
     if d_bias is None and fp8 is None:
         heads = num_heads + num_kv_heads if abs_max is None else all_heads
         args = (d_qkv, table, *sizes, abs_max)

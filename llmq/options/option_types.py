@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
 import operator
@@ -63,6 +64,7 @@ QUANTIZED = ("e4m3", "int8", "nf4")
 """Formats of --base-dtype in which weights are codes with scales."""
 
 SIZES_GROUP = "Own sizes of a new model, instead of those of --model"
+POSITIONS_GROUP = "Positions, instead of those of --model"
 ADAPTERS_GROUP = "Adapters (LoRA)"
 LOSS_GROUP = "Loss"
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo")  # losses of pairs of answers
@@ -295,6 +297,24 @@ def numbers_of(texts: Iterable[str], kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((pattern, kind(number)) for pattern, _, number in pairs)
 
 
+def parse_rope(value: Any) -> str:
+    """KIND:FACTOR and NAME=NUMBER behind commas, JSON, or a mapping, as rope_parameters of
+    config.json; none. Returns JSON. ValueError otherwise."""
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    text = parse_str(value)
+    if text.startswith("{"):
+        return json.dumps(json.loads(text))
+    first, *more = text.split(",")
+    kind, colon, factor = first.partition(":")
+    pairs = [each.partition("=") for each in more]
+    if not all(name and number for name, _, number in pairs):
+        raise ValueError(f"expected KIND:FACTOR,NAME=NUMBER,..., JSON or none, got {text!r}")
+    found = {"rope_type": "default" if kind == "none" else kind}
+    numbers = ([("factor", factor)] if colon else []) + [(n, number) for n, _, number in pairs]
+    return json.dumps(found | {name: json.loads(number) for name, number in numbers})
+
+
 def texts_of(numbers: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     """Texts of patterns and numbers, as parse_numbers gives them."""
     return tuple(f"{pattern}={number:g}" for pattern, number in numbers)
@@ -406,6 +426,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_targets: "all|q,k,...",
     parse_parts: "PART,...",
     parse_numbers: "PATTERN=N",
+    parse_rope: "KIND:FACTOR",
     parse_vocab_size: "N|auto",
 }
 

@@ -20,6 +20,7 @@ from llmq.options.option_types import (
     LORA_PARTS,
     LORA_TARGETS,
     LOSS_GROUP,
+    POSITIONS_GROUP,
     PREFERENCES,
     QUANTIZED,
     SIZES_GROUP,
@@ -35,6 +36,7 @@ from llmq.options.option_types import (
     parse_parts,
     parse_patterns,
     parse_repeated,
+    parse_rope,
     parse_size,
     parse_switch,
     parse_targets,
@@ -603,9 +605,16 @@ class TrainConfig(Derived):
     )
     head_dim: int | None = option(SIZES_GROUP, None, "Channels of one head", min=1)
     max_positions: int | None = option(
-        SIZES_GROUP, None, "Longest sequence in tokens", alias="max-position-embeddings", min=1
+        POSITIONS_GROUP, None, "Longest sequence in tokens", alias="max-position-embeddings", min=1
     )
-    rope_theta: float | None = option(SIZES_GROUP, None, "Base of the rotary frequencies")
+    rope_theta: float | None = option(POSITIONS_GROUP, None, "Base of the rotary frequencies")
+    rope_scaling: str | None = option(
+        POSITIONS_GROUP,
+        None,
+        "How rotary frequencies are stretched: yarn:4, or the fields of config.json's "
+        "rope_parameters; none: not",
+        parse=parse_rope,
+    )
     tie_embeddings: bool | None = option(
         SIZES_GROUP, None, "Use the embedding matrix as LM head", alias="tie-word-embeddings"
     )

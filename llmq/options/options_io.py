@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ _BEFORE_SIZES = (
 ).split()
 MODEL_ROWS = (
     "arch vocab-size hidden-size ffn-size experts expert-size num-layers tied-word-emb num-heads "
-    "num-kv-heads head-dim max-positions rope-theta"
+    "num-kv-heads head-dim max-positions rope-theta rope-scaling"
 ).split()
 """Rows of [Options] that describe the model."""
 _BEFORE_MODEL = (
@@ -168,6 +169,8 @@ def option_rows(
     rows += [(row, shown.pop(row)) for row in _AFTER_MODEL]
     rows += [("head-dim", model.head_dim), ("max-positions", model.max_positions)]
     rows.append(("rope-theta", model.rope_theta if model.positions == "rope" else "none"))
+    scaling = model.rope_scaling
+    rows.append(("rope-scaling", "none" if scaling is None else json.dumps(scaling.write())))
     return rows + list(shown.items())
 
 

@@ -14,7 +14,7 @@ from llmq.arch.common import ignored_fields
 from llmq.arch.experts import Experts
 from llmq.arch.gemma3 import windowed_but_every
 from llmq.arch.model_config import ModelConfig
-from llmq.arch.rope_family import RopeScaling
+from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 from llmq.base.json_file import read_json
 

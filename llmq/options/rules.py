@@ -322,6 +322,11 @@ REFUSED = (
         text="{flag}: needs --from-scratch: the weights of --model have their own sizes",
     ),
     *refused(
+        "rope_theta rope_scaling",
+        lambda v, o: v is not None and o.wants_adapters and not o.from_scratch,
+        "{flag}: files of adapters cannot say it: change config.json of --model",
+    ),
+    *refused(
         "guard",
         lambda v, o: v == "rollback" and o.ckpt_interval <= 0,
         "--guard: rollback needs --ckpt-interval above 0, to have checkpoints to go back to",
@@ -403,8 +408,26 @@ REFUSED = (
 REFUSED_WITH_MODEL = (
     *refused(
         "seq_len",
-        lambda v, o, model: v > model.max_positions,
-        "--seq-len: {value} exceeds the model's {model.max_positions} positions",
+        lambda v, o, model: v > model.longest,
+        "--seq-len: {value} exceeds the model's {model.longest} positions: --max-positions and "
+        "--rope-scaling give it others",
+    ),
+    *refused(
+        "max_positions",
+        lambda v, o, model: v is not None and not o.from_scratch and model.positions != "rope",
+        "--max-positions: the learned positions of --model have their own number",
+    ),
+    *refused(
+        "max_positions",
+        lambda v, o, model: (
+            v is not None
+            and o.wants_adapters
+            and not o.from_scratch
+            and model.rope_scaling is not None
+            and model.rope_scaling.kind in ("dynamic", "longrope")
+        ),
+        "--max-positions: the model's frequencies depend on it, and files of adapters cannot say "
+        "it: change config.json of --model",
     ),
     *refused(
         "attn_bwd_chunks",

@@ -1,4 +1,5 @@
-"""Own sizes of a new model: the options that change those of a preset, and what follows from them.
+"""Own sizes of a new model, and positions of any: the options that change those of --model, and
+what follows from them.
 
 A size that is not given stays the preset's, except where it follows from one that is given: as many
 key and value heads as query heads where the preset has as many; the head size is the width divided
@@ -8,16 +9,19 @@ makes a multiple of the width stays one.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.rope_scaling import RopeScaling, read_scaling
 from llmq.base.errors import ConfigError
-from llmq.options.option_types import SIZES_GROUP
+from llmq.options.option_types import POSITIONS_GROUP, SIZES_GROUP
 from llmq.options.options import OPTIONS, TrainConfig
 
-SIZES = tuple(name for name, option in OPTIONS.items() if option.group == SIZES_GROUP)
+_GROUPS = (SIZES_GROUP, POSITIONS_GROUP)
+SIZES = tuple(name for name, option in OPTIONS.items() if option.group in _GROUPS)
 """Names of these options, which are those of ModelConfig but for _RENAMED."""
 
 _RENAMED = {"tie_embeddings": "tied_embeddings"}
@@ -37,8 +41,10 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if not given:
         return model
     sizes = {_RENAMED.get(name, name): value for name, value in given.items()}
-    if "rope_theta" in sizes and model.positions != "rope":
-        raise ConfigError("--rope-theta: has no effect, this model's positions are learned")
+    for name in ("rope_theta", "rope_scaling"):
+        if name in sizes and model.positions != "rope":
+            flag = OPTIONS[name].flag
+            raise ConfigError(f"{flag}: has no effect, this model's positions are learned")
     hidden = sizes.setdefault("hidden_size", model.hidden_size)
     heads = sizes.setdefault("num_heads", model.num_heads)
     if model.num_kv_heads == model.num_heads:
@@ -59,6 +65,7 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     if factor is not None and model.intermediate_size == factor * model.hidden_size:
         sizes.setdefault("intermediate_size", factor * hidden)
     longest = sizes.get("max_positions", model.max_positions)
+    sizes["rope_scaling"] = _scaling(model, longest, sizes.get("rope_scaling"))
     if model.sliding_window is not None and model.sliding_window >= longest:
         sizes["sliding_window"] = None
     layers, experts = sizes.get("num_layers", model.num_layers), model.experts
@@ -70,6 +77,21 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
         return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:
         raise ConfigError(_naming_the_flag(str(error))) from None
+
+
+def _scaling(model: ModelConfig, longest: int, text: str | None) -> RopeScaling | None:
+    """The stretching in a model with so many positions. text: of --rope-scaling; None: as the
+    model has it."""
+    own = model.rope_scaling
+    if text is None:
+        grows = own is not None and own.kind == "dynamic"
+        return replace(own, original_max_positions=longest) if grows else own
+    first = model.max_positions if own is None else own.original_max_positions
+    try:
+        return read_scaling(json.loads(text), "of", model.arch.rope_kinds, longest, first)
+    except ConfigError as error:
+        message = str(error).replace("config.json: of.", "").replace("of.", "")
+        raise ConfigError(f"{OPTIONS['rope_scaling'].flag}: {message}") from None
 
 
 def _repeated(pattern: tuple[bool, ...], count: int) -> tuple[bool, ...]:

@@ -363,11 +363,21 @@ def turn_heads(
     first_position: int,
     starts: np.ndarray | None,
     sign: int,
+    rotary: int | None = None,
 ) -> None:
     """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision.
 
-    By the angles of the tokens' positions, whose cos and sin table has, times sign.
+    By the angles of the tokens' positions, whose cos and sin table has, times sign. rotary: the
+    channels whose pairs lie rotary/2 apart, the first ones; None: all. Then the others' pairs.
     """
+    rest = qkv.shape[-1] - (rotary or qkv.shape[-1])
+    if rest:
+        halves = np.arange(rotary).reshape(2, -1), rotary + np.arange(rest).reshape(2, -1)
+        order = np.concatenate(halves, axis=1).reshape(-1)
+        heads = np.ascontiguousarray(qkv[:, :, : num_heads + num_kv_heads, order])
+        turn_heads(heads, table, num_heads, num_kv_heads, first_position, starts, sign)
+        qkv[:, :, : num_heads + num_kv_heads, order] = heads
+        return
     positions = first_position + np.arange(qkv.shape[1])
     # Sequences of the same positions together.
     pieces = [(qkv, positions)]

@@ -35,9 +35,11 @@ def rope_forward(
     num_kv_heads: int,
     first_position: int,
     starts: np.ndarray | None = None,
+    *,
+    rotary: int | None = None,
 ) -> None:
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + Hd/2), in place."""
-    turn_heads(qkv, table, num_heads, num_kv_heads, first_position, starts, 1)
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + rotary/2), in place."""
+    turn_heads(qkv, table, num_heads, num_kv_heads, first_position, starts, 1, rotary)
 
 
 def rope_backward(
@@ -49,9 +51,11 @@ def rope_backward(
     num_kv_heads: int,
     starts: np.ndarray | None = None,
     abs_max: np.ndarray | None = None,
+    *,
+    rotary: int | None = None,
 ) -> None:
     """The rotation by the opposite angles, in place."""
-    turn_heads(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1)
+    turn_heads(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1, rotary)
     update_abs_max(abs_max, d_qkv)
 
 
@@ -71,11 +75,14 @@ def rope_backward_fused(
     transposed: np.ndarray | None,
     scale: np.ndarray | None,
     saturated: np.ndarray | None,
+    *,
+    rotary: int | None = None,
 ) -> None:
     """rope_backward (out is d_qkv, or None and d_qkv stays), its FP8 codes, its column sums."""
     if out is None:
         out = d_qkv.copy()
-    rope_backward(out, table, tokens, seq_length, num_heads, num_kv_heads, starts, abs_max)
+    sizes = (tokens, seq_length, num_heads, num_kv_heads)
+    rope_backward(out, table, *sizes, starts, abs_max, rotary=rotary)
     rows = out.reshape(tokens, -1)
     emit_fp8(codes, transposed, scale, saturated, rows)
     if partial is not None:

@@ -81,6 +81,7 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
         repository, model = trained
         if config.add_tokens is not None:
             model = with_new_tokens(config, model, None)
+        model = resized(model, given_sizes(config))
         return replace(config, model=repository, download=True), model, None
     if not unread and is_preset(config.model):  # nobody has trained it
         config = replace(config, from_scratch=True)

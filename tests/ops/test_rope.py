@@ -185,6 +185,49 @@ def test_fp8_equals_two_steps(dev, rng, name, dtype, format, layout):
             assert bits(got["d_qkv"]) == bits(arrays["d_qkv"])  # not written
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("name, channels", [("tiles_128", 96), ("tiles_80", 48), ("tiles_64", 16)])
+def test_a_part_of_the_channels(dev, rng, name, channels, dtype):
+    """Only the first channels of a head are rotated, in all kernels alike."""
+    shape = CASES[name]
+    arrays = inputs(rng, shape, dtype, shape[1])
+    Hd = shape[4]
+    arrays["table"] = rope.make_table(shape[1], Hd, 1e4, None, 1.5, channels)
+
+    def forward(dev, qkv, table):
+        rope.forward(dev, qkv, table, *shape[2:4], channels=channels)
+
+    got = run_exact(dev, forward, arrays)["qkv"]
+    np.testing.assert_array_equal(got[..., channels:], arrays["qkv"][..., channels:])
+    alone = {"qkv": np.ascontiguousarray(arrays["qkv"][..., :channels])}
+    alone["table"] = rope.make_table(shape[1], channels, 1e4, None, 1.5)
+
+    def whole(dev, qkv, table):
+        rope.forward(dev, qkv, table, *shape[2:4])
+
+    np.testing.assert_array_equal(got[..., :channels], run(host_device(), whole, alone)["qkv"])
+    arrays["d_qkv"] = arrays.pop("qkv")
+    arrays["d_bias"] = np.zeros(arrays["d_qkv"].shape[2] * Hd, np.float32)
+    arrays["scalars"], arrays["abs_max"] = step_scalars(seed=1), np.zeros(1, np.float32)
+
+    def fused(dev, d_qkv, table, d_bias, scalars, abs_max, fp8=None):
+        acc = Accumulator(d_bias, False, scalars, salt=4)
+        options = {"channels": channels, "abs_max": abs_max, "d_bias": acc, "fp8": fp8}
+        rope.backward(dev, d_qkv, table, *shape[2:4], **options)
+
+    def plain(dev, d_qkv, table, abs_max, **_):
+        rope.backward(dev, d_qkv, table, *shape[2:4], channels=channels, abs_max=abs_max)
+
+    want, got = run_exact(dev, plain, arrays), run(dev, fused, arrays)
+    for result in ("d_qkv", "abs_max"):
+        np.testing.assert_array_equal(got[result], want[result])
+    sums = want["d_qkv"].reshape(-1, got["d_bias"].size).astype(np.float64).sum(axis=0)
+    np.testing.assert_allclose(got["d_bias"], sums, rtol=0, atol=2e-5)  # F32 sums
+    rotated = want["d_qkv"].reshape(shape[0] * shape[1], -1)
+    fp8 = outputs(rotated.shape, E4M3, "both", 2 / LARGEST[E4M3])
+    check_codes(run(dev, with_fp8(fused), arrays | fp8), rotated, E4M3, "both")
+
+
 STARTS = np.repeat([0, 1, 20, 60], [1, 19, 40, 20]).astype(np.int32)  # of documents in a row
 
 

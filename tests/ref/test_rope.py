@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from llmq.arch.rope_family import RopeScaling
+from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.dtypes import BF16
 from llmq.ops.rope import inverse_frequencies, make_table
 from llmq.ref import rope as ref
@@ -17,21 +17,28 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_positions": 512,
 }
+FACTORS = tuple(np.linspace(1, 40, 48).tolist())
 SCALINGS = {
     "none": None,
+    "yarn": RopeScaling(kind="yarn", factor=4.0, original_max_positions=512),
+    "yarn of all fields": RopeScaling(
+        kind="yarn", factor=8.0, original_max_positions=300, beta_fast=20.0, beta_slow=2.0,
+        mscale=0.7, mscale_all_dim=1.1, truncate=False,
+    ),
+    "longrope": RopeScaling(
+        kind="longrope", factor=None, original_max_positions=512, long_factor=FACTORS,
+        short_factor=FACTORS[::-1],
+    ),
+    "dynamic": RopeScaling(kind="dynamic", factor=2.0, original_max_positions=2048),
     "linear": RopeScaling(kind="linear", factor=4.0),
     "llama3": RopeScaling(kind="llama3", **LLAMA3),
-}
+}  # fmt: skip
 
 
 def transformers_rope(head_dim: int, theta: float, scaling: RopeScaling | None):
-    """The module that makes transformers' angles."""
-    parameters = {"rope_type": "default", "rope_theta": theta}
-    if scaling is not None:
-        parameters |= {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling is not None and scaling.kind == "llama3":
-        parameters |= {k: v for k, v in LLAMA3.items() if k.endswith("freq_factor")}
-        parameters["original_max_position_embeddings"] = LLAMA3["original_max_positions"]
+    """The module that makes transformers' angles, and its length of the table's rows."""
+    parameters = {"rope_type": "default"} if scaling is None else scaling.write()
+    parameters["rope_theta"] = theta
     config = LlamaConfig(
         hidden_size=2 * head_dim,
         num_attention_heads=2,
@@ -45,27 +52,34 @@ def transformers_rope(head_dim: int, theta: float, scaling: RopeScaling | None):
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS.keys())
 @pytest.mark.parametrize("head_dim, theta", [(64, 1e6), (80, 5e5), (96, 1e4), (128, 1e6)])
 def test_table_equals_transformers(head_dim, theta, scaling):
+    """In sequences of all lengths: of longrope up to the first length, and beyond it."""
+    if scaling is not None and scaling.kind == "longrope" and head_dim != 96:
+        pytest.skip("its factors are of 48 frequencies")
     module = transformers_rope(head_dim, theta, scaling)
-    want_inv_freq = module.inv_freq.numpy()
-    inv_freq = inverse_frequencies(head_dim, theta, scaling)
-    assert inv_freq.dtype == np.float32
-    equal = inv_freq == want_inv_freq
-    # torch's F32 power is not always the nearest F32; llama3's interpolation makes that error of
-    # 2^-24 a few times larger.
-    assert (~equal).sum() <= 1
-    np.testing.assert_allclose(inv_freq, want_inv_freq, rtol=2**-21)
+    for positions in (2048, 512) if scaling is None or scaling.kind != "dynamic" else (2048, 3000):
+        cos, sin = module(torch.zeros(1), torch.arange(positions)[None])
+        want_inv_freq = module.inv_freq.numpy()
+        inv_freq = inverse_frequencies(head_dim, theta, scaling, positions)
+        assert inv_freq.dtype == np.float32
+        equal = inv_freq == want_inv_freq
+        # torch's F32 power is not always the nearest F32; llama3's interpolation makes that error
+        # of 2^-24 a few times larger, and yarn's has other roundings.
+        assert (~equal).sum() <= (1 if scaling is None or scaling.kind != "yarn" else 9)
+        np.testing.assert_allclose(inv_freq, want_inv_freq, rtol=2**-21)
 
-    table = make_table(2048, head_dim, theta, scaling)
-    assert table.dtype == np.float32 and table.shape == (2048, head_dim // 2, 2)
-    cos, sin = module(torch.zeros(1), torch.arange(2048)[None])
-    want = np.stack([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], -1)
-    # At equal angles ours is the nearest F32, torch's may be the next one.
-    np.testing.assert_allclose(table[:, equal], want[:, equal], rtol=0, atol=2**-24)
+        length = 1.0 if scaling is None else scaling.attention(2048)
+        assert length == module.attention_scaling
+        table = make_table(positions, head_dim, theta, scaling, length)
+        assert table.dtype == np.float32 and table.shape == (positions, head_dim // 2, 2)
+        want = np.stack([cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]], -1)
+        # At equal angles ours is the nearest F32, torch's may be the next one.
+        atol = 2**-24 if length == 1 else 2**-22
+        np.testing.assert_allclose(table[:, equal], want[:, equal], rtol=0, atol=atol)
 
 
 def test_unknown_scaling_raises():
-    with pytest.raises(ValueError, match="yarn"):
-        make_table(8, 64, 1e4, RopeScaling(kind="yarn", factor=2.0))
+    with pytest.raises(ValueError, match="axial"):
+        make_table(8, 64, 1e4, RopeScaling(kind="axial", factor=2.0))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, BF16.numpy], ids=["f64", "f32", "bf16"])

@@ -245,7 +245,7 @@ def _positions(writer: Any, model: ModelConfig) -> None:
     gguf = _library()
     writer.add_key_length(model.head_dim)
     writer.add_value_length(model.head_dim)
-    writer.add_rope_dimension_count(model.head_dim)
+    writer.add_rope_dimension_count(model.rotary_dim)
     writer.add_rope_freq_base(model.rope_theta)
     if model.local_rope_theta is not None:
         writer.add_rope_freq_base_swa(model.local_rope_theta)

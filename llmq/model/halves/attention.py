@@ -64,7 +64,7 @@ class AttentionHalf:
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
         self.B, self.T = options.batch_size, options.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
-        self.Hd, self.eps = config.head_dim, config.norm_eps
+        self.Hd, self.eps, self.rotary = config.head_dim, config.norm_eps, config.rotary_dim
         self.chunks = options.attn_bwd_chunks
         windows = [config.window_of(layer) for layer in range(config.num_layers)]
         sizes, capability = (shared.backend, self.Hd, self.T), self.dev.spec.capability
@@ -159,7 +159,8 @@ class AttentionHalf:
                 self.Hq, self.Hkv,
             )  # fmt: skip
         if table is not None:
-            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, frame.position, self.starts)
+            where = (frame.position, self.starts, self.rotary)
+            rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, *where)
 
     def _attend(self, frame: Frame, here: HalfLayer, tensors: _Tensors) -> None:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
@@ -269,7 +270,7 @@ class AttentionHalf:
             def write(to: OutputForms) -> None:
                 rope.backward(
                     self.dev, by_head, table, self.Hq, self.Hkv, self.starts,
-                    abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,
+                    channels=self.rotary, abs_max=to.abs_max, d_bias=g.bias("qkv"), fp8=to.fp8,
                 )  # fmt: skip
 
             made = self.operands.gradient(
@@ -277,7 +278,8 @@ class AttentionHalf:
             )
             return made, None
         if table is not None:
-            rope.backward(self.dev, by_head, table, self.Hq, self.Hkv, self.starts)
+            heads = (self.Hq, self.Hkv)
+            rope.backward(self.dev, by_head, table, *heads, self.starts, channels=self.rotary)
         if qk_raw is not None:
             self.qk_norm_backward(
                 self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, here.kept.qk_rstd,

@@ -1,0 +1,160 @@
+"""Rotary positions beyond the length of a first training, as transformers stretches them.
+
+`KINDS` says for each kind which fields of config.json's rope_parameters it has; reading, writing
+and `--rope-scaling` follow. The frequencies are computed in `llmq/ops/rope.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmq.arch.common import get, size
+from llmq.base.errors import ConfigError
+
+FIRST = "original_max_position_embeddings"
+KINDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": (),
+    "yarn": (FIRST, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+             "truncate"),
+    "longrope": (FIRST, "attention_factor", "short_factor", "long_factor"),
+    "llama3": (FIRST, "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+"""Fields beside the factor, which all have."""
+_OLD_KINDS = {"su": "longrope"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the length of the first training."""
+
+    kind: str
+    """'linear': positions / factor. 'llama3': by wavelength. 'yarn': by how often a frequency turns
+    within the first length. 'longrope': by factors for each frequency. 'dynamic': the base grows
+    with sequences that are longer than the first length, and others are as without."""
+    factor: float | None
+    """Stretch factor, at least 1. longrope, None: the model's positions over the first length."""
+    original_max_positions: int = 8192
+    """Sequence length before stretching, in tokens; of dynamic, the model's positions."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_max_positions / low_freq_factor are stretched fully."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_max_positions / high_freq_factor are left alone."""
+    attention_factor: float | None = None
+    """yarn, longrope: length of the table's rows; None: it follows from the factor."""
+    beta_fast: float = 32.0
+    """yarn: frequencies that turn more often within the first length are left alone."""
+    beta_slow: float = 1.0
+    """yarn: frequencies that turn less often are stretched fully."""
+    mscale: float | None = None
+    """yarn: with mscale_all_dim, the logarithm's weight in the attention factor."""
+    mscale_all_dim: float | None = None
+    """yarn: that of what it is divided by."""
+    truncate: bool = True
+    """yarn: the limits between the two are whole frequencies."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: what each frequency is divided by in sequences up to the first length."""
+    long_factor: tuple[float, ...] = ()
+    """longrope: the same in longer ones."""
+
+    def attention(self, max_positions: int) -> float:
+        """The length of the table's rows in a model with so many positions."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "longrope":
+            factor = self.factor or max_positions / self.original_max_positions
+            root = 1 + math.log(max(factor, 1)) / math.log(self.original_max_positions)
+            return math.sqrt(root)
+        if self.kind != "yarn" or self.factor <= 1:
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            over, under = (0.1 * m * math.log(self.factor) + 1 for m in self._mscales)
+            return over / under
+        return 0.1 * math.log(self.factor) + 1
+
+    @property
+    def _mscales(self) -> tuple[float, float]:
+        return self.mscale, self.mscale_all_dim
+
+    def check(self, frequencies: int) -> None:
+        """ConfigError where its numbers make no sense for so many frequencies."""
+        if self.kind not in KINDS:
+            raise ConfigError(f"model rope_scaling: kind {self.kind!r} is not supported")
+        if self.factor is not None and not 1 <= self.factor < math.inf:
+            raise ConfigError(f"model rope_scaling: factor must be >= 1, got {self.factor}")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.kind == "llama3" and not 0 < low < high:
+            raise ConfigError(
+                "model rope_scaling: low_freq_factor must be positive and less than "
+                f"high_freq_factor, got {low} and {high}"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow <= self.beta_fast < math.inf:
+            raise ConfigError(
+                "model rope_scaling: beta_slow must be positive and at most beta_fast, got "
+                f"{self.beta_slow} and {self.beta_fast}"
+            )
+        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
+            raise ConfigError(
+                f"model rope_scaling: attention_factor must be positive: {self.attention_factor}"
+            )
+        for name in ("short_factor", "long_factor") if self.kind == "longrope" else ():
+            factors = getattr(self, name)
+            if len(factors) != frequencies or not all(0 < x < math.inf for x in factors):
+                raise ConfigError(
+                    f"model rope_scaling: {name} must be {frequencies} positive numbers, got "
+                    f"{len(factors)} values"
+                )
+
+    def write(self) -> dict[str, Any]:
+        """The fields of rope_parameters, but for the base; what is as by default is left out."""
+        found: dict[str, Any] = {"rope_type": self.kind}
+        if self.factor is not None:
+            found["factor"] = self.factor
+        fresh = RopeScaling(kind=self.kind, factor=None)
+        for name in KINDS[self.kind]:
+            own = "original_max_positions" if name == FIRST else name
+            value = getattr(self, own)
+            if name == FIRST or self.kind == "llama3" or value != getattr(fresh, own):
+                found[name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+
+def read_scaling(
+    rope: Mapping[str, Any], outer: str, kinds: tuple[str, ...], max_positions: int, first: int
+) -> RopeScaling | None:
+    """The scaling in a dictionary of config.json that `outer` names; None where there is none.
+
+    max_positions: of the model. first: the first length, where it is not given there.
+    """
+    named = {f"{outer}.{name}": value for name, value in rope.items()}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind
+    if kind == "default":
+        return None
+    if kind not in kinds:
+        known = ", ".join(("default", *kinds))
+        raise ConfigError(
+            f"config.json: {outer}.rope_type: {kind!r} is not supported, only {known}"
+        )
+    fields: dict[str, Any] = {"kind": kind}
+    if kind == "dynamic":
+        fields["original_max_positions"] = max_positions
+    for name in KINDS[kind]:
+        at = f"{outer}.{name}"
+        if name == FIRST:
+            there = at in named or kind == "llama3"
+            fields["original_max_positions"] = size(named, at) if there else first
+        elif name in ("short_factor", "long_factor"):
+            values = get(named, at, list)
+            fields[name] = tuple(get({at: value}, at, float) for value in values)
+        elif kind == "llama3" or named.get(at) is not None:
+            fields[name] = get(named, at, bool if name == "truncate" else float)
+    factor = get(named, f"{outer}.factor", float, None) if kind in ("yarn", "longrope") else None
+    if kind not in ("yarn", "longrope"):
+        factor = get(named, f"{outer}.factor", float)
+    elif kind == "yarn" and factor is None:
+        factor = max_positions / fields["original_max_positions"]
+    return RopeScaling(factor=factor, **fields)
