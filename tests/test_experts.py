@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import peft
 import pytest
@@ -15,6 +17,7 @@ from llmq.options.adapters import Adapters
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
 from llmq.state.params import weight_table
+from llmq.train.idle_experts import IdleExperts
 from tests.models import (
     exported,
     hf_model,
@@ -147,6 +150,27 @@ def test_losses_of_routers_are_those_of_transformers():
     for name, gradient in torch_gradients(model).items():
         error = np.linalg.norm(ours[name] / result.tokens - gradient)
         assert error <= GRADIENT_RTOL * np.linalg.norm(gradient), name
+
+
+def test_experts_without_tokens_are_named():
+    """They are counted over ranks, and from one look to the next."""
+    path, rng, lines = exported("qwen3_moe"), np.random.default_rng(9), []
+    reporter = SimpleNamespace(message=lambda line, step: lines.append(line))
+    with trainer_for(path, gpus=2) as trainer:
+        watch = IdleExperts(trainer, reporter, every=2)
+        for step in range(4):
+            result = trainer.step([random_batch(rng) for _ in range(2)])
+            watch.after_step(SimpleNamespace(step=step, number=step))
+        assert lines == [] and "router_busiest" in result.shown
+        assert 2 / 5 <= result.numbers["router_busiest"] <= 1
+        assert 0 < result.numbers["router_entropy"] <= np.log(5)
+        tokens = 4 * 2 * 48
+        assert watch._counts().shape == (2, 5)
+        np.testing.assert_array_equal(watch._counts().sum(axis=1), 2 * tokens)
+        watch.after_step(SimpleNamespace(step=5, number=5))  # without a step in between
+    (line,) = lines
+    assert "met 10 of 10 experts in the last 2 steps: 0 of layer 0, 1 of layer 0" in line
+    assert "2 of layer 2 and 2 more; see --router-aux-loss" in line
 
 
 def test_a_new_model_learns():

@@ -159,7 +159,7 @@ def note_experts(spec: DeviceSpec, noted: Launches) -> None:
     expert_rows.sort_rows(dev, order, place, starts, place)
     factors = of(F32, E + 1)
     table = sums.view(1, sums.size)
-    route.balance(dev, factors, of(F64, 2), table, table, order, aux=0.0, z=0.0)
+    route.balance(dev, factors, of(F64, 4), table, table, order, aux=0.0, z=0.0)
     for experts, kind, renormalize in itertools.product((128, 512), route.KINDS, (False, True)):
         how = {"kind": kind, "renormalize": renormalize}
         logits, more = of(F32, S, experts), of(I64, 2 * experts + 4)

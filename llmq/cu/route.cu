@@ -6,7 +6,8 @@
 //                   weights = scale * s[chosen] (RENORMALIZE = 1: / the sum of s[chosen])
 //   route_backward  d_logits of these, and with FACTORS = 1 of two losses:
 //                   p * (f - sum of f p) + p * lse * f[E], f: factors
-//   route_balance   both losses of all layers, their factors, and the sums into totals
+//   route_balance   both losses of all layers, their factors, what is told beside them, and the sums
+//                   into totals
 //
 // A warp has a row, each lane every 32nd logit. The largest is found by keys, integers that are
 // ordered as the numbers are, so that equal numbers are equal and NaN has a place.
@@ -17,7 +18,7 @@
 //
 // Data     logits: F32 (rows, E), d_logits: D (rows, E). chosen, weights, d_weights: (rows, top_k).
 //          bias: F32 (E) or null. counted: I32 (rows) or null; negative: does not count. sums, totals:
-//          I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (2). PER_LANE: E / 32, rounded up.
+//          I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (4). PER_LANE: E / 32, rounded up.
 // Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
 //          route_balance: one block of 256 threads.
 // Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
@@ -254,23 +255,29 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
               const i32* __restrict__ targets, i32 layers, i32 E, i32 rows, f64 aux, f64 z) {
     __shared__ f64 partial[WARPS];
     __shared__ i64 counts[WARPS];
+    __shared__ float most[WARPS];
     const int width = 2 * E + EXTRA;
     i64 mine = 0;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) { mine += targets[i] >= 0; }
     const f64 count = (f64)block_sum(mine, counts);
-    i64 seen = 0, square = 0;
+    i64 seen = 0, square = 0, entropy = 0;
     for (int l = threadIdx.x; l < layers; l += blockDim.x) {
         seen += sums[(i64)l * width + 2 * E];
+        entropy += sums[(i64)l * width + 2 * E + 1];
         square += sums[(i64)l * width + 2 * E + 2];
     }
     const f64 n = (f64)block_sum(seen, counts);
     const f64 squares = (f64)block_sum(square, counts) * (1.0 / SQUARE_UNIT);
+    const f64 entropies = (f64)block_sum(entropy, counts) * (1.0 / PROBABILITY_UNIT);
     const f64 one = n > 0.0 ? 1.0 / n : 0.0, weight = count * one;
     f64 product = 0.0;
+    float busiest = 0.0f;  // rows of an expert in a layer: fewer than 2^24
     for (int e = threadIdx.x; e < E; e += blockDim.x) {
         i64 load = 0, probability = 0;
         for (int l = 0; l < layers; ++l) {
-            load += sums[(i64)l * width + e];
+            const i64 here = sums[(i64)l * width + e];
+            load += here;
+            busiest = fmaxf(busiest, (float)here);
             probability += sums[(i64)l * width + E + e];
         }
         const f64 share = (f64)load * one;
@@ -278,10 +285,13 @@ route_balance(f32* __restrict__ factors, f64* losses, i64* totals, i64* sums,
         product += share * ((f64)probability * (1.0 / PROBABILITY_UNIT) * one);
     }
     product = block_sum(product, partial);
+    busiest = block_max(busiest, most);
     if (threadIdx.x == 0) {
         factors[E] = (f32)(2.0 * z * weight);
         losses[0] += count * E * product;
         losses[1] += weight * squares;
+        losses[2] += weight * entropies;
+        losses[3] += weight * layers * busiest;
     }
     __syncthreads();  // all have read the sums
     for (i64 i = threadIdx.x; i < (i64)layers * width; i += blockDim.x) {

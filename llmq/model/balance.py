@@ -16,8 +16,11 @@ from llmq.ops import route
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
-ROUTER_STATS = ("router_aux", "router_z")
-"""Statistics of a step beside those of its loss, times the number of targets."""
+ROUTER_STATS = ("router_aux", "router_z", "router_entropy", "router_busiest")
+"""Statistics of a step beside those of its loss, times the number of targets, as `route.balance`
+adds them."""
+ROUTER_SHOWN = ("router_busiest",)
+"""Those that the live view has."""
 
 
 class Balance:

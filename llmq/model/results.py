@@ -52,10 +52,18 @@ class Results:
     stats: F64, as Loss.stat names them, and `more` behind them.
     """
 
-    def __init__(self, dev: Device, loss: type[Loss], more: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        dev: Device,
+        loss: type[Loss],
+        more: tuple[str, ...] = (),
+        shown: tuple[str, ...] = (),
+    ):
         """more: names of statistics beside the loss's, which are added like its own: sums over
-        targets, of which the means are reported."""
-        self.dev, self._loss, self._more, self._stat = dev, loss, more, loss.stat()
+        targets, of which the means are reported. shown: those that are shown where they are made.
+        """
+        self.dev, self._loss, self._stat = dev, loss, loss.stat()
+        self._more, self._shown = more, shown
         first = len(self._stat) + len(self._stat) % 2  # where tensors of kernels may begin
         self._stat = self._stat | {name: first + i for i, name in enumerate(more)}
         count, W = max(self._stat.values()) + 1, dev.mesh.size()
@@ -157,7 +165,7 @@ class Results:
             norm=sums["norm"],
             numbers=self._loss.numbers(sums) | more,
             validated=self._loss.validated,
-            shown=self._loss.shown,
+            shown=(*self._loss.shown, *(name for name in self._shown if sums[name])),
             saturated=int(sums["saturated"]),
             communication=sums["exposed"] / W if W > 1 else None,
             waits=tuple(of_ranks[:, self._stat["exposed"]].tolist()),

@@ -14,7 +14,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.model.balance import ROUTER_STATS
+from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
 from llmq.model.inbox import Inbox, scalars_of
 from llmq.model.losses import loss_class
 from llmq.model.model import Model
@@ -47,7 +47,8 @@ class Step:
         loss = loss_class(options)
         inbox = self.inbox = Inbox(dev, options, loss)
         self.tokens, self.targets, self.scalars = inbox.tokens, inbox.targets, inbox.scalars
-        self.results = Results(dev, loss, () if config.experts is None else ROUTER_STATS)
+        of_routers = () if config.experts is None else (ROUTER_STATS, ROUTER_SHOWN)
+        self.results = Results(dev, loss, *of_routers)
         self.stats = self.results.stats
         self.weights = Weights(dev, self.table, placement)
         self.grads = Gradients(

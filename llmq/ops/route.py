@@ -145,14 +145,16 @@ def balance(
     z: float,
 ) -> None:
     """Between the forward and the backward pass of a micro-batch: both losses, and of them what
-    route_backward adds; the sums go into totals and become 0.
+    route_backward adds; how the routers do; the sums go into totals and become 0.
 
     Gradients are of losses that are summed over targets, as all of a step are before they are
     divided by the number of its targets.
 
     Args:
         factors  out    F32 (E + 1,)       of p by expert, then of lse
-        losses   inout  F64 (2,)           is added: aux and z, times the targets
+        losses   inout  F64 (4,)           is added, times the targets: aux and z, the mean entropy
+                                           of routers, and the largest part of the rows of a layer
+                                           that one expert has
         totals   inout  I64 (L, 2 E + 4)   is added: sums
         sums     inout  I64 (L, 2 E + 4)   of each layer, as of route
         targets  in     I32 (S,)           negative: none
@@ -164,7 +166,7 @@ def balance(
     op = "balance"
     E = factors.size - 1
     expect(op, "factors", factors, F32, (E + 1,))
-    expect(op, "losses", losses, F64, (2,))
+    expect(op, "losses", losses, F64, (4,))
     shape = (sums.shape[0], sums_size(E))
     expect(op, "sums", sums, I64, shape)
     expect(op, "totals", totals, I64, shape)

@@ -159,5 +159,7 @@ def route_balance(
         factors[E] = 2 * z * count / seen
         losses[0] += count * E * float(load @ probability)
         losses[1] += count * (of_all[2 * E + 2] / SQUARE_UNIT / seen)
+        losses[2] += count * (of_all[2 * E + 1] / PROBABILITY_UNIT / seen)
+        losses[3] += count * float(sums[:, :E].max() / (seen / layers))
     totals += sums
     sums[...] = 0

@@ -33,11 +33,13 @@ _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "tokens per second": lambda r: _rate(r),
 }
 LOSS = next(iter(_OF_STEP))
-_OF_LOSS = {  # of losses of pairs, in records of steps and of evaluations
+_OF_LOSS = {  # of losses of pairs and of routers, in records of steps and of evaluations
     "pairs preferred as they should be": "accuracy",
     "margin of rewards": "margin",
     "reward of chosen answers": "reward_chosen",
     "reward of rejected answers": "reward_rejected",
+    "part of tokens that meet the busiest expert": "router_busiest",
+    "entropy of routers (nats)": "router_entropy",
 }
 _OF_GPU = {"GPU power (W)": ("power", 1000), "GPU clock (MHz)": ("clock", 1)}
 _SMOOTH = {LOSS, "gradient norm", "tokens per second"}

@@ -45,6 +45,7 @@ from llmq.train.diagnose import abs_maxes, not_moved
 from llmq.train.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.train.events import Member, StepDone, state_of
 from llmq.train.guard import Guard
+from llmq.train.idle_experts import IdleExperts
 from llmq.train.judging import Judging
 from llmq.train.metrics import Reporter
 from llmq.train.monitor import StepReports, speed_of_light
@@ -192,6 +193,7 @@ class _Run:
         )
         steps = StepReports(trainer, reporter, self.speed_of_light)
         self.members += [steps, self.evaluations, self.sensing, self.ending.requests, self.judging]
+        self.members.append(IdleExperts(trainer, reporter))
         self.pending: _Pending | None = None
         self.first = 0  # step that the loop began with
         self.last_end: int | None = None

@@ -89,12 +89,13 @@ def test_balance(dev, rng):
     layers, rows, E, top_k = 5, 70, 60, 4
     arrays = {
         "factors": np.full(E + 1, np.nan, np.float32),
-        "losses": rng.uniform(size=2),
+        "losses": rng.uniform(size=4),
         "totals": rng.integers(0, 1 << 40, (layers, sums_size(E))),
         "sums": np.stack([arrays_of(rng, rows, E, top_k)["sums"] << 33] * layers),
         "targets": rng.integers(-1, 3, 1100, np.int32),
     }
     arrays["sums"][:, 2 * E] = rows
+    arrays["sums"][:, :E] >>= 33
 
     def call(dev, **tensors):
         op.balance(dev, **tensors, aux=0.01, z=0.001)
@@ -131,7 +132,7 @@ def test_wrong_arguments():
         op.route(dev, chosen, weights, logits, sums=make((16,), I64))
     with pytest.raises(ValueError, match=r"route_backward: factors must have shape \(9,\)"):
         op.route_backward(dev, logits, weights, logits, chosen, factors=make((8,), F32))
-    sums, losses, targets = make((3, 20), I64), make((2,), F64), make((4,), I32)
+    sums, losses, targets = make((3, 20), I64), make((4,), F64), make((4,), I32)
     op.balance(dev, make((9,), F32), losses, sums, sums, targets, aux=0.1, z=0.0)
     with pytest.raises(ValueError, match=r"balance: sums must have shape \(3, 22\)"):
         op.balance(dev, make((10,), F32), losses, sums, sums, targets, aux=0.1, z=0.0)

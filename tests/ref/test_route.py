@@ -96,18 +96,18 @@ def test_losses_and_their_gradients_equal_transformers(kind, renormalize, masked
     np.testing.assert_array_equal(
         sums[1, :E], np.bincount(chosen[1][seen].reshape(-1), minlength=E)
     )
-    factors, losses = np.full(E + 1, np.nan), np.ones(2)
+    factors, losses = np.full(E + 1, np.nan), np.ones(4)
     totals = np.ones_like(sums)
     before = sums.copy()
     ref.route_balance(factors, losses, totals, sums, targets, L, E, rows, aux, z)
     np.testing.assert_array_equal(totals, before + 1)
     assert not sums.any()
     # Probabilities are summed in units of 2^-32, squares in 2^-20.
-    np.testing.assert_allclose(losses - 1, [30 * want_aux.item(), 30 * want_z.item()], rtol=1e-6)
-    entropy = (
-        torch.distributions.Categorical(logits=layers[0][torch.tensor(seen)]).entropy()
-    ).sum()
-    np.testing.assert_allclose(before[0, 2 * E + 1] / 2**32, entropy.item(), rtol=1e-7)
+    routers = torch.stack(layers)[:, torch.tensor(seen)]
+    entropy = torch.distributions.Categorical(logits=routers).entropy().mean()
+    loads = [np.bincount(c[seen].reshape(-1), minlength=E) for c in chosen]
+    want = [want_aux.item(), want_z.item(), entropy.item(), np.max(loads) / seen.sum()]
+    np.testing.assert_allclose((losses - 1) / 30, want, rtol=1e-6)
     for x, c, layer in zip(logits, chosen, layers, strict=True):
         d_logits = np.full_like(x, np.nan)
         how = {"by_sigmoid": False, "renormalize": renormalize}
@@ -131,7 +131,7 @@ def test_rows_that_are_not_finite_are_counted_and_left_out_of_probabilities():
 
 
 def test_nothing_that_counts_gives_no_losses():
-    factors, losses = np.full(5, np.nan, np.float32), np.zeros(2)
+    factors, losses = np.full(5, np.nan, np.float32), np.zeros(4)
     sums = np.zeros((2, 12), np.int64)
     ref.route_balance(factors, losses, sums.copy(), sums, np.full(3, -1, np.int32), 2, 4, 3, 1, 1)
     assert not factors.any() and not losses.any()
