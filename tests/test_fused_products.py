@@ -14,7 +14,7 @@ from llmq.ops import (
     attention_backward,
     matmul_fused,
 )
-from llmq.ops.product import ROUTES, Sizes, taken
+from llmq.ops.routes import ROUTES, Sizes, taken
 from llmq.runtime.device import FUSED
 from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.ops.product import ROUTES
+from llmq.ops.routes import ROUTES
 from llmq.ref.matmul_fused import CASES
 from llmq.runtime.device import FUSED
 from tools import prose
@@ -19,8 +19,8 @@ CU_LABELS = ("Data", "Launch", "Cost", "Needs", "Same name")
 GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 
 # Packages from the lowest to the highest: a module imports only from its own one and those before.
-# Operations do not import each other, and neither do their references: only `common`. PRODUCT is no
-# operation: it chooses among those that compute a product and what follows it.
+# Operations do not import each other, and neither do their references: only `common`. CHOOSING are
+# no operations: they choose among those that compute a product and what follows it.
 ROOMS = [
     "base", "runtime", "comm", "arch", "options", "report", "ref", "ops", "formats", "data",
     "state", "model", "checkpoint", "plan", "train", "bench", "rig", "commands",
@@ -28,7 +28,7 @@ ROOMS = [
 TOP = {"__init__", "__main__"}
 SINGLE = {"ops", "ref"}
 TABLES = {"options/options.py", "options/rules.py"}  # of which each line is read alone
-PRODUCT = "ops.product"
+CHOOSING = ("ops.product", "ops.routes")
 
 
 def stems(folder: str, pattern: str) -> set[str]:
@@ -74,7 +74,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_every_operation_has_its_five_files():
-    ops = stems("llmq/ops", "*.py") - {PRODUCT.removeprefix("ops.")}
+    ops = stems("llmq/ops", "*.py") - {name.removeprefix("ops.") for name in CHOOSING}
     assert ops == stems("llmq/ref", "*.py")
     assert ops == stems("llmq/cu", "*.cu")
     tests = {name.removeprefix("test_") for name in stems("tests/ops", "test_*.py")}
@@ -94,7 +94,7 @@ def test_imports_point_downward():
             if top != "llmq" or own in TOP or inner == "__version__":
                 continue
             other = room(inner)
-            if other == own and own in SINGLE and name_of(path) != PRODUCT:
+            if other == own and own in SINGLE and name_of(path) not in CHOOSING:
                 assert inner.split(".")[1] == "common", f"{path}: {name} is a sibling"
             assert ROOMS.index(other) <= ROOMS.index(own), f"{path} may not import {name}"
 
@@ -102,9 +102,10 @@ def test_imports_point_downward():
 def test_products_are_chosen_in_one_place():
     """Nobody else launches a product of ours, or asks for one by a device's `fused`."""
     assert {route.kernel for route in ROUTES.values()} == set(FUSED) == set(CASES)
-    assert [name for name, needs in graph().items() if "ops.matmul_fused" in needs] == [PRODUCT]
+    needing = [name for name, needs in graph().items() if "ops.matmul_fused" in needs]
+    assert needing == [*CHOOSING]
     asking = [p for p in modules() if re.search(r"dev(ice)?\.fused\b", p.read_text())]
-    assert [name_of(path) for path in asking] == [PRODUCT]
+    assert [name_of(path) for path in asking] == ["ops.routes"]
 
 
 def test_no_import_circles():

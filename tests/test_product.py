@@ -19,7 +19,8 @@ from llmq.base.epilogue import (
 )
 from llmq.base.operand import Fp8, OutputForms, Rounded
 from llmq.base.tensor import Accumulator
-from llmq.ops.product import ROUTES, product, route
+from llmq.ops.product import product, route
+from llmq.ops.routes import ROUTES
 from tests.harness import host_device, step_scalars
 
 M, N, K, R = 32, 64, 48, 16

@@ -16,7 +16,7 @@ from llmq.ops import matmul_fused, swiglu
 from llmq.ops.common import num_sums
 from llmq.ops.matmul import matmul_fp8
 from llmq.ops.matmul_fused import tile_columns
-from llmq.ops.product import Sizes, taken
+from llmq.ops.routes import Sizes, taken
 from llmq.ref.matmul_fused import CASES
 from llmq.runtime.machine import PLAN_SPEC
 from llmq.runtime.plan_device import PlanDevice
