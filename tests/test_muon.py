@@ -251,7 +251,7 @@ def test_rates_and_what_is_refused():
     assert config(1, 1).muon_lr is None
     for more, text in (
         ({"lora_rank": 4}, "--optimizer: muon is for the matrices of blocks"),
-        ({"learning_rate": 0.0}, "--optimizer: muon takes the course of its rate"),
+        ({"learning_rate": 0.0}, "--muon-lr: takes the course of --learning-rate"),
         ({"muon_momentum": 1.0}, "--muon-momentum: must be less than 1"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -121,6 +121,9 @@ def test_defaults_of_known_flags():
     assert {flag: by_flag[flag] for flag in LLMQ_DEFAULTS} == LLMQ_DEFAULTS
     own = {
         "optimizer": "adamw",
+        "lr-embedding": None,
+        "lr-head": None,
+        "lr-vectors": None,
         "muon-lr": None,
         "muon-momentum": 0.95,
         "muon-scale": "match-rms",

@@ -152,6 +152,16 @@ class Derived:
         root = sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
         return self.lora_alpha / root
 
+    def rate_factor(self, slab: str) -> float:
+        """By how much the learning rate of a slab, which AdamW updates, is more than that of the
+        run."""
+        if slab == "lora_b":
+            return self.lora_plus
+        own = {"embed": self.lr_embedding, "head": self.lr_head}
+        own |= dict.fromkeys(("vectors", "norms"), self.lr_vectors)
+        rate = own.get(slab)
+        return 1.0 if rate is None else rate / self.learning_rate
+
     @property
     def own_master(self) -> bool:
         """Whether the optimizer updates weights of another format than the model's."""

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from llmq.options.rule import default, idle, refused
+from collections.abc import Iterator
+
+from llmq.options.rule import Rule, default, idle, refused
 
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
+
+
+def _untrained(name: str, part: str) -> Iterator[Rule]:
+    """The rate of a part of the model, which only --train trains beside adapters."""
+    return idle(
+        name,
+        lambda v, o: o.wants_adapters and part not in (o.train or ()),
+        f"{{given}} has no effect beside adapters without --train={part}",
+    )
+
 
 OPTIMIZER_RULES = (
     default(
@@ -24,16 +36,23 @@ OPTIMIZER_RULES = (
         "--optimizer: muon is for the matrices of blocks, which stay as they are beside adapters",
     ),
     *refused(
-        "optimizer",
-        lambda v, o: v == "muon" and o.learning_rate == 0,
-        "--optimizer: muon takes the course of its rate from --learning-rate, which must be more "
-        "than 0",
+        "muon_lr lr_embedding lr_head lr_vectors",
+        lambda v, o: v is not None and o.learning_rate == 0,
+        "{flag}: takes the course of --learning-rate, which must be more than 0",
     ),
     *refused(
         "adam_epsilon",
         lambda v, o: v < _LEAST_EPSILON,
         "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
         "weight without gradients is 0 / 0, got {value}",
+    ),
+    *_untrained("lr_embedding", "embeddings"),
+    *_untrained("lr_head", "head"),
+    *_untrained("lr_vectors", "norms"),
+    *idle(
+        "lr_head",
+        lambda v, o, model: model.tied_embeddings,
+        "{given} has no effect: this model's LM head is its token table, see --lr-embedding",
     ),
     *idle(
         "final_lr_fraction",

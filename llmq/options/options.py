@@ -226,6 +226,15 @@ class TrainConfig(Derived):
     learning_rate: float | None = option(
         _OPTIMIZER, None, "Highest learning rate", alias="lr", min=0
     )
+    lr_embedding: float | None = option(
+        _OPTIMIZER, None, "Rate of the token table; as --learning-rate if not given", min=0
+    )
+    lr_head: float | None = option(
+        _OPTIMIZER, None, "Rate of an LM head of its own; as --learning-rate if not given", min=0
+    )
+    lr_vectors: float | None = option(
+        _OPTIMIZER, None, "Rate of norms and biases; as --learning-rate if not given", min=0
+    )
     warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
     cooldown: int = option(_OPTIMIZER, 0, "Steps of the final anneal to zero", min=0)
     final_lr_fraction: float = option(

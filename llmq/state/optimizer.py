@@ -186,7 +186,6 @@ class Optimizer:
             slab=slab,
             first=first,
             segments=self.segments[slab.name],
-            group=self.placement[slab.name].group,
             master=tensors.get("master"),
             work=tensors.get("work"),
             grad=tensors.get("grad"),

@@ -30,7 +30,7 @@ class AdamW(UpdateRule):
         scalars["beta2_correction"] = 1.0 / (1.0 - self.options.beta_2**step)
 
     def update(self, dev: Device, part: Part, scalars: Tensor) -> None:
-        """One launch. With --lora-plus, adapters' B have a learning rate of their own."""
+        """One launch, at the slab's own rate."""
         options = self.options
         adamw.update(
             dev,
@@ -46,7 +46,7 @@ class AdamW(UpdateRule):
             epsilon=options.adam_epsilon,
             weight_decay=options.weight_decay,
             salt=part.slab.params[0].index,
-            lr_scale=options.lora_plus if part.group == "lora_b" else 1.0,
+            lr_scale=options.rate_factor(part.slab.name),
             first=part.first,
             m_scale=part.scales.get("m"),
             v_scale=part.scales.get("v"),

@@ -46,14 +46,13 @@ class Part(NamedTuple):
     master inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
     grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32
     (n / SCALE_BLOCK,), by name, of the moments that are E4M3. segments: I64 (S, 2), as
-    Slab.segments. group: as SlabPlacement.group. change: (n,) in the rule's `of_change`, which
+    Slab.segments. change: (n,) in the rule's `of_change`, which
     `propose` writes, and `apply` reads: the one gets no master, and the other no gradient.
     """
 
     slab: Slab
     first: int
     segments: Tensor
-    group: str
     master: Tensor | None
     work: Tensor | None
     grad: Tensor | None

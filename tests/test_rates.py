@@ -1,0 +1,69 @@
+"""Each part of a model has its own learning rate, wherever its state lies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmq.base.errors import ConfigError
+from llmq.options.options_io import make_config
+from llmq.options.rules import RULES
+from tests.sharded import FP32, QWEN2, UNTIED, assert_same_run, config, run, train_steps
+
+RATES = {"learning_rate": 1e-2, "lr_embedding": 4e-2, "lr_head": 5e-3, "lr_vectors": 2e-2}
+FACTORS = {"embed": 4.0, "head": 0.5, "vectors": 2.0}
+
+
+def moved(**options):
+    """What a first step changes, by slab and parameter."""
+    steps, start = train_steps(1, lr=1e-2), {}
+
+    def program(session):
+        for slab in session.step.table:
+            master = session.dev.download(session.step.weights.master[slab.name])
+            start[slab.name] = {
+                p.name: master[p.offset : p.offset + p.size].reshape(p.shape) for p in slab.params
+            }
+        return steps(session)
+
+    weights = run(1, 1, program, of=UNTIED, **FP32, weight_decay=0.0, **options).state["weights"]
+    return {
+        name: {p: weights[p].astype(np.float64) - value for p, value in params.items()}
+        for name, params in start.items()
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_part_moves_as_much_faster_as_its_rate(optimizer):
+    """A first step is in proportion to the rate; with Muon so is that of the matrices."""
+    more = {"optimizer": optimizer}
+    factors = dict(FACTORS)
+    own = dict(RATES)
+    if optimizer == "muon":
+        factors |= {f"layers.{i}": 3.0 for i in range(UNTIED.num_layers)}
+        own |= {"muon_lr": 3e-2}
+    one, other = moved(**more, learning_rate=1e-2), moved(**more, **own)
+    for name, params in one.items():
+        for param, change in params.items():
+            # F32 weights of about 1 are rounded at the end, and changes are of about 0.01.
+            want = factors.get(name, 1.0) * change
+            np.testing.assert_allclose(other[name][param], want, atol=2e-7, err_msg=param)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_places_change_no_bit(world):
+    rates = RATES | {"opt_m_dtype": "bf16"}
+    host = {"offload_master": True, "offload_opt_m": True, "offload_opt_v": True}
+    assert_same_run(run(world, 1, of=UNTIED, **rates), run(world, 1, of=UNTIED, **rates, **host))
+
+
+def test_rates_without_effect_are_said():
+    with pytest.raises(ConfigError, match="--lr-head: takes the course of --learning-rate"):
+        config(1, 1, learning_rate=0.0, lr_head=1e-3).validate()
+    (line,) = RULES.idle(config(1, 1, lr_head=1e-3), model=QWEN2)
+    assert line.startswith("--lr-head=0.001 has no effect: this model's LM head is its token table")
+    assert RULES.idle(config(1, 1, lr_head=1e-3), model=UNTIED) == []
+    adapters = {"model": "m", "lora_rank": 4, "lr_vectors": 1e-3}
+    assert RULES.idle(make_config(adapters | {"train": ("norms",)})) == []
+    (line,) = RULES.idle(make_config(adapters))
+    assert line == "--lr-vectors=0.001 has no effect beside adapters without --train=norms"
