@@ -83,12 +83,14 @@ def test_several_gpus_compute_what_one_does(path, world, alone, collectives, lev
         assert np.mean(all_of_them.waits) == pytest.approx(all_of_them.communication, rel=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("level", [1, 3])
-def test_how_parts_travel_changes_no_bit(path, world, level):
+def test_how_parts_travel_changes_no_bit(path, world, level, optimizer):
     """The sums are ours, in the order of ranks, whoever brings the parts."""
+    more = {"optimizer": optimizer, "model_dtype": "bf16", "zero_level": level}
     ways = [options for name, options in COLLECTIVES.items() if name != "nccl"]
     ways.append({**COLLECTIVES["staged"], "mirror_weights": True})
-    results = [run(path, world, model_dtype="bf16", zero_level=level, **way) for way in ways]
+    results = [run(path, world, **more, **way) for way in ways]
     assert results[1:] == results[:-1]
 
 

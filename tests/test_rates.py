@@ -15,7 +15,7 @@ FACTORS = {"embed": 4.0, "head": 0.5, "vectors": 2.0}
 
 
 def moved(**options):
-    """What a first step changes, by slab and parameter."""
+    """The changes of a first step, by slab and parameter."""
     steps, start = train_steps(1, lr=1e-2), {}
 
     def program(session):
