@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from llmq.arch import ARCHITECTURES
@@ -31,12 +33,16 @@ from llmq.data.tokenizer import (
 )
 from llmq.options.presets import preset
 from tests.adapters import targets
-from tests.models import CONFIGS, VOCAB, WITH_EXPERTS, exported, hf_model, trainer_for
+from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 
 gguf = pytest.importorskip("gguf")
 
-# llama.cpp computes with its own scale of queries, and with heads as wide as OLMo 2's hidden size.
-CHANGED = {"gemma3": {"query_pre_attn_scalar": 32}, "olmo2": {"head_dim": 16}}
+# llama.cpp computes with its own scale of queries, with heads as wide as OLMo 2's hidden size, with
+# as many keys as queries in OLMoE, and with experts in all layers.
+CHANGED = {
+    "gemma3": {"query_pre_attn_scalar": 32}, "olmo2": {"head_dim": 16},
+    "qwen3_moe": {"num_hidden_layers": 1}, "olmoe": {"num_key_value_heads": 4},
+}  # fmt: skip
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -48,6 +54,8 @@ POST_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+ROUTERS = {"gate": "ffn_gate_inp", "shared_expert_gate": "ffn_gate_inp_shexp"}
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm",
     "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
@@ -81,7 +89,10 @@ def gguf_name(name: str, hf: str) -> str:
     names = names | (POST_NAMES if name in ("gemma3", "olmo2") else {})
     block = f"blk.{parts[1]}." if parts[0] in ("layers", "h") else ""
     inner = parts[2:-1] if block else parts[:-1]
-    inner = inner if name == "gpt2" else inner[-1:]
+    if "experts" in inner or "shared_expert" in inner:
+        end = "exps" if "experts" in inner else "shexp"
+        return f"{block}{names[EXPERT_NAMES.get(inner[-1], inner[-1])]}_{end}.{parts[-1]}"
+    inner, names = inner if name == "gpt2" else inner[-1:], names | ROUTERS
     return f"{block}{names['.'.join(inner)]}.{parts[-1]}"
 
 
@@ -91,7 +102,9 @@ def as_stored(name: str, hf: str, values: np.ndarray) -> np.ndarray:
         return values.T
     if name == "gemma3" and hf.endswith("norm.weight"):
         return values + np.float32(1)
-    if name in ("llama", "llama_biases", "mistral") and (".q_proj." in hf or ".k_proj." in hf):
+    if name in ("llama", "llama_biases", "mistral", "mixtral") and (
+        ".q_proj." in hf or ".k_proj." in hf
+    ):
         half = {"llama": 32}.get(name, 16) // 2  # (head, half, pair) becomes (head, pair, half)
         order = np.arange(len(values)).reshape(-1, 2, half).transpose(0, 2, 1).ravel()
         return values[order]
@@ -116,22 +129,26 @@ def fields(path: Path) -> dict:
 # Tensors
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WITH_EXPERTS])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_tensors_are_those_of_the_model(name, tmp_path):
     export(source(name), tmp_path / "f.gguf", to="gguf", dtype="fp32")
     export(source(name), tmp_path / "q.gguf", to="gguf", dtype="q8_0", verify=True)
     found, rounded = tensors(tmp_path / "f.gguf"), tensors(tmp_path / "q.gguf")
     factors = found.pop("rope_freqs.weight", None)
     assert (factors is not None) == (name == "llama")
-    state = hf_model(name, **CHANGED.get(name, {})).state_dict()
-    if hf_model(name).config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    expected = {gguf_name(name, hf): as_stored(name, hf, v.numpy()) for hf, v in state.items()}
+    stored = load_file(source(name) / "model.safetensors")
+    of_modules: dict[str, list[np.ndarray]] = {}
+    for hf in sorted(stored, key=lambda hf: [int(n) for n in re.findall(r"\d+", hf)]):
+        modules = of_modules.setdefault(gguf_name(name, hf), [])
+        modules.append(as_stored(name, hf, stored[hf].numpy()))
+    expected = {
+        key: np.stack(each) if "_exps" in key else each[0] for key, each in of_modules.items()
+    }
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values, err_msg=key)
         near = rounded[key].reshape(-1, 32), values.reshape(-1, 32)
-        is_exact = values.ndim == 1 or key.startswith("position")
+        is_exact = values.ndim == 1 or key.startswith("position") or "gate_inp" in key
         step = 0 if is_exact else np.abs(near[1]).max(1, keepdims=True) / 127
         assert (np.abs(near[0] - near[1]) <= 0.57 * step).all(), key
 
@@ -254,6 +271,9 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     out.parent.mkdir()
     refused(exported("gemma3"), out, "query_pre_attn_scalar 20 cannot be written")
     refused(exported("olmo2"), out, "no OLMo2 with 4 heads of 32 channels")
+    refused(exported("olmoe"), out, "no OLMoE with fewer keys than queries")
+    refused(exported("qwen3_moe"), out, "no Qwen3-MoE of which some layers have an MLP")
+    refused(exported("qwen2_moe", norm_topk_prob=True), out, "norm_topk_prob must be False")
     refused(source("qwen2"), out, "--dtype: gguf is .* got 'nf4'", dtype="nf4")
     refused(source("qwen2"), out, "is no folder of adapters", merge=True)
     refused(tmp_path / "none", out, "no complete checkpoint")
@@ -504,7 +524,7 @@ def torch_logits(model, ids: np.ndarray) -> torch.Tensor:
     return model(torch.tensor(ids)[None]).logits[0]
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in WITH_EXPERTS])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_llama_cpp_finds_the_same_loss(name, tmp_path):
     """Within 0.1 % in F16 and in Q8_0, on as many tokens as the shortest window has."""
     pytest.importorskip("llama_cpp")

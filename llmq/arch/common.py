@@ -30,13 +30,16 @@ class GgufKind:
 
     name: its own there. pairs: rows of queries and keys are stored in pairs that RoPE turns
     together. windows: they are known; else it attends to all positions. heads: all of a layer may
-    be wider or narrower than the hidden size.
+    be wider or narrower than the hidden size. grouped: queries may share keys. renormalize: weights
+    of a token's experts have the sum 1 (see `Experts`).
     """
 
     name: str
     pairs: bool = False
     windows: bool = False
     heads: bool = False
+    grouped: bool = True
+    renormalize: bool = False
 
 
 class Architecture:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import reject
+from llmq.arch.common import GgufKind, reject
 from llmq.arch.experts import WithExperts
 from llmq.arch.mistral import Mistral
 
@@ -18,6 +18,7 @@ class Mixtral(WithExperts, Mistral):
     name = "MixtralForCausalLM"
     model_type = "mixtral"
     label = "Mixtral"
+    gguf = GgufKind("llama", pairs=True, heads=True, renormalize=True)
     count_names = ("num_local_experts",)
     own_size = False
     renormalized = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import reject
+from llmq.arch.common import GgufKind, reject
 from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 
@@ -16,6 +16,7 @@ class Olmoe(WithExperts, RopeFamily):
     name = "OlmoeForCausalLM"
     model_type = "olmoe"
     label = "OLMoE"
+    gguf = GgufKind("olmoe", grouped=False)
     own_size = False
     aux_loss = 0.01
     qk_norm = True

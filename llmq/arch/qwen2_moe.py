@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import reject, size
+from llmq.arch.common import GgufKind, reject, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.qwen2 import Qwen2
 
@@ -17,6 +17,7 @@ class Qwen2Moe(WithExperts, Qwen2):
     name = "Qwen2MoeForCausalLM"
     model_type = "qwen2_moe"
     label = "Qwen2-MoE"
+    gguf = GgufKind("qwen2moe")
     shares = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmq.arch.common import GgufKind
 from llmq.arch.experts import WithExperts
 from llmq.arch.qwen3 import Qwen3
 
@@ -12,4 +13,5 @@ class Qwen3Moe(WithExperts, Qwen3):
     name = "Qwen3MoeForCausalLM"
     model_type = "qwen3_moe"
     label = "Qwen3-MoE"
+    gguf = GgufKind("qwen3moe", heads=True, renormalize=True)
     count_names = ("num_experts", "num_local_experts")

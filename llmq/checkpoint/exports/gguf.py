@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from llmq.arch.common import GgufKind
+from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
@@ -40,6 +42,9 @@ or for the value that is as far from 0 on the other side a whole one, and the sc
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 22  # values that a thread encodes at once
 _ROPE_KINDS = (None, "linear", "llama3")
+_PLAIN = ("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "_inp_shexp.weight")
+"""Tensors whose names end so are F32 in every format."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LORA = re.compile(r"\.lora_([AB])\.weight$")
 
 
@@ -88,6 +93,7 @@ class Gguf(ExportFormat):
                 f"--format gguf: llama.cpp has no {model.arch.label} with {model.num_heads} heads "
                 f"of {model.head_dim} channels and a hidden size of {model.hidden_size}"
             )
+        _check_experts(source)
         window = model.sliding_window
         if window is not None and not _kind_of(model).windows:
             warn([f"llama.cpp attends to all positions, where this model sees the last {window}"])
@@ -124,6 +130,31 @@ class Gguf(ExportFormat):
 def _kind_of(model: ModelConfig) -> GgufKind | None:
     """How the model's own architecture is in GGUF files; a relative is another one there."""
     return vars(type(model.arch)).get("gguf")
+
+
+def _check_experts(source: Source) -> None:
+    """LlmqError where llama.cpp computes something else than this model's experts."""
+    model, kind = source.model, _kind_of(source.model)
+    if not kind.grouped and model.num_kv_heads != model.num_heads:
+        raise LlmqError(
+            f"--format gguf: llama.cpp has no {model.arch.label} with fewer keys than queries"
+        )
+    its = model.experts
+    if its is None:
+        return
+    if its.layers is not None:
+        raise LlmqError(
+            f"--format gguf: llama.cpp has no {model.arch.label} of which some layers have an MLP"
+        )
+    if its.renormalize != kind.renormalize:
+        raise LlmqError(
+            f"--format gguf: norm_topk_prob must be {kind.renormalize} for {model.arch.label}, as "
+            "llama.cpp computes it"
+        )
+    if source.adapters is not None and any(
+        _EXPERT.search(part.name) for param in _params(source) for part in param.hf
+    ):
+        raise LlmqError("--format gguf: adapters of experts are not written: add --merge")
 
 
 def _own_scalar(model: ModelConfig) -> int:
@@ -164,16 +195,26 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     found = {}
     for param in _params(source):
         found[param] = []
-        for part in param.hf:
-            name, shape = name_of(part.name), stored_shape(param, replace(part, transposed=False))
-            made = _rows_of(model, part)
+        modules: dict[str, list[HfPart]] = {}
+        for part in param.hf:  # those of experts become one tensor
+            modules.setdefault(_EXPERT.sub(".experts.", part.name), []).append(part)
+        for module, parts in modules.items():
+            name, shape = name_of(module), stored_shape(param, replace(parts[0], transposed=False))
+            shape = (len(parts), *shape) if module != parts[0].name else shape
+            made = partial(_made, [_rows_of(model, part) for part in parts], len(shape))
             found[param].append(_Tensor(name, shape, _kind(name, shape, dtype, model), made))
     return found
 
 
+def _made(rows: list[Callable], dimensions: int, values: np.ndarray) -> np.ndarray:
+    """A tensor of one module, or of one of each expert."""
+    made = [each(values) for each in rows]
+    return np.stack(made) if made[0].ndim < dimensions else made[0]
+
+
 def _kind(name: str, shape: tuple[int, ...], dtype: str, model: ModelConfig) -> str:
     """The format of a tensor: as llama.cpp's converter chooses it."""
-    if len(shape) == 1 or name.endswith("_norm.weight") or name == "position_embd.weight":
+    if len(shape) == 1 or name.endswith(_PLAIN):
         return "F32"
     head = "token_embd.weight" if model.tied_embeddings else "output.weight"
     kind = "Q8_0" if dtype == "q4_0" and name == head else DTYPES[dtype]
@@ -234,6 +275,12 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
         writer.add_layer_norm_eps(model.norm_eps)
     else:
         writer.add_layer_norm_rms_eps(model.norm_eps)
+    if model.experts is not None:
+        writer.add_expert_count(model.experts.count)
+        writer.add_expert_used_count(model.experts.active)
+        writer.add_expert_feed_forward_length(model.expert_size)
+        if model.experts.shared_size is not None:
+            writer.add_expert_shared_feed_forward_length(model.experts.shared_size)
     _positions(writer, model)
     add_vocabulary(gguf, writer, model, source.tokenizer)
 
