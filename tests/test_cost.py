@@ -631,9 +631,9 @@ def test_trace_of_the_plan_device():
     assert dev.bytes == {"zero": 512, "copy": 1024}
 
 
-# Some of llm.q's published speeds, of runs that keep much in host memory or exchange much; none was
-# used for fitting. Predictions are not as good for 4090s in fp8 with streamed weights (18-34 % more
-# than published) and for four of them (15-32 % more). Here with 4 chunks instead of theirs.
+# Some of llm.q's published speeds, of runs that keep much in host memory or exchange much, beside
+# plans of ours with 4 chunks instead of theirs. Plans are faster for 14B in fp8 on a 4090, with all
+# of it streamed (18 %), and for four of them that stream blocks (3-31 %).
 # Card, GPUs, model, micro-batch x accumulation, flags, tokens/s.
 FP8 = "matmul-dtype=e4m3 fp8-fast-accumulation=none"
 PUBLISHED = [

@@ -454,7 +454,7 @@ def planned_for(fit: bool, reserve: int | None = None, memory: int | None = None
 
 
 def test_what_stays_free_in_a_plan():
-    whole, desktop = int(23.5 * GIB), 512 * MIB
+    whole, desktop = spec_of(find_card("4090")).memory, 512 * MIB
     assert planned_for(fit=False) == (whole, 0)
     assert planned_for(fit=False, reserve=GIB) == (whole - GIB, GIB)
     assert planned_for(fit=True) == (whole - desktop, desktop)

@@ -237,7 +237,7 @@ def test_a_rig_is_measured_within_its_time(cache, trained, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "card file: " in printed
     last = text.splitlines()[-1]
-    assert last.startswith("Others who plan for such cards") and path_of(H100, 2).name in last
+    assert last.startswith("Others who plan for such cards") and "llmq/cards" in last
     assert text.splitlines()[-3] == "## Please share it" and printed.endswith(f"{last}\n")
     report = json.loads((tmp_path / "deep" / "rig.json").read_text())
     assert report["spec"]["device"] == H100 and report["card_file"]["layout"]

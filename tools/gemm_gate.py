@@ -181,9 +181,9 @@ class Bench:
 def opened(card: Card, nbytes: int) -> Iterator[Bench]:
     """A GPU with so much memory for tensors."""
     from llmq.runtime.cuda_device import CudaDevice
-    from llmq.runtime.device import MemorySizes, library_workspace
+    from llmq.runtime.device import MemorySizes
 
-    sizes = MemorySizes(device=nbytes + (1 << 20), stack=library_workspace(90), pinned=0)
+    sizes = MemorySizes(device=nbytes + (1 << 20), stack=32 << 20, pinned=0)
     with closing(CudaDevice(0, sizes)) as dev:
         yield Bench(dev, card)
 

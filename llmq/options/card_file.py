@@ -20,7 +20,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.files import write_shared
 from llmq.base.json_file import read_json
 from llmq.runtime.compile import cache_dir
-from llmq.runtime.device import DeviceSpec, library_workspace
+from llmq.runtime.device import DeviceSpec
 
 FORMAT = 1
 LAYOUT = "llmq card file"
@@ -68,13 +68,8 @@ class CardFile:
 
     def spec(self) -> DeviceSpec:
         """Its GPUs as devices to plan for."""
-        return DeviceSpec(
-            name=self.device,
-            capability=self.capability,
-            num_sms=self.num_sms,
-            memory=self.memory,
-            library_workspace=library_workspace(self.capability),
-        )
+        sizes = {"num_sms": self.num_sms, "memory": self.memory}
+        return DeviceSpec(name=self.device, capability=self.capability, **sizes)
 
 
 # ------------------------------------------------------------------------------------------------

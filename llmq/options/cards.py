@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from llmq.base.dtypes import GIB
 from llmq.base.errors import ConfigError
 from llmq.options.card_file import CardFile
-from llmq.runtime.device import DeviceSpec, library_workspace
+from llmq.runtime.device import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,11 +210,9 @@ PUBLISHED = "from llm.q's published speeds on this card"
 
 # Products reach these shares of the peaks in bf16 and fp8 (summed in F32), and predictions by them
 # are off by so much; the last word says how that is known. The H100's and H200's are from
-# benchmarks/. The others fit llm.q's own step to its published speeds (tools/published_speeds.py).
-# They can exceed 1, because GeForce cards clock higher than their sheets say: an RTX 5090 under
-# load at 2.6 to 2.9 GHz in place of 2.4 (issues 1266 of NVIDIA/open-gpu-kernel-modules and 1671 of
-# kekzl/imp). Their errors are the largest of a run that is predicted by all others, and beside it
-# what plans of our own steps are off on an H100.
+# benchmarks/, the others fit llm.q's own step to its published speeds (tools/published_speeds.py).
+# GeForce cards reach more than 1 where they clock higher than their sheets say. Errors are the
+# largest of a run predicted by all others, and what our own plans are off on an H100.
 _OURS = 0.04
 SEVERAL = 0.1  # what exchanges add to that: two and four H200 are 6 to 10 % slower than predicted
 _SUSTAINED: dict[str, tuple[float, float, float, str]] = {
@@ -285,13 +283,8 @@ def _card(name: str) -> Card:
 
 def spec_of(card: Card) -> DeviceSpec:
     """The card as a device to plan for."""
-    return DeviceSpec(
-        name=card.name,
-        capability=card.capability,
-        num_sms=card.num_sms,
-        memory=int(card.memory * GIB),
-        library_workspace=library_workspace(card.capability),
-    )
+    sizes = {"num_sms": card.num_sms, "memory": int(card.memory * GIB)}
+    return DeviceSpec(name=card.name, capability=card.capability, **sizes)
 
 
 CARDS: dict[str, Card] = {card.name: card for card in map(_card, (*_SHEETS, *_SCALED))}

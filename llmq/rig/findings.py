@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from llmq.options.cards import card_of
-from llmq.runtime.device import DeviceSpec, library_workspace
+from llmq.runtime.device import DeviceSpec
 
 # The rate of a PCIe lane in one direction, GB/s on paper, by generation.
 LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -189,8 +189,8 @@ def weak(report: Report) -> Iterator[str]:
     spec = report.get("spec")
     if not spec:
         return
-    workspace = library_workspace(spec["capability"])
-    card = card_of(DeviceSpec(**{**_spec(spec), "library_workspace": workspace}))
+    sizes = {name: spec[name] for name in ("capability", "num_sms", "memory")}
+    card = card_of(DeviceSpec(name=spec["device"], **sizes))
     rows = _part(report, "ladder").get("rows", [])
     copy = max((row["gb_per_s"] for row in rows if row["what"] == "copy"), default=None)
     if copy is not None and copy < LEAST_COPY * card.bandwidth:
@@ -259,10 +259,3 @@ def _part(report: Report, name: str) -> dict[str, Any]:
 
 def _numbers(gpu: dict[str, Any], *names: str) -> Iterator[int]:
     return (gpu[f"pcie_{name}"] for name in names if gpu.get(f"pcie_{name}"))
-
-
-def _spec(spec: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": spec["device"],
-        **{name: spec[name] for name in ("capability", "num_sms", "memory")},
-    }

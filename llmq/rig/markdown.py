@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from llmq.base.dtypes import GIB
-from llmq.options.card_file import path_of, this_host
 from llmq.report.tables import Markdown
 from llmq.rig.exchanges import LOAD
 from llmq.rig.launches import in_time
@@ -39,15 +38,12 @@ def markdown(report: Report) -> str:
 
 def please_share(report: Report) -> list[str]:
     """The request that ends a report with a card file: plans of others get better by it."""
-    if "card_file" not in report:
-        return []
-    name = path_of(report["spec"]["device"], len(report["gpus"]), this_host()).name
-    return [
-        "Others who plan for such cards have only a data sheet. Please share what this rig has "
-        "measured: attach the report's .json to an issue of the repository of llmq, or propose the "
-        f"card file, {name} in the folder of card files, as a new file in its llmq/cards. It "
-        "names neither you nor the machine."
-    ]
+    line = (
+        "Others who plan for such cards have only a data sheet. Please share what was measured: "
+        "attach this report's .json to an issue of the repository of llmq, or propose the card "
+        "file as a new one in its llmq/cards. Neither names you or the machine."
+    )
+    return [line] if "card_file" in report else []
 
 
 def _number(value: Any, form: str = "{:.1f}") -> str:

@@ -15,7 +15,7 @@ from importlib import metadata
 from types import SimpleNamespace
 
 from llmq.base.errors import LlmqError
-from llmq.runtime.device import DeviceSpec, library_workspace
+from llmq.runtime.device import DeviceSpec
 from llmq.runtime.nvml import open_nvml
 
 MIN_CAPABILITY, OLDEST_CUDA = 80, 12000
@@ -148,7 +148,6 @@ def device_spec(index: int) -> DeviceSpec:
         capability=capability,
         num_sms=properties["multiProcessorCount"],
         memory=properties["totalGlobalMem"],
-        library_workspace=library_workspace(capability),
     )
 
 

@@ -40,19 +40,20 @@ class DeviceSpec:
 
     capability: compute capability times 10 (90 for an H100), 0 for the CPU. num_sms: sizes the
     grids and with them the workspaces. memory: bytes in total. library_workspace: bytes that the
-    matrix-product library gets, taken from the arena.
+    matrix-product library gets, taken from the arena; if not given, what NVIDIA advises: 32 MiB on
+    Hopper and later, 4 before.
     """
 
     name: str
     capability: int
     num_sms: int
     memory: int
-    library_workspace: int
+    library_workspace: int = -1
 
-
-def library_workspace(capability: int) -> int:
-    """Bytes that NVIDIA advises for its matrix products: 32 MiB on Hopper and later, 4 before."""
-    return (32 if capability >= 90 else 4) << 20
+    def __post_init__(self) -> None:
+        if self.library_workspace < 0:
+            advised = (32 if self.capability >= 90 else 4) << 20
+            object.__setattr__(self, "library_workspace", advised)
 
 
 HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_workspace=0)
