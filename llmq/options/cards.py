@@ -350,19 +350,11 @@ def card_of(spec: DeviceSpec) -> Card:
 
     near = min(CARDS.values(), key=unlikeness)
     ratio = spec.num_sms / near.num_sms
-    return replace(
-        near,
-        name=spec.name,
-        capability=spec.capability,
-        num_sms=spec.num_sms,
-        memory=spec.memory / GIB,
-        bandwidth=near.bandwidth * ratio,
-        tf32=near.tf32 * ratio,
-        bf16=near.bf16 * ratio,
-        fp8=near.fp8 * ratio,
-        source=f"not known, taken as {near.name} with {spec.num_sms} multiprocessors",
-        error=max(near.error, _GEFORCE_ERROR if "GeForce" in spec.name else _OTHER_ERROR),
-    )
+    scaled = {name: ratio * getattr(near, name) for name in ("bandwidth", "tf32", "bf16", "fp8")}
+    own = {"capability": spec.capability, "num_sms": spec.num_sms, "memory": spec.memory / GIB}
+    own["source"] = f"not known, taken as {near.name} with {spec.num_sms} multiprocessors"
+    own["error"] = max(near.error, _GEFORCE_ERROR if "GeForce" in spec.name else _OTHER_ERROR)
+    return replace(near, name=spec.name, **own, **scaled)
 
 
 def card_with(memory: int) -> Card:

@@ -212,16 +212,8 @@ def _kinds(plan: Plan, where: PlanTarget) -> list[dict[str, Any]]:
     """The launches of a step of one rank, by kind; its cost for programs."""
     card = where.card if where.named else None
     costs = cost_by_kind(plan, card, where.visible_share, where.network)
-    return [
-        {
-            "kind": name,
-            "launches": cost.launches,
-            "flops": cost.flops,
-            "bytes": cost.nbytes,
-            "seconds": cost.seconds,
-        }
-        for name, cost in costs.items()
-    ]
+    keys = ("kind", "launches", "flops", "bytes", "seconds")
+    return [dict(zip(keys, (name, *cost), strict=True)) for name, cost in costs.items()]
 
 
 def _predicted(tokens: int, time: StepTime, where: PlanTarget) -> dict[str, Any]:
