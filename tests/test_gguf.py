@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from llmq.arch import ARCHITECTURES
 from llmq.arch.llama import Llama
+from llmq.base import files
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export import export
@@ -259,7 +261,7 @@ def test_runs_are_exported_from_their_checkpoints(tmp_path):
 # Refusals
 
 
-def refused(where: Path, out: Path, message: str, **options: object) -> None:
+def refused(where: Path | str, out: Path, message: str, **options: object) -> None:
     """Nothing is there afterwards."""
     with pytest.raises(LlmqError, match=message):
         export(where, out, **{"to": "gguf"} | options)
@@ -277,6 +279,7 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     refused(source("qwen2"), out, "--dtype: gguf is .* got 'nf4'", dtype="nf4")
     refused(source("qwen2"), out, "is no folder of adapters", merge=True)
     refused(tmp_path / "none", out, "no complete checkpoint")
+    refused("nothing", out, "'nothing' is neither a checkpoint, nor a model directory or a repo")
     monkeypatch.setattr(Llama, "gguf", None)
     refused(source("llama"), out, "LlamaForCausalLM has no name in GGUF files")
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -325,7 +328,7 @@ def test_values_of_fp16_stay_so(tmp_path, capsys):
     hf_model("qwen3").half().save_pretrained(tmp_path / "m")
     export(tmp_path / "m", tmp_path / "m.gguf", to="gguf")
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
-    assert kinds["token_embd.weight"] == "F16" and "warning" not in capsys.readouterr().err
+    assert kinds["token_embd.weight"] == "F16" and "bf16" not in capsys.readouterr().err
     export(tmp_path / "m", tmp_path / "out")
     assert "the model is in fp16 and is written in bf16" in capsys.readouterr().err
 
@@ -342,6 +345,19 @@ def test_what_is_there_is_replaced_only_if_told_so(tmp_path):
         "README.md",
         "model-q8_0.gguf",
     ]
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(path, mode, **how):
+        if mode != "wb":
+            return open(path, mode, **how)
+        os.close(path)  # the descriptor of the new file
+        return open("/dev/full", mode)
+
+    monkeypatch.setattr(files, "open", full, raising=False)
+    refused(
+        source("qwen2"), tmp_path / "m.gguf", r"the disk is full, writing '.*m\.gguf': free some"
+    )
 
 
 def test_a_file_that_is_not_what_was_meant_never_gets_its_name(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import numpy as np
 from llmq.arch.common import GgufKind
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
@@ -97,6 +98,8 @@ class Gguf(ExportFormat):
         window = model.sliding_window
         if window is not None and not _kind_of(model).windows:
             warn([f"llama.cpp attends to all positions, where this model sees the last {window}"])
+        if source.adapters is None and source.tokenizer is None:
+            warn(["no tokenizer is known of this model: the file has none"])
         if source.adapters is not None and source.adapters.train:
             raise LlmqError(
                 f"--format gguf: {', '.join(source.adapters.train)} were trained beside the "
@@ -311,6 +314,17 @@ def _positions(writer: Any, model: ModelConfig) -> None:
 # Writing and reading back
 
 
+class _Data:
+    """An array that is written with the system's errors, which NumPy's `tofile` does not tell."""
+
+    def __init__(self, values: np.ndarray):
+        self.nbytes, self._data = values.nbytes, values.reshape(-1).view(np.uint8).data
+
+    def tofile(self, file: BinaryIO) -> None:
+        """Append the bytes, as the library's writer asks for it."""
+        file.write(self._data)
+
+
 def _write(source: Source, file: BinaryIO, dtype: str) -> None:
     gguf = _library()
     writer = gguf.GGUFWriter(None, _kind_of(source.model).name)
@@ -329,12 +343,12 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     if factors is not None:
-        writer.write_tensor_data(factors)
+        writer.write_tensor_data(_Data(factors))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for param, each in tensors.items():
             values = param.by_row(source.read(param))
             for tensor in each:
-                writer.write_tensor_data(_encoded(pool, tensor, tensor.made(values)))
+                writer.write_tensor_data(_Data(_encoded(pool, tensor, tensor.made(values))))
 
 
 def _pieces(tensor: _Tensor) -> list[slice]:
@@ -344,8 +358,10 @@ def _pieces(tensor: _Tensor) -> list[slice]:
 
 
 def _encoded(pool: ThreadPoolExecutor, tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
-    """The bytes of a tensor; uint8 (rows, bytes of a row)."""
+    """A tensor as the file has it."""
     gguf = _library()
+    if tensor.kind == "BF16" and rows.dtype == BF16.numpy:
+        return np.ascontiguousarray(rows)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
     out = np.empty((tensor.shape[0], prod(tensor.shape[1:]) * size // block), np.uint8)
 
@@ -359,9 +375,7 @@ def _encoded(pool: ThreadPoolExecutor, tensor: _Tensor, rows: np.ndarray) -> np.
 def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
     gguf = _library()
     if tensor.kind == "BF16":
-        import ml_dtypes
-
-        return np.ascontiguousarray(rows.astype(ml_dtypes.bfloat16, copy=False)).view(np.uint8)
+        return rows.astype(BF16.numpy).view(np.uint8)
     rows = rows.astype(np.float32)
     with np.errstate(over="ignore"):
         found = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[tensor.kind])

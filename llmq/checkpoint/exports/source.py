@@ -84,6 +84,11 @@ def open_source(
         raise LlmqError(f"{flag}: '{where}' is no folder of adapters{hint}")
     elif found is not None and (found / CONFIG_FILE).is_file():
         opened = _model(str(where), found)
+    elif found is None and isinstance(where, str):  # else it is a directory of checkpoints
+        raise LlmqError(
+            f"'{where}' is neither a checkpoint, nor a model directory or a repository in the "
+            "Hugging Face cache, nor adapters"
+        )
     else:
         opened = _checkpoint(Path(where), force)
     with opened as source:
