@@ -1,4 +1,4 @@
-"""Token files of pairs for the tests of losses that read them."""
+"""Token files of documents and of pairs for the tests of losses that read more than tokens."""
 
 from __future__ import annotations
 
@@ -29,4 +29,13 @@ def write_pairs(
                 mask = np.arange(length) >= 2
                 mask[0], mask[3:4] = labels[number] if labels else side == 0, number > 0
                 writer.write(ids, mask, [length])
+    return path
+
+
+def write_documents(path: Path, lengths: list[int], vocab: int) -> Path:
+    """Documents of random ids, of which about 7 in 10 are trained."""
+    rng = np.random.default_rng(0)
+    with TokenWriter(path, vocab, with_masks=True, with_documents=True) as writer:
+        for length in lengths:
+            writer.write(rng.integers(0, vocab, length), rng.random(length) < 0.7, [length])
     return path

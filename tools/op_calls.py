@@ -42,6 +42,7 @@ from llmq.ops import (
     clock,
     convert,
     cross_entropy,
+    distill,
     dropout,
     embedding,
     exp_rows,
@@ -70,6 +71,7 @@ from llmq.ops import (
 )
 from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
+from llmq.ops.top_k import top_k
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.device import FUSED, Device
 from llmq.runtime.head_groups import divisions
@@ -518,6 +520,30 @@ def _pair_weights(dev: Device, *, starts: Tensor, partner: Tensor, **tensors: Te
     pairs.weights(dev, **tensors, shift=None, places=pairs.Places(starts, partner), form=form)
 
 
+def _told(rows: int, vocab: int, k: int) -> np.ndarray:
+    """A teacher whose k columns of each row are equally likely."""
+    ids = np.sort(np.random.default_rng(SEED).choice(vocab, k, replace=False)).astype(np.int32)
+    row = np.concatenate([ids.view(np.float32), np.full(k, -np.log(k + 1.0), np.float32)])
+    return np.tile(row, (rows, 1))
+
+
+def distill_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call]:
+    of_rows = {name: f32(rows) for name in ("losses", "lse", "kl")}
+    args = {"logits": bf16(rows, padded_vocab), **of_rows, "targets": tokens(vocab, rows)}
+    args |= {"told": _told(rows, vocab, k), "vocab_size": vocab}
+    return [Call("distill", _distill, args)]
+
+
+def _distill(dev: Device, *, told: Tensor, kl: Tensor, vocab_size: int, **tensors: Tensor) -> None:
+    teacher = distill.Teacher(told, kl, 0.5, 2.0, False)
+    distill.distill(dev, **tensors, teacher=teacher, vocab_size=vocab_size)
+
+
+def top_k_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call]:
+    args = {"told": f32(rows, 2 * k), "logits": bf16(rows, padded_vocab), "lse": f32(rows)}
+    return [Call("top k", top_k, args | {"vocab_size": vocab})]
+
+
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
     heads, qkv = bf16(B, T, Hq + Hkv, Hd), bf16(B, T, Hq + 2 * Hkv, Hd)
     q, k, norms = (Hq * Hd, Hkv * Hd, 2) if wide else (Hd, Hd, Hq + Hkv)
@@ -753,6 +779,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "clock": clock_calls,
     "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
+    "distill": distill_calls,
     "dropout": dropout_calls,
     "embedding": embedding_calls,
     "exp_rows": exp_rows_calls,
@@ -783,6 +810,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "rope": rope_calls,
     "route": route_calls,
     "swiglu": swiglu_calls,
+    "top_k": top_k_calls,
 }
 
 

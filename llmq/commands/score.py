@@ -28,6 +28,10 @@ def score(
     data: Annotated[list[str], typer.Argument(help="Token files, patterns, folders of tokenize.")],
     out: Annotated[Path, typer.Option(help="Directory of the scores.")],
     config_file: ConfigFile = None,
+    top_k: Annotated[
+        int,
+        typer.Option(min=0, max=255, help="A teacher's: so many probabilities of each token."),
+    ] = 0,
 ) -> None:
     """Write the log-probability of each trained token of token files, for losses that read it."""
     for name, instead in (("model", "MODEL"), ("train-file", "DATA")):
@@ -35,7 +39,9 @@ def score(
             raise ConfigError(f"--{name}: {instead} says it here")
     patterns = [f"{pattern}/*.bin" if Path(pattern).is_dir() else pattern for pattern in data]
     given = given | {"model": scored, "train-file": patterns}
+    if top_k:
+        given |= {"loss": "kd", "kd-top-k": str(top_k), "scores": str(out)}
     config, model, model_dir, _ = load_run(given, config_file, trains=True, defaults=DEFAULTS)
     from llmq.train.run_score import run_score
 
-    run_score(config, model, model_dir, out)
+    run_score(config, model, model_dir, out, top_k)

@@ -70,6 +70,7 @@ class DataLoader:
         drop_last: bool = False,
         prefetch: int = 4,
         scores: Path | None = None,
+        top_k: int = 0,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
@@ -78,7 +79,7 @@ class DataLoader:
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
         sequences; None: llm.q's windows. scores: the folder with those of the files, if the loss
-        reads them; it may be filled before the first batch is asked for.
+        reads them; it may be filled before the first batch is asked for. top_k: as of RowReader.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -95,7 +96,7 @@ class DataLoader:
             everything=everything,
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64
-        self.world_size, self.scores = world_size, scores
+        self.world_size, self.scores, self._top_k = world_size, scores, top_k
         self._drop_last, self._prefetch = drop_last, prefetch
         self._counts = self.data.plan.counts
         self._groups = [self._parts(count, world_size) for count in self._counts]
@@ -124,6 +125,7 @@ class DataLoader:
             document_mask=data.layout.document_mask,
             pairs=data.layout.pairs is not None,
             scores=self.scores,
+            top_k=self._top_k,
         )
 
     @property

@@ -56,13 +56,16 @@ class RowReader:
         document_mask: bool,
         pairs: bool = False,
         scores: Path | None = None,
+        top_k: int = 0,
     ) -> None:
         """paths: the files, as spans number them. document_mask: whether batches have starts.
         pairs: whether each span is a pair of documents, and batches say where the other one is.
         scores: the folder with what a reference thinks of each token, which batches then have.
+        top_k: how many probabilities of each; 0: that of the token itself.
         """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
-        self.document_mask, self.pairs, self._scores = document_mask, pairs, scores
+        self.document_mask, self.pairs = document_mask, pairs
+        self._scores, self._top_k = scores, top_k
         self._open: OrderedDict[int, tuple[TokenFile, ScoreFile | None]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
@@ -75,7 +78,9 @@ class RowReader:
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
         names = [PARTNER] * self.pairs + [SCORES] * (self._scores is not None)
-        more = {name: np.zeros(inputs.shape, np.float32) for name in names}
+        width = [2 * self._top_k] * (self._top_k > 0)
+        shapes = {PARTNER: inputs.shape, SCORES: (*inputs.shape, *width)}
+        more = {name: np.zeros(shapes[name], np.float32) for name in names}
         padding = 0
         for row, spans in enumerate(rows):
             of_row = None if starts is None else starts[row]
@@ -123,7 +128,7 @@ class RowReader:
             np.maximum.accumulate(starts, out=starts)
         if scores is not None:
             learned = targets[:filled] != MASKED_TARGET
-            more[SCORES][:filled] = np.where(learned, scores[places + 1], 0)
+            more[SCORES][:filled][learned] = scores[places[learned] + 1]
             if np.isnan(more[SCORES]).any():
                 raise self._lacking(spans)
         if PARTNER in more:  # no span of a pair goes on, so places are those of the row
@@ -148,7 +153,9 @@ class RowReader:
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None
-        scores = None if self._scores is None else np.zeros(len(tokens), np.float32)
+        width = [2 * self._top_k] * (self._top_k > 0)
+        shape = (len(tokens), *width)
+        scores = None if self._scores is None else np.zeros(shape, np.float32)
         at = 0
         for span, size in zip(spans, sizes, strict=True):
             file, scored = self._file(span.file)
@@ -194,7 +201,7 @@ class RowReader:
             file, scores = TokenFile(self._paths[number]), None
             if self._scores is not None:
                 scores = ScoreFile(scores_path(self._scores, file.path))
-                scores.check(file)
+                scores.check(file, self._top_k)
             self._open[number] = file, scores
         return self._open[number]
 

@@ -6,8 +6,11 @@
           16     int64    number of tokens of the token file
           24     int64    units (documents or pairs) that are done, -1 = all
           32     JSON     describes it: see `Scored`
-        4096     n float32  the log-probability of each token behind those of its document before
-                          it; 0 where the token file masks it, NaN where it has none
+        4096     n records  one of each token
+
+With top_k = 0 a record is a float32, the log-probability of the token behind those of its document
+before it: 0 where the token file masks it, NaN where it has none. Else it is of the k most likely
+tokens in its place, as `top_k_file` says.
 
 Everything is little-endian. `mine-train.scores` is of `mine/train.bin`, in a folder of all scores;
 beside it lies `mine-train.scores.sums` with checksums of its pieces, as token files have them.
@@ -31,6 +34,7 @@ from llmq.data.checksums import Checksums, checksums_path, write_checksums
 from llmq.data.document_file import partial_path
 from llmq.data.identity import TokenizerId, tokenizers_of_files
 from llmq.data.tokens import TokenFile
+from llmq.data.top_k_file import decoded, encoded, record_bytes
 
 MAGIC = b"BIN.SCR\n"
 VERSION = 1
@@ -39,7 +43,7 @@ SUFFIX = ".scores"
 COMPLETE = -1
 _FIELDS = struct.Struct("<8s2i2q")
 _SCORE = np.dtype("<f4")
-_BLOCK = 1 << 20
+_BLOCK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,8 @@ class Scored:
 
     model: `BaseId.record`. tokens, num_bytes, sample: of the token file (`TokenFile.sample`).
     tokenizer: as the data have it; None if it is not known. seq_len: the longest unit that was
-    scored as a whole.
+    scored as a whole. top_k: how many tokens have a probability in each place; 0: the one that is
+    there.
     """
 
     model: dict[str, Any]
@@ -57,9 +62,10 @@ class Scored:
     sample: int
     tokenizer: dict[str, Any] | None
     seq_len: int
+    top_k: int = 0
 
     @classmethod
-    def of(cls, file: TokenFile, model: dict[str, Any], seq_len: int) -> Scored:
+    def of(cls, file: TokenFile, model: dict[str, Any], seq_len: int, top_k: int = 0) -> Scored:
         """The content of a model's scores of a token file."""
         ((_, made),) = tokenizers_of_files(file.path)
         return cls(
@@ -69,7 +75,13 @@ class Scored:
             sample=file.sample(),
             tokenizer=made and made.record(),
             seq_len=seq_len,
+            top_k=top_k,
         )
+
+    @property
+    def record(self) -> np.dtype:
+        """A record of the file."""
+        return _SCORE if not self.top_k else np.dtype((np.uint8, record_bytes(self.top_k)))
 
     @property
     def name(self) -> str:
@@ -104,12 +116,23 @@ class ScoreFile:
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from error
         self.done, self.scored = read_header(path, header)
-        if size != HEADER_BYTES + _SCORE.itemsize * self.scored.tokens or self.done != COMPLETE:
+        self._record = self.scored.record
+        if (
+            size != HEADER_BYTES + self._record.itemsize * self.scored.tokens
+            or self.done != COMPLETE
+        ):
             raise DataError(f"'{path}' is truncated: copy it again, or score the data again")
         self._checksums = Checksums.of(path)
 
-    def check(self, file: TokenFile) -> None:
-        """Raise DataError unless the scores are of this token file."""
+    def check(self, file: TokenFile, top_k: int = 0) -> None:
+        """Raise DataError unless the scores are of this token file, and as many of each token."""
+        if self.scored.top_k != top_k:
+            kinds = (f"{k} probabilities" if k else "one score" for k in (self.scored.top_k, top_k))
+            raise DataError(
+                "'{}' has {} of each token, and the loss reads {}: score with that --top-k".format(
+                    self.path, *kinds
+                )
+            )
         s = self.scored
         if (s.tokens, s.num_bytes, s.sample) != (file.num_tokens, file.num_bytes, file.sample()):
             raise DataError(
@@ -125,8 +148,10 @@ class ScoreFile:
             )
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Scores [start, start + count), (count,) float32. DataError where they are damaged."""
-        out, at = np.empty(count, _SCORE), HEADER_BYTES + _SCORE.itemsize * start
+        """Scores [start, start + count), (count,) float32, with top_k (count, 2 top_k): ids, as the
+        bits of int32, and log-probabilities. DataError where they are damaged."""
+        out = np.empty(count, self._record)
+        at = HEADER_BYTES + self._record.itemsize * start
         try:
             if self._checksums is not None:
                 self._checksums.verify(self._file.fileno(), at, at + out.nbytes)
@@ -135,7 +160,7 @@ class ScoreFile:
             raise DataError(f"cannot read '{self.path}': {error.strerror}") from error
         if got != out.nbytes:
             raise DataError(f"'{self.path}' became shorter while it was used: score again")
-        return out.astype(np.float32, copy=False)
+        return decoded(out) if self.scored.top_k else out.astype(np.float32, copy=False)
 
     def close(self) -> None:
         """Close the file."""
@@ -162,6 +187,7 @@ class ScoreWriter:
     def __init__(self, path: Path, scored: Scored, *, overwrite: bool = False) -> None:
         """DataError for scores of something else, complete or not, unless with overwrite."""
         self.path, self.scored, self.done = path, scored, 0
+        self._record = scored.record
         text = json.dumps(asdict(scored)).encode()
         if len(text) > HEADER_BYTES - _FIELDS.size:
             raise DataError(f"the name of the model, {scored.name[:80]} …, is too long")
@@ -179,9 +205,10 @@ class ScoreWriter:
             self._file = open(partial, "r+b" if partial.exists() else "w+b")  # noqa: SIM115
             if not self.done:
                 self._file.write(self._header(0))
-                nothing = np.full(_BLOCK, np.nan, _SCORE)
+                nothing = b"\xff" * self._record.itemsize * _BLOCK  # NaN
                 for first in range(0, scored.tokens, _BLOCK):
-                    self._file.write(nothing[: scored.tokens - first].tobytes())
+                    count = min(scored.tokens - first, _BLOCK)
+                    self._file.write(nothing[: count * self._record.itemsize])
 
     def _known(self, there: Path) -> int:
         with open(there, "rb") as file:
@@ -203,10 +230,11 @@ class ScoreWriter:
         return (_FIELDS.pack(*fields) + self._text).ljust(HEADER_BYTES, b"\0")
 
     def write(self, start: int, scores: np.ndarray) -> None:
-        """Put scores (n,) at the tokens [start, start + n)."""
+        """Put scores at the tokens [start, start + n): arrays as `ScoreFile.read` returns them."""
+        coded = encoded(scores) if self.scored.top_k else scores.astype(_SCORE)
         with disk_errors(self.path):
-            self._file.seek(HEADER_BYTES + _SCORE.itemsize * start)
-            self._file.write(scores.astype(_SCORE).tobytes())
+            self._file.seek(HEADER_BYTES + self._record.itemsize * start)
+            self._file.write(coded.tobytes())
 
     def save(self, done: int) -> None:
         """Force everything to the disk, of which so many units are done."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from llmq.base.batch import Batch
@@ -22,19 +24,23 @@ class Inbox:
     """The memory from which the device reads a micro-step.
 
     scalars: I32 (16,) StepScalars. tokens, targets: I32 (B, T). starts: the same, with documents
-    that are masked, else None. more: F32 (B, T), the arrays that the loss reads, by name.
+    that are masked, else None. more: F32 (B, T) or (B, T, W), the arrays that the loss reads, by
+    name.
     """
 
     def __init__(self, dev: Device, options: TrainConfig, loss: type[Loss]):
         self.dev = dev
         shape = B, T = options.batch_size, options.local_seq_len
-        names = ["tokens", "targets", *["starts"] * options.document_mask, *loss.inputs]
-        words = HEADER + len(names) * B * T
+        widths = dict.fromkeys(["tokens", "targets", *["starts"] * options.document_mask], 1)
+        widths |= loss.widths(options)
+        words = HEADER + sum(widths.values()) * B * T
         self._inbox = dev.alloc("inbox", (words,), I32, "Activations")
         self.scalars = self._inbox.rows(0, STEP_SCALARS_WORDS)
-        edges = range(HEADER, words, B * T)
-        arrays = [self._inbox.rows(first, first + B * T).view(*shape) for first in edges]
-        found = dict(zip(names, arrays, strict=True))
+        edges = HEADER + np.cumsum([0, *widths.values()]) * B * T
+        found = {
+            name: self._inbox.rows(int(first), int(stop)).view(*shape, *[width] * (width > 1))
+            for (name, width), (first, stop) in zip(widths.items(), pairwise(edges), strict=True)
+        }
         self.tokens, self.targets, self.starts = (
             found.get(name) for name in ("tokens", "targets", "starts")
         )
@@ -66,7 +72,9 @@ class Inbox:
         parts = [batch.inputs, batch.targets]
         if self.starts is not None:  # None: each sequence is one document
             parts.append(nothing if batch.starts is None else batch.starts)
-        parts += [more[name].view(np.int32) if name in more else nothing for name in self.more]
+        for name, array in self.more.items():
+            given = name in more  # by the caller, or the data
+            parts.append(more[name].view(np.int32) if given else np.zeros(array.shape, np.int32))
         return [part.reshape(-1) for part in parts]
 
 

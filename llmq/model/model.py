@@ -107,7 +107,15 @@ class Model:
         """Per-token losses after `forward`, without gradients."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        self.head.token_losses(self.weights.lm_head(), targets.view(targets.size))
+        teacher = None if self.loss is None else self.loss.teacher()
+        self.head.token_losses(self.weights.lm_head(), targets.view(targets.size), teacher)
+        self.weights.release(slab)
+
+    def top_k(self, told: Tensor) -> None:
+        """The largest logits of all rows, after `token_losses`, as Head.top_k."""
+        slab, _ = self._head_slab
+        self.weights.gather(slab)
+        self.head.top_k(self.weights.lm_head(), told)
         self.weights.release(slab)
 
     def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
@@ -193,7 +201,8 @@ class Model:
             self.head.token_losses(w.lm_head, flat)
         of_rows = self.loss.weights(self.rows(targets))
         of_rows = of_rows and of_rows.view(flat.size)
-        self.head.loss_and_backward(w, g, flat, of_rows, last.branch, to, d_residual, d_norm)
+        how = (last.branch, to, d_residual, d_norm, self.loss.teacher())
+        self.head.loss_and_backward(w, g, flat, of_rows, *how)
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

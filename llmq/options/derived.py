@@ -119,7 +119,7 @@ class Derived:
         run makes of its first weights."""
         if self.has_reference:
             return self.scores or self.checkpoint_dir / "reference"
-        return self.scores if self.loss == "weighted" else None
+        return self.scores if self.loss in ("kd", "weighted") else None
 
     @property
     def is_fp8(self) -> bool:

@@ -60,6 +60,24 @@ LOSS_RULES = (
     ),
     *refused(
         "scores",
+        lambda v, o: v is None and o.loss == "kd",
+        "--loss kd: needs --scores of a teacher, which `llmq score` makes of the {kd_top_k} most "
+        "likely tokens",
+    ),
+    *refused(
+        "kd_top_k",
+        lambda v, o, model: o.loss == "kd" and v > model.vocab_size,
+        "--kd-top-k: {value} is more than the vocabulary of {model.vocab_size}",
+    ),
+    *refused("kd_temperature", lambda v, o: v <= 0, "--kd-temperature: must be more than 0"),
+    *refused(
+        "document_mask",
+        lambda v, o: not v and o.loss in ("kd", "weighted"),
+        "--loss {loss}: documents are scored one by one: give --packing best-fit, or "
+        "--document-mask",
+    ),
+    *refused(
+        "scores",
         lambda v, o: v is None and o.has_reference and o.adapter is not None,
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
@@ -70,6 +88,11 @@ LOSS_RULES = (
         "{given} has no effect with --loss {loss}",
     ),
     *idle("pref_beta", lambda v, o: not o.pairs, "{given} has no effect with --loss {loss}"),
+    *idle(
+        "kd_top_k kd_mixture kd_temperature kd_divergence",
+        lambda v, o: o.loss != "kd",
+        "{given} is for --loss kd",
+    ),
     *idle(
         "kto_desirable kto_undesirable", lambda v, o: o.loss != "kto", "{given} is for --loss kto"
     ),

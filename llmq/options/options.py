@@ -326,14 +326,15 @@ class TrainConfig(Derived):
         "ce",
         "What is minimized; ce: cross-entropy of tokens; dpo, ipo, simpo, orpo: losses of pairs of "
         "answers, of which one is to be preferred; kto: of answers with labels; weighted: "
-        "cross-entropy of tokens, each times its score",
-        choices=("ce", *PREFERENCES, "kto", "weighted"),
+        "cross-entropy of tokens, each times its score; kd: the divergence from a teacher",
+        choices=("ce", *PREFERENCES, "kto", "kd", "weighted"),
     )
     scores: Path | None = option(
         LOSS_GROUP,
         None,
         "Directory of `llmq score`, with what the reference model thinks of each token; dpo, ipo "
-        "and kto score the data by the first weights if not given; of weighted each token's weight",
+        "and kto score the data by the first weights if not given; of weighted each token's "
+        "weight, of kd a teacher's --top-k",
     )
     pref_beta: float | None = option(LOSS_GROUP, None, "Beta of a loss of pairs", min=0)
     pref_gamma: float | None = option(LOSS_GROUP, None, "Margin of SimPO")
@@ -345,6 +346,21 @@ class TrainConfig(Derived):
     )
     pref_sft: float | None = option(
         LOSS_GROUP, None, "Weight of the chosen answer's mean cross-entropy", min=0
+    )
+    kd_top_k: int = option(
+        LOSS_GROUP, 64, "Probabilities that a teacher tells of each token", min=1, max=255
+    )
+    kd_mixture: float = option(
+        LOSS_GROUP, 0.0, "Part that the data's own tokens have in kd's loss", min=0, max=1
+    )
+    kd_temperature: float = option(
+        LOSS_GROUP, 1.0, "Temperature at which model and teacher are compared"
+    )
+    kd_divergence: str = option(
+        LOSS_GROUP,
+        "forward",
+        "forward: of the teacher from the model, reverse: of the model from the teacher",
+        choices=("forward", "reverse"),
     )
     kto_desirable: float = option(LOSS_GROUP, 1.0, "Weight of kto's desirable answers", min=0)
     kto_undesirable: float = option(LOSS_GROUP, 1.0, "Weight of kto's undesirable answers", min=0)

@@ -31,8 +31,8 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int)
         row[at] = at
     np.maximum.accumulate(starts, axis=1, out=starts)
     targets[:, :-1][np.diff(starts, axis=1) > 0] = MASKED_TARGET
-    names = loss_class(config).inputs
-    more = {name: np.zeros(shape, np.float32) for name in names}
+    widths = loss_class(config).widths(config)
+    more = {n: np.zeros((*shape, *[w] * (w > 1)), np.float32) for n, w in widths.items()}
     if PARTNER in more:
         for row, partner in zip(starts, more[PARTNER], strict=True):
             firsts = np.unique(row)
@@ -59,7 +59,7 @@ def checked_batches(
         )
     for inputs, targets, starts, _, more in batches:
         _check_starts(starts, shape, config)
-        _check_more(more or {}, shape, loss_class(config).inputs)
+        _check_more(more or {}, shape, loss_class(config).widths(config))
         for name, array in (("inputs", inputs), ("targets", targets)):
             if array.shape != shape or array.dtype != np.int32:
                 raise ValueError(
@@ -74,11 +74,12 @@ def checked_batches(
 
 
 def _check_more(
-    more: Mapping[str, np.ndarray], shape: tuple[int, int], names: Sequence[str]
+    more: Mapping[str, np.ndarray], rows: tuple[int, int], widths: Mapping[str, int]
 ) -> None:
-    if set(more) != set(names):
-        raise ValueError(f"step: the loss reads {list(names)} beside tokens, got {list(more)}")
+    if set(more) != set(widths):
+        raise ValueError(f"step: the loss reads {list(widths)} beside tokens, got {list(more)}")
     for name, array in more.items():
+        shape = (*rows, *[widths[name]] * (widths[name] > 1))
         if array.shape != shape or array.dtype != np.float32:
             raise ValueError(
                 f"step: {name} must be float32 {shape}, got {array.dtype} {array.shape}"

@@ -50,6 +50,7 @@ def open_loaders(
         layout=SequenceLayout.of(config, held_out=held_out),
         drop_last=config.drop_last and not held_out,
         scores=config.scores_folder,
+        top_k=config.kd_top_k if config.loss == "kd" else 0,
     )
     return [first, *(first.of_rank(place) for place in places[1:])]
 

@@ -12,6 +12,7 @@ from llmq.base.errors import ConfigError
 from llmq.base.files import check_writable
 from llmq.base.locks import LOCK, locked
 from llmq.data.tokens import open_token_files
+from llmq.data.top_k_file import LARGEST_ID
 from llmq.options.options import TrainConfig
 from llmq.train.score import score_files
 from llmq.train.tokenizers import agreed_tokenizer
@@ -20,8 +21,10 @@ from llmq.train.trainer import Trainer
 REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 
 
-def run_score(config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path) -> None:
-    """Write the scores of --train-file to `out`, and print where they are.
+def run_score(
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
+) -> None:
+    """Write the scores of --train-file to `out`, and print where they are. top_k: of a teacher.
 
     LlmqError for options that mean another thing than a model and documents, data of another
     tokenizer, and scores of something else in `out`, unless with --overwrite.
@@ -31,6 +34,8 @@ def run_score(config: TrainConfig, model: ModelConfig, model_dir: Path | None, o
             "--adapter, --continue, --lora-init: a model is scored, without adapters: `llmq merge` "
             "makes one of both"
         )
+    if top_k and model.vocab_size > LARGEST_ID:
+        raise ConfigError(f"--top-k: files have room for {LARGEST_ID} ids, not {model.vocab_size}")
     if not config.document_mask:
         raise ConfigError(
             "--no-document-mask: each document is scored alone, as losses that read scores have it"
@@ -45,6 +50,7 @@ def run_score(config: TrainConfig, model: ModelConfig, model_dir: Path | None, o
         ):
             trainer.load_weights()
             how = {"separator": config.document_separator, "overwrite": config.overwrite}
+            how["top_k"] = top_k
             identity = trainer.identity.record()
             paths = score_files(trainer.ranks, files, out, identity, report=shown.update, **how)
     for file, path in zip(files, paths, strict=True):

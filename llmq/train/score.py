@@ -40,12 +40,14 @@ def score_files(
     separator: int | None = None,
     overwrite: bool = False,
     replace_others: bool = False,
+    top_k: int = 0,
     report: Report = lambda done, total: None,
 ) -> list[Path]:
     """Write the scores of these files, by the weights as they are; returns their paths.
 
     Documents are cut, and pairs left out, that are longer than the sequences of the ranks' batches.
-    model: identifies the weights. separator: as of DocumentIndex.read. overwrite: begin anew what
+    model: identifies the weights. top_k: of a loss that reads as many; 0: the tokens' own scores.
+    separator: as of DocumentIndex.read. overwrite: begin anew what
     is there. replace_others: only where it is of another model, or of other data. It goes
     on with what is there and is the same. DataError for scores of something else, and for two files
     of one name; LlmqError for predictions that are no finite numbers. All processes call it.
@@ -60,7 +62,7 @@ def score_files(
         opened: list[ScoreWriter] = []  # on the first process
 
         def open_writer(file: TokenFile = file, path: Path = path, to: list = opened) -> int:
-            scored = Scored.of(file, model, seq_len)
+            scored = Scored.of(file, model, seq_len, top_k)
             try:
                 to.append(ScoreWriter(path, scored, overwrite=overwrite))
             except DataError:
@@ -71,7 +73,8 @@ def score_files(
 
         done = processes().on_first(open_writer)
         if done != COMPLETE:
-            scoring = _Scoring(ranks, file, separator, partial(report, total=total))
+            how = (separator, top_k, partial(report, total=total))
+            scoring = _Scoring(ranks, file, *how)
             scoring.run(opened[0] if opened else None, done, before)
         before += file.num_tokens
         report(before, total)
@@ -81,8 +84,15 @@ def score_files(
 class _Scoring:
     """The scoring of one file. Its units follow each other in rows as they do in the file."""
 
-    def __init__(self, ranks: Ranks, file: TokenFile, separator: int | None, report: Callable):
-        self.ranks, self.file, self.report = ranks, file, report
+    def __init__(
+        self,
+        ranks: Ranks,
+        file: TokenFile,
+        separator: int | None,
+        top_k: int,
+        report: Callable,
+    ):
+        self.ranks, self.file, self.top_k, self.report = ranks, file, top_k, report
         self.B, self.T = ranks.first.step.tokens.shape
         self.units = _units(file, separator, self.T)
         self.rows = [*_rows(self.units.length, self.T)]
@@ -95,7 +105,7 @@ class _Scoring:
         try:
             for begin in range(first, len(self.rows), each):
                 rows = self.rows[begin : begin + each]
-                found = self._losses(rows)
+                found = self._computed(rows)
                 if writer is not None:
                     self._write(writer, rows, found)
                     if time.monotonic() - saved > SAVE_SECONDS:
@@ -109,15 +119,16 @@ class _Scoring:
             if writer is not None:
                 writer.suspend()
 
-    def _losses(self, rows: Sequence[slice]) -> dict[int, np.ndarray]:
-        """F32 (B, T) of each batch of rows, by its number; on all processes."""
+    def _computed(self, rows: Sequence[slice]) -> dict[int, np.ndarray]:
+        """F32 (B, T), with top_k (B, T, 2 top_k), of each batch of rows, by its number; on all
+        processes."""
         batches = [rows[i : i + self.B] for i in range(0, len(rows), self.B)]
         found: dict[int, np.ndarray] = {}
 
         def work(rank: Rank, index: int, batch: Batch) -> None:
-            losses = rank.step.score(batch)
+            scores = rank.step.score_top_k(batch) if self.top_k else 0 - rank.step.score(batch)
             if index >= 0:
-                found[index] = losses
+                found[index] = scores
 
         self.ranks.share("score", [partial(self._batch, of) for of in batches], work)
         return {index: a for each in processes().gather(found) for index, a in each.items()}
@@ -137,10 +148,10 @@ class _Scoring:
         self, writer: ScoreWriter, rows: Sequence[slice], found: dict[int, np.ndarray]
     ) -> None:
         for number, row in enumerate(rows):
-            losses, at = found[number // self.B][number % self.B], 0
+            scores, at = found[number // self.B][number % self.B], 0
             for span in self._spans(row):
-                own = 0 - losses[at : at + span.length - (not span.goes_on)]
-                if not np.isfinite(own).all():
+                own = scores[at : at + span.length - (not span.goes_on)]
+                if not np.isfinite(own[..., self.top_k :]).all():
                     raise LlmqError(
                         "the model's predictions are not finite numbers: its weights are damaged, "
                         f"or '{self.file.path}' is of another model's tokens"
@@ -149,7 +160,8 @@ class _Scoring:
                 at += span.length
         for unit in range(rows[0].start, rows[-1].stop):  # nothing predicts a document's first
             if not unit or not self.units.goes_on[unit - 1]:
-                writer.write(int(self.units.start[unit]), np.zeros(1))
+                nothing = np.zeros((1, *[2 * self.top_k] * (self.top_k > 0)), np.float32)
+                writer.write(int(self.units.start[unit]), nothing)
 
 
 def _units(file: TokenFile, separator: int | None, seq_len: int) -> Pieces:

@@ -4,6 +4,7 @@ numbers that reports have of them."""
 from __future__ import annotations
 
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
+from llmq.model.losses.kd import Distillation
 from llmq.model.losses.loss import Loss
 from llmq.model.losses.preferences import Ipo, Kto, Orpo, Preferences, SimPo
 from llmq.model.losses.weighted import Weighted
@@ -16,6 +17,7 @@ LOSSES: dict[str, type[Loss]] = {
     "simpo": SimPo,
     "orpo": Orpo,
     "kto": Kto,
+    "kd": Distillation,
     "weighted": Weighted,
 }
 

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 from llmq.base.dtypes import STATS
 from llmq.base.tensor import Tensor
+from llmq.ops.distill import Teacher
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -34,11 +35,12 @@ class Loss(ABC):
     "loss" / "count" is the loss that is reported, and what a limit of the guard is for.
 
     sums: names of statistics of its own, added over micro-batches and ranks. maxima: those of them
-    of which the largest counts, at least 0. inputs: F32 (B, T) arrays that it reads of each batch
-    (`Batch.more`). ahead: whether weights need the losses of the whole micro-batch, so that the
-    head makes its logits twice. largest: the largest absolute value of a weight, for an fp8 head,
-    whose codes of gradients are clamped beyond it, and round weights that are no powers of two to
-    within 1/8. validated: the numbers that validations report, too. shown: those of them that
+    of which the largest counts, at least 0. inputs: F32 arrays (B, T), or as `widths` says, that it
+    reads of each batch (`Batch.more`). ahead: whether weights need the losses of the whole
+    micro-batch, so that the head makes its logits twice. largest: the largest absolute value of a
+    weight, for an fp8 head, whose codes of gradients are clamped beyond it, and round weights that
+    are no powers of two to within 1/8. validated: the numbers that validations report, too. shown:
+    those of them that
     stand beside the loss on the console.
     """
 
@@ -53,6 +55,16 @@ class Loss(ABC):
     def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
         """options: normalized. inputs: by name, of the micro-batch that the device is at."""
         self.dev, self.options, self.inputs = dev, options, inputs
+
+    @classmethod
+    def widths(cls, options: TrainConfig) -> dict[str, int]:
+        """Elements of each input for a token, by name: 1, or W of an array (B, T, W)."""
+        return dict.fromkeys(cls.inputs, 1)
+
+    def teacher(self) -> Teacher | None:
+        """The teacher of rows (B*T), if the loss of a row is of more than its target; it is then
+        never weighted. Only tensors that are there already."""
+        return None
 
     @classmethod
     def stat(cls) -> dict[str, int]:

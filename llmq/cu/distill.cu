@@ -1,0 +1,102 @@
+// distill.cu -- rows of logits learn from a teacher's largest probabilities: loss and gradient.
+//
+//   q = softmax(x / temperature), p = teacher's; both of k columns, and of all the others together
+//   kl = sum p log(p / q), or with reverse sum q log(q / p)
+//   loss = mixture * (cross-entropy of the target) + (1 - mixture) * temperature^2 * kl
+//   x = d loss / d x
+//   add: stats[index] += the sum of kl
+//
+// Data     logits: (rows, padded_vocab) of T; columns >= vocab are ignored on entry, and with a
+//          gradient 0 on return. losses, lse, kl: F32 (rows); lse at temperature 1. targets: I32
+//          (rows); negative is masked: losses, kl and gradient 0. teacher: F32 (rows, 2 k): k
+//          columns, as the bits of I32, and their log-probabilities, at temperature 1. At another
+//          one the columns share the same mass in proportion to p^(1 / temperature).
+// Launch   512 threads, one block for each row. add: 1024 threads, one block.
+// Cost     a row is read three times and written once.
+// Needs    k <= 256, no column twice, target < vocab.
+// Same name  llmq/ops/distill.py  llmq/ref/distill.py  tests/ops/test_distill.py
+#include "common.cuh"
+
+constexpr int THREADS = 512, MOST = 256;
+constexpr float LEAST = 1.0f / 65536;  // of what the teacher leaves to all the others
+
+// The gradient of a column by what it depends on: factors of its two exponentials.
+struct Dense {
+    float max, own, soft, inverse;
+
+    __device__ __forceinline__ float at(float x) const {
+        return own * expf(x - max) + soft * expf((x - max) * inverse);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+distill(T* __restrict__ logits, f32* __restrict__ losses, f32* __restrict__ lse,
+        f32* __restrict__ kl, const i32* __restrict__ targets, const f32* __restrict__ teacher,
+        i64 rows, i32 vocab, i32 padded_vocab, i32 k, i32 reverse, i32 gradient, f32 mixture,
+        f32 temperature) {
+    __shared__ float shared[32];
+    const i64 r = blockIdx.x;
+    T* const row = logits + r * padded_vocab;
+    const int t = threadIdx.x, target = targets[r];
+    const float inverse = 1.0f / temperature;
+
+    float most = -INFINITY;
+    for (int v = t; v < vocab; v += THREADS) { most = fmaxf(most, to_f32(row[v])); }
+    const float max = block_max(most, shared);
+    float sum = 0.0f, soft_sum = 0.0f;
+    for (int v = t; v < vocab; v += THREADS) {
+        const float x = to_f32(row[v]) - max;
+        sum += expf(x);
+        soft_sum += expf(x * inverse);
+    }
+    sum = block_sum(sum, shared);
+    soft_sum = block_sum(soft_sum, shared);
+    const float own_lse = max + logf(sum), soft_lse = max * inverse + logf(soft_sum);
+
+    // Thread t has column t of the teacher's.
+    const f32* const of_row = teacher + r * 2 * k;
+    const bool has = t < k;
+    const int id = has ? __float_as_int(of_row[t]) : 0;
+    const float x_id = to_f32(row[id]), told = has ? of_row[k + t] : 0.0f;
+    const float mass = block_sum(has ? expf(told) : 0.0f, shared);
+    const float softened = block_sum(has ? expf(told * inverse) : 0.0f, shared);
+    const float rest = fmaxf(1.0f - mass, LEAST);
+    const float log_p = told * inverse - logf(softened) + logf(1.0f - rest), p = expf(log_p);
+    const float log_q = x_id * inverse - soft_lse, q = expf(log_q);
+    const float q_rest = fmaxf(1.0f - block_sum(has ? q : 0.0f, shared), 1e-7f);
+    const float log_ratio = logf(q_rest / rest);
+    const float part = reverse ? q * (log_q - log_p) : p * (log_p - log_q);
+    const float divergence = block_sum(has ? part : 0.0f, shared) +
+                             (reverse ? q_rest * log_ratio : -rest * log_ratio);
+    const float x_target = target < 0 ? 0.0f : to_f32(row[target]);
+    if (t == 0) {
+        const float ce = own_lse - x_target, soft = (1.0f - mixture) * temperature * temperature;
+        lse[r] = own_lse;
+        kl[r] = target < 0 ? 0.0f : divergence;
+        losses[r] = target < 0 ? 0.0f : mixture * ce + soft * divergence;
+    }
+    if (!gradient) { return; }
+    const float scale = (1.0f - mixture) * temperature;
+    const float outside = reverse ? log_ratio - divergence : 1.0f - rest / q_rest;
+    const Dense dense{max, mixture / sum, scale * outside / soft_sum, inverse};
+    __syncthreads();  // all have read what they need of the row
+    for (int v = t; v < padded_vocab; v += THREADS) {
+        const float d = v < vocab && target >= 0 ? dense.at(to_f32(row[v])) : 0.0f;
+        row[v] = from_f32<T>(v == target ? d - mixture : d);
+    }
+    __syncthreads();
+    if (has && target >= 0) {
+        const float inside = reverse ? q * (log_q - log_p - divergence) : q - p;
+        const float hit = id == target ? mixture : 0.0f;
+        row[id] = from_f32<T>(mixture * expf(x_id - own_lse) + scale * inside - hit);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+distill_add(f64* __restrict__ stats, const f32* __restrict__ kl, i64 rows, i32 index) {
+    __shared__ f64 shared[32];
+    f64 sum = 0.0;
+    for (i64 i = threadIdx.x; i < rows; i += 1024) { sum += kl[i]; }
+    sum = block_sum(sum, shared);
+    if (threadIdx.x == 0) { stats[index] += sum; }
+}

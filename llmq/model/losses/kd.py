@@ -1,0 +1,57 @@
+"""Distillation: each token's distribution is to be that of a teacher (`ops/distill.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmq.base.dtypes import F32
+from llmq.base.tensor import Tensor
+from llmq.model.losses.cross_entropy import TokenCrossEntropy
+from llmq.model.losses.loss import Rows
+from llmq.ops import distill
+from llmq.ops.distill import Teacher
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+
+
+class Distillation(TokenCrossEntropy):
+    """A mixture of the targets' cross-entropy and of a divergence from the teacher's probabilities.
+
+    The teacher tells its k largest ones of each token, and all others count as one. kl: the mean
+    divergence, in nats, at --kd-temperature. loss_1k is that of the mixture.
+    """
+
+    sums = (*TokenCrossEntropy.sums, "kl")
+    inputs = ("scores",)
+    validated = ("loss_1k", "kl")
+    shown = ("kl",)
+
+    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
+        super().__init__(dev, options, inputs)
+        rows = options.batch_size * options.local_seq_len
+        self._teacher = Teacher(
+            told=inputs["scores"].view(rows, 2 * options.kd_top_k),
+            kl=dev.alloc("kl", (rows,), F32, "Activations"),
+            mixture=options.kd_mixture,
+            temperature=options.kd_temperature,
+            reverse=options.kd_divergence == "reverse",
+        )
+
+    @classmethod
+    def widths(cls, options: TrainConfig) -> dict[str, int]:
+        """Columns and log-probabilities."""
+        return {"scores": 2 * options.kd_top_k}
+
+    def teacher(self) -> Teacher:
+        """The one of the batch."""
+        return self._teacher
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """Two launches."""
+        super().add(stats, rows)
+        distill.add(self.dev, stats, self._teacher.kl, self.stat()["kl"])
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """NaN without tokens."""
+        return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}

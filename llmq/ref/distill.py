@@ -1,0 +1,71 @@
+"""References of cu/distill.cu: rows of logits learn from a teacher's largest probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, row_blocks
+
+# rows, V, Vp, k
+CASES = {
+    "smallest": (2, 9, 16, 1),
+    "few": (4, 257, 320, 8),
+    "many": (3, 2000, 2048, 64),
+    "qwen": (2048, 151936, 151936, 64),
+}
+LEAST = 1 / 65536  # of what the teacher leaves to all the others
+
+
+def distill(
+    logits: np.ndarray,
+    losses: np.ndarray,
+    lse: np.ndarray,
+    kl: np.ndarray,
+    targets: np.ndarray,
+    teacher: np.ndarray,
+    rows: int,
+    vocab: int,
+    padded_vocab: int,
+    k: int,
+    reverse: int,
+    gradient: int,
+    mixture: float,
+    temperature: float,
+) -> None:
+    for block in row_blocks(rows, padded_vocab):
+        x = compute(logits[block, :vocab]).astype(np.float64)
+        counted = targets[block] >= 0
+        target = np.where(counted, targets[block], 0)[:, None]
+        lse[block] = own_lse = np.logaddexp.reduce(x, axis=1)
+        soft_lse = np.logaddexp.reduce(x / temperature, axis=1)[:, None]
+        ids = teacher[block, :k].view(np.int32)
+        told = teacher[block, k:].astype(np.float64)
+        rest = np.maximum(1 - np.exp(told).sum(axis=1, keepdims=True), LEAST)
+        log_p = told / temperature
+        log_p += np.log(1 - rest) - np.logaddexp.reduce(log_p, axis=1)[:, None]
+        log_q = np.take_along_axis(x, ids, axis=1) / temperature - soft_lse
+        p, q = np.exp(log_p), np.exp(log_q)
+        q_rest = np.maximum(1 - q.sum(axis=1, keepdims=True), 1e-7)
+        ratio = np.log(q_rest / rest)
+        parts = q * (log_q - log_p) if reverse else p * (log_p - log_q)
+        of_rest = q_rest * ratio if reverse else -rest * ratio
+        divergence = parts.sum(axis=1, keepdims=True) + of_rest
+        ce = own_lse - np.take_along_axis(x, target, axis=1)[:, 0]
+        kl[block] = np.where(counted, divergence[:, 0], 0)
+        soft = (1 - mixture) * temperature**2
+        losses[block] = np.where(counted, mixture * ce + soft * divergence[:, 0], 0)
+        if not gradient:
+            continue
+        outside = ratio - divergence if reverse else 1 - rest / q_rest
+        inside = q * (log_q - log_p - divergence) if reverse else q - p
+        d = outside * np.exp(x / temperature - soft_lse)
+        np.put_along_axis(d, ids, inside, axis=1)
+        d = mixture * np.exp(x - own_lse[:, None]) + (1 - mixture) * temperature * d
+        d[np.arange(len(d)), target[:, 0]] -= mixture
+        d[~counted] = 0
+        logits[block, :vocab] = d
+        logits[block, vocab:] = 0
+
+
+def distill_add(stats: np.ndarray, kl: np.ndarray, rows: int, index: int) -> None:
+    stats[index] += kl.sum(dtype=np.float64)

@@ -1,0 +1,63 @@
+"""Distillation on a device against its reference."""
+
+import numpy as np
+import pytest
+
+from llmq.base.dtypes import BF16, F32, I32
+from llmq.ops import distill
+from llmq.ops.distill import Teacher
+from llmq.ref.distill import CASES
+from llmq.runtime.device import HOST_SPEC
+from llmq.runtime.plan_device import PlanDevice
+from tests.harness import host_device, run
+from tests.ref.test_distill import teacher_of
+
+SMALL = {name: case for name, case in CASES.items() if case[1] <= 2000}
+# The device computes in F32 what the reference does in F64; a BF16 gradient may round otherwise.
+GRADIENT = {F32: {"rtol": 2**-12, "atol": 2**-18}, BF16: {"rtol": 2**-7, "atol": 2**-18}}
+
+
+@pytest.mark.parametrize("how", [(0.0, 1.0, False), (0.25, 2.0, False), (0.25, 1.5, True)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_equals_reference(dev, rng, case, dtype, how):
+    rows, vocab, padded, k = case
+    logits = rng.normal(size=(rows, padded)) * 2
+    logits[:, vocab:] = np.nan
+    targets = rng.integers(0, vocab, rows).astype(np.int32)
+    told = teacher_of(rng, rows, vocab, k)
+    targets[0], targets[-1] = told[0, :1].view(np.int32)[0], -100
+    arrays = {"logits": logits.astype(dtype.numpy), "targets": targets, "told": told}
+    arrays |= {name: np.full(rows, np.nan, np.float32) for name in ("losses", "lse", "kl")}
+    arrays["stats"] = np.ones(9)
+
+    def call(dev, logits, losses, lse, kl, targets, told, stats, gradient=True):
+        teacher = Teacher(told, kl, *how)
+        distill.distill(dev, logits, losses, lse, targets, teacher, vocab, gradient=gradient)
+        distill.add(dev, stats, kl, 7)
+
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    np.testing.assert_allclose(
+        got["logits"].astype(np.float32), want["logits"].astype(np.float32), **GRADIENT[dtype]
+    )
+    for name in ("losses", "lse", "kl", "stats"):
+        np.testing.assert_allclose(got[name], want[name], rtol=2**-14, atol=2**-16)
+    assert not got["logits"][:, vocab:].astype(np.float32).any()
+    assert not got["logits"][-1].astype(np.float32).any() and got["kl"][-1] == 0
+    assert want["stats"][7] == 1 + want["kl"].sum(dtype=np.float64) and want["stats"][6] == 1
+    kept = run(dev, lambda dev, **tensors: call(dev, **tensors, gradient=False), arrays)
+    assert kept["logits"].tobytes() == arrays["logits"].tobytes()
+    np.testing.assert_array_equal(kept["losses"], got["losses"])
+
+
+def test_wrong_arguments():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(*shape, dtype=F32):
+        return dev.alloc("x", shape, dtype, "Weights")
+
+    rows = (make(2), make(2), make(2, dtype=I32))
+    with pytest.raises(ValueError, match=r"distill: k must be in 1..256 and at most 16, got 17"):
+        distill.distill(dev, make(2, 32), *rows, Teacher(make(2, 34), make(2), 0, 1, False), 16)
+    with pytest.raises(ValueError, match=r"distill: kl must have shape \(2,\)"):
+        distill.distill(dev, make(2, 32), *rows, Teacher(make(2, 8), make(3), 0, 1, False), 16)

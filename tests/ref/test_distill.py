@@ -1,0 +1,46 @@
+"""Distillation in NumPy: losses and gradients are those of the formulas in torch."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmq.ref.distill import distill
+
+
+def teacher_of(rng, rows, vocab, k):
+    """A random distribution's largest probabilities, as (rows, 2 k)."""
+    p = torch.from_numpy(rng.normal(size=(rows, vocab)) * 2).softmax(-1)
+    top = p.topk(k)
+    ids = top.indices.numpy().astype(np.int32)
+    logs = top.values.log().numpy().astype(np.float32)
+    return np.concatenate([ids.view(np.float32), logs], axis=1)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("mixture, temperature", [(0.0, 1.0), (0.3, 2.0), (1.0, 1.0)])
+def test_is_the_formula(rng, reverse, mixture, temperature):
+    rows, vocab, k = 6, 50, 5
+    teacher = teacher_of(rng, rows, vocab, k)
+    logits, targets = rng.normal(size=(rows, 64)).astype(np.float32), rng.integers(0, vocab, rows)
+    targets = targets.astype(np.int32)
+    targets[1], targets[2] = -100, teacher[2, :1].view(np.int32)[0]
+    x = torch.tensor(logits[:, :vocab].astype(np.float64), requires_grad=True)
+    ids, told = torch.from_numpy(teacher[:, :k].view(np.int32)).long(), teacher[:, k:]
+    told = torch.from_numpy(told.astype(np.float64))
+    rest = 1 - told.exp().sum(1, keepdim=True)
+    p = torch.cat([(told / temperature).softmax(1) * (1 - rest), rest], 1)
+    q = (x / temperature).softmax(1).gather(1, ids)
+    q = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
+    one, other = (q, p) if reverse else (p, q)
+    kl = (one * (one.log() - other.log())).sum(1)
+    ce = torch.nn.functional.cross_entropy(x, torch.from_numpy(targets).long(), reduction="none")
+    loss = mixture * ce + (1 - mixture) * temperature**2 * kl
+    counted = torch.from_numpy(targets >= 0)
+    (loss * counted).sum().backward()
+    losses, lse, own = np.empty((3, rows), np.float32)
+    numbers = (rows, vocab, 64, k, reverse, 1, mixture, temperature)
+    distill(logits, losses, lse, own, targets, teacher, *numbers)
+    np.testing.assert_allclose(losses, (loss * counted).detach(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(own, (kl * counted).detach(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(logits[:, :vocab], x.grad, rtol=1e-4, atol=1e-6)
+    assert not logits[:, vocab:].any() and not logits[1].any()
