@@ -383,7 +383,7 @@ def test_wrong_adapters(tmp_path):
     with pytest.raises(ConfigError, match=r"--lora-rank=8: .* has --lora-rank=4: leave it out"):
         trainer_for(exported("qwen3"), adapter=tmp_path, lora_rank=8)
     content = json.loads((tmp_path / "adapter_config.json").read_text())
-    for name, value in (("use_dora", True), ("bias", "all"), ("peft_type", "IA3")):
+    for name, value in (("use_dora", True), ("bias", "some"), ("peft_type", "IA3")):
         (tmp_path / "adapter_config.json").write_text(json.dumps(content | {name: value}))
         with pytest.raises(LlmqError, match=name):
             trainer_for(exported("qwen3"), adapter=tmp_path)

@@ -29,6 +29,10 @@ SETTINGS = {
     "layer": ("qwen3", {"layers_to_transform": 0, "layers_pattern": "layers"}),
     "of gpt2": ("gpt2", {"layers_to_transform": [1], "rank_pattern": {"attn.c_proj": 8}}),
     "expression": ("qwen3", {"target_modules": r".*(0\.self_attn\.[qv]|1\.mlp\.up)_proj"}),
+    "biases": ("qwen2", {"bias": "all"}),
+    "biases, norms' too": ("gpt2", {"bias": "all", "target_modules": ["c_attn"]}),
+    "adapted biases": ("gpt2", {"bias": "lora_only", "target_modules": ["attn.c_proj"]}),
+    "biases of adapters": ("llama_biases", {"bias": "lora_only", "layers_to_transform": [1]}),
     "excluded": ("qwen3", {"exclude_modules": r".*0\.mlp.*|.*1\.self_attn\.o_proj"}),
 }
 
@@ -46,26 +50,51 @@ def saved(folder: Path, name: str, settings: dict) -> peft.PeftModel:
     return model
 
 
+def trained(trainer) -> dict[str, np.ndarray]:
+    """The gradients of adapters and of biases, by PEFT's names."""
+    values = trainer.gradients()
+    found = tensors(trainer, values)
+    wrapped = {name.partition(".lora_")[0] for name in found}
+    for param in (p for s in trainer._step.table if s.name == "biases" for p in s.params):
+        for part in param.hf:
+            name = f"base_model.model.{part.name}"
+            module = name.removesuffix(".bias")
+            name = f"{module}.base_layer.bias" if module in wrapped else name
+            found[name] = part.stored(values[param.name][part.start : part.stop])
+    return found
+
+
 @pytest.mark.parametrize("name, settings", SETTINGS.values(), ids=SETTINGS)
 def test_equals_peft(tmp_path, name, settings):
     """Losses and gradients beside what PEFT has written, and what is written for it again."""
     model = saved(tmp_path / "in", name, settings)
-    named = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(named, betas=(0.9, 0.95), weight_decay=0.1)
-    options = {"adapter": tmp_path / "in", "weight_decay": 0.1, "learning_rate": 1e-3}
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {
+            "params": [p for n, p in named.items() if n.endswith("bias") == bias],
+            "weight_decay": decay,
+        }
+        for bias, decay in ((False, 0.1), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-4)
+    # AdamW makes steps of full size of gradients that are nothing but rounding, of keys' biases.
+    options = {"adapter": tmp_path / "in", "weight_decay": 0.1, "adam_epsilon": 1e-4}
     with trainer_for(exported(name), **options) as trainer:
         for step, batch in enumerate(batches()[:3]):
-            optimizer.param_groups[0]["lr"] = trainer.learning_rate(step)
+            for group in optimizer.param_groups:
+                group["lr"] = trainer.learning_rate(step)
             loss = torch_loss(model, [batch])
             optimizer.zero_grad()
             loss.backward()
             result = trainer.step([batch])
             assert result.loss == pytest.approx(loss.item(), abs=1e-5)
-            got, want = tensors(trainer, trainer.gradients()), gradients(model, result.tokens)
+            got, want = trained(trainer), gradients(model, result.tokens)
             assert got.keys() == want.keys()
             for key, value in want.items():
-                assert np.linalg.norm(got[key] - value) < 1e-4 * np.linalg.norm(value), (step, key)
-            torch.nn.utils.clip_grad_norm_(named, 1.0)
+                # Biases of keys have no gradient (softmax ignores them).
+                bound = 1e-4 * max(np.linalg.norm(value), 1e-3 * result.norm)
+                assert np.linalg.norm(got[key] - value) < bound, (step, key)
+            torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
             optimizer.step()
         path = trainer.save(tmp_path / "ckpt")
         want = trainer.step(batches()[3:4]).loss
@@ -79,7 +108,7 @@ def test_equals_peft(tmp_path, name, settings):
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     theirs = load_file(tmp_path / "in" / "adapter_model.safetensors")
     assert {n: x.shape for n, x in stored.items()} == {n: x.shape for n, x in theirs.items()}
-    assert len(stored) == 2 * len(adapted_modules(model_config, adapters))
+    assert sum("lora_" in n for n in stored) == 2 * len(adapted_modules(model_config, adapters))
     merge_adapter(str(exported(name)), tmp_path / "out", tmp_path / "merged", "fp32")
     with trainer_for(tmp_path / "merged") as merged:
         assert merged.step(batches()[3:4]).loss == pytest.approx(want, abs=1e-5)
@@ -127,6 +156,7 @@ def test_options_begin_them(tmp_path):
         ({"lora_rank_pattern": "q_proj=2.5"}, "a rank is a whole number, got"),
         ({"lora_rank_pattern": "q_proj=99"}, "--lora-rank: 99 is larger than the matrix of q_proj"),
         ({"lora_rank_pattern": "q_proj=0"}, "--lora-rank-pattern: must be greater than 0"),
+        ({"train": "biases"}, "--train: Qwen3ForCausalLM has no biases"),
         ({"lora_init": "pissa", "lora_alpha_pattern": "q_proj=2"}, "pissa has one rank and one"),
     ],
 )
@@ -141,3 +171,14 @@ def test_a_file_that_lacks_a_layer_of_its_own(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"layers_to_transform": [0]}))
     with pytest.raises(LlmqError, match=r"holds .*layers\.1.*, which the adapters of this model"):
         trainer_for(exported("qwen3"), adapter=tmp_path)
+
+
+def test_a_part_of_a_bias_is_not_trained(tmp_path):
+    saved(tmp_path, "qwen2", {"bias": "lora_only", "target_modules": ["q_proj", "v_proj"]})
+    message = "q_proj, v_proj share a bias with others: adapt all of them"
+    with pytest.raises(LlmqError, match=f"bias 'lora_only': {message}"):
+        trainer_for(exported("qwen2"), adapter=tmp_path)
+    with pytest.raises(ConfigError, match=f"--train: adapted-biases: {message}"):
+        trainer_for(exported("qwen2"), lora_rank=2, lora_targets="q,v", train="adapted-biases")
+    with pytest.raises(ConfigError, match="biases are all biases: leave adapted-biases out"):
+        trainer_for(exported("qwen2"), lora_rank=2, train="biases,adapted-biases")

@@ -34,7 +34,7 @@ from llmq.checkpoint.hf import (
 )
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
-from llmq.options.adapters import Adapters, adapted_modules, matches
+from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches
 from llmq.options.option_types import LORA_PARTS, LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, token_tables
@@ -48,7 +48,11 @@ _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 _NOT_AS_EXPECTED = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError)
 _NOT_AS_EXPECTED += (RecursionError,)
 _IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
+_BIAS_OF_ADAPTED = re.compile(r"\.base_layer\.(?=bias$)")
 TIED_HEAD = "lm_head.weight"
+BIASES = {"all": "biases", "lora_only": "adapted-biases"}
+"""By values of PEFT's `bias`, the names that --train has for them."""
+PARTS = tuple(part for part in LORA_PARTS if part not in BIASES.values())
 INSIDE = "model.language_model."
 """Names begin with one of these, instead of "model.", in a model that has other parts too."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
@@ -159,8 +163,8 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
     for name in _UNKNOWN:
         if content.get(name):
             raise LlmqError(f"'{path}': {name} {reprlib.repr(content[name])} is not supported")
-    if content.get("bias", "none") != "none":
-        raise LlmqError(f"'{path}': bias {content['bias']!r} is not supported, only 'none'")
+    if content.get("bias", "none") not in ("none", *BIASES):
+        raise LlmqError(f"'{path}': bias {content['bias']!r} is not known")
     begun = content.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
         raise LlmqError(
@@ -283,17 +287,22 @@ class AdapterFiles(HfWeights):
             here = here and _chosen(self.config.content, every)
         parts = [
             part
-            for part in LORA_PARTS
+            for part in PARTS
             if any(map(self.has, _params_of(model, part)))
             and (part in named or all(self._trains(model, p) for p in _params_of(model, part)))
         ]
+        biases = BIASES.get(self.config.content.get("bias"))
+        parts += [biases] if biases and any(name.endswith(".bias") for name in self._where) else []
         if not here:
             first = min(modules).removeprefix(PEFT_PREFIX)
             raise LlmqError(
                 f"--adapter: '{self.directory}' does not fit the model: it adapts {first}, which "
                 f"{model.architecture} does not have"
             )
-        return self._adapters(model, {m: every[m] for m in every if m in here}, tuple(parts))
+        found = self._adapters(model, {m: every[m] for m in every if m in here}, tuple(parts))
+        if "adapted-biases" in parts and (problem := divided_bias(model, found)):
+            raise LlmqError(f"'{self.directory / ADAPTER_CONFIG}': bias 'lora_only': {problem}")
+        return found
 
     def _adapters(
         self, model: ModelConfig, here: dict[str, tuple[int, tuple[str, ...]]], train: tuple
@@ -360,8 +369,9 @@ class AdapterFiles(HfWeights):
                 self._check_tied(path, embed)
             used.add(TIED_HEAD)
         params = [p for s in weight_table(model, 1, adapters) for p in s.params if p.of_adapter]
-        others = [p for part in LORA_PARTS for p in _params_of(model, part)]
+        others = [p for part in PARTS for p in _params_of(model, part)]
         params += [p for p in others if self.has(p) or self._trains(model, p)]
+        params += biases_of(model, adapters)
         for param, part in [(p, part) for p in params for part in p.hf]:
             if part.name not in self._where:
                 raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")
@@ -392,8 +402,9 @@ class AdapterFiles(HfWeights):
     def _copies(self, model: ModelConfig, adapters: Adapters) -> list[tuple[str, Param]]:
         """The copies that are here of the model's parts that are not trained, and which parts these
         are."""
-        parts = [part for part in LORA_PARTS if part not in adapters.train]
-        return [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
+        parts = [part for part in PARTS if part not in adapters.train]
+        copies = [(part, p) for part in parts for p in _params_of(model, part) if self.has(p)]
+        return [(part, p) for part, p in copies if not ("biases" in adapters.train and _is_bias(p))]
 
     def leave_copies(self, model: ModelConfig, adapters: Adapters, weights: HfWeights) -> None:
         """Do without them; LlmqError where the model, whose weights these are, has others."""
@@ -428,9 +439,20 @@ def _own_name(name: str) -> str:
 
     If the model lies inside one with other parts, PEFT's prefix of that is left out.
     """
+    name = _BIAS_OF_ADAPTED.sub(".", name)
     for inside, own in ((INSIDE, "model."), ("language_model.", "")):
         name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
     return name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)
+
+
+def biases_of(model: ModelConfig, adapters: Adapters) -> list[Param]:
+    """Those that are trained beside the adapters."""
+    table = weight_table(model, 1, adapters)
+    return [p for slab in table if slab.name == "biases" for p in slab.params]
+
+
+def _is_bias(param: Param) -> bool:
+    return param.key.endswith("_bias")
 
 
 def _params_of(model: ModelConfig, part: str) -> list[Param]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
-from llmq.checkpoint.peft import INSIDE, AdapterConfig, nested_name, tied_names
+from llmq.checkpoint.peft import BIASES, INSIDE, AdapterConfig, biases_of, nested_name, tied_names
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
@@ -58,10 +58,12 @@ def export_adapter(
         values = {param.name: read(param) for param in params}
         parts = [(param, part) for param in params for part in param.hf]
         specs, arrays = [], []
+        biases, adapted = biases_of(model, adapters), adapted_modules(model, adapters)
         for param, part in parts:
             array = part.stored(values[param.name][part.start : part.stop])
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
             for name in (part.name, *tied_names(model, param)):
+                name = name if param not in biases else _wrapped(name, adapted)
                 specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
@@ -79,6 +81,12 @@ def export_adapter(
         return sorted(path.name for path in staging.iterdir())
 
 
+def _wrapped(bias: str, adapted: Collection[str]) -> str:
+    """A bias's name where PEFT has wrapped its module."""
+    module = bias.rpartition(".")[0]
+    return f"{module}.base_layer.bias" if module in adapted else bias
+
+
 def _peft_name(name: str, nested: bool) -> str:
     name = name.removeprefix(PEFT_PREFIX)
     return PEFT_PREFIX + (nested_name(name) if nested else name)
@@ -92,6 +100,7 @@ def _peft_config(
     nested: bool,
 ) -> dict[str, Any]:
     whole = [p for p in params if not p.of_adapter and p.first_row is None]
+    whole = [p for p in whole if p not in biases_of(model, adapters)]
     trained = [part.name for p in whole for part in p.hf]
     tied = [name for p in params for name in tied_names(model, p)]
     modules = sorted({name.split(".")[-2] for name in trained + tied})
@@ -114,7 +123,7 @@ def _peft_config(
         "target_modules": targets,
         "modules_to_save": modules or None,
         "fan_in_fan_out": model.arch.transposed,
-        "bias": "none",
+        "bias": next((bias for bias, part in BIASES.items() if part in adapters.train), "none"),
         "inference_mode": True,
         "trainable_token_indices": own_rows or None,
     } | ({"ensure_weight_tying": True} if tied else {})

@@ -175,6 +175,16 @@ def all_adapted(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[int, A
             yield layer, matrix
 
 
+def divided_bias(model: ModelConfig, adapters: Adapters) -> str | None:
+    """The problem where some of the modules that share a bias have adapters, and others not."""
+    for layer, matrix in all_adapted(model, adapters):
+        whole = next(m for m in model.matrices(layer) if m.key == matrix.key)
+        if whole.bias and len(matrix.parts) < len(whole.parts):
+            some = ", ".join(m.rpartition(".")[2] for m in matrix.modules)
+            return f"{some} share a bias with others: adapt all of them"
+    return None
+
+
 def adapted_modules(model: ModelConfig, adapters: Adapters | None) -> dict[str, int]:
     """Ranks by the names of all modules that have adapters."""
     matrices = all_adapted(model, adapters) if adapters is not None else ()

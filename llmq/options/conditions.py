@@ -16,6 +16,7 @@ from llmq.options.adapters import (
     adapted_modules,
     adapters_of,
     all_adapted,
+    divided_bias,
     has_target,
     matches,
     multiplied_sizes,
@@ -285,6 +286,25 @@ def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
                 found = {"module": part.module.rpartition(".")[2], "rank": rank, "way": way}
                 return found | {"rows": rows, "columns": columns}
     return None
+
+
+def wrong_parts(o: Options, model: ModelConfig) -> str | None:
+    """The problem with --train beside adapters: parts that are not there, or named twice."""
+    named = {*o.train}
+    if "head" in named and model.tied_embeddings:
+        return "the head is the embedding in this model: name embeddings"
+    if "new-rows" in named and model.new_tokens is None:
+        return "new-rows are those of --add-tokens, which is not given"
+    if "new-rows" in named and named & {"embeddings", "head"}:
+        return "embeddings and head have the new rows: leave new-rows out, or train these alone"
+    if {"biases", "adapted-biases"} <= named:
+        return "biases are all biases: leave adapted-biases out, or biases"
+    matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))
+    norms = model.norm == "layernorm" and "biases" in named
+    if named & {"biases", "adapted-biases"} and not norms and not any(m.bias for m in matrices):
+        return f"{model.architecture} has no biases"
+    some = divided_bias(model, adapters_of(o)) if "adapted-biases" in named else None
+    return some and f"adapted-biases: {some}"
 
 
 def untrained_rows(o: Options, model: ModelConfig) -> str | None:

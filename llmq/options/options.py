@@ -714,7 +714,7 @@ class TrainConfig(Derived):
     train: tuple[str, ...] | None = option(
         ADAPTERS_GROUP,
         None,
-        f"Parts of the model that are trained beside adapters, some of {','.join(LORA_PARTS)}",
+        f"Parts of the model that are trained beside adapters, some of {', '.join(LORA_PARTS)}",
         parse=parse_parts,
     )
 

@@ -37,6 +37,7 @@ from llmq.options.conditions import (
     why_weights_stay,
     writes,
     wrong_for_experts,
+    wrong_parts,
 )
 from llmq.options.loss_rules import LOSS_RULES
 from llmq.options.optimizer_rules import OPTIMIZER_RULES
@@ -159,13 +160,8 @@ REFUSED = (
     ),
     *refused(
         "train",
-        lambda v, o, model: o.has_adapters and "new-rows" in v and model.new_tokens is None,
-        "--train: new-rows are those of --add-tokens, which is not given",
-    ),
-    *refused(
-        "train",
-        lambda v, o: o.trains_new_rows and {"embeddings", "head"} & {*v},
-        "--train: embeddings and head have the new rows: leave new-rows out, or train these alone",
+        lambda v, o, model: o.has_adapters and wrong_parts(o, model),
+        "--train: {found}",
     ),
     *refused(
         "head_dtype",
@@ -490,11 +486,6 @@ REFUSED_WITH_MODEL = (
         lambda v, o, model: uncoded_base(o, model),
         "--base-dtype: {value} needs matrices of multiples of {found[2]} elements, that of "
         "{found[0]} has {found[1]}",
-    ),
-    *refused(
-        "train",
-        lambda v, o, model: o.has_adapters and "head" in v and model.tied_embeddings,
-        "--train: the head is the embedding in this model: name embeddings",
     ),
     *refused(
         "mlp_dtype",

@@ -74,6 +74,7 @@ def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
 
 
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head", "new-rows": NEW_ROWS}
+SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
 """By what --train names."""
 
 

@@ -4,11 +4,11 @@ It follows from what the architecture declares (`llmq/arch/matrix.py`), by block
 Allocation, sharding, initialization, weight decay, checkpoints, import and export all read it.
 Parameters are grouped into slabs: the matrices of each transformer block, "embed", "head" (an LM
 head of its own), and "vectors", the norms, biases and routers of all blocks. Adapters are "lora_a"
-and "lora_b", beside which the norms may be "norms", to be trained alone, and new rows of the token
-tables "new_rows". A slab is one contiguous piece of memory in every kind of storage (weights,
-gradients, moments), so that copies, collectives and the optimizer work on whole blocks; a
-parameter's place in it is its `offset`, counted in elements and therefore the same for every dtype.
-Each of W shards has the same number of its elements.
+and "lora_b", beside which the norms may be "norms", to be trained alone, biases "biases", and new
+rows of the token tables "new_rows". A slab is one contiguous piece of memory in every kind of
+storage (weights, gradients, moments), so that copies, collectives and the optimizer work on whole
+blocks; a parameter's place in it is its `offset`, counted in elements and therefore the same for
+every dtype. Each of W shards has the same number of its elements.
 
     slab      | embed | layers.0: qkv, o, up, down | layers.1 ... | vectors: ln1, ln2, ... | head |
     shard 0 is the first 1/W of each slab, shard 1 the second, wherever a parameter ends
@@ -26,7 +26,7 @@ import numpy as np
 from llmq.arch.matrix import HfPart, Module
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
-from llmq.options.adapters import Adapters
+from llmq.options.adapters import Adapters, all_adapted
 from llmq.runtime.arena import align_up
 from llmq.state.adapter_rows import NEW_ROWS, OF_ROWS, PEFT_PREFIX, adapter_rows
 
@@ -179,7 +179,7 @@ def planes(matrix: Tensor) -> list[Tensor]:
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
-SHARED = ("vectors", "norms", "lora_a", "lora_b", NEW_ROWS)
+SHARED = ("vectors", "norms", "biases", "lora_a", "lora_b", NEW_ROWS)
 """Slabs of which several blocks have parameters."""
 
 
@@ -236,16 +236,19 @@ def weight_table(
 ) -> tuple[Slab, ...]:
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied).
 
-    With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms", or
-    new rows, "new_rows".
+    With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms",
+    biases, "biases", or new rows, "new_rows".
     """
     rows = [r for block, ms in _modules(config).items() for m in ms for r in _rows(block, m)]
     groups: dict[str, list[tuple]] = {}
-    vectors, norms, head = [], [], []
+    vectors, norms, biases, head = [], [], [], []
+    train, biased = adapters.train if adapters else (), _trained_biases(config, adapters)
     for row in [(index, *row) for index, row in enumerate(rows)]:
-        block, kind = row[1], row[5]
-        if kind == "norm" and adapters is not None and "norms" in adapters.train:
+        block, key, kind = row[1], row[2], row[5]
+        if kind == "norm" and "norms" in train:
             norms.append(row)
+        elif key.endswith("_bias") and ("biases" in train or (block, key) in biased):
+            biases.append(row)
         elif kind in ("norm", "vector", "router"):
             vectors.append(row)
         elif block == "head":
@@ -254,6 +257,8 @@ def weight_table(
             groups.setdefault(block, []).append(row)
     if norms:
         groups["norms"] = norms
+    if biases:
+        groups["biases"] = biases
     if vectors:
         groups["vectors"] = vectors
     if head:
@@ -262,6 +267,13 @@ def weight_table(
         first = sum(map(len, groups.values()))
         groups[name] = [(first + i, *row) for i, row in enumerate(rows)]
     return tuple(_slab(name, rows, shards) for name, rows in groups.items())
+
+
+def _trained_biases(config: ModelConfig, adapters: Adapters | None) -> set[tuple[str, str]]:
+    """Block and key of the biases of matrices that have adapters, where these are trained."""
+    if adapters is None or "adapted-biases" not in adapters.train:
+        return set()
+    return {(f"layers.{layer}", f"{m.key}_bias") for layer, m in all_adapted(config, adapters)}
 
 
 def parameter_count(config: ModelConfig) -> int:
