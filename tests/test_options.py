@@ -600,12 +600,12 @@ def test_warnings():
     assert RULES.idle(make_config({"ckpt-major": 10})) == []
     assert RULES.idle(make_config({"ckpt-interval": 0, "save-training-state": False})) == []
     options = {"ckpt-major": 10, "ckpt-keep-n": -1}
-    options |= {"final-lr-fraction": 0.1, "lr-schedule": "wsd"}
+    options |= {"final-lr-fraction": 0.1, "lr-schedule": "wsd", "cooldown": "20%"}
     lines = RULES.idle(make_config({**options, "steps": 5, "warmup": 6}))
     assert [line.split()[0] for line in lines] == [
         "--final-lr-fraction",
-        "--ckpt-major",
         "--warmup",
+        "--ckpt-major",
     ]
     kept = {"ckpt-keep-n": 2, "ckpt-interval": 0}
     assert RULES.idle(make_config(kept)) == []

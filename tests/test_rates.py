@@ -67,3 +67,23 @@ def test_rates_without_effect_are_said():
     assert RULES.idle(make_config(adapters | {"train": ("norms",)})) == []
     (line,) = RULES.idle(make_config(adapters))
     assert line == "--lr-vectors=0.001 has no effect beside adapters without --train=norms"
+
+
+def test_a_cooldown_may_be_a_part_of_the_run():
+    """In whatever way it is written, and also where only the data tell the number of steps."""
+    wsd = {"lr-schedule": "wsd", "learning-rate": 1e-3}
+    for steps, count in ((50, 10), (7, 1), (2, 0)):
+        counted = make_config(wsd | {"cooldown": count})
+        for part in ("20%", "0.2", 0.2):
+            config = make_config(wsd | {"cooldown": part})
+            rates = [config.rate(step, steps) for step in range(steps)]
+            assert rates == [counted.rate(step, steps) for step in range(steps)]
+            assert rates[: steps - count] == [1e-3] * (steps - count)
+            config.check_total(steps)
+    for wrong in ("100%", "0%", "1.5", "-20%", "a fifth"):
+        with pytest.raises(ConfigError, match="--cooldown: "):
+            make_config({"cooldown": wrong})
+    (line,) = RULES.idle(make_config(wsd))
+    assert line.startswith("--lr-schedule wsd has no effect: without --cooldown")
+    (line,) = RULES.idle(make_config(wsd | {"cooldown": "20%", "steps": 10, "warmup": 9}))
+    assert line == "--warmup 9 and --cooldown 0.2 do not fit into --steps 10"

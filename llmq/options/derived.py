@@ -152,6 +152,10 @@ class Derived:
         root = sqrt(self.lora_rank) if self.lora_scaling == "rs" else self.lora_rank
         return self.lora_alpha / root
 
+    def cooldown_of(self, steps: int) -> int:
+        """Steps of the cooldown of a run of so many."""
+        return self.cooldown if self.cooldown >= 1 else round(self.cooldown * steps)
+
     def rate_factor(self, slab: str) -> float:
         """By how much the learning rate of a slab, which AdamW updates, is more than that of the
         run."""

@@ -46,6 +46,18 @@ OPTIMIZER_RULES = (
         "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
         "weight without gradients is 0 / 0, got {value}",
     ),
+    *refused(
+        "cooldown",
+        lambda v, o: 0 <= o.steps < o.cooldown_of(o.steps),
+        "--cooldown: {value} steps are more than the {steps} of the whole run: use fewer, or train "
+        "for longer",
+    ),
+    *refused(
+        "cooldown",
+        lambda v, o, total: o.cooldown_of(total) > total,
+        "--cooldown: {value} steps are more than the {total} of the whole run: use fewer, or train "
+        "for longer",
+    ),
     *_untrained("lr_embedding", "embeddings"),
     *_untrained("lr_head", "head"),
     *_untrained("lr_vectors", "norms"),
@@ -74,6 +86,16 @@ OPTIMIZER_RULES = (
         lambda v, o: v == "linear" and o.final_lr_fraction == 1,
         "--lr-schedule linear has no effect: with --final-lr-fraction 1 the learning rate does not "
         "change",
+    ),
+    *idle(
+        "lr_schedule",
+        lambda v, o: v == "wsd" and o.cooldown == 0,
+        "--lr-schedule wsd has no effect: without --cooldown the learning rate does not change",
+    ),
+    *idle(
+        "steps",
+        lambda v, o: 0 <= v < o.warmup + o.cooldown_of(v),
+        "--warmup {warmup} and --cooldown {cooldown} do not fit into --steps {value}",
     ),
 )
 """Rules that know nothing but the options."""

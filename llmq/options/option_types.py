@@ -260,6 +260,19 @@ def parse_every(value: Any) -> int:
     return parse_int(value)
 
 
+def parse_steps(value: Any) -> float:
+    """A number of steps, or a part of the run: 20% and 0.2 are a fifth. ValueError otherwise."""
+    text = str(value).strip()
+    share = float(text[:-1]) / 100 if re.fullmatch(r"[\d.]+%", text) else None
+    if share is None and isinstance(value, float | str) and re.fullmatch(r"0?\.\d+", text):
+        share = float(text)
+    if share is None:
+        return parse_int(value)
+    if not 0 < share < 1:
+        raise ValueError(f"expected steps, or a part of the run below 100%, got {value!r}")
+    return share
+
+
 def parse_layers(value: Any) -> str:
     """'all', or numbers and ranges such as 0-11,20, in this form. ValueError otherwise."""
     text = "".join(str(value).lower().split())
@@ -422,6 +435,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_size: "SIZE",
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
+    parse_steps: "INT|PERCENT",
     parse_layers: "LAYERS",
     parse_targets: "all|q,k,...",
     parse_parts: "PART,...",

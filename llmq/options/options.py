@@ -38,6 +38,7 @@ from llmq.options.option_types import (
     parse_repeated,
     parse_rope,
     parse_size,
+    parse_steps,
     parse_switch,
     parse_targets,
     parse_vocab_size,
@@ -236,7 +237,13 @@ class TrainConfig(Derived):
         _OPTIMIZER, None, "Rate of norms and biases; as --learning-rate if not given", min=0
     )
     warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
-    cooldown: int = option(_OPTIMIZER, 0, "Steps of the final anneal to zero", min=0)
+    cooldown: float = option(
+        _OPTIMIZER,
+        0,
+        "Steps of the final anneal to zero, or a part of the run as 20%",
+        min=0,
+        parse=parse_steps,
+    )
     final_lr_fraction: float = option(
         _OPTIMIZER, 1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
     )
@@ -765,7 +772,7 @@ class TrainConfig(Derived):
             steps=steps,
             base=self.learning_rate,
             warmup=self.warmup,
-            cooldown=self.cooldown,
+            cooldown=self.cooldown_of(steps),
             final_fraction=self.final_lr_fraction,
             schedule=self.lr_schedule,
         )

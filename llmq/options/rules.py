@@ -301,12 +301,6 @@ REFUSED = (
         "--epochs: excludes --steps, give one of them",
     ),
     *refused(
-        "cooldown",
-        lambda v, o: 0 <= o.steps < v,
-        "--cooldown: {value} steps are more than the {steps} of the whole run: use fewer, or train "
-        "for longer",
-    ),
-    *refused(
         "init_proj_to_zero",
         lambda v, o: v and not o.from_scratch,
         "--init-proj-to-zero: needs --from-scratch",
@@ -568,12 +562,6 @@ REFUSED_HERE = (
         "--attention cudnn: {found}; use --attention native",
     ),
     *refused(
-        "cooldown",
-        lambda v, o, total: v > total,
-        "--cooldown: {value} steps are more than the {total} of the whole run: use fewer, or train "
-        "for longer",
-    ),
-    *refused(
         "continue_from",
         lambda v, o, script: v is not None,
         "--continue: has no effect here, call load() of the trainer instead",
@@ -640,11 +628,6 @@ IDLE_ALONE = (
         lambda v, o: not draws(o) and not rounds(o),
         "--seed {value} has no effect: in fp32 it decides about nothing but the weights of "
         "--from-scratch and of adapters",
-    ),
-    *idle(
-        "steps",
-        lambda v, o: 0 <= v < o.warmup + o.cooldown,
-        "--warmup {warmup} and --cooldown {cooldown} do not fit into --steps {value}",
     ),
     *idle(
         "task_every task_limit",
@@ -825,7 +808,9 @@ IDLE_WITH_RANKS = (
 IDLE_IN_RUNS = (
     *idle(
         "warmup",
-        lambda v, o, length: v >= length.steps > 0 and not 0 <= o.steps < v + o.cooldown,
+        lambda v, o, length: (
+            v >= length.steps > 0 and not 0 <= o.steps < v + o.cooldown_of(o.steps)
+        ),
         "--warmup {value} is not shorter than the run, which has {length.steps} steps: it ends "
         "before the learning rate is what --learning-rate says",
     ),
