@@ -121,6 +121,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "master32": {"master_dtype": "fp32"},
     "m8": {"opt_m_dtype": "e4m3"},
     "v8": {"opt_v_dtype": "e4m3"},
+    "muon": {"optimizer": "muon"},
     "m16": {"opt_m_dtype": "bf16"},
     "v16": {"opt_v_dtype": "bf16"},
     "zero0": {"zero_level": 0},
@@ -203,6 +204,9 @@ qwen2 bf16 shard_gradients offload_gradients
 qwen2 bf16 offload use_zero_copy
 qwen2 bf16 offload write_combined
 qwen2 bf16 offload m8 v8
+qwen2 bf16 muon
+gpt2 fp32 muon
+qwen3 delayed offload muon m8
 gpt2 fp8 offload master32 recompute_block
 llama delayed offload shard_weights persistent_quants offload_quants
 qwen3 bf16 offload use_zero_copy shard_gradients offload_gradients accum32 recompute_block
