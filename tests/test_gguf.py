@@ -16,7 +16,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from llmq.arch import ARCHITECTURES
 from llmq.arch.llama import Llama
@@ -421,6 +429,9 @@ def by_characters(begins_with_space: bool) -> Tokenizer:
     tokenizer = Tokenizer.from_str(json.dumps(content))
     last = [decoders.Strip(" ", 1, 0)] if begins_with_space else []
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    if begins_with_space:
+        first = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = first
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
@@ -475,6 +486,8 @@ def test_tokenizers(kind, with_tokenizer):
         and types[tokenizer.eos_id] == gguf.TokenType.CONTROL
     )
     assert found["tokenizer.ggml.eos_token_id"] == tokenizer.eos_id
+    assert found["tokenizer.ggml.add_bos_token"] == (kind == "spaces")
+    assert not found["tokenizer.ggml.add_eos_token"]
     assert (tokens[499], types[499]) == ("[PAD499]", gguf.TokenType.UNUSED)
     assert ("tokenizer.ggml.merges" in found) == by_bytes
     if kind != "bytes":
@@ -521,6 +534,8 @@ def test_llama_cpp_makes_the_same_ids(kind, with_tokenizer):
     model = llama_cpp.Llama(model_path=str(path), vocab_only=True, verbose=False)
     ids = model.tokenize(TEXT.encode(), add_bos=False, special=True)
     assert ids == tokenizer.encode(TEXT)
+    with_bos = model.tokenize(TEXT.encode(), add_bos=True, special=True)
+    assert with_bos == [*tokenizer.added[0], *ids]
 
 
 def loss_of(logits: torch.Tensor, ids: np.ndarray) -> float:

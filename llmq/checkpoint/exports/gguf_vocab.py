@@ -18,7 +18,7 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import CONFIG_FILE, save_tokenizer, write_json
-from llmq.data.tokenizer import QWEN2_WORDS, Tokenizer, open_tokenizer
+from llmq.data.tokenizer import QWEN2_WORDS, HfTokenizer, Tokenizer, open_tokenizer
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SHORT, _BEFORE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
@@ -86,6 +86,9 @@ def add_vocabulary(
         else:
             writer.add_token_scores(_scores(content, tokens))
             writer.add_add_space_prefix(_begins_with_space(content))
+        # Without these llama.cpp goes by the kind of tokenizer.
+        for name, added in zip(("bos", "eos"), HfTokenizer(Path(folder)).added, strict=True):
+            special.add_special_token[name] = bool(added)
         ids = special.special_token_ids
         for end in model.eos_token_ids:
             if ids.setdefault("eos", end) != end:
