@@ -19,7 +19,7 @@ from llmq.train.sampling import Sampler
 from llmq.train.trainer import Trainer
 from tests.bases import block_weights
 from tests.conftest import gpu_problem
-from tests.models import CONFIGS, VOCAB, hf_model, random_batch, trainer_for
+from tests.models import CONFIGS, VOCAB, WITH_EXPERTS, hf_model, random_batch, trainer_for
 from tests.runs import make_workplace, records, train
 
 pytestmark = [
@@ -61,7 +61,10 @@ def same(one, other):
 
 @pytest.fixture(params=CONFIGS)
 def path(request, tmp_path):
-    hf_model(request.param).save_pretrained(tmp_path)
+    # Rounding would choose other experts, were not all of them active.
+    all_active = {"num_experts_per_tok": 4 if request.param == "mixtral" else 5}
+    changed = all_active if request.param in WITH_EXPERTS else {}
+    hf_model(request.param, **changed).save_pretrained(tmp_path)
     return tmp_path
 
 

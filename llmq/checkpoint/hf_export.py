@@ -120,11 +120,13 @@ def _write_weights(
     """Returns the SHA-256 of each file by its name."""
     params = [param for slab in table for param in slab.params]
     shards: list[list[TensorSpec]] = [[]]
+    filled = 0  # bytes of the last
     for spec in (spec for param in params for spec in stored.specs(param)):
-        filled = sum(s.nbytes for s in shards[-1])
         if shards[-1] and filled + spec.nbytes > max_shard_bytes:
             shards.append([])
+            filled = 0
         shards[-1].append(spec)
+        filled += spec.nbytes
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = [SINGLE_FILE]

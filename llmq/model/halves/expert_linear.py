@@ -20,7 +20,6 @@ from llmq.model.activations import HalfLayer
 from llmq.model.halves.half import Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, reduce
-from llmq.ops.add import add
 from llmq.ops.grouped import grouped_gradient, grouped_matmul
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 
@@ -49,7 +48,7 @@ class ExpertLinear:
         a, b = w.adapters(key)
         if a is not None:
             with self._hidden(x, a, starts) as h, self._expanded(here, key, b) as whole:
-                self._add_product(y, h, whole, starts, trans_b=True)
+                grouped_matmul(self.dev, y, h, whole, starts, trans_b=True, addend=y)
 
     def input_gradient(
         self,
@@ -69,7 +68,7 @@ class ExpertLinear:
             with self._expanded(here, key, b) as whole:
                 grouped_matmul(self.dev, d_h, d_y, whole, starts)
             if d_x is not None:
-                self._add_product(d_x, d_h, _by_expert(a, starts), starts)
+                grouped_matmul(self.dev, d_x, d_h, _by_expert(a, starts), starts, addend=d_x)
 
     def trains(self, g: BlockGrads, key: str) -> bool:
         """Whether weight_gradients needs x."""
@@ -139,13 +138,6 @@ class ExpertLinear:
         matrix = self._adapted[here.index, key]
         n = _parts_of(matrix)
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
-
-    def _add_product(
-        self, y: Tensor, x: Tensor, w: Tensor, starts: Tensor, *, trans_b: bool = False
-    ) -> None:
-        with self.dev.scratch("of_adapters", y.shape, y.dtype) as part:
-            grouped_matmul(self.dev, part, x, w, starts, trans_b=trans_b)
-            add(self.dev, y, y, part)
 
 
 def _parts_of(matrix: Adapted) -> int:
