@@ -26,6 +26,7 @@ from tests.models import (
     torch_loss,
     trainer_for,
 )
+from tests.test_document_mask import batch_of, load_with_row
 from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 
@@ -150,6 +151,25 @@ def test_losses_of_routers_are_those_of_transformers():
     for name, gradient in torch_gradients(model).items():
         error = np.linalg.norm(ours[name] / result.tokens - gradient)
         assert error <= GRADIENT_RTOL * np.linalg.norm(gradient), name
+
+
+def test_nan_in_one_document_reaches_no_other():
+    """Its rows go to experts, beside rows of others, with which BLAS may sum in another order."""
+    rng, poisoned, found = np.random.default_rng(3), 7, []
+    inputs, targets, starts = batch_of(rng)[:3]
+    inputs[inputs == poisoned] = 8
+    bad = starts == 10
+    inputs[bad], targets[bad] = poisoned, -100
+    for value in (0.5, np.nan):
+        options = {"document_mask": True, "router_aux_loss": 0.1, "router_z_loss": 0.1}
+        with trainer_for(exported("qwen3_moe"), **options) as trainer:
+            load_with_row(trainer, exported("qwen3_moe"), poisoned, value)
+            loss = trainer.step([(inputs, targets, starts)]).loss
+            found.append((loss, trainer.gradients()["model.embed_tokens.weight"]))
+    (want, _), (got, gradients) = found
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert bad.any() and np.isfinite(gradients[np.unique(inputs[~bad])]).all()
+    assert np.isnan(gradients[poisoned]).any()
 
 
 def test_experts_without_tokens_are_named():

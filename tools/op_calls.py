@@ -710,7 +710,7 @@ def route_calls(rows: int, E: int, top_k: int) -> list[Call]:
     backward = {"d_logits": bf16(rows, E), "d_weights": shares, "logits": logits}
     backward |= {"chosen": even_choice(rows, E, top_k)}
     factors, renormalized = f32(E + 1), {"renormalize": True}
-    balance = {"factors": factors, "losses": Spec((2,), F64), "totals": sums, "sums": sums}
+    balance = {"factors": factors, "losses": Spec((4,), F64), "totals": sums, "sums": sums}
     balance |= {"targets": tokens(1000, rows), "aux": 0.01, "z": 0.001}
     return [
         Call("forward", route.route, forward | renormalized),
