@@ -64,7 +64,8 @@ def test_rates_without_effect_are_said():
     assert line.startswith("--lr-head=0.001 has no effect: this model's LM head is its token table")
     assert RULES.idle(config(1, 1, lr_head=1e-3), model=UNTIED) == []
     adapters = {"model": "m", "lora_rank": 4, "lr_vectors": 1e-3}
-    assert RULES.idle(make_config(adapters | {"train": ("norms",)})) == []
+    for part in ("norms", "biases"):
+        assert RULES.idle(make_config(adapters | {"train": (part,)})) == []
     (line,) = RULES.idle(make_config(adapters))
     assert line == "--lr-vectors=0.001 has no effect beside adapters without --train=norms"
 

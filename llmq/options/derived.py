@@ -162,7 +162,7 @@ class Derived:
         if slab == "lora_b":
             return self.lora_plus
         own = {"embed": self.lr_embedding, "head": self.lr_head}
-        own |= dict.fromkeys(("vectors", "norms"), self.lr_vectors)
+        own |= dict.fromkeys(("vectors", "norms", "biases"), self.lr_vectors)
         rate = own.get(slab)
         return 1.0 if rate is None else rate / self.learning_rate
 

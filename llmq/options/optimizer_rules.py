@@ -9,12 +9,12 @@ from llmq.options.rule import Rule, default, idle, refused
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
 
-def _untrained(name: str, part: str) -> Iterator[Rule]:
-    """The rate of a part of the model, which only --train trains beside adapters."""
+def _untrained(name: str, *parts: str) -> Iterator[Rule]:
+    """The rate of parts of the model, which only --train trains beside adapters."""
     return idle(
         name,
-        lambda v, o: o.wants_adapters and part not in (o.train or ()),
-        f"{{given}} has no effect beside adapters without --train={part}",
+        lambda v, o: o.wants_adapters and not {*parts} & {*(o.train or ())},
+        f"{{given}} has no effect beside adapters without --train={parts[0]}",
     )
 
 
@@ -60,7 +60,7 @@ OPTIMIZER_RULES = (
     ),
     *_untrained("lr_embedding", "embeddings"),
     *_untrained("lr_head", "head"),
-    *_untrained("lr_vectors", "norms"),
+    *_untrained("lr_vectors", "norms", "biases", "adapted-biases"),
     *idle(
         "lr_head",
         lambda v, o, model: model.tied_embeddings,
