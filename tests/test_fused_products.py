@@ -119,6 +119,21 @@ def test_activation_within_products(name, format, recompute, fuse):
     assert {entry: found[2][entry] for entry in FUSED if found[2][entry]} == want
 
 
+def test_products_of_experts(fuse):
+    """The same bits as those of the kernels for all GPUs. Half of the products sum over 48 columns,
+    of which theirs wants multiples of 64."""
+    want = run("qwen3_moe")
+    fuse("matmul_grouped", "matmul_grouped_gradient")
+    found = run("qwen3_moe")
+    assert found[0] == want[0]
+    for weight, values in want[1].items():
+        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
+    others = {"grouped_product": 8, "grouped_gradient": 4}
+    ours = {"matmul_grouped": 4, "matmul_grouped_gradient": 4, "grouped_product": 4}
+    for launched, counts in ((want[2], others), (found[2], ours)):
+        assert {name: n for name, n in launched.items() if "grouped" in name} == counts
+
+
 OWN_BACKWARD = {  # and in how many launches: of layers times parts
     "parts, again": ("llama_biases", {"attn_bwd_chunks": 4, "recompute_att": True}, LAYERS * 2),
     "a window in one layer": ("qwen2_untied", {}, 1),

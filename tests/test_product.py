@@ -19,7 +19,7 @@ from llmq.base.epilogue import (
 )
 from llmq.base.operand import Fp8, OutputForms, Rounded
 from llmq.base.tensor import Accumulator
-from llmq.ops.product import product, route
+from llmq.ops.product import grouped_gradient, grouped_product, product, route
 from llmq.ops.routes import ROUTES
 from tests.harness import host_device, step_scalars
 
@@ -102,7 +102,25 @@ def exp(bench):
     return [losses, lse, out]
 
 
-PRODUCTS = {call.__name__: call for call in (adapters, glu, glu_grad, gradient, exp)}
+def grouped(bench):
+    x, w = bench.tensor(M, N), bench.tensor(3 * K, N).view(3, K, N)
+    starts = bench.put(np.array([0, 5, 5, M], np.int32), I32)
+    out, more = bench.empty(M, K), bench.empty(M, K)
+    grouped_product(bench.dev, out, x, w, starts, trans_b=True)
+    grouped_product(bench.dev, more, x, w, starts, trans_b=True, addend=out)  # has no route
+    return [out, more]
+
+
+def grouped_grad(bench):
+    stored, scalars = bench.tensor(3 * N, K), bench.put(step_scalars(seed=1), I32)
+    starts = bench.put(np.array([0, 5, 5, M], np.int32), I32)
+    d_w = Accumulator(stored.view(3, N, K), True, scalars, 1)
+    grouped_gradient(bench.dev, d_w, bench.tensor(M, N), bench.tensor(M, K), starts)
+    return [stored]
+
+
+CALLS = (adapters, glu, glu_grad, gradient, grouped, grouped_grad, exp)
+PRODUCTS = {call.__name__: call for call in CALLS}
 
 
 def test_every_route_is_compared():

@@ -21,11 +21,11 @@ import typer
 
 import llmq.ops
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import BF16, F32, F64, I32, I64, STEP_SCALARS_WORDS, DType
-from llmq.base.tensor import Accumulator, Tensor
+from llmq.base.dtypes import BF16, F32, I32, I64, DType
+from llmq.base.tensor import Tensor
 from llmq.model.inference import Decoder
 from llmq.model.step import Step
-from llmq.ops import attention, expert_rows, grouped, route
+from llmq.ops import attention, route
 from llmq.ops.common import CAPABILITY
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
@@ -146,40 +146,19 @@ def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
     attention.sum_heads(dev, d_qkv, d_kv)
 
 
-def note_experts(spec: DeviceSpec, noted: Launches) -> None:
-    """Note the kernels of experts, all variants of them."""
-    S, E, top_k, C = 64, 60, 4, 64
+def note_routers(spec: DeviceSpec, noted: Launches) -> None:
+    """Note those of the most experts, which take the most registers."""
+    dev, S, E, top_k = NotingDevice(spec, noted), 64, route.MAX_EXPERTS, 10
 
     def of(dtype: DType, *shape: int) -> Tensor:
         return dev.alloc("t", shape, dtype, "Activations")
 
-    dev = NotingDevice(spec, noted)
-    order, place, starts = of(I32, S * top_k), of(I32, S, top_k), of(I32, E + 1)
-    scalars, shares, sums = of(I32, STEP_SCALARS_WORDS), of(F32, S, top_k), of(I64, 2 * E + 4)
-    expert_rows.sort_rows(dev, order, place, starts, place)
-    factors = of(F32, E + 1)
-    table = sums.view(1, sums.size)
-    route.balance(dev, factors, of(F64, 4), table, table, order, aux=0.0, z=0.0)
-    for experts, kind, renormalize in itertools.product((128, 512), route.KINDS, (False, True)):
+    chosen, shares, logits = of(I32, S, top_k), of(F32, S, top_k), of(F32, S, E)
+    sums, factors = of(I64, route.sums_size(E)), of(F32, E + 1)
+    for kind, renormalize in itertools.product(route.KINDS, (False, True)):
         how = {"kind": kind, "renormalize": renormalize}
-        logits, more = of(F32, S, experts), of(I64, 2 * experts + 4)
-        for given, part in ((None, None), (more, of(F32, experts + 1))):
-            route.route(dev, place, shares, logits, sums=given, **how)
-            for dtype in (BF16, F32):
-                d = of(dtype, S, experts)
-                route.route_backward(dev, d, shares, logits, place, factors=part, **how)
-    for dtype in (BF16, F32):
-        x, rows, w = of(dtype, S, C), of(dtype, S * top_k, C), of(dtype, E, C, C)
-        expert_rows.gather_rows(dev, rows, x, order, top_k)
-        expert_rows.combine(dev, x, rows, place, shares)
-        expert_rows.combine_backward(dev, rows, shares, rows, place, shares)
-        for trans_b in (False, True):
-            grouped.grouped_matmul(dev, rows, rows, w, starts, trans_b=trans_b)
-        for gradient in {dtype, F32}:
-            d_w = Accumulator(of(gradient, E, C, C), True, scalars, 0)
-            grouped.grouped_gradient(dev, d_w, rows, rows, starts)
-            d_b = Accumulator(of(gradient, E, C), True, scalars, 0)
-            expert_rows.sum_rows(dev, d_b, rows, starts)
+        route.route(dev, chosen, shares, logits, sums=sums, **how)
+        route.route_backward(dev, logits, shares, logits, chosen, factors=factors, **how)
 
 
 class Run(NamedTuple):
@@ -194,7 +173,7 @@ class Run(NamedTuple):
         preset = PRESETS[self.preset]
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
-        note_experts(spec, noted)
+        note_routers(spec, noted)
         if self.sampled is not None:
             note_sampling(spec, model, self.sampled, noted)
         else:
@@ -240,6 +219,8 @@ def all_runs(capability: int) -> list[Run]:
         formats_of = [adapted | fields for fields in formats_of]
         formats_of.append(FP8 | {"fp8_recipe": "delayed", "mlp_dtype": "e4m3"})
         runs += [Run("Qwen2.5-7B", tuple(fields.items())) for fields in formats_of]
+        experts = {"model_dtype": "bf16", "matmul_dtype": "bf16"}
+        runs.append(Run("Qwen3-30B-A3B", tuple(experts.items())))
     return runs
 
 

@@ -366,6 +366,23 @@ def matmul_adapted_calls(M: int, N: int, K: int, R: int, transposed: bool) -> li
     ]
 
 
+def matmul_grouped_calls(M: int, N: int, K: int, E: int, transposed: bool) -> list[Call]:
+    args = {"out": bf16(M, N), "starts": np.linspace(0, M, E + 1).astype(np.int32)}
+    args |= {"transposed": transposed}
+    one, shape = f32(1, value=1.0), (E, K, N) if transposed else (E, N, K)
+    codes = {"a": Spec((M, K), E4M3), "b": Spec((E, N, K), E4M3), "scale_a": one, "scale_b": one}
+    return [
+        Call("bf16", matmul_fused.grouped, args | {"a": bf16(M, K), "b": bf16(*shape)}),
+        Call("fp8", matmul_fused.grouped, args | codes),
+    ]
+
+
+def matmul_grouped_gradient_calls(R: int, M: int, N: int, E: int) -> list[Call]:
+    args = {"acc": gradient(E, M, N), "a": bf16(R, M), "b": bf16(R, N)}
+    args |= {"starts": np.linspace(0, R, E + 1).astype(np.int32)}
+    return [Call("bf16", matmul_fused.grouped_gradient, args)]
+
+
 def matmul_swiglu_backward_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     one, wide = f32(1, value=1.0), bf16(M, 2 * F)
     operands = {"up_gate": wide}
@@ -794,6 +811,8 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_adapted": matmul_adapted_calls,
     "matmul_exp": matmul_exp_calls,
     "matmul_gradient": matmul_gradient_calls,
+    "matmul_grouped": matmul_grouped_calls,
+    "matmul_grouped_gradient": matmul_grouped_gradient_calls,
     "matmul_int8": matmul_int8_calls,
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,

@@ -1,7 +1,7 @@
 // grouped.cu -- products of rows that are sorted by expert, each expert's with its own matrix.
 //
 //   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e] + addend[r]
-//   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e
+//   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e, rounded before it is added
 //
 // Rows [starts[e], starts[e + 1]) are expert e's: how many, the device alone knows. There are as many
 // blocks of the product as run at the same time; each takes every gridDim.x-th tile of all experts'
@@ -132,8 +132,9 @@ grouped_gradient(G* d_w, const T* __restrict__ d_y, const T* __restrict__ x,
             if (accumulate) { result = *to; }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                result.v[i] = accumulate ? add_gradient(result.v[i], four[i], seed, (u64)index | i)
-                                         : from_f32<G>(four[i]);
+                const G x = from_f32<G>(four[i]);
+                result.v[i] =
+                    accumulate ? add_gradient(result.v[i], to_f32(x), seed, (u64)index | i) : x;
             }
             *to = result;
         }

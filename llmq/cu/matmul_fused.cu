@@ -26,6 +26,10 @@ constexpr int TILE_COLUMNS = TILE_WIDTH;
 using Mainloop = Sm90Mainloop<A, B, B_K_OUTSIDE, RANK, TAIL_K_OUTSIDE, RING_STAGES>;
 #include "ENTRY.cuh"
 
+#ifndef WORK  // of rows that all have the same matrix
+#define WORK M, N, Product::WIDTH, K * (int)sizeof(A)
+#endif
+
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Product::THREADS, 1)
 ENTRY(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
       const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap tail,
@@ -36,8 +40,7 @@ ENTRY(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b,
     cluster_arrive();
     cluster_wait();
     Epilogue epilogue{ARGUMENTS};
-    product.run(Work(M, N, Product::WIDTH, K * (int)sizeof(A)),
-                Operands{&a, &b, &h, &tail, scale_a, scale_b, N}, epilogue);
+    product.run(Work(WORK), Operands{&a, &b, &h, &tail, scale_a, scale_b, N}, epilogue);
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers
 }

@@ -19,7 +19,7 @@ template <class Base, int WARP_BYTES> struct PingPong : Base {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
     using typename Base::Ring;
     static constexpr int WIDTH = TILE_COLUMNS;
-    static constexpr int LOADER_REGISTERS = IN_TURNS ? 24 : 40;  // of a thread
+    static constexpr int LOADER_REGISTERS = IN_TURNS && !GROUPED ? 24 : 40;  // of a thread
     static constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, THREADS = 128 * (1 + CONSUMERS);
     static constexpr int TAKERS = IN_TURNS ? CONSUMERS : 1;  // of tiles, one after the other
 

@@ -12,6 +12,10 @@
 #include "common.cuh"
 #include "ptx.cuh"
 
+#ifndef GROUPED
+#define GROUPED 0
+#endif
+
 constexpr int TILE_ROWS = 128, LINE = 128;  // LINE: bytes of K in a tile
 constexpr int BOX = 64;  // columns of a box of BF16; rows of a tile (K, N)
 constexpr int TILE_BOXES = (TILE_COLUMNS + BOX - 1) / BOX, SUMS = TILE_COLUMNS / 2;  // of a thread
@@ -34,6 +38,9 @@ template <int STAGES> struct Place {
     }
 };
 
+#if GROUPED
+#include "grouped_sm90.cuh"
+#else
 // All tiles of a product, and which of them are this cluster's. width: columns from one to the next;
 // depth: bytes of K.
 struct Work {
@@ -55,6 +62,7 @@ struct Work {
 
 // The place of tile t; the two blocks of a cluster have rows below each other.
 struct Tile {
+    static constexpr int right = 0;  // where its matrix begins, in rows of all
     int row, column;
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int first = t / (work.group * work.pairs) * work.group;
@@ -63,6 +71,7 @@ struct Tile {
         column = (first + rest % wide) * work.width;
     }
 };
+#endif
 
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
 // blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
@@ -73,28 +82,38 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
                                           const Tile& tile, u32 rank, int apart) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
     barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
-    load_box(stage, left, k, tile.row, arrived);
+    if constexpr (GROUPED == 2) {  // K is outside of both
+#pragma unroll
+        for (int c = 0; c < TILE_ROWS / BOX; ++c) {
+            load_box(stage + c * BOX * LINE, left, tile.row + c * BOX, k, arrived);
+        }
+    } else {
+        load_box(stage, left, k, tile.row, arrived);
+    }
     const SharedAddress to = stage + LEFT_BYTES;
     if constexpr (K_OUTSIDE) {
 #pragma unroll
         for (int c = 0; c < TILE_BOXES; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
-                         tile.column + c * BOX, k + rank * (BOX / 2), arrived, 3);
+                         tile.column + c * BOX, tile.right + k + rank * (BOX / 2), arrived, 3);
         }
     } else {
-        load_box_for(to + rank * HALF_BYTES, right, k, tile.column + rank * apart, arrived, 3);
+        load_box_for(to + rank * HALF_BYTES, right, k, tile.right + tile.column + rank * apart,
+                     arrived, 3);
     }
 }
 
 // d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
-// first_row. add: else d = for the first slice.
-template <class Left, class Right, bool K_OUTSIDE, int COUNT>
+// first_row. add: else d = for the first slice. LEFT_OUTSIDE: `left` lies as `right` does then.
+template <class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false, int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress stage,
                                          int first_row, int slices, int add) {
-    const Descriptor top = k_inside(stage + first_row * LINE);
+    const SharedAddress own = stage + first_row * LINE;
+    const Descriptor top = LEFT_OUTSIDE ? k_outside(own, BOX * LINE) : k_inside(own);
     const SharedAddress tile = stage + LEFT_BYTES;
     const Descriptor right = K_OUTSIDE ? k_outside(tile, BOX * LINE) : k_inside(tile);
     constexpr int STEP = K_OUTSIDE ? 16 * LINE / 16 : 2;  // of a slice, in 16 bytes
+    constexpr int LEFT_STEP = LEFT_OUTSIDE ? STEP : 2;
     constexpr int NEXT = 64 * LINE / 16;                  // of 64 rows
     wgmma_begin();
 #pragma unroll
@@ -102,8 +121,8 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
         if (i < slices) {
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
-                wgmma<TILE_COLUMNS, Left, Right, K_OUTSIDE>(d[m], top + (NEXT * m + 2 * i),
-                                                            right + STEP * i, add | i);
+                wgmma<TILE_COLUMNS, Left, Right, K_OUTSIDE, LEFT_OUTSIDE>(
+                    d[m], top + (NEXT * m + LEFT_STEP * i), right + STEP * i, add | i);
             }
         }
     }

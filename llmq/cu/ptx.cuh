@@ -352,11 +352,14 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
     }
 
 // COLUMNS: 64, 192 or 224. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then
-// BF16, and moves by 16 rows.
-template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
+// BF16, and moves by 16 rows. LEFT_OUTSIDE: of a likewise; then of both, and 192 columns.
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(COLUMNS == 64 || COLUMNS == 192 || COLUMNS == 224);
-    if constexpr (COLUMNS == 64) {
+    static_assert(!LEFT_OUTSIDE || (K_OUTSIDE && COLUMNS == 192));
+    if constexpr (LEFT_OUTSIDE) {
+        PTX_192("k16.f32.bf16.bf16", ", 1, 1");
+    } else if constexpr (COLUMNS == 64) {
         PTX_OF_FORMATS(PTX_64)
     } else if constexpr (COLUMNS == 192) {
         PTX_OF_FORMATS(PTX_192)

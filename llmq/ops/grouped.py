@@ -80,8 +80,8 @@ def grouped_matmul(
 def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:
     """d_w[e] (N, K) = or += d_y^T @ x over the rows of expert e.
 
-    Without rows it becomes 0, or stays as it is. Sums are F32, and rounded once: stochastically
-    where they are added to a BF16 gradient.
+    Without rows it becomes 0, or stays as it is. Sums are F32, and rounded to G before they are
+    added; what they are added to is rounded stochastically, if it is BF16.
 
     Args (X is BF16 or F32, G is BF16 or F32; N and K multiples of 16 bytes):
         d_w     inout  Accumulator G (E, N, K)

@@ -49,6 +49,7 @@ MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruct
 TILE_ROWS = 256  # of a tile of a cluster of two blocks
 NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
 STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
+MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # experts of `grouped`, and what K is of where it is outside
 GRADIENT_COLUMNS = 64  # F is a multiple of them in `swiglu_backward`: what its warps share
 # If sums may not be fast, the tensor cores' sum, of 14 significant bits, is added to one in F32
 # after so many steps of 128.
@@ -105,12 +106,13 @@ def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
 
 
 @cache
-def _kernel(entry: str, own: str, b_rows: int, tail_rows: int) -> Kernel:
-    """own: its arguments beside the operands. b_rows, tail_rows: of the half of a tile."""
+def _kernel(entry: str, own: str, a_rows: int, b_rows: int, tail_rows: int) -> Kernel:
+    """own: its arguments beside the operands. a_rows: of a box; b_rows, tail_rows: of the half of a
+    tile."""
     return Kernel(
         "matmul_fused.cu",
         entry,
-        args=f"const A[128]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
+        args=f"const A[{a_rows}]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
         f"const bf16[{tail_rows}]*? tail, const f32*? scale_a, const f32*? scale_b, "
         f"i32 M, i32 N, i32 K, {own}",
         capability=CAPABILITY,
@@ -170,18 +172,21 @@ class _Product(NamedTuple):
         threads: int = 512,
         beside: int = BOXES,
         consts: dict[str, int] | None = None,
+        count: int | None = None,
+        a_rows: int = 128,
     ) -> None:
         """own, args: what the kernel takes beside the operands. columns: of a tile; paired: half of
         them are a result's. beside: bytes of shared memory beside pairs of tiles of a and b, of
-        which there are as many as it has place for."""
+        which there are as many as it has place for. count: tiles of all results, where there are
+        several of (M, N), or of other rows. a_rows: of a box of a."""
         N = self.N // (1 + paired)
         tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
         pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
         stages = (SHARED - BARRIERS - beside) // pair
         rows = (OUTSIDE if way else columns // 2 for way in (self.b_outside, self.tail_outside))
         dev.launch(
-            _kernel(entry, own, *rows),
-            2 * min(tiles.count, tiles.clusters),
+            _kernel(entry, own, a_rows, *rows),
+            2 * min(count or tiles.count, tiles.clusters),
             threads,
             (*self.operands, self.M, N, self.K, *args),
             consts={
@@ -240,6 +245,99 @@ def adapted(
         threads=384,
         beside=(16 if columns == WIDE else 8) * CHUNK,
         consts={"BIAS": int(bias is not None), "ADDEND": int(addend is not None)},
+    )
+
+
+def grouped(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> None:
+    """out[r] = scale_a * scale_b * (a[r] @ b[e]^T) + bias[e] of rows that are sorted by expert.
+
+    Args (beside those of all; at most 512 experts):
+        out         out  BF16  (M,N)
+        b           in         (E,N,K)
+        starts      in   I32   (E+1,)   rows [starts[e], starts[e + 1]) are expert e's; from 0 to M
+        bias        in   BF16  (E,N)    or None
+        transposed                      BF16 b is (E,K,N), K a multiple of 64
+
+    Cost:    2*M*N*K FLOPs; one launch.
+    """
+    op = "matmul_grouped"
+    expect_matrix(op, "out", out, (BF16,))
+    if len(b.shape) != 3:
+        raise ValueError(f"{op}: b must have 3 dimensions, got {b.shape}")
+    E, *matrix = b.shape
+    flat = b.view(E * matrix[0], matrix[1])
+    expect_operands(op, a, flat, scale_a, scale_b, dtypes=(BF16, E4M3, E5M2), codes=(E4M3, E5M2))
+    outside = transposed and a.dtype == BF16
+    (M, N), K = out.shape, a.shape[1]
+    expect(op, "a", a, None, (M, K))
+    expect(op, "b", b, None, (E, K, N) if outside else (E, N, K))
+    expect(op, "starts", starts, I32, (E + 1,))
+    if E > MAX_EXPERTS or (outside and K % GROUPED_DEPTH):
+        raise ValueError(
+            f"{op}: at most {MAX_EXPERTS} experts, and K outside in multiples of {GROUPED_DEPTH}, "
+            f"got {E} and {K}"
+        )
+    if bias is not None:
+        expect(op, "bias", bias, BF16, (E, N))
+    p = _Product((a, flat, None, None, scale_a, scale_b), M, N, K, 0, outside, False)
+    p.launch(
+        dev,
+        op,
+        "bf16* out, const bf16*? bias, const i32* starts, i32 experts",
+        (out, bias, starts, E),
+        product_cost((M, N, K), a.dtype, BF16, fast=True, epilogue="grouped", trans_b=not outside),
+        threads=384,
+        beside=8 * CHUNK,
+        consts={"BIAS": int(bias is not None), "GROUPED": 1},
+        count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
+    )
+
+
+def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts: Tensor) -> None:
+    """acc[e] (M,N) = or += a^T @ b over the rows of expert e, which are sorted.
+
+    Without rows it becomes 0, or stays as it is. It is rounded as by `grouped.grouped_gradient`.
+
+    Args (beside those of all; M and N multiples of 8):
+        acc     inout  Accumulator BF16 (E,M,N)
+        a       in     BF16 (R,M)
+        b       in     BF16 (R,N)
+        starts  in     I32  (E+1,)   rows [starts[e], starts[e + 1]) are expert e's; from 0 to R
+
+    Cost:    2*R*M*N FLOPs; one launch.
+    """
+    op = "matmul_grouped_gradient"
+    expect_operands(op, a, b, dtypes=(BF16,))
+    (R, M), N, E = a.shape, b.shape[1], starts.size - 1
+    expect(op, "b", b, BF16, (R, N))
+    expect(op, "starts", starts, I32, (E + 1,))
+    tensor, accumulate, scalars, salt = acc
+    expect(op, "acc", tensor, BF16, (E, M, N))
+    expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    how = {"trans_a": True, "accumulate": accumulate, "epilogue": "grouped"}
+    _Product((a, b, None, None, None, None), M, N, R, 0, True, False).launch(
+        dev,
+        op,
+        "inout bf16* d, const i32* scalars, i32 accumulate, u32 salt, const i32* starts, "
+        "i32 experts",
+        (tensor, scalars, int(accumulate), salt, starts, E),
+        product_cost((M, N, R), BF16, BF16, **how),
+        threads=384,
+        beside=8 * CHUNK,
+        consts={"GROUPED": 2},
+        count=E * ceil_div(M, TILE_ROWS) * ceil_div(N, NARROW),
+        a_rows=2 * OUTSIDE,
     )
 
 

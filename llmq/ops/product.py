@@ -38,6 +38,7 @@ from llmq.ops import (
     cross_entropy,
     exp_rows,
     gelu,
+    grouped,
     matmul_fused,
     outliers,
     quantize_int8,
@@ -173,6 +174,33 @@ def product(
         terms.library(out, **terms.added)
     else:
         _EPILOGUES[epilogue.kind](terms, out, epilogue)
+
+
+def grouped_product(
+    dev: Device,
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    starts: Tensor,
+    *,
+    trans_b: bool = False,
+    bias: Tensor | None = None,
+    addend: Tensor | None = None,
+) -> None:
+    """The product of rows that are sorted by expert, as `grouped.grouped_matmul` has it."""
+    taken_route = taken(dev, "grouped", Sizes(*out.shape, x.shape[1], x.dtype, out.dtype))
+    if taken_route is None or addend is not None:
+        grouped.grouped_matmul(dev, out, x, w, starts, trans_b=trans_b, bias=bias, addend=addend)
+    else:
+        matmul_fused.grouped(dev, out, x, w, starts, transposed=not trans_b, bias=bias)
+
+
+def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:
+    """The gradient of experts' matrices, as `grouped.grouped_gradient` has it."""
+    (R, N), K = d_y.shape, x.shape[1]
+    sizes = Sizes(N, K, R, x.dtype, d_w.tensor.dtype)
+    kernels = grouped if taken(dev, "grouped_grad", sizes) is None else matmul_fused
+    kernels.grouped_gradient(dev, d_w, d_y, x, starts)
 
 
 def route(

@@ -132,6 +132,26 @@ ROUTES = {
         faster=_uses_turns,
         exact=True,
     ),
+    # Rows that are sorted by expert were not measured yet. A tile has 256 rows and 192 columns;
+    # adapters are narrower.
+    "grouped": Route(
+        kernel="matmul_grouped",
+        a=(BF16,),
+        out=BF16,
+        aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4),  # K: of 64
+        rows=2048,
+        least=192,
+        exact=True,
+    ),
+    "grouped_grad": Route(
+        kernel="matmul_grouped_gradient",
+        a=(BF16,),
+        out=BF16,
+        aligned=lambda s: (2 * s.M, 2 * s.N),
+        rows=256,
+        least=192,
+        exact=True,
+    ),
     # Fewer rows would leave cores idle in the last turn, and gain less than launches cost.
     "exp": Route(
         kernel="matmul_exp",

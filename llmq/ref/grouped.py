@@ -64,9 +64,10 @@ def grouped_gradient(
     accumulate: int,
     salt: int,
 ) -> None:
-    """d_w[e] (N, K) = or += d_y^T @ x over the rows of e; without rows 0, or as it was."""
+    """d_w[e] (N, K) = or += d_y^T @ x over the rows of e, rounded before it is added; without
+    rows 0, or as it was."""
     if not accumulate:
         d_w[...] = 0
     for e, rows in _groups(starts):
-        product = compute(d_y[rows]).T @ compute(x[rows])
+        product = (compute(d_y[rows]).T @ compute(x[rows])).astype(d_w.dtype)
         store_gradient(d_w[e], product, scalars, bool(accumulate), salt, first=int(e) * N * K)

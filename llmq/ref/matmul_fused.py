@@ -31,6 +31,7 @@ from llmq.ref.common import (
     round_stochastic,
     sigmoid,
     silu_slope,
+    store_gradient,
     update_abs_max,
 )
 
@@ -46,6 +47,21 @@ CASES = {
         "tiles_transposed": (304, 208, 400, 104, True),
         "qwen7b_up_forward": (4096, 37888, 3584, 32, False),
         "qwen7b_down_d_input": (4096, 18944, 3584, 16, True),
+    },
+    # M, N, K, experts, transposed
+    "matmul_grouped": {
+        "small": (16, 64, 64, 1, False),
+        "tiles": (700, 208, 80, 7, False),
+        "tiles_transposed": (700, 208, 128, 7, True),
+        "qwen30b_up": (131072, 1536, 2048, 128, False),
+        "qwen30b_down_d_input": (131072, 768, 2048, 128, True),
+    },
+    # rows, M, N, experts
+    "matmul_grouped_gradient": {
+        "small": (16, 64, 64, 1),
+        "tiles": (700, 208, 200, 7),
+        "qwen30b_up": (131072, 1536, 2048, 128),
+        "qwen30b_down": (131072, 2048, 768, 128),
     },
     # M, N, K, vocab
     "matmul_exp": {
@@ -109,6 +125,36 @@ def matmul_adapted(
         if addend is not None:
             total += compute(addend[rows])
         out[rows] = total
+
+
+def matmul_grouped(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, out: np.ndarray, bias: Array, starts: np.ndarray, experts: int,
+    *, b_k_outside: int = 0,
+) -> None:  # fmt: skip
+    """out (M,N) = x [+ bias[e] (N)]: of rows [starts[e], starts[e + 1]) with b[e]."""
+    matrices = b.reshape(experts, *((K, N) if b_k_outside else (N, K)))
+    for e in np.flatnonzero(np.diff(starts)):
+        rows = slice(starts[e], starts[e + 1])
+        sizes = rows.stop - rows.start, N, K
+        operands = (a[rows], matrices[e], None, None, scale_a, scale_b)
+        of_expert = None if bias is None else bias[e]
+        matmul_adapted(*operands, *sizes, out[rows], of_expert, b_k_outside=b_k_outside)
+
+
+def matmul_grouped_gradient(
+    a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
+    M: int, N: int, K: int, d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
+    starts: np.ndarray, experts: int,
+) -> None:  # fmt: skip
+    """d[e] (M,N) = or += a^T @ b over rows [starts[e], starts[e + 1]), of a (K,M) and b (K,N)."""
+    for e in range(experts):
+        rows = slice(starts[e], starts[e + 1])
+        total = compute(a[rows]).T @ compute(b[rows])
+        if rows.stop > rows.start or not accumulate:
+            store_gradient(
+                d[e], total.astype(BF16), scalars, bool(accumulate), salt, first=e * M * N
+            )
 
 
 def matmul_exp(

@@ -29,6 +29,8 @@ FUSED = (
     "matmul_adapted",
     "matmul_exp",
     "matmul_gradient",
+    "matmul_grouped",
+    "matmul_grouped_gradient",
     "matmul_swiglu",
     "matmul_swiglu_backward",
 )

@@ -125,17 +125,17 @@ static inline SharedAddress row_of(const Descriptor& tile, int row) {
     return tile.address + row / 8 * 1024 + row % 8 * 128;
 }
 
-template <int COLUMNS, class Left, class Right, bool K_OUTSIDE>
+template <int COLUMNS, class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false>
 static void compute(const Product& p) {
     constexpr int INNER = 32 / sizeof(Left);
     const unsigned warp = emulator::warp() % 4, g = emulator::lane() / 4, t = emulator::lane() % 4;
     float a[2][INNER], b[INNER];
     for (int half = 0; half < 2; ++half) {
         for (int k = 0; k < INNER; ++k) {
-            a[half][k] = p.in_registers
-                             ? p.left.x[half][k % 16]
-                             : element<Left>(row_of(p.a, 16 * warp + g + 8 * half) +
-                                             k * sizeof(Left));
+            const int row = 16 * warp + g + 8 * half;
+            a[half][k] = p.in_registers ? p.left.x[half][k % 16]
+                                        : element<Left>(row_of(p.a, LEFT_OUTSIDE ? k : row) +
+                                                        (LEFT_OUTSIDE ? row : k) * sizeof(Left));
         }
     }
     for (int j = 0; j < COLUMNS / 8; ++j) {
@@ -160,16 +160,19 @@ static void compute(const Product& p) {
 }
 
 // That operands in shared memory may be read: by one thread of the warpgroup.
-template <int COLUMNS, class Element, bool K_OUTSIDE>
+template <int COLUMNS, class Element, bool K_OUTSIDE, bool LEFT_OUTSIDE = false>
 static void check_operands(const Product& p) {
     if (emulator::current->index.x % 128 != 0) { return; }
     for (int i = 0; i < 32; i += 16) {
-        for (int row = 0; row < 64 && !p.in_registers; ++row) {
+        for (int row = 0; row < 64 && !p.in_registers && !LEFT_OUTSIDE; ++row) {
             check_fence(swizzled(row_of(p.a, row) + i));
         }
         for (int row = 0; row < COLUMNS && !K_OUTSIDE; ++row) {
             check_fence(swizzled(row_of(p.b, row) + i));
         }
+    }
+    for (int k = 0; k < 16 && LEFT_OUTSIDE; ++k) {
+        for (int i = 0; i < 128; i += 16) { check_fence(swizzled(row_of(p.a, k) + i)); }
     }
     for (int k = 0; k < 16 && K_OUTSIDE; ++k) {
         for (int column = 0; column < COLUMNS; column += 8) {

@@ -783,3 +783,118 @@ def test_wrong_arguments_of_backward():
         (codes | {"b": tensor(E5M2, 64, 48)} | scales, TypeError, "b must be F8_E4M3"),
         ({"out": tensor(F32, 32, 64)}, TypeError, "out must be BF16, got F32"),
     ])  # fmt: skip
+
+
+# -- Rows that are sorted by expert ----------------------------------------------------------------
+
+
+def grouped_arrays(rng, case, a, b=None):
+    M, N, K, E, transposed = case
+    outside = transposed and a == BF16
+    edges = np.sort(rng.integers(0, M + 1, max(E - 2, 0)))
+    edges[:2] = 0  # some experts have no rows
+    return {
+        "out": np.full((M, N), np.nan, BF16.numpy),
+        "a": whole(rng, a, M, K),
+        "b": whole(rng, b or a, *((E, K, N) if outside else (E, N, K))),
+        "starts": np.array([0, *edges, *[M] * (E - len(edges))], np.int32),
+        **scales_of(a, 0.5, 4.0),
+        "bias": whole(rng, BF16, E, N) if not transposed else None,
+    }
+
+
+@cases_of("matmul_grouped")
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_grouped(hopper, rng, case, dtype):
+    """Experts without rows, with a few and with several pairs of tiles."""
+    call = partial(matmul_fused.grouped, transposed=case[-1])
+    compared(hopper, call, grouped_arrays(rng, case, dtype))
+
+
+def grouped_gradient(dev, d, scalars, accumulate=True, **tensors):
+    acc = Accumulator(d, accumulate, scalars, salt=5)
+    matmul_fused.grouped_gradient(dev, acc, **tensors)
+
+
+def gradient_arrays_of(rng, case):
+    R, M, N, E = case
+    arrays = grouped_arrays(rng, (R, N, M, E, False), BF16)
+    return {
+        "d": whole(rng, BF16, E, M, N),
+        "a": arrays["a"],
+        "b": whole(rng, BF16, R, N),
+        "starts": arrays["starts"],
+        "scalars": step_scalars(seed=1, step=2, micro_step=3),
+    }
+
+
+@cases_of("matmul_grouped_gradient")
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_gradient(hopper, rng, case, accumulate):
+    """Experts without rows, and with numbers of them that are no multiples of a step."""
+    arrays = gradient_arrays_of(rng, case)
+    got = compared(hopper, partial(grouped_gradient, accumulate=accumulate), arrays)["d"]
+    absent = np.diff(arrays["starts"]) == 0
+    np.testing.assert_array_equal(got[absent], arrays["d"][absent] if accumulate else 0)
+
+
+@gpu_only
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_gradient_on_all_multiprocessors(hopper, rng, accumulate):
+    arrays = gradient_arrays_of(rng, (9000, 1544, 1096, 64))
+    compared(hopper, partial(grouped_gradient, accumulate=accumulate), arrays)
+
+
+@gpu_only
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_grouped_on_all_multiprocessors(hopper, rng, dtype, transposed):
+    """Several tiles of each cluster, of many experts."""
+    arrays = grouped_arrays(rng, (9000, 1536, 1088, 128, transposed), dtype)
+    compared(hopper, partial(matmul_fused.grouped, transposed=transposed), arrays)
+
+
+def test_where_grouped_is_taken():
+    def route(K, N=1536, M=16384, dtype=BF16, dev=None):
+        return taken(dev or PlanDevice(H100), "grouped", Sizes(M, N, K, dtype, dtype))
+
+    assert route(2048) and route(768, 2048)
+    assert not route(2048, M=1024) and not route(2048, dtype=F32) and not route(2056)
+    assert not any(route(2048, dev=dev) for dev in devices_without())
+
+
+def test_where_gradients_are_grouped():
+    def route(M=1536, N=2048, dtype=BF16, out=BF16, dev=None):
+        return taken(dev or PlanDevice(H100), "grouped_grad", Sizes(M, N, 131072, dtype, out))
+
+    assert route() and route(N=768)
+    assert not route(out=F32) and not route(dtype=F32) and not route(M=1540)
+    assert not any(route(dev=dev) for dev in devices_without())
+
+
+def test_wrong_grouped_arguments():
+    dev = PlanDevice(GPU_SPEC)
+    make = of_plan(dev)
+    given = {"out": make(BF16, 16, 64), "a": make(BF16, 16, 128), "b": make(BF16, 3, 64, 128)}
+    given |= {"dev": dev, "starts": make(I32, 4)}
+    matmul_fused.grouped(**given)
+    refused("matmul_grouped", matmul_fused.grouped, given, [
+        ({"out": make(F32, 16, 64)}, TypeError, "out must be BF16, got F32"),
+        ({"b": make(BF16, 64, 128)}, ValueError, "b must have 3 dimensions"),
+        ({"b": make(BF16, 3, 128, 64)}, ValueError, r"b must have shape \(3, 64, 128\)"),
+        ({"starts": make(I32, 3)}, ValueError, r"starts must have shape \(4,\)"),
+        ({"bias": make(BF16, 64)}, ValueError, r"bias must have shape \(3, 64\)"),
+        (
+            {"a": make(BF16, 16, 96), "b": make(BF16, 3, 96, 64), "transposed": True},
+            ValueError, "at most 512 experts, and K outside in multiples of 64, got 3 and 96",
+        ),
+    ])  # fmt: skip
+    scalars, x = make(I32, 16), make(BF16, 16, 128)
+    acc = Accumulator(make(BF16, 3, 64, 128), True, scalars, 0)
+    given = {"dev": dev, "acc": acc, "a": make(BF16, 16, 64), "b": x, "starts": make(I32, 4)}
+    matmul_fused.grouped_gradient(**given)
+    refused("matmul_grouped_gradient", matmul_fused.grouped_gradient, given, [
+        ({"acc": acc._replace(tensor=make(F32, 3, 64, 128))}, TypeError, "acc must be BF16"),
+        ({"a": make(BF16, 8, 64)}, ValueError, r"b must have shape \(8, 128\)"),
+        ({"starts": make(I32, 5)}, ValueError, r"acc must have shape \(4, 64, 128\)"),
+    ])  # fmt: skip

@@ -1,5 +1,7 @@
 """References of products with what follows them, against torch in F64."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,8 @@ from llmq.ref.matmul_fused import (
     matmul_adapted,
     matmul_exp,
     matmul_gradient,
+    matmul_grouped,
+    matmul_grouped_gradient,
     matmul_swiglu,
     matmul_swiglu_backward,
 )
@@ -188,3 +192,35 @@ def test_swiglu_backward(rng, gelu, fp8):
     np.testing.assert_allclose(out.astype(np.float64), out64.detach(), rtol=2**-8, atol=1e-4)
     np.testing.assert_allclose(d_up_gate.astype(np.float64), want, rtol=2**-7, atol=2e-3)
     assert abs_max[0] == np.abs(d_up_gate.astype(np.float32)).max()
+
+
+@pytest.mark.parametrize("case", small("matmul_grouped").values(), ids=small("matmul_grouped"))
+def test_grouped(rng, case):
+    """Each expert's rows are those of a product of their own."""
+    M, N, K, E, transposed = case
+    starts = np.sort(np.concatenate([[0, M], rng.integers(0, M + 1, E - 1)])).astype(np.int32)
+    a, b, bias = normal(rng, BF16, M, K), normal(rng, BF16, E, N, K), normal(rng, BF16, E, N)
+    laid = np.ascontiguousarray(b.swapaxes(1, 2)) if transposed else b
+    out = filled(M, N)
+    flat = laid.reshape(-1, laid.shape[2])
+    operands = (a, flat, *[None] * 4, M, N, K, out, bias, starts, E)
+    matmul_grouped(*operands, b_k_outside=transposed)
+    of_row = torch.from_numpy(np.repeat(np.arange(E), np.diff(starts)))
+    want = torch.bmm(wide(b)[of_row], wide(a)[:, :, None])[:, :, 0] + wide(bias)[of_row]
+    np.testing.assert_allclose(out.astype(np.float64), want.numpy(), rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_gradient(rng, accumulate):
+    """It is added to F32, so that only the product is rounded."""
+    R, M, N, E = CASES["matmul_grouped_gradient"]["small"]
+    E, starts = 3, np.array([0, 5, 5, R], np.int32)
+    a, b, before = normal(rng, BF16, R, M), normal(rng, BF16, R, N), normal(rng, BF16, E, M, N)
+    got = before.astype(np.float32)
+    operands = (a, b, *[None] * 4, M, N, R, got, step_scalars(seed=1), accumulate, 3, starts, E)
+    matmul_grouped_gradient(*operands)
+    parts = [wide(a)[x:y].T @ wide(b)[x:y] for x, y in pairwise(starts)]
+    want = torch.stack(parts) + accumulate * wide(before)
+    # Products are rounded to BF16 before they are added.
+    np.testing.assert_allclose(got, want.numpy(), rtol=2**-8, atol=2**-8 * 4)
+    np.testing.assert_array_equal(got[1], accumulate * before[1].astype(np.float32))

@@ -38,6 +38,7 @@ RUNS = {
     "adapters, fp8": (H100, LORA | {"base-dtype": "e4m3", "fp8-recipe": "delayed"}),
     "int8": (RTX_5090, {"matmul-dtype": "int8"}),
     "block scales": (RTX_5090, DELAYED),
+    "experts": (H100, {"model": "Qwen3-30B-A3B"}),
 }
 
 

@@ -20,7 +20,7 @@ from llmq.model.activations import HalfLayer
 from llmq.model.halves.half import Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, reduce
-from llmq.ops.grouped import grouped_gradient, grouped_matmul
+from llmq.ops.product import grouped_gradient, grouped_product
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 
 
@@ -44,11 +44,11 @@ class ExpertLinear:
         self, here: HalfLayer, key: str, y: Tensor, x: Tensor, starts: Tensor, w: BlockWeights
     ) -> None:
         """y (R, out), of x (R, in)."""
-        grouped_matmul(self.dev, y, x, w[key], starts, trans_b=True)
+        grouped_product(self.dev, y, x, w[key], starts, trans_b=True)
         a, b = w.adapters(key)
         if a is not None:
             with self._hidden(x, a, starts) as h, self._expanded(here, key, b) as whole:
-                grouped_matmul(self.dev, y, h, whole, starts, trans_b=True, addend=y)
+                grouped_product(self.dev, y, h, whole, starts, trans_b=True, addend=y)
 
     def input_gradient(
         self,
@@ -62,13 +62,13 @@ class ExpertLinear:
         """d_x (R, in), if it is wanted, from d_y (R, out)."""
         a, b = w.adapters(key)
         if d_x is not None:
-            grouped_matmul(self.dev, d_x, d_y, w[key], starts)
+            grouped_product(self.dev, d_x, d_y, w[key], starts)
         if a is not None:
             d_h = self._d_hidden_of(here, key, d_y)
             with self._expanded(here, key, b) as whole:
-                grouped_matmul(self.dev, d_h, d_y, whole, starts)
+                grouped_product(self.dev, d_h, d_y, whole, starts)
             if d_x is not None:
-                grouped_matmul(self.dev, d_x, d_h, _by_expert(a, starts), starts, addend=d_x)
+                grouped_product(self.dev, d_x, d_h, _by_expert(a, starts), starts, addend=d_x)
 
     def trains(self, g: BlockGrads, key: str) -> bool:
         """Whether weight_gradients needs x."""
@@ -119,7 +119,7 @@ class ExpertLinear:
         """h (R, n * rank), for n parts of each expert's matrix."""
         experts = _by_expert(a, starts)
         with self.dev.scratch("expert_hidden", (x.shape[0], experts.shape[1]), x.dtype) as h:
-            grouped_matmul(self.dev, h, x, experts, starts, trans_b=True)
+            grouped_product(self.dev, h, x, experts, starts, trans_b=True)
             yield h
 
     @contextmanager

@@ -1,0 +1,109 @@
+// grouped_sm90.cuh -- the tiles of products for Hopper whose rows are sorted by expert.
+//
+// As Work and Tile of product_sm90.cuh: each expert's rows have pairs of tiles of their own, times its
+// matrix. Right has all matrices below each other, each of `apart` rows. A block counts the tiles of
+// the experts before each one once, and looks for its own in between. Tiles of an expert go down its
+// rows first: these and its matrix stay in L2.
+//
+// With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix.
+#pragma once
+
+#if GROUPED == 1
+constexpr int MOST_EXPERTS = 512;
+
+struct Work {
+    const i32 *starts, *before;  // before: of each expert, in shared memory
+    int experts, columns, tiles, width, apart, cluster, clusters;
+    u32 rank;
+
+    // By all threads of the block. starts: (experts + 1). all_columns: of a result.
+    __device__ __forceinline__ Work(const i32* starts, int experts, int all_columns, int width,
+                                    int apart)
+        : starts(starts),
+          experts(experts),
+          columns((all_columns + width - 1) / width),
+          width(width),
+          apart(apart),
+          cluster(blockIdx.x / 2),
+          clusters(gridDim.x / 2),
+          rank(cluster_rank()) {
+        __shared__ i32 counted[MOST_EXPERTS + 1];
+        if (threadIdx.x < 32) { count(counted); }
+        __syncthreads();
+        before = counted;
+        tiles = counted[experts];
+    }
+
+private:
+    __device__ __forceinline__ void count(i32* to) const {
+        const int lane = threadIdx.x;
+        int all = 0;
+        for (int first = 0; first < experts; first += 32) {
+            const int e = first + lane, rows = e < experts ? starts[e + 1] - starts[e] : 0;
+            const int own = (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * columns;
+            int sum = own;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int other = __shfl_up_sync(~0u, sum, distance);
+                if (lane >= distance) { sum += other; }
+            }
+            if (e < experts) { to[e] = all + sum - own; }
+            all += __shfl_sync(~0u, sum, 31);
+        }
+        if (lane == 0) { to[experts] = all; }
+    }
+};
+
+// end: of the expert's rows, of which a tile may have others.
+struct Tile {
+    int row, column, right, expert, end;
+
+    __device__ __forceinline__ Tile(int t, const Work& work) {
+        expert = 0;  // the last one with so many tiles, or fewer, before it
+#pragma unroll
+        for (int step = MOST_EXPERTS / 2; step > 0; step /= 2) {
+            const int e = expert + step;
+            if (e < work.experts && work.before[e] <= t) { expert = e; }
+        }
+        const int first = work.before[expert], rest = t - first;
+        const int pairs = (work.before[expert + 1] - first) / work.columns;
+        end = work.starts[expert + 1];
+        row = work.starts[expert] + (rest % pairs * 2 + work.rank) * TILE_ROWS;
+        column = rest / pairs * work.width;
+        right = expert * work.apart;
+    }
+};
+#else
+struct Work {
+    const i32* starts;
+    int pairs, columns, tiles, width, cluster, clusters;
+    u32 rank;
+
+    // starts: (experts + 1). rows, all_columns: of a matrix.
+    __device__ __forceinline__ Work(const i32* starts, int experts, int rows, int all_columns,
+                                    int width)
+        : starts(starts),
+          pairs((rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS)),
+          columns((all_columns + width - 1) / width),
+          tiles(experts * pairs * columns),
+          width(width),
+          cluster(blockIdx.x / 2),
+          clusters(gridDim.x / 2),
+          rank(cluster_rank()) {}
+};
+
+// first, count: the rows that are summed over.
+struct Tile {
+    static constexpr int right = 0;
+    int row, column, expert, first, count;
+
+    __device__ __forceinline__ Tile(int t, const Work& work) {
+        const int of_expert = work.pairs * work.columns, rest = t % of_expert;
+        expert = t / of_expert;
+        row = (rest % work.pairs * 2 + work.rank) * TILE_ROWS;
+        column = rest / work.pairs * work.width;
+        first = work.starts[expert];
+        count = work.starts[expert + 1] - first;
+    }
+};
+#endif
