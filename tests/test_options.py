@@ -936,6 +936,7 @@ def test_option_rows_echo_every_option():
     renamed = {"lmhead-chunks", "use-cuda-graphs", "final-lr-fraction", "batch-size"}
     renamed |= {"ckpt-interval", "ckpt-keep-n", "train-seed", "eval-seed", "write-combined"}
     renamed |= {"intermediate-size", "tie-embeddings"}
+    renamed |= {"num-experts", "active-experts", "expert-size"}  # of models that have any
     names = {name for name, _ in option_rows(make_config({}), preset("gpt2"))}
     assert {opt.flags[0] for opt in OPTIONS.values()} - renamed <= names
     assert not names & {"total-batch", "steps-per-epoch"}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmq.arch.experts import Experts
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.bench.measure import open_trainer
 from llmq.bench.sweep_file import read_runs
@@ -51,6 +52,14 @@ RESIZED = {
             "num_heads": 6,
             "num_kv_heads": 6,
             "intermediate_size": 1536,
+        },
+    ),
+    "experts": (
+        "tiny-qwen3-moe",
+        {"num-experts": 16, "num-experts-per-tok": 4, "expert-size": 32, "num-layers": 2},
+        {
+            "num_layers": 2,
+            "experts": Experts(count=16, active=4, size=32, renormalize=True, aux_loss=0.001),
         },
     ),
     "windows_of_more_layers": (
@@ -115,6 +124,17 @@ def test_a_window_is_not_longer_than_the_positions(tmp_path):
 
 
 CONTRADICTIONS = {
+    "no_experts": ("tiny", {"num-experts": 8}, r"^--num-experts: this model has no experts"),
+    "experts_as_wide_as_mlps": (
+        "tiny-olmoe",
+        {"expert-size": 32},
+        r"^--expert-size: these experts are as wide as --intermediate-size says",
+    ),
+    "more_than_there_are": (
+        "tiny-olmoe",
+        {"active-experts": 9},
+        r"^--active-experts: a token must meet 1 to 32 of at most 512 experts, got 9 of 8",
+    ),
     "heads": ("tiny", {"num-heads": 5}, r"^--num-heads: 5 heads do not divide .* 128: choose"),
     "width": ("gpt2", {"hidden-size": 100}, r"^--hidden-size: 12 heads do not divide .* 100"),
     "keys_of_the_preset": (

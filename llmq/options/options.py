@@ -626,6 +626,13 @@ class TrainConfig(Derived):
     )
     hidden_size: int | None = option(SIZES_GROUP, None, "Channels of the residual stream", min=1)
     intermediate_size: int | None = option(SIZES_GROUP, None, "Width of the MLP", min=1)
+    num_experts: int | None = option(SIZES_GROUP, None, "Experts of each layer that has any", min=1)
+    active_experts: int | None = option(
+        SIZES_GROUP, None, "Experts that a token meets", alias="num-experts-per-tok", min=1
+    )
+    expert_size: int | None = option(
+        SIZES_GROUP, None, "Width of an expert", alias="moe-intermediate-size", min=1
+    )
     num_layers: int | None = option(
         SIZES_GROUP, None, "Transformer blocks", alias="num-hidden-layers", min=1
     )

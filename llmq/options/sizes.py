@@ -14,6 +14,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from llmq.arch.experts import Experts
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_scaling import RopeScaling, read_scaling
 from llmq.base.errors import ConfigError
@@ -22,9 +23,11 @@ from llmq.options.options import OPTIONS, TrainConfig
 
 _GROUPS = (SIZES_GROUP, POSITIONS_GROUP)
 SIZES = tuple(name for name, option in OPTIONS.items() if option.group in _GROUPS)
-"""Names of these options, which are those of ModelConfig but for _RENAMED."""
+"""Names of these options, which are those of ModelConfig but for _RENAMED and _OF_EXPERTS."""
 
 _RENAMED = {"tie_embeddings": "tied_embeddings"}
+_OF_EXPERTS = {"num_experts": "count", "active_experts": "active", "expert_size": "size"}
+"""Those that are fields of Experts."""
 
 
 def given_sizes(config: TrainConfig) -> dict[str, Any]:
@@ -68,15 +71,31 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
     sizes["rope_scaling"] = _scaling(model, longest, sizes.get("rope_scaling"))
     if model.sliding_window is not None and model.sliding_window >= longest:
         sizes["sliding_window"] = None
-    layers, experts = sizes.get("num_layers", model.num_layers), model.experts
+    layers = sizes.get("num_layers", model.num_layers)
     if model.windowed_layers is not None:
         sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
-    if experts is not None and experts.layers is not None:
-        sizes["experts"] = replace(experts, layers=_repeated(experts.layers, layers))
+    of_experts = {name: sizes.pop(name) for name in _OF_EXPERTS if name in sizes}
+    sizes["experts"] = _experts(model, of_experts, layers)
     try:
         return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:
         raise ConfigError(_naming_the_flag(str(error))) from None
+
+
+def _experts(model: ModelConfig, given: dict[str, int], layers: int) -> Experts | None:
+    """The experts of a model with so many layers."""
+    its = model.experts
+    if its is None and given:
+        raise ConfigError(f"{OPTIONS[next(iter(given))].flag}: this model has no experts")
+    if its is None:
+        return None
+    if "expert_size" in given and its.size is None:
+        raise ConfigError(
+            f"{OPTIONS['expert_size'].flag}: these experts are as wide as "
+            f"{OPTIONS['intermediate_size'].flag} says"
+        )
+    where = its.layers and _repeated(its.layers, layers)
+    return replace(its, layers=where, **{_OF_EXPERTS[name]: n for name, n in given.items()})
 
 
 def _scaling(model: ModelConfig, longest: int, text: str | None) -> RopeScaling | None:
@@ -109,6 +128,7 @@ def _flag(name: str, given: dict[str, Any]) -> str:
 def _naming_the_flag(message: str) -> str:
     """A message of ModelConfig about one of its fields, about the flag that sets it."""
     names = {_RENAMED.get(name, name): OPTIONS[name].flag for name in SIZES}
+    names["experts"] = OPTIONS["active_experts"].flag
     found = re.match(r"model (\w+): ", message)
     if found is None or found[1] not in names:
         return message
