@@ -38,10 +38,13 @@ from llmq.ops import (
     adapter_backward,
     attention,
     attention_backward,
+    attention_gate,
     bias,
     clock,
     convert,
     cross_entropy,
+    delta_gates,
+    delta_rule,
     distill,
     dropout,
     embedding,
@@ -49,6 +52,7 @@ from llmq.ops import (
     expert_rows,
     fill,
     fp8_scale,
+    gated_norm,
     gelu,
     global_norm,
     grouped,
@@ -67,6 +71,7 @@ from llmq.ops import (
     reduce,
     rope,
     route,
+    short_conv,
     swiglu,
 )
 from llmq.ops.add import add
@@ -575,6 +580,68 @@ def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> lis
     ]
 
 
+def attention_gate_calls(rows: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
+    gate, heads = bf16(rows, Hq * Hd), {"heads": Hq, "kv_heads": Hkv}
+    packed = {"qkv": bf16(rows, (Hq + 2 * Hkv) * Hd), "gate": gate}
+    packed |= {"product": bf16(rows, 2 * (Hq + Hkv) * Hd)} | heads
+    back = dict.fromkeys(("d_x", "d_gate", "d_out", "x", "gate"), gate)
+    return [
+        Call("split", attention_gate.split, packed),
+        Call("merge", attention_gate.merge, packed),
+        Call("forward", attention_gate.forward, dict.fromkeys(("out", "x", "gate"), gate)),
+        Call("backward", attention_gate.backward, back),
+    ]
+
+
+def delta_gates_calls(rows: int, heads: int, columns: int, offset: int) -> list[Call]:
+    shared = {"gates": f32(rows, 2, heads, value=0.5), "x": bf16(rows, columns)}
+    shared |= {"a_log": bf16(heads), "dt_bias": bf16(heads), "offset": offset}
+    sums = {"d_a_log": gradient(heads), "d_dt_bias": gradient(heads)}
+    back = shared | sums | {"d_x": bf16(rows, columns), "d_gates": f32(rows, 2, heads)}
+    read = rows * heads * 2
+    return [
+        Call("forward", delta_gates.forward, shared, bytes=read * (2 + 4)),
+        Call("backward", delta_gates.backward, back, bytes=read * (4 + 8)),
+    ]
+
+
+def delta_rule_calls(B: int, T: int, Hk: int, Hv: int, DK: int, DV: int) -> list[Call]:
+    heads = delta_rule.Heads(Hk, Hv, DK, DV)
+    qkv, out = bf16(B, T, heads.channels), bf16(B, T, Hv * DV)
+    gates, state = f32(B, T, 2, Hv, value=-0.1), f32(B, Hv, DK, DV)
+    shared = {"qkv": qkv, "gates": gates, "heads": heads}
+    back = shared | {"d_qkv": qkv, "d_gates": f32(B, T, 2, Hv), "d_out": out}
+    tokens = shared | {"qkv": bf16(B, 1, heads.channels), "gates": f32(B, 1, 2, Hv, value=-0.1)}
+    tokens |= {"out": bf16(B, 1, Hv * DV), "state": state}
+    return [
+        Call("forward", delta_rule.forward, shared | {"out": out}),
+        Call("backward", delta_rule.backward, back),
+        Call("recurrence", delta_rule.recurrence, tokens),
+    ]
+
+
+def gated_norm_calls(rows: int, heads: int, size: int, columns: int, offset: int) -> list[Call]:
+    x, gate = bf16(rows, heads * size), bf16(rows, columns)
+    shared = {"x": x, "gate": gate, "weight": bf16(size), "eps": EPS, "offset": offset}
+    back = shared | {"d_x": x, "d_gate": gate, "d_out": x, "d_weight": gradient(size)}
+    moved = rows * heads * size * 2
+    return [
+        Call("forward", gated_norm.forward, shared | {"out": x}, bytes=3 * moved),
+        Call("backward", gated_norm.backward, back, bytes=5 * moved),
+    ]
+
+
+def short_conv_calls(B: int, T: int, channels: int, columns: int, taps: int) -> list[Call]:
+    out, x = bf16(B, T, channels), bf16(B, T, columns)
+    shared = {"x": x, "weight": bf16(channels, taps)}
+    back = shared | {"d_x": x, "d_out": out, "d_weight": gradient(channels, taps)}
+    moved = B * T * channels * 2
+    return [
+        Call("forward", short_conv.forward, shared | {"out": out}, bytes=2 * moved),
+        Call("backward", short_conv.backward, back, bytes=3 * moved),
+    ]
+
+
 def quantize_scaled(dev: Device, x: Tensor, abs_max: Tensor, **fp8: Tensor) -> None:
     names = ("q", "q_t", "scale", "saturated")
     quantize.scaled(dev, x, Fp8Out(*(fp8[name] for name in names)), abs_max=abs_max)
@@ -792,10 +859,13 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "adapter_backward": adapter_backward_calls,
     "attention": attention_calls,
     "attention_backward": attention_backward_calls,
+    "attention_gate": attention_gate_calls,
     "bias": bias_calls,
     "clock": clock_calls,
     "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
+    "delta_gates": delta_gates_calls,
+    "delta_rule": delta_rule_calls,
     "distill": distill_calls,
     "dropout": dropout_calls,
     "embedding": embedding_calls,
@@ -803,6 +873,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "expert_rows": expert_rows_calls,
     "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,
+    "gated_norm": gated_norm_calls,
     "gelu": gelu_calls,
     "global_norm": global_norm_calls,
     "grouped": grouped_calls,
@@ -828,6 +899,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "reduce": reduce_calls,
     "rope": rope_calls,
     "route": route_calls,
+    "short_conv": short_conv_calls,
     "swiglu": swiglu_calls,
     "top_k": top_k_calls,
 }

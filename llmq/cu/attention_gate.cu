@@ -1,0 +1,78 @@
+// attention_gate.cu -- attention whose output is gated by channels that come beside each query head.
+//
+//   split      the heads q0 g0 q1 g1 ... k ... v ... to packed heads q ... k ... v ... and gates
+//   merge      the same back
+//   forward    out = x * sigmoid(gate)
+//   backward   d_x = d_out * s;   d_gate = d_out * s * x * (1 - s)         s = sigmoid(gate)
+//
+// Data     product: T (rows, 2 Hq + 2 Hkv, HEAD_DIM). qkv: T (rows, Hq + 2 Hkv, HEAD_DIM). gate, x, out:
+//          T (rows, Hq, HEAD_DIM). 16-byte aligned.
+// Launch   256 threads, a 16-byte vector each.
+// Cost     all read once or written once. Memory-bound.
+// Needs    HEAD_DIM a multiple of 8. backward: d_x may be d_out; a thread reads what it overwrites.
+// Same name  llmq/ops/attention_gate.py  llmq/ref/attention_gate.py  tests/ops/test_attention_gate.py
+#include "common.cuh"
+
+constexpr int N = Vec<T>::N, VECTORS = HEAD_DIM / N;
+
+// Calls use(in the product, in qkv or -1, in gate or -1) for this thread's vector.
+template <class Use>
+__device__ __forceinline__ void each_vector(i64 rows, i32 heads, i32 kv_heads, Use use) {
+    const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    const i32 all = 2 * (heads + kv_heads), packed = all - heads;
+    if (i >= rows * all * VECTORS) { return; }
+    const i64 row = i / (all * VECTORS);
+    const i32 head = i / VECTORS % all, column = i % VECTORS * N;
+    const bool first = head < 2 * heads;
+    if (first && head % 2) {
+        use(i * N, (i64)-1, (row * heads + head / 2) * HEAD_DIM + column);
+    } else {
+        const i32 to = first ? head / 2 : head - heads;
+        use(i * N, (row * packed + to) * HEAD_DIM + column, (i64)-1);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_gate_split(T* __restrict__ qkv, T* __restrict__ gate, const T* __restrict__ product,
+                         i64 rows, i32 heads, i32 kv_heads) {
+    each_vector(rows, heads, kv_heads, [&](i64 from, i64 in_qkv, i64 in_gate) {
+        store_vec(in_gate < 0 ? qkv + in_qkv : gate + in_gate, load_vec(product + from));
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_gate_merge(T* __restrict__ product, const T* __restrict__ qkv,
+                         const T* __restrict__ gate, i64 rows, i32 heads, i32 kv_heads) {
+    each_vector(rows, heads, kv_heads, [&](i64 to, i64 in_qkv, i64 in_gate) {
+        store_vec(product + to, load_vec(in_gate < 0 ? qkv + in_qkv : gate + in_gate));
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_gate_forward(T* __restrict__ out, const T* __restrict__ x,
+                           const T* __restrict__ gate, i64 n) {
+    const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i >= n) { return; }
+    Vec<T> a = load_vec(x + i);
+    const Vec<T> g = load_vec(gate + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) { a[k] = from_f32<T>(to_f32(a[k]) * sigmoid(to_f32(g[k]))); }
+    store_vec(out + i, a);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    attention_gate_backward(T* d_x, T* __restrict__ d_gate, const T* d_out,
+                            const T* __restrict__ x, const T* __restrict__ gate, i64 n) {
+    const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i >= n) { return; }
+    Vec<T> d = load_vec(d_out + i), a = load_vec(x + i);
+    const Vec<T> g = load_vec(gate + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const float share = sigmoid(to_f32(g[k])), of_x = to_f32(d[k]) * share;
+        d[k] = from_f32<T>(of_x);
+        a[k] = from_f32<T>(of_x * to_f32(a[k]) * (1.0f - share));
+    }
+    store_vec(d_x + i, d);
+    store_vec(d_gate + i, a);
+}

@@ -1,0 +1,73 @@
+// delta_gates.cu -- decays and betas of a gated delta net, for every token and value head.
+//
+//   forward    decay = -exp(a_log) * softplus(a + dt_bias)        beta = sigmoid(b)
+//   backward   d_b = d_beta * beta * (1 - beta)
+//              d_a = d_decay * -exp(a_log) * sigmoid(a + dt_bias)
+//              d_a_log = sum over rows of d_decay * decay;   d_dt_bias = sum over rows of d_a
+//
+// Data     x, d_x: T (rows, columns), b at column `offset`, a behind it, `heads` each. a_log,
+//          dt_bias: T (heads). gates, d_gates: F32 (rows, 2, heads), decays, betas. a_log_partial,
+//          dt_bias_partial: F32 (rows / 256 rounded up, heads), sums of a block.
+// Launch   256 threads, a head in each lane, a row in each warp; grid (heads / 32, rows / 256), both
+//          rounded up.
+// Cost     b, a and gates read or written once. Memory-bound, and small.
+// Needs    every element of a sum is added by one thread, in a fixed order.
+// Same name  llmq/ops/delta_gates.py  llmq/ref/delta_gates.py  tests/ops/test_delta_gates.py
+#include "common.cuh"
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 256;
+
+// As torch has it.
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// Calls use(row, head) for this thread's rows of a block.
+template <class Use> __device__ __forceinline__ void each_row(i64 rows, i32 heads, Use use) {
+    const i32 head = blockIdx.x * 32 + threadIdx.x % 32;
+    const i64 first = (i64)blockIdx.y * ROWS, stop = min(first + ROWS, rows);
+    if (head >= heads) { return; }
+    for (i64 row = first + threadIdx.x / 32; row < stop; row += WARPS) { use(row, head); }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    delta_gates_forward(f32* __restrict__ gates, const T* __restrict__ x,
+                        const T* __restrict__ a_log, const T* __restrict__ dt_bias, i64 rows,
+                        i32 heads, i32 columns, i32 offset) {
+    each_row(rows, heads, [&](i64 row, i32 head) {
+        const T* at = x + row * columns + offset + head;
+        const float a = to_f32(at[heads]) + to_f32(dt_bias[head]);
+        gates[row * 2 * heads + head] = -expf(to_f32(a_log[head])) * softplus(a);
+        gates[(row * 2 + 1) * heads + head] = sigmoid(to_f32(at[0]));
+    });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    delta_gates_backward(T* __restrict__ d_x, f32* __restrict__ a_log_partial,
+                         f32* __restrict__ dt_bias_partial, const f32* __restrict__ d_gates,
+                         const f32* __restrict__ gates, const T* __restrict__ x,
+                         const T* __restrict__ a_log, const T* __restrict__ dt_bias, i64 rows,
+                         i32 heads, i32 columns, i32 offset) {
+    __shared__ float shared[2][WARPS][32];
+    float of_a_log = 0.0f, of_dt_bias = 0.0f;
+    each_row(rows, heads, [&](i64 row, i32 head) {
+        const i64 at = row * columns + offset + head;
+        const i64 decay = row * 2 * heads + head, beta = decay + heads;
+        const float share = gates[beta], d_decay = d_gates[decay];
+        d_x[at] = from_f32<T>(d_gates[beta] * share * (1.0f - share));
+        const float a = to_f32(x[at + heads]) + to_f32(dt_bias[head]);
+        const float d_a = d_decay * (-expf(to_f32(a_log[head])) * sigmoid(a));
+        d_x[at + heads] = from_f32<T>(d_a);
+        of_a_log = fmaf(d_decay, gates[decay], of_a_log);
+        of_dt_bias += d_a;
+    });
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    shared[0][warp][lane] = of_a_log;
+    shared[1][warp][lane] = of_dt_bias;
+    __syncthreads();
+    const i32 head = blockIdx.x * 32 + lane;
+    if (warp < 2 && head < heads) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) { sum += shared[warp][w][lane]; }
+        (warp ? dt_bias_partial : a_log_partial)[(i64)blockIdx.y * heads + head] = sum;
+    }
+}

@@ -1,0 +1,122 @@
+"""Attention whose output is gated by channels that come beside each query head."""
+
+from __future__ import annotations
+
+from llmq.base.tensor import Tensor
+from llmq.ops.common import VECTOR_BYTES, expect_float
+from llmq.runtime.cost import BESIDE_ATTENTION
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+SIZES = "i64 rows, i32 heads, i32 kv_heads"
+SPLIT = Kernel(
+    "attention_gate.cu", "attention_gate_split", args=f"T* qkv, T* gate, const T* product, {SIZES}"
+)
+MERGE = Kernel(
+    "attention_gate.cu",
+    "attention_gate_merge",
+    args=f"T* product, const T* qkv, const T* gate, {SIZES}",
+)
+FORWARD = Kernel(
+    "attention_gate.cu", "attention_gate_forward", args="T* out, const T* x, const T* gate, i64 n"
+)
+BACKWARD = Kernel(
+    "attention_gate.cu",
+    "attention_gate_backward",
+    args="T* d_x, T* d_gate, const T* d_out, const T* x, const T* gate, i64 n",
+)
+
+THREADS, MULTIPLE = 256, 8  # threads of a block; channels of a head
+
+
+def _launch(dev: Device, kernel: Kernel, size: int, args: tuple, head_dim: int) -> None:
+    """size: elements, a vector of them in each thread."""
+    blocks = ceil_div(size * args[0].dtype.itemsize, VECTOR_BYTES * THREADS)
+    consts, cost = {"HEAD_DIM": head_dim}, BESIDE_ATTENTION
+    dev.launch(kernel, blocks, THREADS, args, consts=consts, cost=cost)
+
+
+def _sizes(
+    op: str, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
+) -> tuple[int, int]:
+    """rows and Hd of tensors that fit."""
+    expect_float(op, "product", product)
+    rows, columns = product.shape if len(product.shape) == 2 else (0, 0)
+    head_dim = columns // (2 * (heads + kv_heads))
+    if head_dim <= 0 or head_dim % MULTIPLE:
+        raise ValueError(
+            f"{op}: product must have rows of {2 * (heads + kv_heads)} heads of a multiple of "
+            f"{MULTIPLE} channels, got {product.shape}"
+        )
+    expect(op, "product", product, None, (rows, 2 * (heads + kv_heads) * head_dim))
+    expect(op, "qkv", qkv, product.dtype, (rows, (heads + 2 * kv_heads) * head_dim))
+    expect(op, "gate", gate, product.dtype, (rows, heads * head_dim))
+    return rows, head_dim
+
+
+def split(
+    dev: Device, qkv: Tensor, gate: Tensor, product: Tensor, heads: int, kv_heads: int
+) -> None:
+    """The heads of a product, each query head followed by its gate, as attention takes them.
+
+    Args:
+        qkv      out  T  (rows,(Hq+2Hkv)*Hd)    F32 or BF16; query, key, value heads
+        gate     out  T  (rows,Hq*Hd)
+        product  in   T  (rows,(2Hq+2Hkv)*Hd)   q0 g0 q1 g1 ..., key, value heads; Hd a multiple of 8
+
+    Cost:    one read and one write; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    rows, head_dim = _sizes("attention_gate.split", product, qkv, gate, heads, kv_heads)
+    args = (qkv, gate, product, rows, heads, kv_heads)
+    _launch(dev, SPLIT, product.size, args, head_dim)
+
+
+def merge(
+    dev: Device, product: Tensor, qkv: Tensor, gate: Tensor, heads: int, kv_heads: int
+) -> None:
+    """The product whose split gives these: of gradients. Args, cost and errors as split's."""
+    rows, head_dim = _sizes("attention_gate.merge", product, qkv, gate, heads, kv_heads)
+    args = (product, qkv, gate, rows, heads, kv_heads)
+    _launch(dev, MERGE, product.size, args, head_dim)
+
+
+def _expect_all(op: str, **tensors: Tensor) -> Tensor:
+    """The first of tensors that are alike."""
+    first, *_ = tensors.values()
+    expect_float(op, next(iter(tensors)), first)
+    for name, tensor in tensors.items():
+        expect(op, name, tensor, first.dtype, first.shape)
+    if first.size % MULTIPLE:
+        raise ValueError(f"{op}: elements must be a multiple of {MULTIPLE}, got {first.shape}")
+    return first
+
+
+def forward(dev: Device, out: Tensor, x: Tensor, gate: Tensor) -> None:
+    """out = x * sigmoid(gate).
+
+    Args:
+        out   out  T  any shape    F32 or BF16; a multiple of 8 elements
+        x     in   T  the same
+        gate  in   T  the same
+
+    Cost:    two reads and one write; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n = _expect_all("attention_gate.forward", out=out, x=x, gate=gate).size
+    _launch(dev, FORWARD, n, (out, x, gate, n), MULTIPLE)
+
+
+def backward(
+    dev: Device, d_x: Tensor, d_gate: Tensor, d_out: Tensor, x: Tensor, gate: Tensor
+) -> None:
+    """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), with s = sigmoid(gate).
+
+    Args as forward's, and d_x, d_gate out, d_out in, all alike; d_x may be d_out.
+
+    Cost:    three reads and two writes; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    given = {"d_x": d_x, "d_gate": d_gate, "d_out": d_out, "x": x, "gate": gate}
+    n = _expect_all("attention_gate.backward", **given).size
+    _launch(dev, BACKWARD, n, (*given.values(), n), MULTIPLE)

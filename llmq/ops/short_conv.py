@@ -1,0 +1,118 @@
+"""Causal convolution of every channel with a few weights, and SiLU, inside of documents."""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import F32, I32
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import expect_accumulator, expect_float, finish_column_sum
+from llmq.runtime.cost import BESIDE_ATTENTION
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+SIZES = "i32 seq_len, i32 channels, i32 columns"
+FORWARD = Kernel(
+    "short_conv.cu",
+    "short_conv_forward",
+    args=f"T* out, const T* x, const T* weight, const f32*? before, const i32*? starts, {SIZES}",
+)
+KEEP = Kernel("short_conv.cu", "short_conv_keep", args=f"inout f32* before, const T* x, {SIZES}")
+BACKWARD = Kernel(
+    "short_conv.cu",
+    "short_conv_backward",
+    args="T* d_x, f32*? partial, const T* d_out, const T* x, const T* weight, "
+    f"const i32*? starts, {SIZES}",
+)
+
+THREADS, SPAN = 128, 64  # channels and tokens of a block
+
+
+class _Call:
+    """The launches for tensors that fit."""
+
+    def __init__(self, op: str, dev: Device, x: Tensor, weight: Tensor, starts: Tensor | None):
+        expect_float(op, "x", x)
+        if len(x.shape) != 3 or len(weight.shape) != 2 or weight.shape[1] < 2:
+            raise ValueError(
+                f"{op}: x must have shape (B, T, columns) and weight (channels, at least 2), "
+                f"got {x.shape} and {weight.shape}"
+            )
+        self.dev, (self.B, self.T, columns), (channels, taps) = dev, x.shape, weight.shape
+        if channels > columns:
+            raise ValueError(f"{op}: x has fewer columns than the {channels} channels: {columns}")
+        expect(op, "weight", weight, x.dtype, (channels, taps))
+        if starts is not None:
+            expect(op, "starts", starts, I32, (self.B, self.T))
+        self.out, self.before = (self.B, self.T, channels), (self.B, taps - 1, channels)
+        self.sizes, self.consts = (self.T, channels, columns), {"TAPS": taps}
+        self.spans = ceil_div(self.T, SPAN)
+
+    def launch(self, kernel: Kernel, spans: int, args: tuple) -> None:
+        grid = (ceil_div(self.out[2], THREADS), spans, self.B)
+        args, cost = (*args, *self.sizes), BESIDE_ATTENTION
+        self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, cost=cost)
+
+
+def forward(
+    dev: Device,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor | None = None,
+    before: Tensor | None = None,
+) -> None:
+    """out[t] = silu(sum over j of weight[j] * x[t - taps + 1 + j]), of tokens of its document.
+
+    Args:
+        out     out    T   (B,T,channels)              F32 or BF16
+        x       in     T   (B,T,columns)               its first channels
+        weight  in     T   (channels,taps)             at least 2 taps
+        starts  in     I32 (B,T) or None               where each one's document starts; None: 0
+        before  inout  F32 (B,taps-1,channels) or None the tokens in front, then the last ones of
+                                                       them and x; None: 0
+
+    Cost:    one read and one write of the channels; one launch, with before a second small one.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "short_conv.forward"
+    call = _Call(op, dev, x, weight, starts)
+    expect(op, "out", out, x.dtype, call.out)
+    if before is not None:
+        expect(op, "before", before, F32, call.before)
+    call.launch(FORWARD, call.spans, (out, x, weight, before, starts))
+    if before is not None:
+        call.launch(KEEP, 1, (before, x))
+
+
+def backward(
+    dev: Device,
+    d_x: Tensor,
+    d_weight: Accumulator | None,
+    d_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor | None = None,
+) -> None:
+    """The gradients of forward's inputs, where nothing is in front.
+
+    Args as forward's, and
+        d_x       out    T          as x            the other columns stay as they are
+        d_weight  inout  F32, BF16  as weight       or None; added to when accumulating
+        d_out     in     T          as out
+
+    Cost:    two reads and one write of the channels; one launch, and one for d_weight.
+    Workspace: with d_weight F32, as the weight for every 64 tokens.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    op = "short_conv.backward"
+    call = _Call(op, dev, x, weight, starts)
+    expect(op, "d_x", d_x, x.dtype, x.shape)
+    expect(op, "d_out", d_out, x.dtype, call.out)
+    expect_accumulator(op, "d_weight", d_weight, weight.shape)
+    rest = (d_out, x, weight, starts)
+    if d_weight is None:
+        call.launch(BACKWARD, call.spans, (d_x, None, *rest))
+        return
+    with dev.scratch("short_conv partial", (call.B * call.spans, weight.size), F32) as partial:
+        call.launch(BACKWARD, call.spans, (d_x, partial, *rest))
+        flat = d_weight._replace(tensor=d_weight.tensor.view(weight.size))
+        finish_column_sum(dev, flat, partial)

@@ -1,0 +1,78 @@
+"""Reference of attention whose output is gated by channels that come beside each query head."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, sigmoid
+
+# name: (rows, Hq, Hkv, Hd)
+CASES = {
+    "one_row": (1, 1, 1, 16),
+    "ragged": (13, 3, 1, 24),
+    "qwen35_4b": (4096, 16, 4, 256),
+}
+
+
+def _parts(product: np.ndarray, heads: int, kv_heads: int, size: int) -> tuple[np.ndarray, ...]:
+    """Queries, gates, then keys and values: views of (rows, (2 Hq + 2 Hkv) * Hd)."""
+    rows = product.reshape(-1, 2 * (heads + kv_heads), size)
+    return rows[:, : 2 * heads : 2], rows[:, 1 : 2 * heads : 2], rows[:, 2 * heads :]
+
+
+def attention_gate_split(
+    qkv: np.ndarray,
+    gate: np.ndarray,
+    product: np.ndarray,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    head_dim: int,
+) -> None:
+    queries, gates, others = _parts(product, heads, kv_heads, head_dim)
+    packed = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
+    packed[:, :heads], packed[:, heads:] = queries, others
+    gate.reshape(rows, heads, head_dim)[...] = gates
+
+
+def attention_gate_merge(
+    product: np.ndarray,
+    qkv: np.ndarray,
+    gate: np.ndarray,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    head_dim: int,
+) -> None:
+    queries, gates, others = _parts(product, heads, kv_heads, head_dim)
+    packed = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
+    queries[...], others[...] = packed[:, :heads], packed[:, heads:]
+    gates[...] = gate.reshape(rows, heads, head_dim)
+
+
+def attention_gate_forward(out: np.ndarray, x: np.ndarray, gate: np.ndarray, n: int) -> None:
+    """out = x * sigmoid(gate)."""
+    with np.errstate(over="ignore"):
+        value = sigmoid(compute(gate))
+    value *= compute(x)
+    out[...] = value.astype(out.dtype, copy=False)
+
+
+def attention_gate_backward(
+    d_x: np.ndarray,
+    d_gate: np.ndarray,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    gate: np.ndarray,
+    n: int,
+) -> None:
+    """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), s = sigmoid(gate); d_x may be d_out."""
+    with np.errstate(over="ignore"):
+        share = sigmoid(compute(gate))
+    of_x = compute(d_out) * share
+    of_gate = of_x * compute(x)
+    of_gate *= 1 - share
+    d_x[...] = of_x.astype(d_x.dtype, copy=False)
+    d_gate[...] = of_gate.astype(d_gate.dtype, copy=False)

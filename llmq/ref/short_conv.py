@@ -1,0 +1,98 @@
+"""Reference of the causal short convolution with SiLU, channel by channel, inside of documents."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, sigmoid, silu_slope
+
+SPAN = 64  # tokens of one partial sum
+
+# name: (B, T, channels, columns, taps)
+CASES = {
+    "one_token": (1, 1, 8, 8, 4),
+    "ragged": (2, 70, 40, 56, 4),
+    "two_taps": (1, 130, 136, 136, 2),
+    "qwen35_4b": (4, 1024, 8192, 12352, 4),
+}
+
+
+def _inputs(
+    x: np.ndarray, before: np.ndarray | None, starts: np.ndarray | None, channels: int, taps: int
+) -> np.ndarray:
+    """(B, T, channels, taps): what each tap of each token meets, the token itself last."""
+    B, T, _ = x.shape
+    x = compute(x[..., :channels])
+    old = np.zeros((B, taps - 1, channels), x.dtype)
+    if before is not None:
+        old[...] = before
+    wide = np.concatenate([old, x], axis=1)
+    met = np.stack([wide[:, i : i + T] for i in range(taps)], axis=-1)
+    if starts is not None:
+        at = np.arange(T)[:, None] - np.arange(taps - 1, -1, -1)
+        met[~np.broadcast_to((at >= starts[..., None])[:, :, None], met.shape)] = 0
+    return met
+
+
+def short_conv_forward(
+    out: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    before: np.ndarray | None,
+    starts: np.ndarray | None,
+    seq_len: int,
+    channels: int,
+    columns: int,
+    *,
+    taps: int,
+) -> None:
+    """out (B, T, channels) = silu(sum over taps of weight (channels, taps) * x), x (B, T, columns).
+
+    before: (B, taps - 1, channels), the tokens in front; None: 0.
+    """
+    z = (_inputs(x, before, starts, channels, taps) * compute(weight)).sum(-1)
+    with np.errstate(over="ignore"):
+        z *= sigmoid(z)
+    out[...] = z.astype(out.dtype, copy=False)
+
+
+def short_conv_keep(
+    before: np.ndarray, x: np.ndarray, seq_len: int, channels: int, columns: int, *, taps: int
+) -> None:
+    """The last taps - 1 tokens of before and x, in before."""
+    wide = np.concatenate([before, compute(x[..., :channels])], axis=1)
+    before[...] = wide[:, -before.shape[1] :]
+
+
+def short_conv_backward(
+    d_x: np.ndarray,
+    partial: np.ndarray | None,
+    d_out: np.ndarray,
+    x: np.ndarray,
+    weight: np.ndarray,
+    starts: np.ndarray | None,
+    seq_len: int,
+    channels: int,
+    columns: int,
+    *,
+    taps: int,
+) -> None:
+    """d_x (B, T, columns), of which it writes the first channels, and partial (B * spans,
+    channels * taps): of the weight's gradient, of 64 tokens each."""
+    B, T, _ = x.shape
+    met, w = _inputs(x, None, starts, channels, taps), compute(weight)
+    z = (met * w).sum(-1)
+    with np.errstate(over="ignore"):
+        d_z = compute(d_out) * silu_slope(z, sigmoid(z))
+    spans = -(-T // SPAN)
+    for i in range(spans if partial is not None else 0):
+        part = slice(i * SPAN, (i + 1) * SPAN)
+        sums = np.einsum("btc,btcj->bcj", d_z[:, part], met[:, part])
+        partial[i::spans] = sums.reshape(-1, *partial.shape[1:])
+    total = np.zeros_like(d_z)
+    for ahead in range(min(taps, T)):
+        term = d_z[:, ahead:] * w[:, taps - 1 - ahead]
+        if starts is not None:
+            term[starts[:, ahead:] > np.arange(T - ahead)] = 0
+        total[:, : T - ahead] += term
+    d_x[..., :channels] = total.astype(d_x.dtype, copy=False)
