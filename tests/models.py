@@ -71,6 +71,11 @@ CONFIGS = {
         **_SHARED, pad_token_id=None, num_experts=5, num_experts_per_tok=2
     ),
     "mixtral": lambda: transformers.MixtralConfig(**_SHARED, num_local_experts=4),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
+        **_SHARED, head_dim=32, tie_word_embeddings=True, pad_token_id=None,
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,

@@ -27,7 +27,7 @@ FORMATS = {
 FLAGS = ("swiglu", "norm", "ffn", "qkv", "att", "block")
 
 
-@pytest.fixture(params=["olmo2", "phi3", "gemma3"])
+@pytest.fixture(params=["olmo2", "phi3", "gemma3", "qwen3_5"])
 def path(request, tmp_path):
     hf_model(request.param).save_pretrained(tmp_path)
     return tmp_path

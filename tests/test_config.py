@@ -337,8 +337,56 @@ MIXTRAL_8X7B = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+QWEN35_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "model_type": "qwen3_5",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "initializer_range": 0.02,
+        "intermediate_size": 17408,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "vocab_size": 248320,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {"model_type": "qwen3_5", "hidden_size": 1152},
+}
 PUBLISHED = {
     "qwen2.5": QWEN25_05B,
+    "qwen3.5": QWEN35_27B,
     "qwen3": QWEN3_06B,
     "llama3.2": LLAMA32_1B,
     "mistral": MISTRAL_7B,
@@ -365,6 +413,7 @@ PUBLISHED = {
         (MIXTRAL_8X7B, "mixtral-8x7b", {}),
         (PHI3_MINI, "phi-3-mini", {"max_positions": 2047}),
         (OLMO2_1B, "olmo-2-1b", {}),
+        (QWEN35_27B, "qwen3.5-27b", {}),
         (GEMMA3_1B, "gemma-3-1b", {"other_eos_token_ids": (106,)}),
         (
             LLAMA32_1B,
@@ -488,7 +537,8 @@ def test_transformers_reads_our_config_json(model, generation, tmp_path):
 def test_weights_of_transformers_have_our_shapes(name):
     """A model that transformers builds from our config.json has our biases, norms and sizes."""
     transformers = pytest.importorskip("transformers")
-    model = preset(name).with_layers([0])
+    model = preset(name)
+    model = model.with_layers([*model.layer_kinds][-1:])  # the kind with attention
     hf = model.to_hf()
     built = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**{k: v for k, v in hf.items() if k != "dtype"})

@@ -57,11 +57,16 @@ MODELS = {
         **{"eos_token_id": 300, "pad_token_id": 299},
     },
     "mixtral": {**ROPE, "num_local_experts": 3, "sliding_window": 20},
+    "qwen3_5_text": {
+        **ROPE, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 16, "eos_token_id": 300,
+    },
     "gpt2": {
         **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 300, "eos_token_id": 300},
     },
-}
+}  # fmt: skip
 TORCH_DTYPES = {BF16: torch.bfloat16, F32: torch.float32}
 Q, DOWN = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
 GPT2_BUFFERS = {"transformer.h.0.attn.bias": (1, 1, 64, 64), "transformer.h.1.attn.masked_bias": ()}

@@ -13,6 +13,7 @@ import transformers
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Storage, Tensor
+from llmq.checkpoint.hf import stored_shape
 from llmq.options.presets import PRESETS, preset
 from llmq.state.params import ELEMENT_ALIGN, by_block, parameter_count, weight_table
 from tests.models import as_stored
@@ -39,6 +40,7 @@ TINY = {
     "tiny-qwen2-moe": ("qwen2_moe", preset("tiny-qwen2-moe")),
     "tiny-olmoe": ("olmoe", preset("tiny-olmoe")),
     "tiny-mixtral": ("mixtral", preset("tiny-mixtral")),
+    "tiny-qwen3.5": ("qwen3_5_text", preset("tiny-qwen3.5")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
 }
@@ -66,9 +68,8 @@ def test_names_and_shapes_are_those_of_transformers(name):
     table = {}
     for param in all_params(config):
         for part in param.hf:
-            shape = (part.stop - part.start, *param.row_shape)
             assert part.name not in table
-            table[part.name] = shape[::-1] if part.transposed else shape
+            table[part.name] = stored_shape(param, part)
     assert table == expected
     assert parameter_count(config) == sum(p.numel() for p in model.parameters())
 
@@ -79,8 +80,11 @@ def test_decay_is_for_matrices_only(name):
         assert param.decay == (len(param.shape) >= 2), param.name
         assert (param.init in ("normal", "residual")) == param.decay, param.name
         if not param.decay:
-            one = param.name.endswith("weight") and not TINY[name][1].arch.norm_offset
-            assert param.init == ("one" if one else "zero"), param.name
+            of_delta = "linear_attn" in param.name
+            offset = TINY[name][1].arch.norm_offset and not of_delta
+            one = param.name.endswith(("weight", "dt_bias")) and not offset
+            init = "log_uniform" if param.name.endswith("A_log") else "one" if one else "zero"
+            assert param.init == init, param.name
 
 
 @pytest.mark.parametrize("name", PRESETS)

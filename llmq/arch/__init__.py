@@ -22,6 +22,7 @@ from llmq.arch.phi3 import Phi3
 from llmq.arch.qwen2 import Qwen2
 from llmq.arch.qwen2_moe import Qwen2Moe
 from llmq.arch.qwen3 import Qwen3
+from llmq.arch.qwen3_5 import Qwen35
 from llmq.arch.qwen3_moe import Qwen3Moe
 from llmq.base.errors import ConfigError
 
@@ -29,7 +30,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
         Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
-        Qwen3Moe(), Olmoe(), Mixtral(),
+        Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

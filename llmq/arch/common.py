@@ -75,6 +75,9 @@ class Architecture:
     norm_offset = False
     """Weights of norms, those of qk_norm too, are stored less 1. Then the result is rounded once,
     after the product with the weight; else before it too, but for post_norm's."""
+    gated_attention = False
+    """Attention's output is multiplied by the sigmoid of a gate, whose channels the product of the
+    queries has behind each head."""
     scaled_embedding = False
     """Rows of the embedding are multiplied by sqrt(C), rounded to their format."""
     pads_embedding = True
@@ -203,7 +206,7 @@ class Architecture:
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
-        names = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar", "experts")
+        names = "windowed_layers local_rope_theta query_pre_attn_scalar experts delta".split()
         return self.kinds(model.qkv_bias, model.mlp_bias) | dict.fromkeys(names)
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:

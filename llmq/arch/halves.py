@@ -16,39 +16,44 @@ from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 def attention(config: Any, layer: int) -> HalfSpec:
     """Queries, keys and values of one product, attention, and the output's product.
 
-    qkv: the rows of all query heads, key heads, value heads. q_norm, k_norm, with qk_norm: (Hd,),
-    or if it is wide (Hq*Hd,) and (Hkv*Hd,).
+    qkv: the rows of all query heads, key heads, value heads; with gated_attention a gate's rows
+    behind those of each query head. q_norm, k_norm, with qk_norm: (Hd,), or if it is wide (Hq*Hd,)
+    and (Hkv*Hd,).
     """
     C, Hq, Hkv, Hd = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     at = f"model.layers.{layer}.self_attn"
-    qkv = _matrix(
-        config, layer, "qkv", f"{at}.qkv", {"q": Hq * Hd, "k": Hkv * Hd, "v": Hkv * Hd}, C,
+    gated = config.arch.gated_attention
+    queries = Hq * Hd * (2 if gated else 1)
+    qkv = matrix(
+        config, layer, "qkv", f"{at}.qkv", {"q": queries, "k": Hkv * Hd, "v": Hkv * Hd}, C,
         bias=config.qkv_bias, input="ln1", gradient="d_qkv",
     )  # fmt: skip
-    norms: tuple[Module, ...] = ()
+    inner: tuple[Module, ...] = ()
     if config.qk_norm:
         heads = (Hq, Hkv) if config.arch.wide_qk_norm else (1, 1)
-        norms = tuple(
+        inner = tuple(
             _norm(config, key, f"{at}.{key}", n * Hd, layer)
             for key, n in zip(("q_norm", "k_norm"), heads, strict=True)
         )
-    o = _matrix(
+    o = matrix(
         config, layer, "o", f"{at}.o_proj", {"o": C}, Hq * Hd,
-        bias=config.o_bias, initial="residual", input="att", gradient="d_att",
+        bias=config.o_bias, initial="residual", input="att_gated" if gated else "att",
+        gradient="d_att",
     )  # fmt: skip
     return HalfSpec(
         kind="attention",
         name="att",
         norm="ln1",
-        norms=_norms(config, "ln1", layer),
-        modules=(qkv, *norms, o),
+        norms=norms(config, "ln1", layer),
+        modules=(qkv, *inner, o),
         output="o",
-        activations=("qk_raw", "qkv", "att"),
+        activations=("qk_raw", "qkv", "att", *(("att_gated",) if gated else ())),
         cached={"k": (Hkv, Hd), "v": (Hkv, Hd)},
         sizes={
             "window": config.window_of(layer),
             "qk_norm": config.qk_norm,
             "wide_qk_norm": config.arch.wide_qk_norm,
+            "gated": gated,
         },
     )
 
@@ -56,12 +61,12 @@ def attention(config: Any, layer: int) -> HalfSpec:
 def mlp(config: Any, layer: int) -> HalfSpec:
     """An MLP. up: (F, C), or with a gate (2F, C), up before gate."""
     C, F, at = config.hidden_size, config.intermediate_size, f"model.layers.{layer}.mlp"
-    up = _matrix(
+    up = matrix(
         config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if config.gated else {}), C,
         bias=config.mlp_bias, input="ln2", gradient="d_mlp_up",
         swapped=config.arch.gate_first,
     )  # fmt: skip
-    down = _matrix(
+    down = matrix(
         config, layer, "down", f"{at}.down_proj", {"down": C}, F,
         bias=config.mlp_bias, initial="residual", input="mlp_act", gradient="d_mlp",
     )  # fmt: skip
@@ -69,7 +74,7 @@ def mlp(config: Any, layer: int) -> HalfSpec:
         kind="mlp",
         name="mlp",
         norm="ln2",
-        norms=_norms(config, "ln2", layer),
+        norms=norms(config, "ln2", layer),
         modules=(up, down),
         output="down",
         activations=("mlp_up", "mlp_act"),
@@ -88,7 +93,7 @@ def embedding(config: Any) -> tuple[Module, ...]:
 
 def head(config: Any) -> tuple[Module, ...]:
     """The norms behind the last block, and the LM head if it is not the embedding."""
-    post = _norms(config, "ln1", config.num_layers)[:1] if config.arch.post_norm else ()
+    post = norms(config, "ln1", config.num_layers)[:1] if config.arch.post_norm else ()
     layernorm = config.norm == "layernorm"
     norm = _norm(config, "norm", "model.norm", config.hidden_size, bias=layernorm)
     tied = config.tied_embeddings
@@ -96,8 +101,8 @@ def head(config: Any) -> tuple[Module, ...]:
     return (*post, norm, *own)
 
 
-def _norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
-    """KEY_post, of what the half before has put out, and KEY, as far as there are such norms.
+def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
+    """The norms in front of a half: KEY_post, of what the half before has put out, and KEY, as far as there are such norms.
 
     The first norm of a layer's branch belongs to the layer before, and of the head's, which is
     layer L, there is no other.
@@ -137,7 +142,7 @@ def _table(config: Any, key: str, name: str, rows: int, padded: int | None = Non
     )
 
 
-def _matrix(
+def matrix(
     config: Any,
     layer: int,
     key: str,
@@ -148,7 +153,8 @@ def _matrix(
     swapped: bool = False,
     **declared: Any,
 ) -> Matrix:
-    """targets: by name in --lora-targets, rows that Hugging Face may store one by one."""
+    """A matrix of a block. targets: by name in --lora-targets, rows that Hugging Face may store one
+    by one."""
     transposed = config.arch.transposed
     modules, each = config.arch.modules[key], [((name,), n) for name, n in targets.items()]
     if len(modules) == 1:

@@ -20,7 +20,7 @@ class HfPart:
     Rows of several experts count on from one to the next. transposed: stored (in_features,
     out_features), as GPT-2's Conv1D does. swapped: the second half of the rows is stored first.
     columns: the first so many of a row are stored, and the others are zeros; None: there are no
-    others.
+    others. depthwise: stored (rows, 1, columns), as torch's Conv1d does.
     """
 
     name: str
@@ -29,6 +29,7 @@ class HfPart:
     transposed: bool = False
     swapped: bool = False
     columns: int | None = None
+    depthwise: bool = False
 
     def rows_of(self, rows: slice, count: int) -> slice | list[int]:
         """Where rows of the stored array, which has `count`, are in ours; and the other way round.
@@ -49,8 +50,13 @@ class HfPart:
 
     def stored(self, values: Any) -> Any:
         """Our rows as the stored array has them."""
-        values = values[self.rows_of(slice(None), len(values))]
+        return self.as_stored(values[self.rows_of(slice(None), len(values))])
+
+    def as_stored(self, values: Any) -> Any:
+        """A view of our rows, in their order, with the axes of the stored array."""
         values = values if self.columns is None else values[:, : self.columns]
+        if self.depthwise:
+            return values[:, None]
         return values.T if self.transposed else values
 
 
@@ -59,7 +65,7 @@ class Part:
     """The rows of a weight that are one module at Hugging Face.
 
     module: its name. targets: the names in --lora-targets that mean it; if there are several, all
-    or none of them are to be given. transposed, swapped: of its matrix, as HfPart says.
+    or none of them are to be given. transposed, swapped, depthwise: of its matrix, as HfPart says.
     """
 
     module: str
@@ -67,6 +73,7 @@ class Part:
     targets: tuple[str, ...] = ()
     transposed: bool = False
     swapped: bool = False
+    depthwise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +84,10 @@ class Module:
     have it in one shape. name: of the module in checkpoints.
     shape: (features,), (out, in), or (experts, out, in), with padded rows. parts: those of its rows
     that Hugging Face knows, in order. kind: what the optimizer takes the weight for: "matrix",
-    "embedding", "router", "norm" or "vector"; the last two do not decay. initial: "normal",
-    "residual" (normal, scaled by 1/sqrt(2L)), "one" or "zero".
+    "embedding", "router", "norm", "vector", or "conv" (a few weights for each channel); norms and
+    vectors do not decay. initial: "normal", "residual" (normal, scaled by 1/sqrt(2L)), "one",
+    "zero" or "log_uniform" (log of a number from 0.01 to 16). tensor: of the modules, that is the
+    weight.
     """
 
     key: str
@@ -88,6 +97,7 @@ class Module:
     kind: str
     initial: str = "normal"
     bias: bool = False
+    tensor: str = "weight"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -101,7 +111,7 @@ class Module:
         return [(p, stop - p.rows, stop) for p, stop in zip(self.parts, stops, strict=True)]
 
     def hf(self, tensor: str) -> tuple[HfPart, ...]:
-        """The names at Hugging Face. tensor: "weight" or "bias" of the modules."""
+        """The names at Hugging Face. tensor: the module's own, or "bias"."""
         return tuple(
             HfPart(
                 name=f"{part.module}.{tensor}",
@@ -109,6 +119,7 @@ class Module:
                 stop=stop,
                 transposed=tensor == "weight" and part.transposed,
                 swapped=part.swapped,
+                depthwise=part.depthwise,
             )
             for part, start, stop in self.spans
         )
@@ -143,8 +154,10 @@ class HalfSpec:
     own, in the order of the weight table. output: the key of the matrix whose product is what the
     half puts out; None: there is no such. activations: the names of what it keeps, in order of
     computation. coded: those among activations and gradients that products may write as fp8 codes
-    (--mlp-dtype). cached: what each token leaves for those behind it when a text is continued, by
-    name, with its shape. sizes: what the kind has to know beside the shapes of matrices.
+    (--mlp-dtype). When a text is continued, cached: what each token leaves for those behind it, by
+    name, with its shape; carried: what all tokens leave together, in F32, for what goes on behind
+    the last one. sizes: what the kind has to know beside the shapes of matrices. flops: of a token,
+    forward, beside matrices and attention.
     """
 
     kind: str
@@ -156,7 +169,9 @@ class HalfSpec:
     activations: tuple[str, ...]
     coded: tuple[str, ...] = ()
     cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    flops: int = 0
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:

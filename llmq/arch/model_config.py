@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from llmq.arch import architecture, read_fields
 from llmq.arch.common import Architecture
+from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
 from llmq.arch.matrix import HalfSpec, Matrix
 from llmq.arch.rope_scaling import RopeScaling
@@ -58,6 +59,8 @@ class ModelConfig:
     """Hkv: key and value heads, divides Hq."""
     head_dim: int
     """Hd: channels of one head."""
+    delta: DeltaNet | None = None
+    """The gated delta nets that layers have in the place of attention; None: there are none."""
     max_positions: int
     """Longest sequence in tokens."""
     sliding_window: int | None = None
@@ -169,8 +172,9 @@ class ModelConfig:
 
     @property
     def qkv_channels(self) -> int:
-        """Q: width of the packed query, key and value projections."""
-        return self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        """Width of the query, key and value projections, with the gates of queries."""
+        queries = self.num_heads * (2 if self.arch.gated_attention else 1)
+        return self.head_dim * (queries + 2 * self.num_kv_heads)
 
     @property
     def padded_vocab(self) -> int:
@@ -191,6 +195,9 @@ class ModelConfig:
     def expert_size(self) -> int:
         """Width of each expert, if there are any."""
         return self.experts.size or self.intermediate_size
+    def has_delta(self, layer: int) -> bool:
+        """Whether a layer has a gated delta net in the place of attention."""
+        return self.delta is not None and self.delta.layers[layer]
 
     @property
     def windows(self) -> set[int | None]:
@@ -214,20 +221,23 @@ class ModelConfig:
     @property
     def layer_kinds(self) -> dict[int, int]:
         """The first layer of each kind, and how many are like it: with and without a window, with
-        experts and without."""
+        experts and without, with delta nets and without."""
         windows = self.windowed_layers or (True,) * self.num_layers
-        kinds = [(window, self.has_experts(i)) for i, window in enumerate(windows)]
+        kinds = [(w, self.has_experts(i), self.has_delta(i)) for i, w in enumerate(windows)]
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def with_layers(self, layers: Iterable[int]) -> ModelConfig:
         """With a layer like each of these, which may be the same."""
         layers, windows, experts = tuple(layers), self.windowed_layers, self.experts
+        delta = self.delta
         if windows is not None:
             windows = tuple(windows[layer] for layer in layers)
         if experts is not None and experts.layers is not None:
             experts = replace(experts, layers=tuple(map(self.has_experts, layers)))
-        sizes = {"num_layers": len(layers), "windowed_layers": windows, "experts": experts}
-        return replace(self, **sizes)
+        if delta is not None:
+            delta = replace(delta, layers=tuple(map(self.has_delta, layers)))
+        sizes = {"windowed_layers": windows, "experts": experts, "delta": delta}
+        return replace(self, num_layers=len(layers), **sizes)
 
     def without_foreign_tokens(self) -> ModelConfig:
         """With no special token outside the vocabulary, as a default for another one may be."""
@@ -263,6 +273,8 @@ class ModelConfig:
             )
         if self.positions == "rope" and self.head_dim % 2:
             raise ConfigError(f"model head_dim: RoPE needs an even number, got {self.head_dim}")
+        if self.delta is not None:
+            self.delta.validate(self.num_layers)
         if not 0 < self.rope_theta < math.inf:
             raise ConfigError(f"model rope_theta: must be positive, got {self.rope_theta}")
         scalar = self.query_pre_attn_scalar

@@ -34,7 +34,10 @@ from llmq.state.params import Param, Slab, weight_table
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
-_BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$")
+# And layers that guess several tokens at once, which transformers leaves out too.
+_BUFFERS = re.compile(
+    r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$|^mtp\."
+)
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 
 
@@ -264,8 +267,7 @@ class HfWeights:
         by_row = param.by_row(out)
         for part, name in parts:
             tensor, target = self._where[name], by_row[part.start : part.stop]
-            target = target if part.columns is None else target[:, : part.columns]
-            target = target.T if part.transposed else target
+            target = part.as_stored(target)
             for rows, values in tensor.pieces():
                 self._check_finite(name, values)
                 target[part.rows_of(rows, len(target))] = values
@@ -354,9 +356,11 @@ def same_values(one: HfTensor, other: HfTensor) -> bool:
 
 def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
     """The shape of the part that Hugging Face stores of a parameter."""
-    columns = param.row_shape if part.columns is None else (part.columns,)
-    shape = (part.stop - part.start, *columns)
-    return shape[::-1] if part.transposed else shape
+    rows, columns = part.stop - part.start, param.row_shape
+    columns = columns if part.columns is None else (part.columns,)
+    if part.depthwise:
+        return (rows, 1, *columns)
+    return (*columns, rows) if part.transposed else (rows, *columns)
 
 
 def _list(names: list[str]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import DType
+from llmq.base.dtypes import F32, DType
 from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, Format, id_of
@@ -80,12 +80,17 @@ class Cache:
                 )
                 for name, shape in spec.cached.items()
             }
+            | {
+                name: dev.alloc(f"{name}_carried.{layer}", (1, *shape), F32, "Activations")
+                for name, shape in spec.carried.items()
+            }
             for layer in range(config.num_layers)
             for spec in config.halves(layer)
         }
 
     def of(self, layer: int, spec: HalfSpec) -> Mapping[str, Tensor]:
-        """Tensors (1, positions, ...) of a half, by the names of HalfSpec.cached."""
+        """Tensors of a half: (1, positions, ...) by the names of HalfSpec.cached, F32 (1, ...) by
+        those of HalfSpec.carried."""
         return self._tensors[layer, spec.name]
 
 

@@ -94,7 +94,9 @@ class Decoder(Inference):
     def __init__(self, dev: Device, config: ModelConfig, weights: Weights, positions: int):
         dtype = weights.placement["embed"].work.dtype
         super().__init__(dev, config, weights, cache=Cache(dev, config, dtype, positions))
-        self.positions = positions
+        self.positions, self._end = positions, 0
+        halves = (half for layer in range(config.num_layers) for half in config.halves(layer))
+        self._carries = any(half.carried for half in halves)
 
     def options(self, B: int, T: int) -> TrainConfig:
         """Those of a model for this shape; logits are made row by row."""
@@ -117,6 +119,9 @@ class Decoder(Inference):
         n = len(tokens)
         if not 0 < n <= self.positions - position:
             raise ValueError(f"decode: {n} tokens at {position} exceed {self.positions} positions")
+        if self._carries and position not in (0, self._end):
+            raise ValueError(f"decode: the state is that of {self._end} tokens, not of {position}")
+        self._end = position + n
         self.take_shape(1, n)
         self.dev.upload(self._tokens, tokens.astype(np.int32)[None])
         self._forward(position)

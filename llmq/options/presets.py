@@ -11,9 +11,11 @@ from typing import Any
 
 from llmq.arch import ARCHITECTURES
 from llmq.arch.common import ignored_fields
+from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
 from llmq.arch.gemma3 import windowed_but_every
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.qwen3_5 import delta_but_every
 from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 from llmq.base.json_file import read_json
@@ -35,6 +37,11 @@ _QWEN3 = {
     "Qwen3-1.7B": (2048, 6144, 16, 8, 28, 1e-6, True),
     "Qwen3-4B": (2560, 9728, 32, 8, 36, 1e-6, True),
     "Qwen3-8B": (4096, 12288, 32, 8, 36, 1e-6, False),
+}
+_QWEN35 = {
+    "Qwen3.5-4B": (2560, 9216, 16, 4, 32, 1e-6, True),
+    "Qwen3.5-9B": (4096, 12288, 16, 4, 32, 1e-6, False),
+    "Qwen3.5-27B": (5120, 17408, 24, 4, 64, 1e-6, False),
 }
 _LLAMA2 = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 1e-5, False),
@@ -103,6 +110,7 @@ _FAMILIES = (
     ("Qwen2MoeForCausalLM", _QWEN15_MOE, 151936, 151643, 151643, None, 8192, 1e6, None),
     ("OlmoeForCausalLM", _OLMOE, 50304, None, 50279, 1, 4096, 1e4, None),
     ("MixtralForCausalLM", _MIXTRAL, 32000, 1, 2, None, 32768, 1e6, None),
+    ("Qwen3_5ForCausalLM", _QWEN35, 248320, None, 248044, None, 262144, 1e7, 256),
     ("LlamaForCausalLM", _LLAMA2, 32000, 1, 2, 0, 4096, 1e4, None),
     ("LlamaForCausalLM", _LLAMA3, 128256, 128000, 128001, 128255, 4096, 5e5, None),
     ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
@@ -122,6 +130,7 @@ _FAMILIES = (
     ("Qwen2MoeForCausalLM", {"tiny-qwen2-moe": _TINY_ROPE}, *_BYTES),
     ("OlmoeForCausalLM", {"tiny-olmoe": _TINY_EXPERTS}, *_BYTES),
     ("MixtralForCausalLM", {"tiny-mixtral": _TINY_EXPERTS}, *_BYTES),
+    ("Qwen3_5ForCausalLM", {"tiny-qwen3.5": _TINY_ROPE}, *_BYTES),
 )
 
 
@@ -133,6 +142,15 @@ def _windows(num_layers: int, window: int) -> dict[str, Any]:
 
 def _experts(count: int, active: int, size: int | None = None, **more: Any) -> dict[str, Any]:
     return {"experts": Experts(count=count, active=active, size=size, **{"aux_loss": 0.001} | more)}
+
+
+def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -> dict[str, Any]:
+    """Qwen3.5's: three of four layers are delta nets, in the others RoPE turns a quarter of a head.
+    size: of a key and of a value."""
+    layers = delta_but_every(4, num_layers)
+    heads = {"key_heads": key_heads, "value_heads": value_heads}
+    net = DeltaNet(**heads, key_dim=size, value_dim=size, taps=4, layers=layers)
+    return {"delta": net, "partial_rotary_factor": 0.25}
 
 
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
@@ -155,6 +173,10 @@ _MORE = {
     "tiny-qwen2-moe": _experts(8, 2, 64, shared_size=128),
     "tiny-olmoe": _experts(8, 2, aux_loss=0.01),
     "tiny-mixtral": _experts(8, 2, renormalize=True),
+    "Qwen3.5-4B": _delta(32, 16, 32),
+    "Qwen3.5-9B": _delta(32, 16, 32),
+    "Qwen3.5-27B": _delta(64, 16, 48),
+    "tiny-qwen3.5": _delta(6, 4, 8, 32),
 }
 
 

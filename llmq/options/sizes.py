@@ -76,6 +76,8 @@ def resized(model: ModelConfig, given: dict[str, Any]) -> ModelConfig:
         sizes["windowed_layers"] = _repeated(model.windowed_layers, layers)
     of_experts = {name: sizes.pop(name) for name in _OF_EXPERTS if name in sizes}
     sizes["experts"] = _experts(model, of_experts, layers)
+    if model.delta is not None:
+        sizes["delta"] = replace(model.delta, layers=_repeated(model.delta.layers, layers))
     try:
         return replace(model, **sizes).validate().without_foreign_tokens()
     except ConfigError as error:

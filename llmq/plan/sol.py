@@ -23,20 +23,22 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """llm.q's formula: forward and two backward products; attention counts its causal half.
 
-    Windows leave their part of this half; documents within a sequence are taken for one. With
-    adapters a matrix that is not trained has one backward product.
+    Windows leave their part of this half; documents within a sequence are taken for one; what the
+    tokens of gated delta nets do to their states counts to attention. With adapters a matrix that is not trained has one backward product.
     """
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     width = config.num_heads * config.head_dim
-    windows = [min(config.window_of(layer) or seq_len, seq_len) for layer in range(L)]
+    halves = [half for layer in range(L) for half in config.halves(layer)]
+    attentions = [half.sizes for half in halves if half.kind == "attention"]
+    windows = [min(its["window"] or seq_len, seq_len) for its in attentions]
     pairs = sum(window * (2 * seq_len - window) for window in windows) // seq_len
     products = 6 if adapters is None else 4
     head = 6 if adapters is None or _trains_head(config, adapters) else 4
     return FlopsPerToken(
         blocks=products * used + 6 * _adapter_weights(config, adapters),
         lm_head=head * config.vocab_size * config.hidden_size,
-        attention=6 * width * pairs,
+        attention=6 * width * pairs + 3 * sum(half.flops for half in halves),
     )
 
 

@@ -17,6 +17,10 @@ def begin(
     """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
     if param.init == "one":
         fill.constant(dev, target, 1.0)
+    elif param.init == "log_uniform":  # of vectors, which are small
+        rng = np.random.default_rng((seed & 0xFFFFFFFF, param.index))
+        values = np.log(rng.uniform(0.01, 16, param.size))[first : first + target.size]
+        dev.upload(target, values.astype(target.dtype.numpy))
     elif param.init != "zero":
         std = config.initializer_range
         if param.init == "residual":

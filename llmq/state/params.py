@@ -94,7 +94,7 @@ class Param:
     @property
     def decay(self) -> bool:
         """Whether weight decay applies."""
-        return self.kind in ("matrix", "embedding", "router")
+        return self.kind in ("matrix", "embedding", "router", "conv")
 
     def by_row(self, values: np.ndarray) -> np.ndarray:
         """An array of its shape with one axis of rows: those of all experts, one after another."""
@@ -212,8 +212,8 @@ def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
 def _rows(block: str, module: Module) -> list[tuple]:
     """A module's weight and bias: rows of `_slab` without their indices."""
     key, name, kind = module.key, module.name, module.kind
-    weight = (module.shape, kind, module.initial, module.hf("weight"))
-    rows = [(block, key, f"{name}.weight", *weight)]
+    weight = (module.shape, kind, module.initial, module.hf(module.tensor))
+    rows = [(block, key, f"{name}.{module.tensor}", *weight)]
     if module.bias:
         kind, shape = "norm" if kind == "norm" else "vector", module.shape[:-1] or module.shape
         bias = (shape, kind, "zero", module.hf("bias"))
@@ -249,7 +249,7 @@ def weight_table(
             norms.append(row)
         elif key.endswith("_bias") and ("biases" in train or (block, key) in biased):
             biases.append(row)
-        elif kind in ("norm", "vector", "router"):
+        elif kind in ("norm", "vector", "router", "conv"):
             vectors.append(row)
         elif block == "head":
             head.append(row)

@@ -7,9 +7,15 @@ Imports arch, ops, and what model has below blocks.
 from __future__ import annotations
 
 from llmq.model.halves.attention import AttentionHalf
+from llmq.model.halves.delta import DeltaHalf
 from llmq.model.halves.experts import ExpertsHalf
 from llmq.model.halves.half import Half
 from llmq.model.halves.mlp import MlpHalf
 
-HALVES: dict[str, type[Half]] = {"attention": AttentionHalf, "mlp": MlpHalf, "experts": ExpertsHalf}
+HALVES: dict[str, type[Half]] = {
+    "attention": AttentionHalf,
+    "delta": DeltaHalf,
+    "mlp": MlpHalf,
+    "experts": ExpertsHalf,
+}
 """By HalfSpec.kind."""

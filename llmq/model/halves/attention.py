@@ -1,8 +1,9 @@
 """Attention as a half of a block, between its norm and the residual stream.
 
-    x -> qkv (-> qk_norm) (-> rope) -> attention -> o -> out
+    x -> qkv (-> qk_norm) (-> rope) -> attention (-> times sigmoid of gate) -> o -> out
 
-`operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+A gate's channels come with those of each query head; then the product is scratch, and its parts are
+kept apart. `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
 Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
 """
 
@@ -21,7 +22,7 @@ from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.attention_choice import directions
 from llmq.model.halves.half import Frame, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import attention, attention_backward, qk_norm, rope
+from llmq.ops import attention, attention_backward, attention_gate, qk_norm, rope
 
 
 class _Kept(NamedTuple):
@@ -29,7 +30,8 @@ class _Kept(NamedTuple):
 
     qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows, (Hq+Hkv)*Hd), before qk_norm, and
     qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2); None without it. lse: F32
-    (B, Hq, T), of attention. att: (rows, Hq*Hd).
+    (B, Hq, T), of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd), att_gated: the same, never
+    kept; None where nothing is gated.
     """
 
     qkv: Activation
@@ -37,19 +39,28 @@ class _Kept(NamedTuple):
     qk_rstd: Tensor | None
     lse: Tensor
     att: Activation
+    gate: Activation | None
+    att_gated: Activation | None
+
+    @property
+    def o_input(self) -> Activation:
+        """The output product's input."""
+        return self.att if self.att_gated is None else self.att_gated
 
 
 class _Tensors(NamedTuple):
-    """qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att: (rows, Hq * Hd)."""
+    """qkv: (rows, Q). qk_raw: (B, T, Hq + Hkv, Hd), None without qk_norm. att: (rows, Hq * Hd).
+    gate: the same, None without it."""
 
     qkv: Tensor
     qk_raw: Tensor | None
     att: Tensor
+    gate: Tensor | None
 
 
 class AttentionInputs(NamedTuple):
-    """The tensors that backward needs. x: (rows, C), o_input: att as the output product's operand;
-    None where no gradient needs it."""
+    """The tensors that backward needs. x: (rows, C), o_input: att, or att_gated, as the output
+    product's operand; None where no gradient needs it."""
 
     x: Operand | None
     tensors: _Tensors
@@ -115,12 +126,18 @@ class AttentionHalf:
             raw = here.activation("qk_raw", heads * self.Hd, kept=not r.qkv)
             norms = 2 if spec.sizes["wide_qk_norm"] else heads
             rstd = here.alloc("qk_rstd", self.B, self.T, norms, dtype=F32)
+        features, gate, gated = spec["o"].shape[1], None, None
+        if spec.sizes["gated"]:
+            gate = here.activation("gate", features, kept=not r.qkv)
+            gated = here.activation("att_gated", features, kept=False)
         return _Kept(
-            qkv=here.activation("qkv", spec["qkv"].shape[0], kept=not r.qkv),
+            qkv=here.activation("qkv", (heads + self.Hkv) * self.Hd, kept=not r.qkv),
             qk_raw=raw,
             qk_rstd=rstd,
             lse=here.alloc("lse", self.B, self.Hq, self.T, dtype=F32),
-            att=here.activation("att", spec["o"].shape[1], kept=not r.att),
+            att=here.activation("att", features, kept=not r.att),
+            gate=gate,
+            att_gated=gated,
         )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
@@ -129,10 +146,11 @@ class AttentionHalf:
 
     def _tensors(self, temps: ExitStack, here: HalfLayer) -> _Tensors:
         """Where they are kept, else scratch."""
-        qkv, qk_raw = here.kept.qkv.place(self.dev, temps), None
+        qkv, qk_raw, gate = here.kept.qkv.place(self.dev, temps), None, here.kept.gate
         if here.kept.qk_raw is not None:
             qk_raw = self._by_head(here.kept.qk_raw.place(self.dev, temps))
-        return _Tensors(qkv, qk_raw, here.kept.att.place(self.dev, temps))
+        att = here.kept.att.place(self.dev, temps)
+        return _Tensors(qkv, qk_raw, att, gate and gate.place(self.dev, temps))
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -141,8 +159,9 @@ class AttentionHalf:
         tensors = self._tensors(frame.temps, here)
         self._qkv(frame, here, w, x, tensors)
         self._attend(frame, here, tensors)
+        gated, tensor_id = self._gated(frame.temps, here, tensors), here.kept.o_input.tensor_id
         o_input = self.operands.of_tensor(
-            frame.temps, here.kept.att.tensor_id, tensors.att, measured=False, transposed=False
+            frame.temps, tensor_id, gated, measured=False, transposed=False
         )
         out, addend = here.out
         self.linear.forward(here.index, "o", out, o_input, w, addend)
@@ -152,7 +171,13 @@ class AttentionHalf:
     ) -> None:
         """The query, key and value heads that attention takes."""
         qkv, table = self._by_head(to.qkv), self.rope_tables[here.index]
-        self.linear.forward(here.index, "qkv", to.qkv, x, w)
+        if to.gate is None:
+            self.linear.forward(here.index, "qkv", to.qkv, x, w)
+        else:
+            shape, dtype = (to.qkv.shape[0], here.spec["qkv"].shape[0]), to.qkv.dtype
+            with self.dev.scratch("qkv and gate", shape, dtype) as both:
+                self.linear.forward(here.index, "qkv", both, x, w)
+                attention_gate.split(self.dev, to.qkv, to.gate, both, self.Hq, self.Hkv)
         if to.qk_raw is not None:
             self.qk_norm(
                 self.dev, qkv, to.qk_raw, here.kept.qk_rstd, w["q_norm"], w["k_norm"], self.eps,
@@ -171,6 +196,14 @@ class AttentionHalf:
             attention.decode(self.dev, out, qkv, *caches, frame.position, *heads, sight.window)
             return
         attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
+
+    def _gated(self, temps: ExitStack, here: HalfLayer, tensors: _Tensors) -> Tensor:
+        """The output product's input (rows, Hq * Hd)."""
+        if tensors.gate is None:
+            return tensors.att
+        out = here.kept.att_gated.place(self.dev, temps)
+        attention_gate.forward(self.dev, out, tensors.att, tensors.gate)
+        return out
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -195,8 +228,8 @@ class AttentionHalf:
             self._attend(frame, here, tensors)
         o_input = None
         if r.block or self.linear.needs_input(here.index, "o", g):
-            tensor_id = here.kept.att.tensor_id
-            o_input = self.operands.of_tensor_again(temps, tensor_id, tensors.att, product=r.block)
+            gated, tensor_id = self._gated(temps, here, tensors), here.kept.o_input.tensor_id
+            o_input = self.operands.of_tensor_again(temps, tensor_id, gated, product=r.block)
         if r.block:
             out, addend = here.out
             self.linear.forward(here.index, "o", out, o_input, w, addend)
@@ -216,15 +249,20 @@ class AttentionHalf:
         """Do as `Half.backward`. inside: whether the gradient of queries, keys and values is
         wanted, for d_x or else.
         """
-        dev, (qkv, qk_raw, att) = self.dev, inputs.tensors
+        dev, (qkv, qk_raw, att, gate) = self.dev, inputs.tensors
         if not inside:
             self._backward_o(here, w, g, inputs, d_out, None)
             return
         with ExitStack() as temps:
             d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
+            d_gate = None
+            if gate is not None:
+                d_gate = temps.enter_context(dev.scratch("d_gate", gate.shape, gate.dtype))
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
                 self._backward_o(here, w, g, inputs, d_out, d_att)
+                if d_gate is not None:
+                    attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
@@ -232,7 +270,7 @@ class AttentionHalf:
                     backend=self.backends[here.index][1],
                     kernel=attention_backward.chosen(dev, by_head, sight),
                 )  # fmt: skip
-            d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv)
+            d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
             self.linear.weight_gradients(here.index, "qkv", g, d_bias, d_product, inputs.x)
 
@@ -258,14 +296,16 @@ class AttentionHalf:
         g: BlockGrads,
         qk_raw: Tensor | None,
         d_qkv: Tensor,
+        d_gate: Tensor | None,
     ) -> tuple[Operand, Accumulator | None]:
         """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it.
 
+        d_gate (rows, Hq * Hd): that of the gates, which the product has made too.
         Returns the gradient of the qkv product, and the bias's gradient if it is left to do.
         """
         tensor_id, by_head = here.id_of("d_qkv"), self._by_head(d_qkv)
         table = self.rope_tables[here.index]
-        if table is not None and qk_raw is None:
+        if table is not None and qk_raw is None and d_gate is None:
 
             def write(to: OutputForms) -> None:
                 rope.backward(
@@ -285,5 +325,10 @@ class AttentionHalf:
                 self.dev, by_head, g.get("q_norm"), g.get("k_norm"), qk_raw, here.kept.qk_rstd,
                 w["q_norm"], w["k_norm"], self.Hq, self.Hkv,
             )  # fmt: skip
-        made = self.operands.of_tensor(temps, tensor_id, d_qkv, measured=False, transposed=True)
+        d_product = d_qkv
+        if d_gate is not None:
+            shape = (d_qkv.shape[0], here.spec["qkv"].shape[0])
+            d_product = temps.enter_context(self.dev.scratch("d_qkv and gate", shape, d_qkv.dtype))
+            attention_gate.merge(self.dev, d_product, d_qkv, d_gate, self.Hq, self.Hkv)
+        made = self.operands.of_tensor(temps, tensor_id, d_product, measured=False, transposed=True)
         return made, g.bias("qkv")

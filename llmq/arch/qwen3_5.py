@@ -1,0 +1,103 @@
+"""Qwen3.5 (text, dense): three of four layers are gated delta nets, the others gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import get, reject, size
+from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet, delta
+from llmq.arch.halves import mlp
+from llmq.arch.matrix import HalfSpec
+from llmq.arch.rope_family import FULL, RopeFamily
+from llmq.base.errors import ConfigError
+
+LINEAR = "linear_attention"
+_SIZES = {
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+}
+"""Fields of DeltaNet: their names in config.json, and what holds if it does not say."""
+
+
+class Qwen35(RopeFamily):
+    """Its norms' weights are stored less 1, but for those behind delta nets. RoPE turns a quarter
+    of each head. Positions of images have three axes, which are one for text."""
+
+    name = "Qwen3_5ForCausalLM"
+    model_type = "qwen3_5_text"
+    wrapper = "Qwen3_5ForConditionalGeneration"
+    text_defaults: Mapping[str, Any] = {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+    }
+    label = "Qwen3.5"
+    norm_offset = True
+    gated_attention = True
+    qk_norm = True
+    qkv_bias = None
+    o_bias = None
+    head_dim = 256
+    rope_kinds = ("linear", "yarn")
+    partial_rotary = True
+    modules = RopeFamily.modules | DELTA_MODULES
+    targets = (*RopeFamily.targets, *DELTA_TARGETS)
+
+    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
+        """Attention or a delta net, and an MLP."""
+        _, second = super().layers(model, layer)
+        first = delta(model, layer) if model.has_delta(layer) else super().layers(model, layer)[0]
+        return first, second
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """As in its family, and the sizes of delta nets and their layers."""
+        reject(hf, "attn_output_gate", True, None)
+        reject(hf, "mlp_only_layers", [], None)
+        own = {name: value for name, value in hf.items() if name != "layer_types"}
+        found = super().read_sizes({"partial_rotary_factor": 0.25} | own)
+        layers = _delta_layers(hf, found["num_layers"])
+        sizes = {
+            field: size({name: default} | own, name) for field, (name, default) in _SIZES.items()
+        }
+        return found | {"delta": DeltaNet(**sizes, layers=layers) if any(layers) else None}
+
+    def fixed(self, model: Any) -> dict[str, Any]:
+        """The model says which layers are delta nets."""
+        return {name: value for name, value in super().fixed(model).items() if name != "delta"}
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """With delta nets."""
+        fields, net = super().write_sizes(model), model.delta
+        kinds = [LINEAR if model.has_delta(layer) else FULL for layer in range(model.num_layers)]
+        sizes = {
+            name: default if net is None else getattr(net, field)
+            for field, (name, default) in _SIZES.items()
+        }
+        return fields | sizes | {"layer_types": kinds, "attn_output_gate": True}
+
+
+def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Read layer_types; older files have the distance of layers with attention."""
+    kinds = get(hf, "layer_types", list, None)
+    if kinds is None:
+        every = size(hf, "full_attention_interval") if "full_attention_interval" in hf else 4
+        return delta_but_every(every, num_layers)
+    if len(kinds) != num_layers or any(kind not in (LINEAR, FULL) for kind in kinds):
+        raise ConfigError(
+            f"config.json: layer_types: expected {num_layers} of {LINEAR!r} and {FULL!r}, "
+            f"got {kinds!r}"
+        )
+    return tuple(kind == LINEAR for kind in kinds)
+
+
+def delta_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is a delta net, where every `every`-th one has attention."""
+    return tuple((layer + 1) % every != 0 for layer in range(num_layers))

@@ -1,0 +1,249 @@
+"""A gated delta net as a half of a block: linear attention over a state.
+
+    x -> delta_in -> q, k, v -> short convolution -> delta rule -> gated norm -> delta_o -> out
+                  -> b, a -> betas and decays ----------^             ^
+                  -> z -----------------------------------------------+
+
+A row of delta_in is (q, k, v, z, b, a). `operands` turns a tensor into what products take: with fp8
+codes and a scale, without it itself. States begin with 0 where documents do, and lie in F32.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from llmq.base.dtypes import F32
+from llmq.base.operand import Operand
+from llmq.base.tensor import Tensor
+from llmq.formats.format import Activation, InputAgain
+from llmq.model.activations import HalfLayer, Recompute
+from llmq.model.halves.half import Frame, Shared
+from llmq.model.parameters import BlockGrads, BlockWeights
+from llmq.ops import delta_gates, delta_rule, gated_norm, short_conv
+from llmq.ops.delta_rule import Heads
+
+
+class _Kept(NamedTuple):
+    """The tensors kept of one layer. delta_in: (rows, 2K + 2V + 2 Hv). delta_conv: (rows, 2K + V),
+    behind the convolution. gates: F32 (B, T, 2, Hv), of the step, decays and betas. delta_state:
+    (rows, V), read from the states. delta_gated: (rows, V), never kept."""
+
+    delta_in: Activation
+    delta_conv: Activation
+    gates: Tensor
+    delta_state: Activation
+    delta_gated: Activation
+
+
+class _Tensors(NamedTuple):
+    """As in _Kept."""
+
+    delta_in: Tensor
+    delta_conv: Tensor
+    delta_state: Tensor
+
+
+class DeltaInputs(NamedTuple):
+    """The tensors that backward needs. x: (rows, C), o_input: delta_gated as the output product's
+    operand; None where no gradient needs it."""
+
+    x: Operand | None
+    tensors: _Tensors
+    o_input: Operand | None
+
+
+class DeltaHalf:
+    """The delta nets of all layers. Scratch lives as long as `temps`."""
+
+    def __init__(self, shared: Shared):
+        its, options = shared.config.delta, shared.options
+        self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
+        self.B, self.T, self.starts = options.batch_size, options.local_seq_len, shared.starts
+        self.eps, self.channels, self.values = shared.config.norm_eps, its.channels, its.values
+        self.heads = Heads(its.key_heads, its.value_heads, its.key_dim, its.value_dim)
+        self.of_gate = self.channels  # the first column of z in delta_in
+        self.of_gates = self.channels + self.values  # and of b and a
+
+    def keeps_input(self, recompute: Recompute) -> bool:
+        """As attention's: a product of codes that is computed again needs those of its input."""
+        again = recompute.qkv if self.operands.makes_codes else recompute.att
+        return not (recompute.norm or again)
+
+    def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
+        """Keys of the matrices whose products backward computes again."""
+        keys = {"delta_in": recompute.qkv, "delta_o": recompute.block}
+        return tuple(key for key, again in keys.items() if again)
+
+    def keep(self, here: HalfLayer) -> _Kept:
+        """The tensors that a layer keeps."""
+        r = here.recompute
+        return _Kept(
+            delta_in=here.activation("delta_in", here.spec["delta_in"].shape[0], kept=not r.qkv),
+            delta_conv=here.activation("delta_conv", self.channels, kept=not (r.qkv or r.att)),
+            gates=here.alloc("delta_gates", self.B, self.T, 2, self.heads.Hv, dtype=F32),
+            delta_state=here.activation("delta_state", self.values, kept=not r.att),
+            delta_gated=here.activation("delta_gated", self.values, kept=False),
+        )
+
+    def _by_token(self, tensor: Tensor) -> Tensor:
+        """(rows, n) as (B, T, n)."""
+        return tensor.view(self.B, self.T, tensor.shape[1])
+
+    def _tensors(self, temps: ExitStack, here: HalfLayer) -> _Tensors:
+        """Where they are kept, else scratch."""
+        kept = (here.kept.delta_in, here.kept.delta_conv, here.kept.delta_state)
+        return _Tensors(*(activation.place(self.dev, temps) for activation in kept))
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
+        """here.out from x (rows, C)."""
+        tensors = self._tensors(frame.temps, here)
+        for carried in (here.cache or {}).values() if frame.position == 0 else ():
+            self.dev.zero(carried)  # a text begins
+        self.linear.forward(here.index, "delta_in", tensors.delta_in, x, w)
+        self._convolve(here, w, tensors)
+        self._read_states(here, tensors)
+        tensor_id, gated = here.kept.delta_gated.tensor_id, self._gated(frame.temps, here, w, tensors)
+        o_input = self.operands.of_tensor(
+            frame.temps, tensor_id, gated, measured=False, transposed=False
+        )
+        out, addend = here.out
+        self.linear.forward(here.index, "delta_o", out, o_input, w, addend)
+
+    def _convolve(self, here: HalfLayer, w: BlockWeights, tensors: _Tensors) -> None:
+        """Queries, keys and values, and the gates."""
+        before = None if here.cache is None else here.cache["before"]
+        out, x = self._by_token(tensors.delta_conv), self._by_token(tensors.delta_in)
+        short_conv.forward(self.dev, out, x, w["conv"], self.starts, before)
+        gates = (w["a_log"], w["dt_bias"], self.of_gates)
+        delta_gates.forward(self.dev, here.kept.gates, tensors.delta_in, *gates)
+
+    def _read_states(self, here: HalfLayer, tensors: _Tensors) -> None:
+        out, qkv = self._by_token(tensors.delta_state), self._by_token(tensors.delta_conv)
+        gates, state = here.kept.gates, None if here.cache is None else here.cache["state"]
+        if state is not None and self.T <= delta_rule.FEW_TOKENS:
+            delta_rule.recurrence(self.dev, out, state, qkv, gates, self.heads)
+            return
+        delta_rule.forward(self.dev, out, qkv, gates, self.heads, self.starts, state)
+
+    def _gated(
+        self, temps: ExitStack, here: HalfLayer, w: BlockWeights, tensors: _Tensors
+    ) -> Tensor:
+        out = here.kept.delta_gated.place(self.dev, temps)
+        how = (w["delta_norm"], self.eps, self.of_gate)
+        gated_norm.forward(self.dev, out, tensors.delta_state, tensors.delta_in, *how)
+        return out
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def recompute(
+        self,
+        frame: Frame,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        x_again: InputAgain,
+    ) -> DeltaInputs:
+        """The tensors that backward needs, kept or computed again; if the whole block is, here.out
+        too."""
+        r, temps = here.recompute, frame.temps
+        tensors, x, o_input = self._tensors(temps, here), None, None
+        if r.qkv or self.linear.needs_input(here.index, "delta_in", g):
+            x = x_again(product=r.qkv)
+        if r.qkv:
+            self.linear.forward(here.index, "delta_in", tensors.delta_in, x, w)
+        if r.qkv or r.att:
+            self._convolve(here, w, tensors)
+        if r.att:
+            self._read_states(here, tensors)
+        if r.block or self.linear.needs_input(here.index, "delta_o", g):
+            tensor_id, gated = here.kept.delta_gated.tensor_id, self._gated(temps, here, w, tensors)
+            o_input = self.operands.of_tensor_again(temps, tensor_id, gated, product=r.block)
+        if r.block:
+            out, addend = here.out
+            self.linear.forward(here.index, "delta_o", out, o_input, w, addend)
+        return DeltaInputs(x, tensors, o_input)
+
+    def backward(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        inputs: DeltaInputs,
+        d_out: Tensor,
+        d_x: Tensor | None,
+        *,
+        inside: bool,
+    ) -> None:
+        """Do as `Half.backward`."""
+        if not inside:
+            self._backward_o(here, w, g, inputs, d_out, None)
+            return
+        with ExitStack() as temps:
+            d_in = self._scratch(temps, "d_delta_in", inputs.tensors.delta_in)
+            with ExitStack() as inner:
+                self._backward_inside(inner, here, w, g, inputs, d_out, d_in)
+            d_product = self.operands.of_tensor(
+                temps, here.id_of("d_delta_in"), d_in, measured=False, transposed=True
+            )
+            self.linear.input_gradient(here.index, "delta_in", d_x, d_product, w, g)
+            self.linear.weight_gradients(
+                here.index, "delta_in", g, g.bias("delta_in"), d_product, inputs.x
+            )
+
+    def _scratch(self, temps: ExitStack, name: str, like: Tensor) -> Tensor:
+        return temps.enter_context(self.dev.scratch(name, like.shape, like.dtype))
+
+    def _backward_inside(
+        self,
+        temps: ExitStack,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        inputs: DeltaInputs,
+        d_out: Tensor,
+        d_in: Tensor,
+    ) -> None:
+        """d_in, all columns of it, and the gradients of what stands between the products."""
+        dev, (delta_in, conv, state), gates = self.dev, inputs.tensors, here.kept.gates
+        d_state = self._scratch(temps, "d_delta_state", state)
+        with ExitStack() as first:
+            d_gated = self._scratch(first, "d_delta_gated", state)
+            self._backward_o(here, w, g, inputs, d_out, d_gated)
+            gated_norm.backward(
+                dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
+                w["delta_norm"], self.eps, self.of_gate,
+            )  # fmt: skip
+        d_conv = self._scratch(temps, "d_delta_conv", conv)
+        with ExitStack() as second:
+            d_gates = self._scratch(second, "d_delta_gates", gates)
+            delta_rule.backward(
+                dev, self._by_token(d_conv), d_gates, self._by_token(d_state),
+                self._by_token(conv), gates, self.heads, self.starts,
+            )  # fmt: skip
+            delta_gates.backward(
+                dev, d_in, g.get("a_log"), g.get("dt_bias"), d_gates, gates, delta_in,
+                w["a_log"], w["dt_bias"], self.of_gates,
+            )  # fmt: skip
+        short_conv.backward(
+            dev, self._by_token(d_in), g.get("conv"), self._by_token(d_conv),
+            self._by_token(delta_in), w["conv"], self.starts,
+        )  # fmt: skip
+
+    def _backward_o(
+        self,
+        here: HalfLayer,
+        w: BlockWeights,
+        g: BlockGrads,
+        inputs: DeltaInputs,
+        d_out: Tensor,
+        d_gated: Tensor | None,
+    ) -> None:
+        with ExitStack() as temps:
+            d_o = self.operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
+            self.linear.input_gradient(here.index, "delta_o", d_gated, d_o, w, g)
+            self.linear.weight_gradients(
+                here.index, "delta_o", g, g.bias("delta_o"), d_o, inputs.o_input
+            )
