@@ -72,7 +72,7 @@ CONFIGS = {
     ),
     "mixtral": lambda: transformers.MixtralConfig(**_SHARED, num_local_experts=4),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
-        **_SHARED, head_dim=32, tie_word_embeddings=True, pad_token_id=None,
+        **_SHARED, head_dim=64, tie_word_embeddings=True, pad_token_id=None,
         layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
         linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32,
     ),

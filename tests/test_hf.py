@@ -58,7 +58,7 @@ MODELS = {
     },
     "mixtral": {**ROPE, "num_local_experts": 3, "sliding_window": 20},
     "qwen3_5_text": {
-        **ROPE, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+        **ROPE, "head_dim": 64, "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 16, "eos_token_id": 300,
     },

@@ -102,7 +102,7 @@ def head(config: Any) -> tuple[Module, ...]:
 
 
 def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
-    """The norms in front of a half: KEY_post, of what the half before has put out, and KEY, as far as there are such norms.
+    """KEY_post, of what the half before has put out, and KEY, as far as there are such norms.
 
     The first norm of a layer's branch belongs to the layer before, and of the head's, which is
     layer L, there is no other.

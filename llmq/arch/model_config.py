@@ -195,6 +195,7 @@ class ModelConfig:
     def expert_size(self) -> int:
         """Width of each expert, if there are any."""
         return self.experts.size or self.intermediate_size
+
     def has_delta(self, layer: int) -> bool:
         """Whether a layer has a gated delta net in the place of attention."""
         return self.delta is not None and self.delta.layers[layer]

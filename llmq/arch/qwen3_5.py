@@ -7,7 +7,6 @@ from typing import Any
 
 from llmq.arch.common import get, reject, size
 from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet, delta
-from llmq.arch.halves import mlp
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.rope_family import FULL, RopeFamily
 from llmq.base.errors import ConfigError
@@ -58,7 +57,7 @@ class Qwen35(RopeFamily):
         return first, second
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """As in its family, and the sizes of delta nets and their layers."""
+        """Read delta nets too: their sizes and layers."""
         reject(hf, "attn_output_gate", True, None)
         reject(hf, "mlp_only_layers", [], None)
         own = {name: value for name, value in hf.items() if name != "layer_types"}

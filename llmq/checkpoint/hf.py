@@ -35,9 +35,7 @@ IMPORTED_DTYPES = ("BF16", "F16", "F32")
 
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
 # And layers that guess several tokens at once, which transformers leaves out too.
-_BUFFERS = re.compile(
-    r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$|^mtp\."
-)
+_BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$|^mtp\.")
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 
 

@@ -12,7 +12,7 @@
 // Same name  llmq/ops/adapter.py  llmq/ref/adapter.py  tests/ops/test_adapter.py
 #include "common.cuh"
 
-constexpr int MAX_SPANS = 3, OCTET = 8;  // OCTET: columns of a thread
+constexpr int MAX_SPANS = 4, OCTET = 8;  // OCTET: columns of a thread
 
 struct Spans {
     i64 start[MAX_SPANS], stop[MAX_SPANS];
@@ -27,10 +27,10 @@ struct Spans {
 
 extern "C" __global__ void __launch_bounds__(256)
 adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 scale1, f32 scale2,
-               i32 rank, i32 columns, i64 rows, i64 period, i64 start0, i64 stop0, i64 start1,
-               i64 stop1, i64 start2, i64 stop2) {
-    const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
-    const f32 scales[MAX_SPANS] = {scale0, scale1, scale2};
+               f32 scale3, i32 rank, i32 columns, i64 rows, i64 period, i64 start0, i64 stop0,
+               i64 start1, i64 stop1, i64 start2, i64 stop2, i64 start3, i64 stop3) {
+    const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
+    const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x, octets = columns / OCTET;
     if (i / octets >= rows) { return; }
     const i64 row = i / octets % period;
@@ -63,10 +63,10 @@ adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 s
 
 extern "C" __global__ void __launch_bounds__(256)
 adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 scale1, f32 scale2,
-                i32 rank, i32 columns, i64 rows, i64 period, i64 start0, i64 stop0, i64 start1,
-                i64 stop1, i64 start2, i64 stop2) {
-    const Spans spans = {{start0, start1, start2}, {stop0, stop1, stop2}};
-    const f32 scales[MAX_SPANS] = {scale0, scale1, scale2};
+                f32 scale3, i32 rank, i32 columns, i64 rows, i64 period, i64 start0, i64 stop0,
+                i64 start1, i64 stop1, i64 start2, i64 stop2, i64 start3, i64 stop3) {
+    const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
+    const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     // Of b, then of one matrix, then within the spans behind those that were passed.
     i64 row = i / rank;

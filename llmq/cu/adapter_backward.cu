@@ -27,7 +27,7 @@
 #include "common.cuh"
 #include "ptx.cuh"
 
-constexpr int MAX_SPANS = 3, WARPS = 8, THREADS = 32 * WARPS;
+constexpr int MAX_SPANS = 4, WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROW_WARPS = WARPS / RANK_WARPS;
 constexpr int N8 = (RANK + 8 * RANK_WARPS - 1) / (8 * RANK_WARPS);  // eights of ranks of a warp
 constexpr int RANKS = 8 * N8 * RANK_WARPS;
@@ -189,7 +189,7 @@ adapter_backward_partials(f32* __restrict__ h_partial, f32* __restrict__ b_parti
                           const bf16* __restrict__ d_out, const bf16* __restrict__ h,
                           const bf16* __restrict__ b, i64 rows, i64 N, i32 h_columns,
                           i32 split_columns, i64 start0, i64 stop0, i64 start1, i64 stop1,
-                          i64 start2, i64 stop2) {
+                          i64 start2, i64 stop2, i64 start3, i64 stop3) {
     extern __shared__ __align__(128) char shared[];
     char* const own_h = shared + STAGES * STAGE_BYTES;
     char* const slots = own_h + H_BYTES;
@@ -197,8 +197,8 @@ adapter_backward_partials(f32* __restrict__ h_partial, f32* __restrict__ b_parti
     const SharedAddress stages = shared_address(shared);
 
     const Span span =
-        find_span(split_columns, {start0, start1, start2}, {stop0, stop1, stop2});
-    const i64 all = stop0 - start0 + (stop1 - start1) + (stop2 - start2);
+        find_span(split_columns, {start0, start1, start2, start3}, {stop0, stop1, stop2, stop3});
+    const i64 all = stop0 - start0 + (stop1 - start1) + (stop2 - start2) + (stop3 - start3);
     const i64 first_row = (i64)blockIdx.y * BLOCK_ROWS;
     const i64 first = span.start + (i64)span.split * split_columns;
     const i64 stop = min(span.stop, first + split_columns);
@@ -288,14 +288,18 @@ adapter_backward_finish(bf16* __restrict__ d_h, G* __restrict__ d_b,
                         const f32* __restrict__ h_partial, const f32* __restrict__ b_partial,
                         const i32* __restrict__ scalars, i32 accumulate, u32 salt, f32 scale,
                         i64 rows, i32 h_columns, i64 b_rows, i32 groups, i32 end0, i32 end1,
-                        i32 end2) {
+                        i32 end2, i32 end3) {
     const i64 h_blocks = (rows * h_columns + blockDim.x - 1) / blockDim.x;
     if (blockIdx.x < h_blocks) {
         const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
         if (i >= rows * h_columns) { return; }
         const int column = (int)(i % h_columns), k = column / RANK;
-        const int first = k == 0 ? 0 : k == 1 ? end0 : end1;
-        const int end = k == 0 ? end0 : k == 1 ? end1 : k == 2 ? end2 : 0;
+        const int ends[MAX_SPANS + 1] = {0, end0, end1, end2, end3};
+        int first = 0, end = 0;
+#pragma unroll
+        for (int n = 0; n < MAX_SPANS; ++n) {
+            if (n == k) { first = ends[n], end = ends[n + 1]; }
+        }
         const f32* p = h_partial + (first * rows + i / h_columns) * RANKS + column % RANK;
         // What pads the columns has no splits, and becomes zero.
         d_h[i] = from_f32<bf16>(scale * sum_of(p, rows * RANKS, max(end - first, 0)));

@@ -104,8 +104,9 @@ class Decoder(Inference):
 
     def rehearse(self) -> None:
         """Passes of the most memory, for a device that only plans: a kernel of ours that computes
-        several operations may need less, and takes no odd number of rows."""
-        for n in {self.positions, max(self.positions - 1, 1)}:
+        several operations may need less, and takes no odd number of rows. And one of a token, which
+        may have kernels of its own."""
+        for n in {self.positions, max(self.positions - 1, 1), 1}:
             self.take_shape(1, n)
             self._forward()
             for _ in self._model.logits([n - 1]):

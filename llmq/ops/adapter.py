@@ -22,7 +22,8 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 
-_REST = "f32 scale0, f32 scale1, f32 scale2, i32 rank, i32 columns, i64 rows, i64 period, "
+_REST = ", ".join(f"f32 scale{i}" for i in range(MAX_SPANS))
+_REST += ", i32 rank, i32 columns, i64 rows, i64 period, "
 _REST += ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
 EXPAND = Kernel("adapter.cu", "adapter_expand", args=f"T* whole, const T* b, {_REST}")
 COLLECT = Kernel("adapter.cu", "adapter_collect", args=f"T* b, const T* whole, {_REST}")
@@ -38,7 +39,7 @@ def expand(
     Args:
         whole   out  T  (rows, columns)   F32 or BF16; columns as padded_columns says
         b       in   T  (n, rank)         of all spans, below each other: n rows together
-        spans   1 to 3
+        spans   1 to 4
         scales  as many
 
     Cost:    whole written once; one launch. A few megabytes.

@@ -177,7 +177,7 @@ def backward(
         d_out  in     BF16         (rows, N)
         h      in     BF16         (rows, columns)
         b      in     BF16         (n, rank)        as d_b's tensor
-        spans  1 to 3 ranges of columns of d_out, none of them empty
+        spans  1 to 4 ranges of columns of d_out, none of them empty
 
     Workspace: `layout`'s partial sums, F32. Cost: d_out read once; two launches.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.

@@ -62,7 +62,7 @@ def split(
     Args:
         qkv      out  T  (rows,(Hq+2Hkv)*Hd)    F32 or BF16; query, key, value heads
         gate     out  T  (rows,Hq*Hd)
-        product  in   T  (rows,(2Hq+2Hkv)*Hd)   q0 g0 q1 g1 ..., key, value heads; Hd a multiple of 8
+        product  in   T  (rows,(2Hq+2Hkv)*Hd)   q0 g0 q1 g1 ..., key, value heads; Hd % 8 == 0
 
     Cost:    one read and one write; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.

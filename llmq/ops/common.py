@@ -278,7 +278,7 @@ def again_consts(
 
 # -- Kernels of adapters of rows of a matrix ------------------------------------------------------
 
-MAX_SPANS = 3  # queries, keys, values
+MAX_SPANS = 4
 COLUMN_MULTIPLE = 8  # 16-byte rows of BF16, as fast products want them
 
 Spans = Sequence[tuple[int, int]]

@@ -114,9 +114,7 @@ class _Call:
     def changes(self) -> tuple[int, ...]:
         return (self.B, self.T, self.heads.Hv, self.heads.DV)
 
-    def launch(
-        self, kernel: Kernel, grid: tuple, args: tuple, floats: int, fmas: int
-    ) -> None:
+    def launch(self, kernel: Kernel, grid: tuple, args: tuple, floats: int, fmas: int) -> None:
         """floats: of shared memory. fmas: for a token and a value head."""
         flops = 2 * fmas * self.B * self.T * self.heads.Hv
         cost = Cost(part="attention", flops=flops)

@@ -23,8 +23,9 @@ def flops_per_token(
 ) -> FlopsPerToken:
     """llm.q's formula: forward and two backward products; attention counts its causal half.
 
-    Windows leave their part of this half; documents within a sequence are taken for one; what the
-    tokens of gated delta nets do to their states counts to attention. With adapters a matrix that is not trained has one backward product.
+    Windows leave their part of this half; documents within a sequence are taken for one; what
+    tokens do to the states of gated delta nets counts to attention. With adapters a matrix that is
+    not trained has one backward product.
     """
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))

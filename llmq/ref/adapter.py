@@ -12,6 +12,7 @@ CASES = {
     "padded": (24, 3, 0, 24),
     "three": (64, 4, 0, 32, 32, 48, 48, 64),
     "two_of_three": (64, 5, 0, 32, 48, 64),
+    "four": (64, 4, 0, 16, 16, 40, 40, 48, 48, 64),
     "last": (48, 16, 24, 48),
     "qwen7b_qkv": (4608, 16, 0, 3584, 3584, 4096, 4096, 4608),
     "qwen7b_up": (37888, 16, 0, 18944, 18944, 37888),
@@ -42,6 +43,7 @@ def adapter_expand(
     scale0: float,
     scale1: float,
     scale2: float,
+    scale3: float,
     rank: int,
     columns: int,
     rows: int,
@@ -50,12 +52,13 @@ def adapter_expand(
 ) -> None:
     """whole (rows, columns) = its scale * B of each span in columns of its own, zero elsewhere.
 
-    period: rows of one matrix, of which all have the spans. spans: start and stop of three; empty
+    period: rows of one matrix, of which all have the spans. spans: start and stop of four; empty
     where there are fewer.
     """
     whole[...] = 0
     wholes, parts = _matrices(whole, b, period)
-    for of_whole, its_columns, of_b, scale in _blocks(rank, (scale0, scale1, scale2), *spans):
+    scales = (scale0, scale1, scale2, scale3)
+    for of_whole, its_columns, of_b, scale in _blocks(rank, scales, *spans):
         wholes[:, of_whole, its_columns] = compute(parts[:, of_b]) * scale
 
 
@@ -65,6 +68,7 @@ def adapter_collect(
     scale0: float,
     scale1: float,
     scale2: float,
+    scale3: float,
     rank: int,
     columns: int,
     rows: int,
@@ -73,5 +77,6 @@ def adapter_collect(
 ) -> None:
     """b (rows, rank) = its scale * what adapter_expand takes from there."""
     wholes, parts = _matrices(whole, b, period)
-    for of_whole, its_columns, of_b, scale in _blocks(rank, (scale0, scale1, scale2), *spans):
+    scales = (scale0, scale1, scale2, scale3)
+    for of_whole, its_columns, of_b, scale in _blocks(rank, scales, *spans):
         parts[:, of_b] = compute(wholes[:, of_whole, its_columns]) * scale

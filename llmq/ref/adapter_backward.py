@@ -11,6 +11,7 @@ CASES = {
     "one": (40, 72, 8, 0, 72),
     "three": (300, 264, 16, 0, 128, 128, 200, 200, 264),
     "padded": (136, 96, 3, 0, 96),
+    "four": (300, 264, 8, 0, 128, 128, 200, 200, 208, 208, 264),
     "two_of_three": (270, 160, 20, 0, 64, 96, 160),
     "two_groups_of_ranks": (260, 136, 40, 8, 136),
     "qwen7b_down": (4096, 3584, 16, 0, 3584),
@@ -36,7 +37,7 @@ def adapter_backward_partials(
 ) -> None:
     """Sums over split_columns columns of a span each, and over block_rows rows each.
 
-    spans: start and stop of three; empty where there are fewer. Columns that pad ranks stay as they
+    spans: start and stop of four; empty where there are fewer. Columns that pad ranks stay as they
     are.
     """
     split = done = 0

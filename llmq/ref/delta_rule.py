@@ -89,7 +89,9 @@ def _chunks(
     qkv, gates = compute(qkv), compute(gates)
     B, T, _ = qkv.shape
     q, k, v = (x.swapaxes(1, 2) for x in heads_of(qkv, key_heads, value_heads, dk, dv))
-    lengths = [1 / np.sqrt((x * x).sum(axis=-1, keepdims=True) + qkv.dtype.type(EPS)) for x in (q, k)]
+    lengths = [
+        1 / np.sqrt((x * x).sum(axis=-1, keepdims=True) + qkv.dtype.type(EPS)) for x in (q, k)
+    ]
     times = value_heads // key_heads
     q, k, q_length, k_length = (
         np.repeat(x, times, axis=1)
@@ -209,7 +211,7 @@ def delta_rule_scan(
 
     state: in front of the first chunk, then behind the last one; None: it is 0 in front.
     """
-    B, T, _ = qkv.shape
+    B = qkv.shape[0]
     S = np.zeros((B, value_heads, dk, dv), inverse.dtype) if state is None else state.copy()
     carried = int(state is not None)
     for i, c in enumerate(_chunks(qkv, gates, starts, carried, key_heads, value_heads, dk, dv)):

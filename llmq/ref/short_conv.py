@@ -79,7 +79,7 @@ def short_conv_backward(
 ) -> None:
     """d_x (B, T, columns), of which it writes the first channels, and partial (B * spans,
     channels * taps): of the weight's gradient, of 64 tokens each."""
-    B, T, _ = x.shape
+    T = x.shape[1]
     met, w = _inputs(x, None, starts, channels, taps), compute(weight)
     z = (met * w).sum(-1)
     with np.errstate(over="ignore"):

@@ -22,7 +22,7 @@ def test_equals_reference(dev, rng, case, dtype, groups):
     count = sum(edges[1::2]) - sum(edges[::2])
     b = rng.normal(size=(groups * count, rank)).astype(dtype.numpy)
     whole = np.full((groups * rows, padded_columns(len(spans), rank)), np.nan, dtype.numpy)
-    scales = [0.3, -1.7, 0.3][: len(spans)]
+    scales = [0.3, -1.7, 0.3, 2.5][: len(spans)]
     how = (spans, scales, groups)
     calls = [
         (lambda dev, whole, b: expand(dev, whole, b, *how), {"whole": whole, "b": b}),
@@ -57,5 +57,5 @@ def test_wrong_arguments():
     for spans in ([(0, 9)], [(4, 8), (0, 4)], [(4, 2)], [(4, 4)]):
         with pytest.raises(ValueError, match="adapter: spans must ascend within 8 rows"):
             collect(dev, b, whole, spans, [1.0] * len(spans))
-    with pytest.raises(ValueError, match="adapter: spans must be 1 to 3, got 4"):
-        collect(dev, b, whole, [(i, i + 2) for i in range(0, 8, 2)], [1.0] * 4)
+    with pytest.raises(ValueError, match="adapter: spans must be 1 to 4, got 5"):
+        collect(dev, b, whole, [(i, i + 1) for i in range(5)], [1.0] * 5)

@@ -133,6 +133,7 @@ def test_wrong_arguments_raise(change, error, text):
 
 def test_heads_that_no_kernel_has_are_refused_on_a_gpu():
     plan = PlanDevice(GPU_SPEC)
-    qkv, gates = (plan.alloc(n, s, F32, "Activations") for n, s in (("qkv", (1, 4, 48)), ("g", (1, 4, 2, 1))))
+    qkv = plan.alloc("qkv", (1, 4, 48), F32, "Activations")
+    gates = plan.alloc("gates", (1, 4, 2, 1), F32, "Activations")
     with pytest.raises(ValueError, match="DK and DV must be multiples of 32 up to 128 on a GPU"):
         delta_rule.forward(plan, qkv, qkv, gates, Heads(1, 1, 16, 16))

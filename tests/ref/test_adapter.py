@@ -10,7 +10,7 @@ def test_products_are_those_of_each_adapter(rng):
     b = rng.normal(size=(12, rank)).astype(np.float32)
     h = rng.normal(size=(5, columns)).astype(np.float32)
     whole = np.full((rows, columns), np.nan, np.float32)
-    rest = (2.0, 2.0, 0.0, rank, columns, rows, rows, *spans[0], *spans[1], 0, 0)
+    rest = (2.0, 2.0, 0.0, 0.0, rank, columns, rows, rows, *spans[0], *spans[1], 0, 0, 0, 0)
     adapter_expand(whole, b, *rest)
     want = np.zeros((5, rows), np.float32)
     want[:, :6] = 2 * h[:, :3] @ b[:6].T
@@ -26,12 +26,12 @@ def test_products_are_those_of_each_adapter(rng):
 def test_groups_are_matrices_of_their_own(rng):
     spans, rank, columns, rows, groups = ((0, 6), (10, 16)), 4, 8, 16, 3
     b = rng.normal(size=(groups, 12, rank)).astype(np.float32)
-    rest = (0.5, 0.5, 0.0, rank, columns, rows, rows, *spans[0], *spans[1], 0, 0)
+    rest = (0.5, 0.5, 0.0, 0.0, rank, columns, rows, rows, *spans[0], *spans[1], 0, 0, 0, 0)
     one_by_one = np.empty((groups, rows, columns), np.float32)
     for whole, part in zip(one_by_one, b, strict=True):
         adapter_expand(whole, part, *rest)
     at_once = np.empty((groups * rows, columns), np.float32)
-    rest = (*rest[:5], groups * rows, *rest[6:])
+    rest = (*rest[:6], groups * rows, *rest[7:])
     adapter_expand(at_once, b.reshape(-1, rank), *rest)
     np.testing.assert_array_equal(at_once.reshape(one_by_one.shape), one_by_one)
     back = np.empty_like(b).reshape(-1, rank)

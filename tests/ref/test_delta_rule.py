@@ -53,9 +53,7 @@ class Chunked:
     def backward(self, d_out, d_state=None):
         where = (self.starts, *self.sizes, self.carried)
         solved = (d_out, *self.args, self.inverse, self.scores)
-        ref.delta_rule_scan_backward(
-            self.d_rests, self.d_states, d_state, *solved, *where, **SIZES
-        )
+        ref.delta_rule_scan_backward(self.d_rests, self.d_states, d_state, *solved, *where, **SIZES)
         found = (self.changes, self.d_rests, self.states, self.d_states)
         ref.delta_rule_gradients(
             self.d_qkv, self.d_gates, d_out, *found, *self.args, *where, **SIZES

@@ -3,7 +3,8 @@
     x -> qkv (-> qk_norm) (-> rope) -> attention (-> times sigmoid of gate) -> o -> out
 
 A gate's channels come with those of each query head; then the product is scratch, and its parts are
-kept apart. `operands` turns a tensor into what products take: with fp8 codes and a scale, without it itself.
+kept apart. `operands` turns a tensor into what products take: with fp8 codes and a scale, without
+it itself.
 Heads lie side by side: (rows, Q) is (B, T, Hq + 2 Hkv, Hd), query heads, key heads, value heads.
 """
 

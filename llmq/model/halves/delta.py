@@ -37,7 +37,7 @@ class _Kept(NamedTuple):
 
 
 class _Tensors(NamedTuple):
-    """As in _Kept."""
+    """delta_in: (rows, 2K + 2V + 2 Hv). delta_conv: (rows, 2K + V). delta_state: (rows, V)."""
 
     delta_in: Tensor
     delta_conv: Tensor
@@ -66,7 +66,7 @@ class DeltaHalf:
         self.of_gates = self.channels + self.values  # and of b and a
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """As attention's: a product of codes that is computed again needs those of its input."""
+        """A product of codes that is computed again needs those of its input, as attention's does."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
@@ -105,7 +105,10 @@ class DeltaHalf:
         self.linear.forward(here.index, "delta_in", tensors.delta_in, x, w)
         self._convolve(here, w, tensors)
         self._read_states(here, tensors)
-        tensor_id, gated = here.kept.delta_gated.tensor_id, self._gated(frame.temps, here, w, tensors)
+        tensor_id, gated = (
+            here.kept.delta_gated.tensor_id,
+            self._gated(frame.temps, here, w, tensors),
+        )
         o_input = self.operands.of_tensor(
             frame.temps, tensor_id, gated, measured=False, transposed=False
         )
