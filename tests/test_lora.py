@@ -131,6 +131,7 @@ def logits(model, inputs) -> np.ndarray:
         ("phi3", {"lora_targets": "gate,up", "train": "norms"}),
         ("gpt2", {"lora_targets": "o", "train": "norms,embeddings"}),
         ("gemma3", {}),
+        ("qwen3_5", {}),
     ],
 )
 def test_files_are_those_of_peft(tmp_path, name, options):
