@@ -75,7 +75,7 @@ def test_a_text_goes_on_where_its_state_is():
 
 
 def test_the_language_model_of_one_that_sees_images(tmp_path):
-    """What sees images and what guesses several tokens are left out."""
+    """Parts that see images or guess several tokens are left out."""
     inner = exported(NAME)
     hf = json.loads((inner / "config.json").read_text())
     assert hf.pop("architectures") == ["Qwen3_5ForCausalLM"]

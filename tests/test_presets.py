@@ -74,7 +74,7 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 12
+    assert len(sizes) == 13
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

@@ -61,7 +61,7 @@ class Heads(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of queries, keys and values."""
+        """Those of queries, keys and values together."""
         return 2 * self.Hk * self.DK + self.Hv * self.DV
 
 
@@ -117,7 +117,7 @@ class _Call:
     def launch(self, kernel: Kernel, grid: tuple, args: tuple, floats: int, fmas: int) -> None:
         """floats: of shared memory. fmas: for a token and a value head."""
         flops = 2 * fmas * self.B * self.T * self.heads.Hv
-        cost = Cost(part="attention", flops=flops)
+        cost = Cost(part="attention", flops=flops, rate="f32")
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, smem=4 * floats, cost=cost)
 
     def solve(

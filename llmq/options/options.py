@@ -668,7 +668,7 @@ class TrainConfig(Derived):
     lora_targets: str | None = option(
         ADAPTERS_GROUP,
         None,
-        f"Matrices that get adapters, all (but experts) or some of {','.join(LORA_TARGETS)}, or a "
+        f"Matrices that get adapters, all (but experts) or some of {', '.join(LORA_TARGETS)}, or a "
         "regular expression of modules' names",
         parse=parse_targets,
     )

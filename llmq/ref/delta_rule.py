@@ -1,6 +1,7 @@
 """Reference of the gated delta rule: the recurrence that defines it, and its kernels in chunks.
 
-Of each value head h, with the queries and keys of head h * Hk // Hv divided by their lengths:
+Each value head h has a state S. Its queries and keys are those of head h * Hk // Hv, divided by
+their lengths:
 
     S = S * exp(decay[t])                         0 where a document begins
     change[t] = beta[t] * (v[t] - S^T k[t])
@@ -288,7 +289,7 @@ def delta_rule_gradients(
     dk: int,
     dv: int,
 ) -> None:
-    """Of each chunk alone: the gradients of queries, keys, values, decays and betas."""
+    """The gradients of queries, keys, values, decays and betas, of each chunk alone."""
     B, T, _ = qkv.shape
     d_out = compute(d_out).reshape(B, T, value_heads, dv).swapaxes(1, 2)
     d_q, d_k, d_v = heads_of(d_qkv, key_heads, value_heads, dk, dv)

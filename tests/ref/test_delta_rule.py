@@ -87,7 +87,7 @@ def test_chunks_and_gradients_equal_the_recurrence_in_f64(rng, T):
     leaves = [torch.tensor(x, requires_grad=True) for x in (qkv, gates, state)]
 
     def recurrence(qkv, gates, state):
-        """As transformers', which computes in F32."""
+        """It computes what transformers' does, which does so in F32."""
         q, k, v = qkv.split([HK * DK, HK * DK, HV * DV], -1)
         q, k = (x.unflatten(-1, (HK, DK)) for x in (q, k))
         q, k = (x * (x.square().sum(-1, keepdim=True) + ref.EPS).rsqrt() for x in (q, k))

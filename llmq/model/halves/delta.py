@@ -66,7 +66,7 @@ class DeltaHalf:
         self.of_gates = self.channels + self.values  # and of b and a
 
     def keeps_input(self, recompute: Recompute) -> bool:
-        """A product of codes that is computed again needs those of its input, as attention's does."""
+        """Codes that are multiplied again are made of the input again, as attention's are."""
         again = recompute.qkv if self.operands.makes_codes else recompute.att
         return not (recompute.norm or again)
 
