@@ -35,9 +35,9 @@ from llmq.checkpoint.hf import (
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
 from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches
-from llmq.options.option_types import LORA_PARTS, LORA_TARGETS, QUANTIZED
+from llmq.options.option_types import LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
-from llmq.state.adapter_rows import PEFT_PREFIX, SLABS, token_tables
+from llmq.state.adapter_rows import NEW_ROWS, PEFT_PREFIX, SLABS, token_tables
 from llmq.state.params import Param, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
@@ -52,7 +52,8 @@ _BIAS_OF_ADAPTED = re.compile(r"\.base_layer\.(?=bias$)")
 TIED_HEAD = "lm_head.weight"
 BIASES = {"all": "biases", "lora_only": "adapted-biases"}
 """By values of PEFT's `bias`, the names that --train has for them."""
-PARTS = tuple(part for part in LORA_PARTS if part not in BIASES.values())
+PARTS = ("norms", "embeddings", "head")
+"""Parts that may lie there as copies, too, which were not trained."""
 INSIDE = "model.language_model."
 """Names begin with one of these, instead of "model.", in a model that has other parts too."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
@@ -184,7 +185,7 @@ def with_new_tokens(
     """The model with the ids whose rows are trained beside the adapters in a directory, if any are.
 
     adapter: read from there; None: it is not yet. LlmqError where they do not go with the model, or
-    are none of what can be trained: neighbours, in all of the token tables.
+    are none of what can be trained: neighbours, of the embedding and maybe of the head.
     """
     adapter = read_adapter_config(directory) if adapter is None else adapter
     if not adapter.new_tokens:
@@ -193,9 +194,8 @@ def with_new_tokens(
     ids, *others = adapter.new_tokens.values()
     tables = [m.parts[0].module for m in token_tables(model).values()]
     named = tuple(name or tables[0] for name in adapter.new_tokens)
-    lacking = [table for table in tables if not table.endswith(named)]
-    if lacking:
-        raise LlmqError(f"{what}: {lacking[0]} has none, only rows of all tables can be trained")
+    if not tables[0].endswith(named):
+        raise LlmqError(f"{what}: {tables[0]} has none, and rows of the head are not trained alone")
     first, stop = ids[0], ids[0] + len(ids)
     if ids != [*range(first, stop)] or others != [ids] * len(others) or first < 0:
         raise LlmqError(f"{what} {reprlib.repr(ids)}: only neighbouring ids, rising, are supported")
@@ -293,6 +293,11 @@ class AdapterFiles(HfWeights):
         ]
         biases = BIASES.get(self.config.content.get("bias"))
         parts += [biases] if biases and any(name.endswith(".bias") for name in self._where) else []
+        if self.config.new_tokens:
+            head = model.tied_embeddings or any(
+                name.endswith("lm_head") for name in self.config.new_tokens
+            )
+            parts.append("new-rows" if head else "new-embeddings")
         if not here:
             first = min(modules).removeprefix(PEFT_PREFIX)
             raise LlmqError(
@@ -332,8 +337,6 @@ class AdapterFiles(HfWeights):
 
     def _trains(self, model: ModelConfig, param: Param) -> bool:
         """Whether PEFT trains this parameter of the model."""
-        if param.first_row is not None:
-            return bool(self.config.new_tokens)
         names = (param.hf[0].name, *tied_names(model, param))
         modules = [each.rpartition(".")[0] for name in names for each in (name, nested_name(name))]
         return any(module.endswith(self.config.modules) for module in modules)
@@ -371,7 +374,8 @@ class AdapterFiles(HfWeights):
         params = [p for s in weight_table(model, 1, adapters) for p in s.params if p.of_adapter]
         others = [p for part in PARTS for p in _params_of(model, part)]
         params += [p for p in others if self.has(p) or self._trains(model, p)]
-        params += biases_of(model, adapters)
+        own = (s for s in weight_table(model, 1, adapters) if s.name in ("biases", NEW_ROWS))
+        params += [p for slab in own for p in slab.params]
         for param, part in [(p, part) for p in params for part in p.hf]:
             if part.name not in self._where:
                 raise LlmqError(f"'{path}' lacks {part.name}: it is of another model, or damaged")

@@ -46,7 +46,7 @@ def gradient_scale(z_loss: float, weight: float = 1.0) -> float:
 
 def _columns_of_new_rows(dev: Device, config: ModelConfig, options: TrainConfig) -> Tensor | None:
     """I32 (R,): the columns of logits that belong to rows which are trained alone, then -1."""
-    if not options.trains_new_rows:
+    if not options.trains_new_rows or not (config.tied_embeddings or "new-rows" in options.train):
         return None
     ids = np.arange(*config.new_tokens, dtype=np.int32)
     padded = np.full(padded_columns(ids.size, 1), -1, np.int32)

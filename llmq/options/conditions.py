@@ -21,7 +21,7 @@ from llmq.options.adapters import (
     matches,
     multiplied_sizes,
 )
-from llmq.options.option_types import numbers_of
+from llmq.options.option_types import NEW_PARTS, numbers_of
 from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
@@ -293,10 +293,13 @@ def wrong_parts(o: Options, model: ModelConfig) -> str | None:
     named = {*o.train}
     if "head" in named and model.tied_embeddings:
         return "the head is the embedding in this model: name embeddings"
-    if "new-rows" in named and model.new_tokens is None:
-        return "new-rows are those of --add-tokens, which is not given"
-    if "new-rows" in named and named & {"embeddings", "head"}:
-        return "embeddings and head have the new rows: leave new-rows out, or train these alone"
+    new = [part for part in NEW_PARTS if part in named]
+    if new and model.new_tokens is None:
+        return f"{new[0]} are those of --add-tokens, which is not given"
+    if new and named & {"embeddings", "head"}:
+        return f"embeddings and head have the new rows: leave {new[0]} out, or train these alone"
+    if len(new) > 1:
+        return "new-rows are those of the embedding too: leave new-embeddings out"
     if {"biases", "adapted-biases"} <= named:
         return "biases are all biases: leave adapted-biases out, or biases"
     matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmq.options.conditions import why_weights_stay
 from llmq.options.option_types import (
+    NEW_PARTS,
     NONE,
     PREFERENCES,
     QUANTIZED,
@@ -101,7 +102,7 @@ class Derived:
     @property
     def trains_new_rows(self) -> bool:
         """Whether rows of new tokens are trained beside adapters, and no others."""
-        return self.has_adapters and "new-rows" in self.train
+        return self.has_adapters and not {*NEW_PARTS}.isdisjoint(self.train)
 
     @property
     def pairs(self) -> str | None:

@@ -54,7 +54,8 @@ LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in
 EXPERTS = "experts"
 """One of these: all matrices of experts."""
 
-LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", "new-rows")
+NEW_PARTS = ("new-rows", "new-embeddings")
+LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PARTS)
 """Parts of a model that may be trained beside adapters."""
 
 FP8_DTYPES = ("e4m3", "e5m2")

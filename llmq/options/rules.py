@@ -165,7 +165,11 @@ REFUSED = (
     ),
     *refused(
         "head_dtype",
-        lambda v, o: o.trains_new_rows and v != o.model_dtype,
+        lambda v, o, model: (
+            o.trains_new_rows
+            and v != o.model_dtype
+            and (model.tied_embeddings or "new-rows" in o.train)
+        ),
         "--head-dtype: {value} has no gradient of new rows alone: leave it out, or give "
         "--train=embeddings,head",
     ),

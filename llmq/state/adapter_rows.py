@@ -6,6 +6,7 @@ from llmq.arch.matrix import HfPart, Module
 from llmq.arch.model_config import ModelConfig
 from llmq.ops.common import padded_columns
 from llmq.options.adapters import Adapted, Adapters, all_adapted
+from llmq.options.option_types import NEW_PARTS
 
 PEFT_PREFIX = "base_model.model."
 """Names of parameters in adapter_model.safetensors begin so."""
@@ -29,18 +30,19 @@ def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tupl
         a, b = _rows(matrix, layer)
         slabs["lora_a"].append(a)
         slabs["lora_b"].append(b)
-    if "new-rows" in adapters.train and config.new_tokens is not None:
-        slabs[NEW_ROWS] = _new_rows(config)
+    if config.new_tokens is not None and not {*NEW_PARTS}.isdisjoint(adapters.train):
+        slabs[NEW_ROWS] = _new_rows(config, of_head="new-rows" in adapters.train)
     return slabs
 
 
-def _new_rows(config: ModelConfig) -> list[tuple]:
-    """Those of the embedding and, where it is another table, of the LM head; padded in number as
-    adapters' columns are."""
+def _new_rows(config: ModelConfig, *, of_head: bool) -> list[tuple]:
+    """Those of the embedding and, where it is another table, of the LM head, unless that stays;
+    padded in number as adapters' columns are."""
     first, stop = config.new_tokens
     rows, shape = stop - first, (padded_columns(stop - first, 1), config.hidden_size)
     found = []
-    for block, module in token_tables(config).items():
+    tables = token_tables(config)
+    for block, module in tables.items() if of_head else [("embed", tables["embed"])]:
         parts = (HfPart(name=module.parts[0].module + OF_ROWS, start=0, stop=rows),)
         full = f"{module.name}.{NEW_ROWS}"
         found.append((block, NEW_ROWS, full, shape, module.kind, module.initial, parts, first))
@@ -73,7 +75,8 @@ def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
     )
 
 
-SLABS = {"norms": "norms", "embeddings": "embed", "head": "head", "new-rows": NEW_ROWS}
+SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
+SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS)
 SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
 """By what --train names."""
 
