@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from llmq.base.errors import ConfigError
 from llmq.checkpoint.merge import merge_adapter
+from llmq.commands.cli import _run
 from llmq.options.adapters import Adapters
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
@@ -151,6 +152,21 @@ def test_losses_of_routers_are_those_of_transformers():
     for name, gradient in torch_gradients(model).items():
         error = np.linalg.norm(ours[name] / result.tokens - gradient)
         assert error <= GRADIENT_RTOL * np.linalg.norm(gradient), name
+
+
+def test_a_checkpoint_tells_which_experts_have_not_moved(tmp_path, capsys):
+    path = exported("qwen3_moe", num_experts=64, num_experts_per_tok=1, moe_intermediate_size=16)
+    with trainer_for(path) as trainer:
+        trainer.step([random_batch(np.random.default_rng(0))])
+        gradients = trainer.gradients()
+        saved = trainer.save(tmp_path / "ckpt")
+    assert _run(["check", "--trained", str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for layer in (0, 2):
+        name = f"model.layers.{layer}.experts_down.weight"
+        idle = [e for e, gradient in enumerate(gradients[name]) if not gradient.any()]
+        assert len(idle) >= 64 - 48
+        assert f"  {name}: experts {', '.join(map(str, idle))}" in lines
 
 
 def test_nan_in_one_document_reaches_no_other():

@@ -166,15 +166,32 @@ def _trained(path: Path) -> str:
         slabs = saved_slabs(reader.manifest)
         params = [(p, reader.rule.moments_of(slab)) for slab in slabs for p in slab.params]
 
-        def moved(param: Param, moments: Iterable[Moment]) -> bool:
-            reads = ((m.group, partial(reader.read, m.group, param)) for m in moments)
-            return any(reached(read, padded_size(group, param)) for group, read in reads)
+        def moved(param: Param, moments: Iterable[Moment], part: int, parts: int) -> bool:
+            for m in moments:
+                size = padded_size(m.group, param) // parts
+                read = partial(_read_part, partial(reader.read, m.group, param), part * size)
+                if reached(read, size):
+                    return True
+            return False
 
-        names = [param.name for param, moments in params if not moved(param, moments)]
+        def still(param: Param, moments: Iterable[Moment]) -> str | None:
+            """The name of a tensor that has not moved, or of which some experts have not."""
+            parts = param.shape[0] if len(param.shape) > 2 else 1
+            idle = [i for i in range(parts) if not moved(param, moments, i, parts)]
+            if 0 < len(idle) < parts:
+                return f"{param.name}: experts {', '.join(map(str, idle))}"
+            return param.name if idle else None
+
+        names = [name for param, moments in params if (name := still(param, moments))]
         if not names:
             return f"all {len(params)} trained tensors have moved by step {reader.step}"
         head = f"{len(names)} of {len(params)} trained tensors have not moved by step {reader.step}"
         return "\n  ".join([f"{head}, no gradient reached them:", *names])
+
+
+def _read_part(read: Callable[..., np.ndarray], first: int, start: int, stop: int) -> np.ndarray:
+    """Elements [start, stop) of those from this one on."""
+    return read(first + start, first + stop)
 
 
 def _model(path: Path) -> str:
