@@ -33,9 +33,8 @@ PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in (
         "fine-tuning", "lora", "preferences", "data", "models", "checkpoints", "export", "planning",
-        "optimizer",
-        "memory", "formats", "multi-gpu", "multi-machine", "logs", "evaluation", "python", "speed",
-        "sweeps", "rig",
+        "optimizer", "experts", "memory", "formats", "multi-gpu", "multi-machine", "logs",
+        "evaluation", "python", "speed", "sweeps", "rig",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq
