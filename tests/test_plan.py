@@ -16,7 +16,7 @@ import pytest
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, MIB
 from llmq.commands.cli import _run
-from llmq.ops import product
+from llmq.ops import routes
 from llmq.options.cards import CARDS, find_card, spec_of
 from llmq.options.option_types import parse_size
 from llmq.options.options import TrainConfig
@@ -223,7 +223,7 @@ def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
         config, model = make_config(run["options"]), preset(run["model"])
         with monkeypatch.context() as patch:
             if run["date"] < "2026-11-23 02":  # gradients were not added by their products yet
-                patch.setattr(product, "LEAST_USED", 2)
+                patch.setattr(routes, "LEAST_USED", 2)
             plan = make_plan(config, model, spec, installed_attention(config, model, spec))
         # Older runs still had a buffer for a half's output beside the residual stream, and where
         # the MLP's backward takes most, a weight's gradient beside the activation's.
