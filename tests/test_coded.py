@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export import export
 from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf_export import StoredAs
 from llmq.formats import FORMATS
 from llmq.options.presets import resolve_model
 from llmq.ref.nf4 import LEVELS, scale_levels
@@ -117,6 +118,16 @@ def test_what_has_no_fp8_codes_is_refused(tmp_path):
         with pytest.raises(LlmqError, match=message):
             export(where, out, **{"to": "fp8"} | options)
         assert not out.exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "fp8"])
+def test_a_directory_that_is_not_what_was_meant_never_gets_its_name(to, tmp_path, monkeypatch):
+    real = StoredAs.arrays
+    monkeypatch.setattr(StoredAs, "arrays", lambda self, param, x: real(self, param, x * 2))
+    with pytest.raises(LlmqError, match=r"embed_tokens.weight is not what was written"):
+        export(exported("qwen3"), tmp_path / "m", to=to)
+    assert not [*tmp_path.iterdir()]
+    export(exported("qwen3"), tmp_path / "m", to=to, verify=False)
 
 
 # ------------------------------------------------------------------------------------------------

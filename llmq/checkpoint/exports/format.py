@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from llmq.base.dtypes import OPTION_DTYPES, DType
+from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.source import Source
@@ -15,7 +16,7 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
-from llmq.state.params import weight_table
+from llmq.state.params import Param, weight_table
 
 SMALL = 1 << 31
 """Bytes of an export that is read back unless told not to."""
@@ -71,7 +72,8 @@ class HuggingFace(ExportFormat):
         origin, kept = source.origin, OPTION_DTYPES[dtype]
         size = kept.itemsize * sum(p.count for slab in source.table for p in slab.params)
         if verify or (verify is None and size <= SMALL):
-            origin = origin | {"check": partial(_verify, source, kept)}
+            rounded = lambda _, values: values.astype(kept.numpy)  # noqa: E731
+            origin = origin | {"check": partial(verify_model, source, rounded)}
         return export_model(out, source.model, source.read, kept, source.tokenizer, **origin)
 
 
@@ -83,11 +85,13 @@ def _verify_adapters(source: Source, folder: Path) -> None:
                 raise LlmqError(f"{param.name} is not what was written: write it again")
 
 
-def _verify(source: Source, dtype: DType, folder: Path) -> None:
-    """LlmqError unless a model directory has the weights of a source, rounded to dtype."""
+def verify_model(
+    source: Source, expected: Callable[[Param, np.ndarray], np.ndarray], folder: Path
+) -> None:
+    """LlmqError unless a model directory has the weights of a source. expected: the values that are
+    written of a parameter's."""
     with HfWeights(folder) as weights:
         weights.check(weight_table(source.model))
         for param in (param for slab in source.table for param in slab.params):
-            expected = source.read(param).astype(dtype.numpy)
-            if not np.array_equal(weights.read(param), expected):
+            if not np.array_equal(weights.read(param), expected(param, source.read(param))):
                 raise LlmqError(f"{param.name} is not what was written: write it again")

@@ -11,23 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llmq.base.dtypes import E4M3, E4M3_MAX, F32, OPTION_DTYPES, DType
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.export_files import exported_files
-from llmq.checkpoint.exports.format import SMALL, ExportFormat
+from llmq.checkpoint.exports.format import SMALL, ExportFormat, verify_model
 from llmq.checkpoint.exports.source import Source, saved_config
-from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import StoredAs, export_model
 from llmq.checkpoint.safetensors_file import TensorSpec
 from llmq.formats.format import id_of
 from llmq.formats.scales import SCALE_MARGIN, STATE
 from llmq.ref.common import encode_fp8, row_blocks
 from llmq.ref.quantize import LEAST_ABS_MAX
-from llmq.state.params import Param, weight_table
+from llmq.state.params import Param
 
 SCALES, ACTIVATIONS = ("tensor", "row"), ("dynamic", "static")
 _STRATEGY = {"tensor": "tensor", "row": "channel"}
@@ -93,6 +91,13 @@ class Fp8Codes(StoredAs):
             if self._inputs is not None:
                 yield np.array([self._inputs[param.block, param.key]], np.float32)
 
+    def values(self, param: Param, values: np.ndarray) -> np.ndarray:
+        """The numbers that its tensors stand for."""
+        if not self._is_coded(param):
+            return values.astype(self.dtype.numpy)
+        codes, scales = coded(values, by_row=self._by_row)
+        return codes.astype(np.float32) * scales[:, None]
+
 
 def coded(values: np.ndarray, *, by_row: bool) -> tuple[np.ndarray, np.ndarray]:
     """E4M3 codes of a matrix, as training makes them, and F32 scales (rows,), which are equal
@@ -150,7 +155,7 @@ class Fp8(ExportFormat):
         origin = source.origin | {"stored": stored}
         size = sum(p.count for slab in source.table for p in slab.params)
         if verify or (verify is None and size <= SMALL):
-            origin["check"] = partial(_verify, source, kept, scales == "row")
+            origin["check"] = partial(verify_model, source, stored.values)
         return export_model(out, model, source.read, kept, source.tokenizer, **origin)
 
 
@@ -168,16 +173,3 @@ def _input_scales(source: Source) -> dict[tuple[str, str], float]:
                 )
             found[f"layers.{layer}", matrix.key] = max(history) * SCALE_MARGIN / E4M3_MAX
     return found
-
-
-def _verify(source: Source, dtype: DType, by_row: bool, folder: Path) -> None:
-    """LlmqError unless a directory has the values that codes of a source's matrices stand for."""
-    with HfWeights(folder) as weights:
-        weights.check(weight_table(source.model))
-        for param in (param for slab in source.table for param in slab.params):
-            expected: Any = source.read(param).astype(dtype.numpy)
-            if Fp8Codes._is_coded(param):
-                codes, scales = coded(source.read(param), by_row=by_row)
-                expected = codes.astype(np.float32) * scales[:, None]
-            if not np.array_equal(weights.read(param), expected):
-                raise LlmqError(f"{param.name} is not what was written: write it again")
