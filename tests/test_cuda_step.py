@@ -166,7 +166,7 @@ def test_muon(tmp_path, name):
         assert np.linalg.norm(moved - want) < 0.05 * np.linalg.norm(want), param
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3", "phi3", "qwen3_5"])
 def test_adapters(tmp_path, name):
     """Results are as on the CPU, and the same bits with and without graphs and what saves
     memory."""
@@ -247,7 +247,7 @@ def test_models_kept_as_codes(tmp_path, name, base):
             assert same(plain, run(tmp_path, **options, **products, **more)), more
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2_untied", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen2_untied", "gemma3", "qwen3_5"])
 def test_documents_are_data_of_graphs(tmp_path, name):
     """Graphs are captured once and see each batch's documents; on the CPU the same comes out."""
     hf_model(name).save_pretrained(tmp_path)
