@@ -78,6 +78,10 @@ def test_the_row_of_padding_has_the_gradient_of_transformers(name, device):
     assert error.max() <= GRADIENT_RTOL * np.linalg.norm(embedding.grad.numpy())
 
 
+FEW = [name for name in CONFIGS if name not in ("qwen2_moe", "olmoe", "mixtral")]
+
+
+@pytest.mark.parametrize("models", FEW, indirect=True)
 def test_ten_adamw_steps_match_torch(models, device):
     model, path = models
     rng = np.random.default_rng(1)
