@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
+from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.report.curves import read_log, series_of
@@ -25,6 +27,7 @@ from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 T = 24
 LENGTHS = [(6, 9), (5, 4), (12, 12), (4, 7), (8, 6), (3, 5), (10, 5), (4, 4)]
+BYTES = TokenizerId("bytes", "bytes")
 log_sigmoid = torch.nn.functional.logsigmoid
 
 
@@ -279,7 +282,7 @@ def test_a_run_by_scores_is_that_without(data, tmp_path):
             trainer.step()
 
 
-def test_scores_of_something_else_are_refused(data, tmp_path):
+def test_scores_of_something_else_are_refused(data, tmp_path, monkeypatch):
     """By name: of another model, of other data, damaged, of longer documents than were scored."""
     other = exported("qwen2_untied")
     assert command("score", other, data, "--out", tmp_path / "s") == 0
@@ -297,7 +300,14 @@ def test_scores_of_something_else_are_refused(data, tmp_path):
         pytest.raises(DataError, match="has scores of other tokens than"),
     ):
         trainer.step()
-    assert command("score", exported("qwen2"), data, "--out", tmp_path / "s") != 0
+    assert command("score", exported("qwen2"), data, "--out", tmp_path / "s") == DataError.STATUS
+    made = {"name": "other", "fingerprint": "0" * 16, "eos_id": None, "bos_id": None}
+    sure = ScoreFile(file_of(tmp_path / "s", data))
+    sure.scored = replace(sure.scored, tokenizer=made)
+    monkeypatch.setattr("llmq.data.scores.tokenizers_of_files", lambda path: [(path, BYTES)])
+    with pytest.raises(DataError, match=r"scores of tokens of the tokenizer other \(00000000\), '"):
+        sure.check(TokenFile(data))
+    monkeypatch.undo()
     again = ("score", exported("qwen2"), data, "--out", tmp_path / "s", "--overwrite")
     assert command(*again, seq_len=20) == 0
     with (

@@ -24,6 +24,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32, I32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.model.inference import Decoder
+from llmq.model.losses import LOSSES
 from llmq.model.step import Step
 from llmq.ops import attention, route
 from llmq.ops.common import CAPABILITY
@@ -146,6 +147,19 @@ def note_heads(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
     attention.sum_heads(dev, d_qkv, d_kv)
 
 
+def note_losses(spec: DeviceSpec, model: ModelConfig, noted: Launches) -> None:
+    """Note the kernels of losses that read more than tokens."""
+    batch = (np.zeros((4, 64), np.int32), np.zeros((4, 64), np.int32))
+    for loss in LOSSES.keys() - {"ce"}:
+        for dtype in ("bf16", "fp32"):
+            shape = {"batch_size": 4, "seq_len": 64, "packing": "best-fit", "model_dtype": dtype}
+            config = TrainConfig(**shape, loss=loss).normalized()
+            placement = place(config, table_of(config, model))
+            step = Step(NotingDevice(spec, noted), model, config, placement)
+            step.train(0, 0.0, 0.0, [batch])
+            step.evaluate_batch(batch)
+
+
 def note_routers(spec: DeviceSpec, noted: Launches) -> None:
     """Note those of the most experts, which take the most registers."""
     dev, S, E, top_k = NotingDevice(spec, noted), 64, route.MAX_EXPERTS, 10
@@ -174,6 +188,8 @@ class Run(NamedTuple):
         model = preset.with_layers(preset.layer_kinds)
         note_heads(spec, model, noted)
         note_routers(spec, noted)
+        if all(source.file != "distill.cu" for source in noted):  # once for each card
+            note_losses(spec, model, noted)
         if self.sampled is not None:
             note_sampling(spec, model, self.sampled, noted)
         else:

@@ -204,8 +204,9 @@ def test_nan_is_not_hidden(dev):
     assert np.isnan(got["losses"]).all() and np.isnan(got["logits"]).all()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("B, T", [(1, 1), (3, 700), (2, 1500)])
-def test_stats(dev, rng, B, T):
+def test_stats(dev, rng, B, T, weighted):
     targets = rng.integers(-2, 5, (B, T)).astype(np.int32)
     arrays = {
         "stats": np.arange(len(TOKEN_STATS), dtype=np.float64),
@@ -214,8 +215,12 @@ def test_stats(dev, rng, B, T):
         "lse": (rng.integers(0, 640, (B, T)) / 64).astype(np.float32),
         "targets": targets,
     }
+    if weighted:
+        arrays["weights"] = (rng.integers(-64, 65, (B, T)) / 32).astype(np.float32)
     got, want = run(dev, op.stats, arrays), run(host_device(), op.stats, arrays)
     np.testing.assert_array_equal(got["stats"], want["stats"])
+    total = (arrays["losses"] * arrays.get("weights", 1)).sum(dtype=np.float64)
+    assert got["stats"][STAT["loss"]] == total
     assert got["stats"][STAT["count"]] == 1 + (targets >= 0).sum()
 
 
