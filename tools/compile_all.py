@@ -31,7 +31,7 @@ from llmq.ops.common import CAPABILITY
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernel
-from llmq.runtime.device import DeviceSpec
+from llmq.runtime.device import FUSED, DeviceSpec
 from llmq.runtime.device import Launch as Launched
 from llmq.runtime.kernel import Kernel, KernelSource
 from llmq.runtime.plan_device import PlanDevice
@@ -124,7 +124,10 @@ def note_training(
         config = TrainConfig(**shape, recompute_block=more, document_mask=more, **fields)
         config = config.normalized()
         placement = place(config, table_of(config, model))
-        step = Step(NotingDevice(spec, noted), model, config, placement)
+        dev = NotingDevice(spec, noted)
+        if model.experts is not None:  # on Hopper their kernels are taken where LLMQ_FUSED says so
+            dev.fused = frozenset(FUSED)
+        step = Step(dev, model, config, placement)
         step.train(0, 0.0, 0.0, [batch])
         step.train(1, 0.0, 0.0, [batch, batch])
         step.evaluate_batch(batch)

@@ -85,6 +85,11 @@ def _uses_turns(dev: Device, sizes: Sizes) -> bool:
     return sizes.K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
 
 
+def _not_measured(dev: Device, sizes: Sizes) -> bool:
+    """No GPU has run it yet: only LLMQ_FUSED takes it."""
+    return False
+
+
 MANY_COLUMNS, MOST_IDLE = 8192, 2400
 MIN_DEPTH = 4096
 # The share of the turns of all clusters that is work, and of the tiles' elements that are there.
@@ -132,15 +137,12 @@ ROUTES = {
         faster=_uses_turns,
         exact=True,
     ),
-    # Rows that are sorted by expert were not measured yet. A tile has 256 rows and 192 columns;
-    # adapters are narrower.
     "grouped": Route(
         kernel="matmul_grouped",
         a=(BF16,),
         out=BF16,
         aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4),  # K: of 64
-        rows=2048,
-        least=192,
+        faster=_not_measured,
         exact=True,
     ),
     "grouped_grad": Route(
@@ -148,8 +150,7 @@ ROUTES = {
         a=(BF16,),
         out=BF16,
         aligned=lambda s: (2 * s.M, 2 * s.N),
-        rows=256,
-        least=192,
+        faster=_not_measured,
         exact=True,
     ),
     # Fewer rows would leave cores idle in the last turn, and gain less than launches cost.
