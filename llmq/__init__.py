@@ -9,7 +9,7 @@ __all__ = ["Trainer", "__version__"]
 def __getattr__(name: str) -> Any:
     """llmq.Trainer, loaded when it is first used: `llmq --help` does not wait for it."""
     if name == "Trainer":
-        from llmq.train.trainer import Trainer
+        from llmq.run.trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module 'llmq' has no attribute {name!r}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from llmq.base.operand import Fp8, Int8, Operand
+from llmq.run.trainer import Trainer
 from llmq.state.params import Param
 from llmq.state.weights import Weights
-from llmq.train.trainer import Trainer
 
 
 def values_of(weights: Weights, operand: Operand) -> np.ndarray:

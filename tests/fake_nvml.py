@@ -53,9 +53,9 @@ class FakeGpu:
 def fake_sensors(monkeypatch, *gpus):
     """From now on runs find these GPUs in NVML, in the order in which CUDA counts them."""
     nvml = FakeNvml(*gpus)
-    monkeypatch.setattr("llmq.train.sensors.load_nvml", lambda: nvml)
-    monkeypatch.setattr("llmq.train.sensors.bus_id", lambda index: nvml.gpus[index].bus_id)
-    monkeypatch.setattr("llmq.train.sensors.cuda_uuid", lambda index: "")
+    monkeypatch.setattr("llmq.run.sensors.load_nvml", lambda: nvml)
+    monkeypatch.setattr("llmq.run.sensors.bus_id", lambda index: nvml.gpus[index].bus_id)
+    monkeypatch.setattr("llmq.run.sensors.cuda_uuid", lambda index: "")
     return nvml
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
 
 VOCAB = 131
 _SHARED = {

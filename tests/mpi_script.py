@@ -23,8 +23,8 @@ from llmq.base.errors import DataError, warn
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
-from llmq.train.loop import _Run
-from llmq.train.trainer import Trainer
+from llmq.run.loop import _Run
+from llmq.run.trainer import Trainer
 
 INDEX = int(os.environ["OMPI_COMM_WORLD_RANK"])
 PLACES = json.loads(sys.argv[2])  # environment of each process, or nothing

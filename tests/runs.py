@@ -11,7 +11,7 @@ import numpy as np
 
 from llmq.commands.cli import _run
 from llmq.data.tokens import TokenWriter
-from llmq.train.loop import _Run
+from llmq.run.loop import _Run
 
 VOCAB = 257
 CONFIG = {

@@ -16,8 +16,8 @@ import pytest
 
 from llmq.checkpoint.checkpoint import CheckpointWriter
 from llmq.checkpoint.store import read_verdict
-from llmq.train import checkpoints, saving
-from llmq.train.loop import _Run
+from llmq.run import checkpoints, saving
+from llmq.run.loop import _Run
 from tests.runs import make_workplace, records, signal_after, train
 from tests.test_guard import exploding
 

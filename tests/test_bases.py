@@ -26,11 +26,11 @@ from llmq.plan.checks import check_machine
 from llmq.plan.estimate import Planner
 from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
+from llmq.run.sampling import open_model
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
-from llmq.train.sampling import open_model
 from tests.bases import block_weights
 from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-import llmq.train.chat
+import llmq.run.chat
 from llmq.commands.cli import _run
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.train.chat import Conversation
-from llmq.train.sampling import open_model
+from llmq.run.chat import Conversation
+from llmq.run.sampling import open_model
 from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import run
@@ -88,7 +88,7 @@ def said(monkeypatch):
         prompts.append((bytes(prompt).decode(), count, kwargs["stop"]))
         yield from replies[len(prompts) - 1].encode()
 
-    monkeypatch.setattr("llmq.train.sampling.Sampler.generate", generate)
+    monkeypatch.setattr("llmq.run.sampling.Sampler.generate", generate)
     return prompts, replies
 
 
@@ -134,8 +134,8 @@ def test_on_a_terminal(model, said, capsys, monkeypatch):
     stdin.isatty = lambda: True
     monkeypatch.setattr("sys.stdin", stdin)
     monkeypatch.setattr("builtins.input", read)
-    until = llmq.train.chat._until_interrupted
-    monkeypatch.setattr(llmq.train.chat, "_until_interrupted", lambda new: until(interrupted(new)))
+    until = llmq.run.chat._until_interrupted
+    monkeypatch.setattr(llmq.run.chat, "_until_interrupted", lambda new: until(interrupted(new)))
     assert chat(model) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["o", "t"]
     assert prompts[1][0] == "ufirst;ao;usecond;a"

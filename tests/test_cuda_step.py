@@ -11,12 +11,12 @@ from llmq.ops import matmul
 from llmq.ops.common import CAPABILITY
 from llmq.options.options_io import make_config
 from llmq.options.presets import resolve_model
+from llmq.run.model_of_run import model_of_run
+from llmq.run.sampling import Sampler
+from llmq.run.trainer import Trainer
 from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.machine import choose_machine
-from llmq.train.model_of_run import model_of_run
-from llmq.train.sampling import Sampler
-from llmq.train.trainer import Trainer
 from tests.bases import block_weights
 from tests.conftest import gpu_problem
 from tests.models import CONFIGS, VOCAB, WITH_EXPERTS, hf_model, random_batch, trainer_for

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import llmq.train.restarts
+import llmq.run.restarts
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import digest_of, manifest_damage
 from llmq.checkpoint.store import delete_old, own_checkpoints
 from llmq.commands.cli import _run
 from llmq.report.json_log import is_damaged_log, log_owner
-from llmq.train.find_log import find_log, log_of_run
-from llmq.train.trainer import Trainer
+from llmq.run.find_log import find_log, log_of_run
+from llmq.run.trainer import Trainer
 from tests import mpi
 from tests.runs import flags, make_workplace, options, records, train
 
@@ -252,7 +252,7 @@ def test_restarts(monkeypatch, capsys):
         tried.append(config.continue_from)
         return _run([argument for argument in command[3:] if "--restarts" not in argument])
 
-    monkeypatch.setattr(llmq.train.restarts, "supervise", supervise)
+    monkeypatch.setattr(llmq.run.restarts, "supervise", supervise)
     command = ["train", *flags(**ON), "--restarts=1"]
     monkeypatch.setattr(sys, "argv", ["llmq", *command])
     assert _run(command) == 0 and tried == ["latest"]

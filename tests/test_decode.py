@@ -13,6 +13,7 @@ from llmq.checkpoint.hf import HfWeights
 from llmq.model.inference import Decoder
 from llmq.options.cards import find_card, spec_of
 from llmq.options.presets import preset, resolve_model
+from llmq.run.sampling import Sampler
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import choose_machine
@@ -20,7 +21,6 @@ from llmq.runtime.plan_device import PlanDevice
 from llmq.state.params import weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
-from llmq.train.sampling import Sampler
 from tests.models import CONFIGS, VOCAB, hf_model, trainer_for
 
 LENGTH = 24

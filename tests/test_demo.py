@@ -12,9 +12,9 @@ import pytest
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
 from llmq.options.presets import preset
+from llmq.run import demo
+from llmq.run.demo import PROMPT, VALIDATION_SECONDS, demo_config, python_sources
 from llmq.state.params import parameter_count
-from llmq.train import demo
-from llmq.train.demo import PROMPT, VALIDATION_SECONDS, demo_config, python_sources
 from tests.runs import records, signal_after
 
 

@@ -10,9 +10,9 @@ import pytest
 
 import llmq
 from llmq.base.tensor import Tensor
+from llmq.run import diagnose
+from llmq.run.diagnose import MAX_SKIPPED, NanOrigin, find_origin
 from llmq.runtime.host_device import HostDevice
-from llmq.train import diagnose
-from llmq.train.diagnose import MAX_SKIPPED, NanOrigin, find_origin
 from tests.conftest import gpu_problem
 from tests.runs import T, make_workplace, options, records, train
 

@@ -15,9 +15,9 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.disk import DiskUse, disk_use
+from llmq.run.guard import Guard
 from llmq.state.params import weight_table
 from llmq.state.placement import place
-from llmq.train.guard import Guard
 from tests.models import hf_model, trainer_for
 from tests.runs import make_workplace, train
 

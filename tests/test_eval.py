@@ -16,9 +16,9 @@ from llmq.commands.cli import _run
 from llmq.data.scoring import Encoder, Request, make_batches, pack_batches
 from llmq.data.tasks import Task, Text, read_tasks
 from llmq.data.tokenizer import ByteTokenizer
+from llmq.run.evaluate import Fleet, Shapes, ask_model, scores_of, table
+from llmq.run.sampling import open_model
 from llmq.runtime.machine import choose_machine
-from llmq.train.evaluate import Fleet, Shapes, ask_model, scores_of, table
-from llmq.train.sampling import open_model
 from tests.eval_data import KINDS, POSITIONS, records, write_model, write_tasks
 from tests.runs import make_workplace, train
 

@@ -22,7 +22,7 @@ from llmq.options.command_line import command_line
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
 from llmq.report.watch import numbers, text
-from llmq.train import evaluations
+from llmq.run import evaluations
 from tests.runs import flags, make_workplace, records, signal_after, train, write_tokens
 
 QUESTIONS = [("a", "bc", "d", "A"), ("ö", "x", "yz", "B"), ("no", "1", "22", "B")]

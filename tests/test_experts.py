@@ -17,8 +17,8 @@ from llmq.commands.cli import _run
 from llmq.options.adapters import Adapters
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
+from llmq.run.idle_experts import IdleExperts
 from llmq.state.params import weight_table
-from llmq.train.idle_experts import IdleExperts
 from tests.models import (
     exported,
     hf_model,

@@ -15,7 +15,7 @@ from llmq.commands.cli import _run
 from llmq.data.chat_template import load_chat_template
 from llmq.data.tokenizer import HfTokenizer
 from llmq.options.option_file import read_option_file
-from llmq.train.model_of_run import packing_of_data
+from llmq.run.model_of_run import packing_of_data
 from tests.chat_templates import CHATML, assistant, user, write_chat_tokenizer
 from tests.runs import CONFIG
 from tests.text_data import documents, run

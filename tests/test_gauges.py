@@ -10,9 +10,9 @@ from rich.console import Console, Group
 
 from llmq.report.gauges import Panel, Row, bar, panel_lines, record_line, waiting_line
 from llmq.report.live import Progress
+from llmq.run.sensing import row_of
+from llmq.run.sensors import Sensor, Sensors
 from llmq.runtime.nvml import find_gpu
-from llmq.train.sensing import row_of
-from llmq.train.sensors import Sensor, Sensors
 from tests.fake_nvml import GIB, FakeGpu, FakeNvml
 
 LONG = "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"

@@ -20,9 +20,9 @@ from llmq.commands.cli import _run
 from llmq.model.results import Result
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
-from llmq.train.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
-from llmq.train.loop import _Run
-from llmq.train.trainer import Trainer
+from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
+from llmq.run.loop import _Run
+from llmq.run.trainer import Trainer
 from tests.runs import make_workplace, records, signal_after, train
 
 
@@ -246,7 +246,7 @@ def test_a_run_that_is_stopped_among_nans_ends_as_the_whole_one(steps, monkeypat
 
 
 def test_a_validation_that_is_not_finite_keeps_the_model(monkeypatch, capsys):
-    from llmq.train import evaluations
+    from llmq.run import evaluations
 
     monkeypatch.setattr(evaluations.Evaluations, "_timed", spoiled(evaluations.Evaluations._timed))
     last = {"ckpt_interval": 1, "save_training_state": True, "eval_every_n_steps": 0}

@@ -23,15 +23,15 @@ from llmq.options.options import TrainConfig
 from llmq.options.presets import preset
 from llmq.plan.plan import make_plan
 from llmq.plan.sol import flops_per_token
+from llmq.run.diagnose import _place
+from llmq.run.sampling import Sampler
+from llmq.run.trainer import Trainer
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import choose_machine
 from llmq.state.params import parameter_count, weight_table
 from llmq.state.placement import place
 from llmq.state.weights import Weights
-from llmq.train.diagnose import _place
-from llmq.train.sampling import Sampler
-from llmq.train.trainer import Trainer
 from tests.mixture import ACTIVE, EXPERTS, ExpertsHalf, Mixture
 
 B, T, V, WIDTH = 2, 16, 257, 48

@@ -24,8 +24,8 @@ from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import load_tokenizer
 from llmq.options.options_io import make_config
 from llmq.options.presets import find_directory
+from llmq.run.model_of_run import at_commit, model_of_run
 from llmq.state.params import weight_table
-from llmq.train.model_of_run import at_commit, model_of_run
 from tests.hub import SHA, serving
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import documents, write_bpe, write_jsonl

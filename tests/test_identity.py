@@ -22,7 +22,7 @@ from llmq.data.identity import (
 )
 from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
 from llmq.options.presets import PRESETS
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
 from tests.runs import CONFIG, options
 from tests.text_data import documents, run, write_bpe, write_jsonl
 
@@ -169,7 +169,7 @@ def test_names_of_folders(tmp_path):
 def test_another_tokenizer_is_refused(trained, capsys, monkeypatch, changes, names):
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr("llmq.train.trainer.plan_run", None)  # it is found before anything happens
+        patch.setattr("llmq.run.trainer.plan_run", None)  # it is found before anything happens
         assert command(**changes) == 2
     [error] = [x for x in capsys.readouterr().err.splitlines() if not x.startswith("warning: ")]
     assert error.startswith("error: ")

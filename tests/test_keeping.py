@@ -14,8 +14,8 @@ import pytest
 from llmq.base.signals import OutOfTime
 from llmq.checkpoint.retention import PROVEN, Candidates, Verdict
 from llmq.options.options_io import make_config
-from llmq.train import checkpoints, requests
-from llmq.train.requests import Requests
+from llmq.run import checkpoints, requests
+from llmq.run.requests import Requests
 from tests.runs import make_workplace, records, signal_after, train
 
 SHORT = {"eval_file": "none", "batch_size": 1, "grad_accumulation": 1}
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_is_asked_for(ask, monkeypatch, capsys):
 
 
 def touch_after(monkeypatch, step):
-    from llmq.train.loop import _Run
+    from llmq.run.loop import _Run
 
     real = _Run._step
 

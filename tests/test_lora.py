@@ -26,11 +26,11 @@ from llmq.options.presets import preset
 from llmq.options.rules import RULES
 from llmq.plan.estimate import Planner
 from llmq.plan.plan import make_plan
+from llmq.run.sampling import open_model
 from llmq.runtime.device import HOST_SPEC
 from llmq.state.params import weight_table
 from llmq.state.placement import trained_count
 from llmq.state.weights import Weights
-from llmq.train.sampling import open_model
 from tests.adapters import batches, targets
 from tests.bases import block_weights
 from tests.models import exported, hf_model, torch_loss, trainer_for

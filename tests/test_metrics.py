@@ -21,7 +21,7 @@ from llmq.base.errors import LlmqError
 from llmq.model.results import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import PlainView
-from llmq.train.metrics import Reporter, count_tokens, duration, tokens_per_second
+from llmq.run.metrics import Reporter, count_tokens, duration, tokens_per_second
 
 NUMBERS = {"lse_max": 9.0, "lse_mean": 7.0, "loss_1k": 3.5}
 RESULT = Result(loss=3.25, tokens=100, norm=0.123456789, numbers=NUMBERS)
@@ -463,7 +463,7 @@ def test_line_of_an_evaluation_has_the_mean_of_the_steps_before(reporter):
 
 def test_sections_blocks_and_messages(reporter, monkeypatch):
     clock = iter([10.0, 11.9994, 20.0, 22.7])
-    monkeypatch.setattr("llmq.train.metrics.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("llmq.run.metrics.time.perf_counter", lambda: next(clock))
     with reporter.section("Loading", 3):
         pass
     with reporter.section("Saving"):

@@ -12,8 +12,8 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.plan import make_plan
+from llmq.run.diagnose import _activations, _measured_gradients, abs_maxes
 from llmq.runtime.device import HOST_SPEC
-from llmq.train.diagnose import _activations, _measured_gradients, abs_maxes
 from tests.models import exported, random_batch, trainer_for
 
 T = 32

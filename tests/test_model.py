@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from llmq.run.trainer import Trainer
 from llmq.state.params import weight_table
-from llmq.train.trainer import Trainer
 from tests.models import (
     CONFIGS,
     exported,

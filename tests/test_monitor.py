@@ -8,19 +8,19 @@ import pytest
 from llmq.base.errors import LlmqError
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.runtime import gpu_info as gpu_info_module
-from llmq.runtime.device import MemorySizes
-from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
-from llmq.runtime.host_device import HostDevice
-from llmq.runtime.nvml import NvmlGpu
-from llmq.train import monitor as monitor_module
-from llmq.train.announce import announce_machine
-from llmq.train.monitor import (
+from llmq.run import monitor as monitor_module
+from llmq.run.announce import announce_machine
+from llmq.run.monitor import (
     measured_peak,
     speed_of_light,
     system_lines,
     system_record,
 )
+from llmq.runtime import gpu_info as gpu_info_module
+from llmq.runtime.device import MemorySizes
+from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free
+from llmq.runtime.host_device import HostDevice
+from llmq.runtime.nvml import NvmlGpu
 from tests.fake_nvml import FakeError, FakeGpu, FakeNvml
 
 H100 = "NVIDIA H100 80GB HBM3"

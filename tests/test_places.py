@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from llmq.commands.cli import _run
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
 from tests.runs import make_workplace, options, records, signal_after, train
 
 SAVED = {"steps": 2, "save_training_state": True, "overwrite": None}

@@ -19,7 +19,7 @@ from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.report.curves import read_log, series_of
-from llmq.train import score
+from llmq.run import score
 from tests.models import VOCAB, exported, hf_model, trainer_for
 from tests.pairs_data import write_pairs
 from tests.runs import make_workplace, records, train

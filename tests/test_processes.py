@@ -16,7 +16,7 @@ from llmq.base.errors import LlmqError, MachineError
 from llmq.base.signals import OutOfTime
 from llmq.checkpoint.manifest import read_manifest
 from llmq.commands.cli import _run
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
 from tests.covering import covering
 from tests.mpi import ENVIRONMENT, case, machines, run, start
 from tests.runs import flags, make_workplace, records, train, write_tokens

@@ -18,7 +18,7 @@ from llmq.comm.links import Link, LinkTable
 from llmq.model.step import Step
 from llmq.options.options_io import make_config
 from llmq.plan.sol import peaks
-from llmq.train import announce, scaling
+from llmq.run import announce, scaling
 from tests.fake_nvml import FakeGpu, fake_sensors
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
 from tests.test_training import GPU, GpuLike, digests, measured
@@ -175,7 +175,7 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
         index = property(lambda self: self.mesh.rank)
 
     monkeypatch.setattr("llmq.runtime.machine.HostDevice", Gpu)
-    monkeypatch.setattr("llmq.train.ranks.connect", connect)
+    monkeypatch.setattr("llmq.run.ranks.connect", connect)
     monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     monkeypatch.setattr(announce, "gpu_info", gpu_info)
     assert train(steps=5, gpus=2, log_gpu_util=4) == 0

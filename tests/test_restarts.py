@@ -18,9 +18,9 @@ from llmq.base.errors import MachineError
 from llmq.base.signals import SUPERVISED, FirstSignal, OutOfTime
 from llmq.commands.cli import _run
 from llmq.options.options_io import make_config
-from llmq.train import restarts
-from llmq.train.requests import Requests
-from llmq.train.restarts import in_words, is_crash, supervise
+from llmq.run import restarts
+from llmq.run.requests import Requests
+from llmq.run.restarts import in_words, is_crash, supervise
 from tests.runs import flags, make_workplace, records, train
 
 # Stands for `llmq train`: notes its arguments, and does what the test wants of this attempt.
@@ -221,7 +221,7 @@ def test_errors_of_gpus_are_named(monkeypatch, capfd):
 KILLS = """
 import os, signal, sys
 if "--restarts=0" in sys.argv and not os.path.exists("killed"):
-    from llmq.train.loop import _Run
+    from llmq.run.loop import _Run
     real = _Run._step
     def step(self):
         if self.trainer.steps_done == 3:

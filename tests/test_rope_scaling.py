@@ -9,8 +9,8 @@ import transformers
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
+from llmq.run.sampling import Sampler, open_model
 from llmq.runtime.machine import choose_machine
-from llmq.train.sampling import Sampler, open_model
 from tests.models import exported, hf_model, random_batch, torch_loss, trainer_for
 from tests.test_model import pieces
 

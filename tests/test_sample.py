@@ -22,16 +22,16 @@ from llmq.commands.cli import _run
 from llmq.data.detokenize import continuation
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.options.presets import preset
-from llmq.runtime.device import DeviceSpec
-from llmq.runtime.machine import Machine, choose_machine
-from llmq.train.sampling import (
+from llmq.run.sampling import (
     Sampler,
     choose_token,
     first_token,
     open_model,
     prompt_ids,
 )
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
+from llmq.runtime.device import DeviceSpec
+from llmq.runtime.machine import Machine, choose_machine
 from tests.models import hf_model
 from tests.runs import make_workplace, options, train
 
@@ -148,7 +148,7 @@ def test_generation_stops_at_the_positions_and_at_the_end_of_text(model_dir, mon
         assert len(generate(sampler, [1, 3, 4], 99, temperature=0)) <= 7
         assert len(generate(sampler, [1, 3, 4], 4, temperature=0)) <= 4
         chosen = iter([7, 8, 2, 9])
-        monkeypatch.setattr("llmq.train.sampling.choose_token", lambda *_, **__: next(chosen))
+        monkeypatch.setattr("llmq.run.sampling.choose_token", lambda *_, **__: next(chosen))
         assert generate(sampler, [1], 9, temperature=0) == [7, 8]
 
 
@@ -305,7 +305,7 @@ def test_sizes_that_a_gpu_cannot_compute(trained, capsys, monkeypatch):
     """Found before the device is opened."""
     spec = DeviceSpec(name="GPU", capability=90, num_sms=1, memory=0, library_workspace=0)
     machine = Machine(kind="cuda", spec=spec, note=None)
-    monkeypatch.setattr("llmq.train.sampling.choose_machine", lambda device, gpus: machine)
+    monkeypatch.setattr("llmq.run.sampling.choose_machine", lambda device, gpus: machine)
     monkeypatch.setattr(Machine, "open", lambda *args, **kwargs: pytest.fail("it was opened"))
     monkeypatch.setattr("llmq.plan.checks.HEAD_DIM_MULTIPLE", 256)
     assert _run(["sample", str(trained / "out"), "--device=cuda"]) == 2
@@ -338,7 +338,7 @@ def test_text_is_printed_while_it_is_made(trained, monkeypatch):
         if text + end:
             events.append(text + end)
 
-    monkeypatch.setattr("llmq.train.sampling.choose_token", choose)
+    monkeypatch.setattr("llmq.run.sampling.choose_token", choose)
     monkeypatch.setattr("llmq.base.console.print_own", write)
     assert sample(trained / "out", "--prompt=ab", "--max-new-tokens=4", "--temperature=1") == 0
     assert events == ["token", "token", "abé", "token", "!", "token", "x"]
@@ -348,7 +348,7 @@ def test_a_text_that_cannot_be_begun_is_not_printed(trained, monkeypatch, capsys
     def fail(*_, **__):
         raise LlmqError("not finite")
 
-    monkeypatch.setattr("llmq.train.sampling.choose_token", fail)
+    monkeypatch.setattr("llmq.run.sampling.choose_token", fail)
     assert sample(trained / "out", "--prompt=ab") == 2
     assert capsys.readouterr().out == ""
 

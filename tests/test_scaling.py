@@ -6,10 +6,10 @@ import pytest
 import llmq
 from llmq.base.dtypes import F32
 from llmq.comm.collectives import SilentComm
+from llmq.run.scaling import COMPARED, Scaling, alone, time_alone
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh
-from llmq.train.scaling import COMPARED, Scaling, alone, time_alone
 from tests.runs import make_workplace, options
 
 SIZES = MemorySizes(device=1 << 12, stack=0, pinned=0)

@@ -12,11 +12,11 @@ import pytest
 
 from llmq.base.errors import LlmqError
 from llmq.model.results import Result
+from llmq.run.sensing import Sensing, Waits
+from llmq.run.sensors import Sensor, Sensors, Window, open_sensors
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, load_nvml, reason, xid_text
 from llmq.runtime.world import World
-from llmq.train.sensing import Sensing, Waits
-from llmq.train.sensors import Sensor, Sensors, Window, open_sensors
 from tests.conftest import gpu_problem
 from tests.fake_nvml import FAKE_UUID, GIB, MIB, FakeError, FakeGpu, FakeNvml, fake_sensors
 
@@ -162,7 +162,7 @@ def test_nobody_waits_for_nvml(watched):
 
 
 def test_a_driver_that_hangs_holds_nobody_up(watched, monkeypatch):
-    monkeypatch.setattr("llmq.train.sensors.PATIENCE", 0.05)
+    monkeypatch.setattr("llmq.run.sensors.PATIENCE", 0.05)
     nvml, hangs, free = FakeNvml(), threading.Event(), threading.Event()
     sensors = watched(nvml, interval=0.01)
     answers = []
@@ -310,7 +310,7 @@ def test_records_of_several_machines(monkeypatch):
             records, _ = own
             return [([records[0] | {"id": 7}], ["GPU 0: Xid 13"]), own]
 
-    monkeypatch.setattr("llmq.train.sensing.processes", Both)
+    monkeypatch.setattr("llmq.run.sensing.processes", Both)
     try:
         sensing.after_step(done(0, result(1.0, 2.0), 10.0))
     finally:
@@ -334,7 +334,7 @@ def test_processes_of_one_machine_have_one_record_of_its_cpus(monkeypatch):
         def gather(self, own):
             return [own] * 3
 
-    monkeypatch.setattr("llmq.train.sensing.processes", Three)
+    monkeypatch.setattr("llmq.run.sensing.processes", Three)
     try:
         sensing.after_step(done(0, result(), 10.0))
     finally:
@@ -358,13 +358,13 @@ def test_gpus_are_found_by_their_place(monkeypatch, capsys):
     """CUDA_VISIBLE_DEVICES reorders them, names them by UUID and hides others."""
     nvml = fake_sensors(monkeypatch, *(FakeGpu(i, power=1000 * i) for i in range(4)))
     visible = [3, 1]
-    monkeypatch.setattr("llmq.train.sensors.bus_id", lambda i: nvml.gpus[visible[i]].bus_id)
+    monkeypatch.setattr("llmq.run.sensors.bus_id", lambda i: nvml.gpus[visible[i]].bus_id)
     devices = [device(i) for i in range(2)]
     sensors = open_sensors(devices)
     sensors.close()
     assert [(r["id"], r["power"]) for r in sensors.take()] == [(0, 3000), (1, 1000)]
 
-    monkeypatch.setattr("llmq.train.sensors.bus_id", lambda i: "0000:77:00.0")
+    monkeypatch.setattr("llmq.run.sensors.bus_id", lambda i: "0000:77:00.0")
     sensors = open_sensors(devices[:1])
     assert (sensors.take(), sensors.sources, sensors.last_words()) == ([None], [None], [])
     sensors.close()

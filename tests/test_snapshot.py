@@ -12,14 +12,14 @@ from llmq.options.presets import preset
 from llmq.options.rules import RULES
 from llmq.plan.disk import checkpoint_bytes
 from llmq.plan.plan import make_plan
+from llmq.run.model_of_run import model_of_run
+from llmq.run.trainer import Trainer
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
 from llmq.state import snapshot
 from llmq.state.params import weight_table
 from llmq.state.pieces import SlabPiece
 from llmq.state.snapshot import COPIED, Snapshot
-from llmq.train.model_of_run import model_of_run
-from llmq.train.trainer import Trainer
 from tests.runs import make_workplace, options
 from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Span

@@ -9,10 +9,10 @@ import pytest
 
 import llmq
 from llmq.base.dtypes import F32, F64, I64
+from llmq.run.scaling import Scaling
+from llmq.run.trainer import Trainer
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from llmq.train.scaling import Scaling
-from llmq.train.trainer import Trainer
 from tests.runs import make_workplace, options, records, train
 
 STEP, GAP, PAUSE = 645, 2, 5000  # milliseconds: of a step, between two, with something between

@@ -15,7 +15,7 @@ from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_config import AS_IT_IS, difference, take_as_it_is
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import PRESETS
-from llmq.train.tokenizers import exported_otherwise
+from llmq.run.tokenizers import exported_otherwise
 from tests.text_data import mixed_text, write_bpe
 
 transformers = pytest.importorskip("transformers")

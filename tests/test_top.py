@@ -17,9 +17,9 @@ from llmq.base.errors import DataError, LlmqError
 from llmq.base.locks import lock_beside, locked
 from llmq.commands.cli import _run
 from llmq.report.json_log import JsonLog
-from llmq.train import top as top_module
-from llmq.train.find_log import is_written, running_log
-from llmq.train.top import Follower, Top, run_top
+from llmq.run import top as top_module
+from llmq.run.find_log import is_written, running_log
+from llmq.run.top import Follower, Top, run_top
 from tests.fake_nvml import FakeGpu, FakeNvml
 
 RUN = {"id": "a1b2c3d4e5f6", "name": "mine"}

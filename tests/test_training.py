@@ -29,15 +29,15 @@ from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.report import live
 from llmq.report.json_log import JsonLog
+from llmq.run import announce, sensing
+from llmq.run import loop as training
+from llmq.run.diagnose import MAX_SKIPPED
+from llmq.run.rounds import Rounds
+from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_usage import HostUsage
 from llmq.state.rules.adamw import AdamW
-from llmq.train import announce, sensing
-from llmq.train import loop as training
-from llmq.train.diagnose import MAX_SKIPPED
-from llmq.train.rounds import Rounds
-from llmq.train.trainer import Trainer
 from tests.fake_nvml import FAKE_UUID, FakeGpu, fake_sensors
 from tests.runs import (
     VOCAB,

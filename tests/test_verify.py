@@ -16,9 +16,9 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import resolve_model
 from llmq.plan.memory import needed_bytes
 from llmq.plan.plan import make_plan
+from llmq.run.trainer import Trainer
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.host_device import HostDevice
-from llmq.train.trainer import Trainer
 from tests.conftest import gpu_problem
 from tests.runs import flags, make_workplace, options
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmq.base.locks import locked
-from llmq.train import watcher
-from llmq.train.loop import _Run
+from llmq.run import watcher
+from llmq.run.loop import _Run
 from tests.runs import make_workplace, records, signal_after, train
 from tests.test_watch import events, series
 

@@ -34,13 +34,13 @@ from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops import fill, random
 from llmq.rig.ladder import fill_codes
+from llmq.run.monitor import PRODUCT_SIZES, measured_peak
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import FUSED, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import library_versions
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
-from llmq.train.monitor import PRODUCT_SIZES, measured_peak
 
 MIB = 1 << 20
 LEAST_BYTES, LEAST_FLOPS = 16 * MIB, 10**10  # cases below both are for tests

@@ -22,7 +22,7 @@ import typer
 
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import preset
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
 
 SHORTEST, LONGEST = 100, 1000  # tokens of a document
 WAYS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmq.base.batch import Batch
 from llmq.options.presets import preset
-from llmq.train.trainer import Trainer
+from llmq.run.trainer import Trainer
 
 WORDS = (
     "one two three four five six seven eight nine ten red green blue why how what is not".split()

@@ -28,7 +28,7 @@ from llmq.commands.cli import train_main
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import preset
 from llmq.report.json_log import LogReader
-from llmq.train.watcher import Watcher
+from llmq.run.watcher import Watcher
 
 MODEL = "tiny"
 TOKENS = 100_000

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from llmq.options.options_io import make_config
-from llmq.train.restarts import in_words
+from llmq.run.restarts import in_words
 
 POLL = 0.5  # seconds
 LAST_WORDS = 2.0  # seconds from the signal to say where it is until it is ended

@@ -40,14 +40,14 @@ from llmq.options.rules import RULES
 from llmq.plan.cost import step_time
 from llmq.plan.memory import OutOfMemory, needed_bytes
 from llmq.plan.sol import flops_per_token
+from llmq.run.batches import random_batch
+from llmq.run.model_of_run import model_of_run
+from llmq.run.monitor import speed_of_light, system_record
+from llmq.run.sensors import open_sensors
+from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info, library_versions
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
-from llmq.train.batches import random_batch
-from llmq.train.model_of_run import model_of_run
-from llmq.train.monitor import speed_of_light, system_record
-from llmq.train.sensors import open_sensors
-from llmq.train.trainer import Trainer
 
 MANY = 10_000  # steps that a trainer is opened for: more than there is time for
 PIECE = 0.5  # seconds of steps that are enqueued at once

@@ -24,8 +24,8 @@ from llmq.plan.advice import shortages
 from llmq.plan.cost import step_time
 from llmq.plan.memory import memory_limit, needed_bytes
 from llmq.plan.run_plan import plan_unchecked
+from llmq.run.model_of_run import model_of_run
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.train.model_of_run import model_of_run
 
 _machine = cache(choose_machine)  # what is free is asked once: all runs are compared with the same
 

@@ -25,8 +25,8 @@ from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.rule import IDLE
 from llmq.options.rules import RULES
 from llmq.plan.memory import OutOfMemory
+from llmq.run.trainer import Trainer
 from llmq.runtime.machine import Machine, choose_machine
-from llmq.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,13 +225,13 @@ def load_run(
     checkpoint. All processes call it.
     """
     # They load NumPy, which --help does without.
-    from llmq.train import model_of_run as of_run
-    from llmq.train.initial_weights import with_adapter
+    from llmq.run import model_of_run as of_run
+    from llmq.run.initial_weights import with_adapter
 
     layers = processes().each(lambda: layers_of(given, file))  # once: the file may be a pipe
     values, inherited = layers[0] | layers[1], defaults or {}
     if any(processes().gather(values.get("continue_from") is not None)):
-        from llmq.train.resume import inherited_options
+        from llmq.run.resume import inherited_options
 
         inherited = inherited | processes().each(lambda: inherited_options(values))
     inherited = processes().each(lambda: of_run.packing_of_data(inherited | values)) | inherited

@@ -19,6 +19,6 @@ def demo(
     ] = False,
 ) -> None:
     """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
-    from llmq.train.demo import run_demo
+    from llmq.run.demo import run_demo
 
     run_demo(out, checked("device", device), steps, resume)

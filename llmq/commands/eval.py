@@ -40,7 +40,7 @@ def evaluate(
     model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
 ) -> None:
     """Measure accuracy and perplexity of a model, as lm-eval defines them."""
-    from llmq.train.evaluate import run_eval
+    from llmq.run.evaluate import run_eval
 
     run_eval(
         model,

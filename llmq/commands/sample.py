@@ -49,12 +49,12 @@ def sample(
         "model_dtype": checked("model_dtype", model_dtype),
     }
     if chat:
-        from llmq.train.chat import run_chat
+        from llmq.run.chat import run_chat
 
         return run_chat(model, system=system, chat_template=chat_template, **options)
     for flag, value in (("--system", system), ("--chat-template", chat_template)):
         if value is not None:
             raise ConfigError(f"{flag}: needs --chat")
-    from llmq.train.sampling import run_sample
+    from llmq.run.sampling import run_sample
 
     return run_sample(model, **options)

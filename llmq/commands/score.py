@@ -42,6 +42,6 @@ def score(
     if top_k:
         given |= {"loss": "kd", "kd-top-k": str(top_k), "scores": str(out)}
     config, model, model_dir, _ = load_run(given, config_file, trains=True, defaults=DEFAULTS)
-    from llmq.train.run_score import run_score
+    from llmq.run.run_score import run_score
 
     run_score(config, model, model_dir, out, top_k)

@@ -66,7 +66,7 @@ def _restarted(
     given: dict[str, Any], config_file: Path | None, dry_run: bool, restarts: int
 ) -> int:
     """--restarts: the status with which the last attempt has ended."""
-    from llmq.train.restarts import supervise
+    from llmq.run.restarts import supervise
 
     refuse_several("--restarts", "let the job's script start it again, with --continue")
     if dry_run:
@@ -76,7 +76,7 @@ def _restarted(
     layers = layers_of(given, config_file)
     values, inherited = layers[0] | layers[1], {}
     if values.get("continue_from") is not None:
-        from llmq.train.resume import inherited_options
+        from llmq.run.resume import inherited_options
 
         inherited = inherited_options(values)
     config = config_of(layers, inherited)
@@ -115,6 +115,6 @@ def _train(
 
         run_plan(config, model)
         return
-    from llmq.train.loop import run_training
+    from llmq.run.loop import run_training
 
     run_training(config, model, model_dir, argv)

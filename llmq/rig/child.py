@@ -22,7 +22,7 @@ from typing import Any
 
 from llmq.base.files import write_file
 from llmq.bench.child import job_of_parent, run_watched
-from llmq.train.restarts import in_words
+from llmq.run.restarts import in_words
 
 PARTS = {
     name: f"llmq.rig.{place}"

@@ -32,8 +32,8 @@ from llmq.plan.memory import OutOfMemory
 from llmq.rig.child import Job
 from llmq.rig.findings import NO_ROOM
 from llmq.rig.launches import as_in_steps
+from llmq.run.trainer import Trainer
 from llmq.runtime.timing import LaunchTime
-from llmq.train.trainer import Trainer
 
 AHEAD = 0.4  # seconds of steps before each one whose launches are timed, at their power
 ROUNDS = 3  # steps whose launches are timed

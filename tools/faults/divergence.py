@@ -20,8 +20,8 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import SafetensorsFile
 from llmq.checkpoint.store import checkpoint_at, checkpoint_step, checkpoints_by_name, read_verdict
+from llmq.run.trainer import Trainer
 from llmq.runtime.host_device import HostDevice
-from llmq.train.trainer import Trainer
 from tests.runs import T, write_tokens
 from tools.faults.child import Ended, run
 from tools.faults.machine import Outcome, Problems

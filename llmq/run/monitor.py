@@ -14,13 +14,13 @@ from llmq.ops import matmul, random
 from llmq.options.adapters import adapters_of
 from llmq.options.options import TrainConfig
 from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token, peaks
+from llmq.run.events import Member, StepDone
+from llmq.run.metrics import Reporter
+from llmq.run.trainer import Trainer
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.nvml import NvmlGpu
-from llmq.train.events import Member, StepDone
-from llmq.train.metrics import Reporter
-from llmq.train.trainer import Trainer
 
 # ------------------------------------------------------------------------------------------------
 # [System] and [Speed of Light]

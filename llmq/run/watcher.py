@@ -19,8 +19,8 @@ from pathlib import Path
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.options.options import TrainConfig
 from llmq.report.watch import run_watch
-from llmq.train.events import Member, StepDone
-from llmq.train.metrics import Reporter
+from llmq.run.events import Member, StepDone
+from llmq.run.metrics import Reporter
 
 INTERVAL = 10  # seconds between looks at the log
 PATIENCE = 10  # seconds that the end of a run waits for the rest to be sent
@@ -34,7 +34,7 @@ class Watcher(Member):
         """flag: that asked for it, --tensorboard or --wandb. place: its value."""
         self._flag, self._reporter = flag, reporter
         job = {"log": str(log), flag.removeprefix("--"): place}
-        command = [sys.executable, "-m", "llmq.train.watcher", json.dumps(job)]
+        command = [sys.executable, "-m", "llmq.run.watcher", json.dumps(job)]
         self._process: subprocess.Popen | None = None
         self._problem: str | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115

@@ -15,8 +15,8 @@ from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_cha
 from llmq.data.detokenize import streamed
 from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.plan.checks import check_sizes
+from llmq.run.sampling import Sampler, Sampling, check_prompt, clean_text, open_model
 from llmq.runtime.machine import choose_machine
-from llmq.train.sampling import Sampler, Sampling, check_prompt, clean_text, open_model
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
 

@@ -17,9 +17,9 @@ from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry
 from llmq.checkpoint.folder import discard
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.shards import write_group
+from llmq.run.ranks import Ranks
 from llmq.runtime.processes import ALONE, Outcome, Processes, processes
 from llmq.state.pieces import SlabPiece
-from llmq.train.ranks import Ranks
 
 THREADS = 8  # that write files of one process
 PAUSE = 0.01  # seconds between two looks whether a copy is complete

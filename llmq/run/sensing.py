@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from llmq.base.errors import LlmqError
 from llmq.model.results import Result
 from llmq.report.gauges import Panel, Row, record_line
+from llmq.run.events import Member, StepDone
+from llmq.run.metrics import Reporter
+from llmq.run.sensors import Sensor, Sensors, open_sensors
 from llmq.runtime.device import Device
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu
 from llmq.runtime.processes import processes
 from llmq.runtime.world import World
-from llmq.train.events import Member, StepDone
-from llmq.train.metrics import Reporter
-from llmq.train.sensors import Sensor, Sensors, open_sensors
 
 RECENT = 20  # steps over which the live view takes the mean of waits
 

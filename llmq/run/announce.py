@@ -19,20 +19,20 @@ from llmq.options.options_io import MODEL_ROWS, option_rows
 from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
-from llmq.runtime.gpu_info import gpu_info
-from llmq.runtime.host_memory import host_memory
-from llmq.runtime.nvml import NvmlGpu
-from llmq.runtime.processes import processes
-from llmq.runtime.world import World
-from llmq.train.metrics import Reporter
-from llmq.train.monitor import (
+from llmq.run.metrics import Reporter
+from llmq.run.monitor import (
     SpeedOfLight,
     measured_peak,
     system_lines,
     system_record,
 )
-from llmq.train.tokenizers import lost_tokenizer, unknown_tokenizer
-from llmq.train.trainer import Trainer
+from llmq.run.tokenizers import lost_tokenizer, unknown_tokenizer
+from llmq.run.trainer import Trainer
+from llmq.runtime.gpu_info import gpu_info
+from llmq.runtime.host_memory import host_memory
+from llmq.runtime.nvml import NvmlGpu
+from llmq.runtime.processes import processes
+from llmq.runtime.world import World
 
 Gpus = Sequence[NvmlGpu | None]
 """By rank; None where there is nothing to read."""

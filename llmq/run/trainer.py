@@ -34,26 +34,26 @@ from llmq.options.options_io import config_of, layers_of
 from llmq.options.rules import RULES
 from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
-from llmq.runtime.device import Device
-from llmq.runtime.machine import Machine, choose_machine
-from llmq.runtime.mesh import DATA
-from llmq.runtime.processes import processes, refuse_several
-from llmq.state.params import Param
-from llmq.train.agreement import check_start
-from llmq.train.batches import checked_batches
-from llmq.train.initial_weights import InitialWeights, with_adapter
-from llmq.train.loaders import mean_loss, move_loaders, open_loaders
-from llmq.train.model_of_run import at_commit, model_of_run, packing_of_data
-from llmq.train.ranks import Ranks
-from llmq.train.sampling import Predictor, Sampling
-from llmq.train.score import Report, score_files
-from llmq.train.tokenizers import (
+from llmq.run.agreement import check_start
+from llmq.run.batches import checked_batches
+from llmq.run.initial_weights import InitialWeights, with_adapter
+from llmq.run.loaders import mean_loss, move_loaders, open_loaders
+from llmq.run.model_of_run import at_commit, model_of_run, packing_of_data
+from llmq.run.ranks import Ranks
+from llmq.run.sampling import Predictor, Sampling
+from llmq.run.score import Report, score_files
+from llmq.run.tokenizers import (
     agreed_tokenizer,
     check_same,
     exported_otherwise,
     tokenizer_source,
     with_tokens_of,
 )
+from llmq.runtime.device import Device
+from llmq.runtime.machine import Machine, choose_machine
+from llmq.runtime.mesh import DATA
+from llmq.runtime.processes import processes, refuse_several
+from llmq.state.params import Param
 
 
 class Trainer:

@@ -14,9 +14,9 @@ from llmq.base.locks import LOCK, locked
 from llmq.data.tokens import open_token_files
 from llmq.data.top_k_file import LARGEST_ID
 from llmq.options.options import TrainConfig
-from llmq.train.score import score_files
-from llmq.train.tokenizers import agreed_tokenizer
-from llmq.train.trainer import Trainer
+from llmq.run.score import score_files
+from llmq.run.tokenizers import agreed_tokenizer
+from llmq.run.trainer import Trainer
 
 REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 

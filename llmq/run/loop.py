@@ -28,10 +28,8 @@ from llmq.plan.disk import checkpoint_bytes
 from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
 from llmq.report.views import PlainView
-from llmq.runtime.host_memory import available_host_memory
-from llmq.runtime.processes import processes
-from llmq.train.agreement import check_token_files
-from llmq.train.announce import (
+from llmq.run.agreement import check_token_files
+from llmq.run.announce import (
     announce_data,
     announce_machine,
     announce_memory,
@@ -40,18 +38,18 @@ from llmq.train.announce import (
     check_data,
     load_state,
 )
-from llmq.train.checkpoints import Checkpoints
-from llmq.train.diagnose import abs_maxes, not_moved
-from llmq.train.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
-from llmq.train.events import Member, StepDone, state_of
-from llmq.train.guard import Guard
-from llmq.train.idle_experts import IdleExperts
-from llmq.train.judging import Judging
-from llmq.train.metrics import Reporter
-from llmq.train.monitor import StepReports, speed_of_light
-from llmq.train.requests import Ending, Requests
-from llmq.train.resume import fork_lines
-from llmq.train.run_paths import (
+from llmq.run.checkpoints import Checkpoints
+from llmq.run.diagnose import abs_maxes, not_moved
+from llmq.run.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
+from llmq.run.events import Member, StepDone, state_of
+from llmq.run.guard import Guard
+from llmq.run.idle_experts import IdleExperts
+from llmq.run.judging import Judging
+from llmq.run.metrics import Reporter
+from llmq.run.monitor import StepReports, speed_of_light
+from llmq.run.requests import Ending, Requests
+from llmq.run.resume import fork_lines
+from llmq.run.run_paths import (
     checkpoint_to_continue,
     clear_places,
     locked_places,
@@ -60,11 +58,13 @@ from llmq.train.run_paths import (
     things_in_the_way,
     undone_checkpoints,
 )
-from llmq.train.scaling import Scaling, time_alone
-from llmq.train.sensing import Sensing
-from llmq.train.tokenizers import agreed_tokenizer
-from llmq.train.trainer import Trainer
-from llmq.train.watcher import Watcher, check_libraries, start_watchers
+from llmq.run.scaling import Scaling, time_alone
+from llmq.run.sensing import Sensing
+from llmq.run.tokenizers import agreed_tokenizer
+from llmq.run.trainer import Trainer
+from llmq.run.watcher import Watcher, check_libraries, start_watchers
+from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.processes import processes
 
 
 def run_training(

@@ -19,10 +19,10 @@ from llmq.data.packing import Pieces, cut_documents, whole_pairs
 from llmq.data.reader import RowReader, Span
 from llmq.data.scores import COMPLETE, Scored, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile
+from llmq.run.rank import Rank
+from llmq.run.ranks import Ranks
 from llmq.runtime.mesh import DATA
 from llmq.runtime.processes import processes
-from llmq.train.rank import Rank
-from llmq.train.ranks import Ranks
 
 SAVE_SECONDS = 30.0  # between saved states: an interruption costs no more than this
 ROUNDS = 8  # batches of each rank that are computed before their scores are written

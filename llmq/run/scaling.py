@@ -20,12 +20,12 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.errors import warn
 from llmq.comm.collectives import silenced
+from llmq.run.batches import random_batch
+from llmq.run.events import Member, StepDone
+from llmq.run.metrics import Reporter
+from llmq.run.rank import Rank
+from llmq.run.trainer import Trainer
 from llmq.runtime.device import Device
-from llmq.train.batches import random_batch
-from llmq.train.events import Member, StepDone
-from llmq.train.metrics import Reporter
-from llmq.train.rank import Rank
-from llmq.train.trainer import Trainer
 
 WARM_UP = 2  # steps: launched one by one, captured
 TIMED = 5

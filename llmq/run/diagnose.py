@@ -25,9 +25,9 @@ from llmq.model.results import Result
 from llmq.model.step import Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
-from llmq.train.metrics import Reporter
-from llmq.train.rank import Rank
-from llmq.train.ranks import Ranks
+from llmq.run.metrics import Reporter
+from llmq.run.rank import Rank
+from llmq.run.ranks import Ranks
 
 MAX_SKIPPED = 10  # updates in a row that change nothing, after which a run is hopeless
 AT_A_TIME = 64  # tensors; their largest values lie on the stack

@@ -12,11 +12,11 @@ from llmq.data.epoch_plan import Split
 from llmq.data.loader import DataLoader
 from llmq.model.results import Result
 from llmq.options.options import TrainConfig
+from llmq.run.ranks import Ranks
+from llmq.run.rounds import Rounds
 from llmq.runtime.mesh import DATA
 from llmq.runtime.world import World
 from llmq.state.placement import mesh_of
-from llmq.train.ranks import Ranks
-from llmq.train.rounds import Rounds
 
 
 def open_loaders(

@@ -25,6 +25,8 @@ from llmq.model.results import RESULTS, Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options
+from llmq.run.rank import Rank
+from llmq.run.rounds import Rounds
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
 from llmq.runtime.mesh import DATA
@@ -35,8 +37,6 @@ from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.placement import mesh_of
 from llmq.state.snapshot import Snapshot
-from llmq.train.rank import Rank
-from llmq.train.rounds import Rounds
 
 T = TypeVar("T")
 IDLE_SECONDS = 2.0  # that a closing rank waits for the others' devices

@@ -12,8 +12,8 @@ from pathlib import Path
 from llmq.base.errors import taken_warnings
 from llmq.base.signals import SUPERVISED, FirstSignal, SaveSignal
 from llmq.options.options import TrainConfig
+from llmq.run.events import Member, StepDone
 from llmq.runtime.processes import processes
-from llmq.train.events import Member, StepDone
 
 SAVE_NOW = "save-now"  # a file of this name in the directory of checkpoints asks for one
 LOOK_SECONDS = 1.0  # between two looks for that file: a directory may be far away

@@ -29,10 +29,10 @@ from llmq.options.adapters import adapted_modules, adapters_of
 from llmq.options.command_line import flag
 from llmq.options.option_types import LORA_TARGETS, texts_of
 from llmq.options.options import OPTIONS, TrainConfig
+from llmq.run.ranks import Ranks
 from llmq.runtime.processes import processes
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import table_of
-from llmq.train.ranks import Ranks
 
 
 def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:

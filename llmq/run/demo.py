@@ -22,11 +22,11 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.options.presets import resolve_model
 from llmq.report.plot import run_plot
+from llmq.run.loop import run_training
+from llmq.run.resume import inherited_options
+from llmq.run.run_paths import everything_there, locked_places
+from llmq.run.sampling import Sampler, open_model
 from llmq.runtime.machine import choose_machine
-from llmq.train.loop import run_training
-from llmq.train.resume import inherited_options
-from llmq.train.run_paths import everything_there, locked_places
-from llmq.train.sampling import Sampler, open_model
 
 PROMPT = "def __init__(self"
 NEW_TOKENS = 110  # with the prompt, as many as a training sequence has

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmq.train.events import Member, StepDone
-from llmq.train.metrics import Reporter
-from llmq.train.rank import Rank
-from llmq.train.trainer import Trainer
+from llmq.run.events import Member, StepDone
+from llmq.run.metrics import Reporter
+from llmq.run.rank import Rank
+from llmq.run.trainer import Trainer
 
 STEPS = 1000
 """So many steps in a row have to leave an expert out."""

@@ -25,6 +25,7 @@ from llmq.data.tokenizer import load_tokenizer
 from llmq.model.inference import Scorer, scoring_options
 from llmq.plan.checks import attention_backend, check_sizes
 from llmq.report.tables import Terminal
+from llmq.run.sampling import open_model
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, open_apart
 from llmq.runtime.plan_device import PlanDevice
@@ -32,7 +33,6 @@ from llmq.runtime.workers import RankPool
 from llmq.state.params import Param, weight_table
 from llmq.state.placement import resident
 from llmq.state.weights import Weights
-from llmq.train.sampling import open_model
 
 LEAST = 16  # tokens of the shortest sequences that batches are made for
 

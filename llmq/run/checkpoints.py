@@ -21,11 +21,11 @@ from llmq.checkpoint.retention import Candidates, CheckpointInfo, Verdict, outda
 from llmq.checkpoint.store import checkpoint_owner, delete_old, kept_checkpoints, write_verdict
 from llmq.checkpoint.verify import forget_pages, problem_of
 from llmq.options.options import TrainConfig
+from llmq.run.guard import PERSISTS, Guard, Judgement
+from llmq.run.metrics import Reporter
+from llmq.run.saving import BackgroundWriter, Clean, Cleaned, Written
+from llmq.run.trainer import Trainer
 from llmq.runtime.processes import Processes, processes
-from llmq.train.guard import PERSISTS, Guard, Judgement
-from llmq.train.metrics import Reporter
-from llmq.train.saving import BackgroundWriter, Clean, Cleaned, Written
-from llmq.train.trainer import Trainer
 
 MISSING = 3  # checkpoints that could not be written, after which it is said so that all see it
 SHORT_WAIT = 0.5  # seconds for the checkpoint before, of which nothing is said

@@ -31,14 +31,14 @@ from llmq.data.tokenizer import Tokenizer, load_tokenizer
 from llmq.model.results import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
+from llmq.run.events import Member
+from llmq.run.loaders import mean_loss, open_loaders
+from llmq.run.metrics import Reporter, duration
+from llmq.run.rank import Rank
+from llmq.run.ranks import CutShort
+from llmq.run.sampling import Predictor, Sampling, choose_token, prompt_ids
+from llmq.run.trainer import Trainer
 from llmq.runtime.processes import processes
-from llmq.train.events import Member
-from llmq.train.loaders import mean_loss, open_loaders
-from llmq.train.metrics import Reporter, duration
-from llmq.train.rank import Rank
-from llmq.train.ranks import CutShort
-from llmq.train.sampling import Predictor, Sampling, choose_token, prompt_ids
-from llmq.train.trainer import Trainer
 
 TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 

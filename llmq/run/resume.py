@@ -19,9 +19,9 @@ from llmq.checkpoint.store import (
 from llmq.options.command_line import fewest_values, flag
 from llmq.options.option_types import NEWEST
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
+from llmq.run.agreement import compare
+from llmq.run.find_log import log_of_run
 from llmq.runtime.processes import processes
-from llmq.train.agreement import compare
-from llmq.train.find_log import log_of_run
 
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
 _WRITTEN = ("out_dir", "checkpoint_dir", "log_file", "tensorboard", "wandb")

@@ -10,12 +10,12 @@ from typing import Any
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.store import checkpoint_step
-from llmq.train.checkpoints import Checkpoints
-from llmq.train.diagnose import UpdateCheck
-from llmq.train.events import Member, StepDone
-from llmq.train.guard import NEW_LEVEL, ROLLBACKS, Guard
-from llmq.train.metrics import Reporter
-from llmq.train.trainer import Trainer
+from llmq.run.checkpoints import Checkpoints
+from llmq.run.diagnose import UpdateCheck
+from llmq.run.events import Member, StepDone
+from llmq.run.guard import NEW_LEVEL, ROLLBACKS, Guard
+from llmq.run.metrics import Reporter
+from llmq.run.trainer import Trainer
 
 SHOWN = 3  # bad steps in a row whose lines are shown; then every tenth
 
