@@ -529,6 +529,7 @@ def test_what_is_implied_cannot_be_given_as_off(tmp_path, off, implying, named):
         with pytest.raises(ConfigError, match=message):
             make_config(given, file)
     assert not getattr(make_config({off: False}), off.replace("-", "_"))
+    implying = implying | {"log-file": "log.json"}  # else named by the second
     assert make_config(implying | {off: True}) == make_config(implying)
 
 
