@@ -33,7 +33,7 @@ PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in (
         "fine-tuning", "lora", "preferences", "data", "models", "checkpoints", "export", "planning",
-        "optimizer", "experts", "memory", "formats", "multi-gpu", "multi-machine", "logs",
+        "optimizer", "experts", "delta", "memory", "formats", "multi-gpu", "multi-machine", "logs",
         "evaluation", "python", "speed", "sweeps", "rig",
     )),
 ]  # fmt: skip

@@ -15,6 +15,7 @@ one for each 128 of its elements. Until it is complete the directory is called s
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from math import prod
@@ -225,8 +226,13 @@ class _FileRange(NamedTuple):
 
 
 def _model_of(saved: dict[str, Any]) -> ModelConfig:
-    new = saved.get("new_tokens")
-    return replace(ModelConfig.from_hf(saved), new_tokens=new and tuple(new))
+    model, new = ModelConfig.from_hf(saved), saved.get("new_tokens")
+    if new is None:
+        return model
+    match new:
+        case [int(first), int(stop)] if 0 <= first < stop <= model.vocab_size:
+            return replace(model, new_tokens=(first, stop))
+    raise LlmqError(f"its new_tokens are no ids of the model: {reprlib.repr(new)}")
 
 
 class CheckpointReader:

@@ -188,9 +188,8 @@ def _check(
 ) -> None:
     B, T, head_dim = expect_qkv(op, name, qkv, num_heads, num_kv_heads)
     expect_head_dim(op, dev, head_dim, HEAD_DIM_MULTIPLE, MAX_HEAD_DIM)
-    if (channels is not None and not 0 < channels <= head_dim) or (
-        channels or 0
-    ) % CHANNEL_MULTIPLE:
+    part = channels not in (None, head_dim)
+    if part and (not 0 < channels < head_dim or channels % CHANNEL_MULTIPLE):
         raise ValueError(
             f"{op}: channels must be a multiple of {CHANNEL_MULTIPLE} up to {head_dim}: {channels}"
         )
