@@ -31,6 +31,14 @@ def pytest_configure(config):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def untried(request, monkeypatch):
+    """An export has transformers make a text's ids, in a process that takes a second. Tests of that
+    are marked."""
+    if request.node.get_closest_marker("tried") is None:
+        monkeypatch.setattr("llmq.data.tokenizer_config._trial", lambda folder, text: None)
+
+
 @functools.cache
 def gpu_problem() -> str | None:
     """Why no GPU can be used; None if one can."""

@@ -29,23 +29,32 @@ from tests.text_data import documents, run, write_bpe, write_jsonl
 VOCAB = 512  # of models: at least that of every tokenizer here
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("identity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_jsonl(folder / "a.jsonl", documents(60))
+        Path("bpe").mkdir()
+        write_bpe(Path("bpe"))
+        other = json.loads(Path("bpe/tokenizer.json").read_text())
+        merges = other["model"]["merges"]
+        merges[0], merges[1] = merges[1], merges[0]
+        Path("other").mkdir()
+        Path("other/tokenizer.json").write_text(json.dumps(other))
+        for name in ("bytes", "bpe", "other"):
+            run("a.jsonl", out=f"data/{name}", tokenizer=name, eval_fraction=0.2)
+        shutil.copytree("bpe", "model")
+        write_config("model")
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(made, tmp_path, monkeypatch):
     """Token files of bytes and of two BPEs of one size, `bpe` and `other`; a model of `bpe`."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "a.jsonl", documents(60))
-    Path("bpe").mkdir()
-    write_bpe(Path("bpe"))
-    other = json.loads(Path("bpe/tokenizer.json").read_text())
-    merges = other["model"]["merges"]
-    merges[0], merges[1] = merges[1], merges[0]
-    Path("other").mkdir()
-    Path("other/tokenizer.json").write_text(json.dumps(other))
-    for name in ("bytes", "bpe", "other"):
-        run(tmp_path / "a.jsonl", out=f"data/{name}", tokenizer=name, eval_fraction=0.2)
-    shutil.copytree("bpe", "model")
-    write_config("model")
     return tmp_path
 
 

@@ -18,6 +18,8 @@ from llmq.options.presets import PRESETS
 from llmq.run.tokenizers import exported_otherwise
 from tests.text_data import mixed_text, write_bpe
 
+pytestmark = pytest.mark.tried
+
 transformers = pytest.importorskip("transformers")
 
 TEXT = mixed_text(3000) + " don't 12345 67.89\n\n  e\u0301  we'LL"
