@@ -25,8 +25,6 @@ from tools.compile_all import (
     work_of,
 )
 
-LIKE_OTHERS = 100
-
 
 def nvrtc_problem() -> str | None:
     try:
@@ -65,12 +63,9 @@ def row(work: Work) -> dict[str, object]:
 
 def chosen() -> list[Work]:
     """Some of that work, so that every two have met of: an architecture, the types and constants of
-    a file. All of its kernels that have these. tools/compile_all.py compiles the whole of it, also
-    for the architecture that has the instructions of one before and the registers of one after."""
+    a file. All of its kernels that have these. tools/compile_all.py compiles the whole of it."""
     by_row: dict[frozenset, list[Work]] = {}
     for work in work_of(launches()):
-        if work.capability == LIKE_OTHERS:
-            continue
         by_row.setdefault(frozenset(row(work).items()), []).append(work)
     rows = covering(map(dict, by_row))
     return [work for columns in rows for work in by_row[frozenset(columns.items())]]
