@@ -22,6 +22,7 @@ from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.attention_choice import directions
 from llmq.model.halves.half import Frame, Shared
+from llmq.model.halves.output import Output
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import attention, attention_backward, attention_gate, qk_norm, rope
 
@@ -74,6 +75,7 @@ class AttentionHalf:
     def __init__(self, shared: Shared):
         config, options = shared.config, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
+        self.output = Output(shared, "o")
         self.B, self.T = options.batch_size, options.local_seq_len
         self.Hq, self.Hkv = config.num_heads, config.num_kv_heads
         self.Hd, self.eps, self.rotary = config.head_dim, config.norm_eps, config.rotary_dim
@@ -161,11 +163,7 @@ class AttentionHalf:
         self._qkv(frame, here, w, x, tensors)
         self._attend(frame, here, tensors)
         gated, tensor_id = self._gated(frame.temps, here, tensors), here.kept.o_input.tensor_id
-        o_input = self.operands.of_tensor(
-            frame.temps, tensor_id, gated, measured=False, transposed=False
-        )
-        out, addend = here.out
-        self.linear.forward(here.index, "o", out, o_input, w, addend)
+        self.output.forward(frame.temps, here, w, tensor_id, gated)
 
     def _qkv(
         self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand, to: _Tensors
@@ -227,13 +225,8 @@ class AttentionHalf:
             self._qkv(frame, here, w, x, tensors)
         if r.att:
             self._attend(frame, here, tensors)
-        o_input = None
-        if r.block or self.linear.needs_input(here.index, "o", g):
-            gated, tensor_id = self._gated(temps, here, tensors), here.kept.o_input.tensor_id
-            o_input = self.operands.of_tensor_again(temps, tensor_id, gated, product=r.block)
-        if r.block:
-            out, addend = here.out
-            self.linear.forward(here.index, "o", out, o_input, w, addend)
+        made = partial(self._gated, temps, here, tensors)
+        o_input = self.output.again(temps, here, w, g, here.kept.o_input.tensor_id, made)
         return AttentionInputs(x, tensors, o_input)
 
     def backward(
@@ -252,7 +245,7 @@ class AttentionHalf:
         """
         dev, (qkv, qk_raw, att, gate) = self.dev, inputs.tensors
         if not inside:
-            self._backward_o(here, w, g, inputs, d_out, None)
+            self.output.backward(here, w, g, inputs.o_input, d_out, None)
             return
         with ExitStack() as temps:
             d_qkv = temps.enter_context(dev.scratch("d_qkv", qkv.shape, qkv.dtype))
@@ -261,7 +254,7 @@ class AttentionHalf:
                 d_gate = temps.enter_context(dev.scratch("d_gate", gate.shape, gate.dtype))
             with ExitStack() as inner:
                 d_att = inner.enter_context(dev.scratch("d_att", att.shape, att.dtype))
-                self._backward_o(here, w, g, inputs, d_out, d_att)
+                self.output.backward(here, w, g, inputs.o_input, d_out, d_att)
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
@@ -274,20 +267,6 @@ class AttentionHalf:
             d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
             self.linear.weight_gradients(here.index, "qkv", g, d_bias, d_product, inputs.x)
-
-    def _backward_o(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: AttentionInputs,
-        d_out: Tensor,
-        d_att: Tensor | None,
-    ) -> None:
-        with ExitStack() as temps:
-            d_o = self.operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
-            self.linear.input_gradient(here.index, "o", d_att, d_o, w, g)
-            self.linear.weight_gradients(here.index, "o", g, g.bias("o"), d_o, inputs.o_input)
 
     def _backward_positions(
         self,

@@ -11,6 +11,7 @@ codes and a scale, without it itself. States begin with 0 where documents do, an
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32
@@ -19,6 +20,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.halves.half import Frame, Shared
+from llmq.model.halves.output import Output
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.delta_rule import Heads
@@ -59,6 +61,7 @@ class DeltaHalf:
     def __init__(self, shared: Shared):
         its, options = shared.config.delta, shared.options
         self.dev, self.operands, self.linear = shared.dev, shared.operands, shared.linear
+        self.output = Output(shared, "delta_o")
         self.B, self.T, self.starts = options.batch_size, options.local_seq_len, shared.starts
         self.eps, self.channels, self.values = shared.config.norm_eps, its.channels, its.values
         self.heads = Heads(its.key_heads, its.value_heads, its.key_dim, its.value_dim)
@@ -105,15 +108,8 @@ class DeltaHalf:
         self.linear.forward(here.index, "delta_in", tensors.delta_in, x, w)
         self._convolve(here, w, tensors)
         self._read_states(here, tensors)
-        tensor_id, gated = (
-            here.kept.delta_gated.tensor_id,
-            self._gated(frame.temps, here, w, tensors),
-        )
-        o_input = self.operands.of_tensor(
-            frame.temps, tensor_id, gated, measured=False, transposed=False
-        )
-        out, addend = here.out
-        self.linear.forward(here.index, "delta_o", out, o_input, w, addend)
+        gated = self._gated(frame.temps, here, w, tensors)
+        self.output.forward(frame.temps, here, w, here.kept.delta_gated.tensor_id, gated)
 
     def _convolve(self, here: HalfLayer, w: BlockWeights, tensors: _Tensors) -> None:
         """Queries, keys and values, and the gates."""
@@ -152,7 +148,7 @@ class DeltaHalf:
         """The tensors that backward needs, kept or computed again; if the whole block is, here.out
         too."""
         r, temps = here.recompute, frame.temps
-        tensors, x, o_input = self._tensors(temps, here), None, None
+        tensors, x = self._tensors(temps, here), None
         if r.qkv or self.linear.needs_input(here.index, "delta_in", g):
             x = x_again(product=r.qkv)
         if r.qkv:
@@ -161,12 +157,8 @@ class DeltaHalf:
             self._convolve(here, w, tensors)
         if r.att:
             self._read_states(here, tensors)
-        if r.block or self.linear.needs_input(here.index, "delta_o", g):
-            tensor_id, gated = here.kept.delta_gated.tensor_id, self._gated(temps, here, w, tensors)
-            o_input = self.operands.of_tensor_again(temps, tensor_id, gated, product=r.block)
-        if r.block:
-            out, addend = here.out
-            self.linear.forward(here.index, "delta_o", out, o_input, w, addend)
+        made = partial(self._gated, temps, here, w, tensors)
+        o_input = self.output.again(temps, here, w, g, here.kept.delta_gated.tensor_id, made)
         return DeltaInputs(x, tensors, o_input)
 
     def backward(
@@ -182,7 +174,7 @@ class DeltaHalf:
     ) -> None:
         """Do as `Half.backward`."""
         if not inside:
-            self._backward_o(here, w, g, inputs, d_out, None)
+            self.output.backward(here, w, g, inputs.o_input, d_out, None)
             return
         with ExitStack() as temps:
             d_in = self._scratch(temps, "d_delta_in", inputs.tensors.delta_in)
@@ -214,7 +206,7 @@ class DeltaHalf:
         d_state = self._scratch(temps, "d_delta_state", state)
         with ExitStack() as first:
             d_gated = self._scratch(first, "d_delta_gated", state)
-            self._backward_o(here, w, g, inputs, d_out, d_gated)
+            self.output.backward(here, w, g, inputs.o_input, d_out, d_gated)
             gated_norm.backward(
                 dev, d_state, d_in, g.get("delta_norm"), d_gated, state, delta_in,
                 w["delta_norm"], self.eps, self.of_gate,
@@ -234,19 +226,3 @@ class DeltaHalf:
             dev, self._by_token(d_in), g.get("conv"), self._by_token(d_conv),
             self._by_token(delta_in), w["conv"], self.starts,
         )  # fmt: skip
-
-    def _backward_o(
-        self,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        inputs: DeltaInputs,
-        d_out: Tensor,
-        d_gated: Tensor | None,
-    ) -> None:
-        with ExitStack() as temps:
-            d_o = self.operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
-            self.linear.input_gradient(here.index, "delta_o", d_gated, d_o, w, g)
-            self.linear.weight_gradients(
-                here.index, "delta_o", g, g.bias("delta_o"), d_o, inputs.o_input
-            )
