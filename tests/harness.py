@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmq.base.dtypes import DTYPES, STEP_SCALARS, DType
+from llmq.base.dtypes import BF16, DTYPES, STEP_SCALARS, DType
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh
@@ -61,6 +61,16 @@ def run(dev: Device, call: Callable, arrays: dict[str, np.ndarray | None]) -> di
     call(dev, **tensors)
     dev.synchronize()
     return {k: None if t is None else dev.download(t) for k, t in tensors.items()}
+
+
+def close(dev, call, arrays, names, *, bf16: float, f32: float) -> dict:
+    """The device's results, of which those named are near the reference's: relative tolerances."""
+    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
+    for name in names:
+        a, b = got[name].astype(np.float32), want[name].astype(np.float32)
+        rtol = bf16 if got[name].dtype == BF16.numpy else f32
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=f32)
+    return got
 
 
 def compared(dev, call, arrays) -> dict:

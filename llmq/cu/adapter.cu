@@ -68,7 +68,7 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
     const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
     const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-    // Of b, then of one matrix, then within the spans behind those that were passed.
+    // It counts in b, then in one matrix, then within the spans behind those that were passed.
     i64 row = i / rank;
     const i64 first = row / spans.count() * period;
     if (first >= rows) { return; }

@@ -14,7 +14,7 @@ constexpr float EPS = 1e-6f;
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 
-// Where a block is: a value head of a sequence, and how its rows lie in tensors.
+// The place of a block: a value head of a sequence, and how its rows lie in tensors.
 struct Place {
     i64 batch;
     int head, key_head, key_heads, value_heads, seq_len, chunks;
@@ -42,7 +42,7 @@ struct Place {
     __device__ __forceinline__ i64 of_chunk(int chunk) const { return of_head() * chunks + chunk; }
 };
 
-// What is known of a chunk's tokens, in shared memory. begin: the first of each one's document in
+// A chunk's tokens, in shared memory. begin: the first of each one's document in
 // the chunk, -1: in front of it. sums: of decays since then.
 struct Chunk {
     int begin[CHUNK];

@@ -48,7 +48,7 @@ struct Sm80Mainloop {
     using Sum = typename SumOf<X>::Type;
     using Sums = Sum[M16][N8][4];
 
-    // Where a unit of a line is, in bytes. WIDTH: of the operand's tile, where K is outside.
+    // The place of a unit of a line, in bytes. WIDTH: of the operand's tile, where K is outside.
     template <bool K_OUTSIDE, int WIDTH>
     static __device__ __forceinline__ int place(int line, int unit) {
         return K_OUTSIDE ? line * (WIDTH * (int)sizeof(X)) + ((unit ^ (line & 7)) << 4)

@@ -99,7 +99,7 @@ __device__ __forceinline__ void add(u64* to, u64 x) {
     if (x) { atomicAdd(to, x); }
 }
 
-// What a warp has seen of its rows.
+// The sums of a warp over its rows.
 struct Seen {
     u64 probability[PER_LANE] = {}, entropy = 0, square = 0;
     int rows = 0, not_finite = 0;

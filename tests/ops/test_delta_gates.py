@@ -1,5 +1,7 @@
 """Decays and betas on a device against their reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -8,19 +10,13 @@ from llmq.base.tensor import Accumulator
 from llmq.ops import delta_gates
 from llmq.ref.delta_gates import CASES
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import GPU_SPEC, host_device, run, step_scalars
+from tests.harness import GPU_SPEC, close, step_scalars
 
 SMALL = {name: shape for name, shape in CASES.items() if "qwen" not in name}
 
 
-def check(dev, call, arrays, names) -> dict:
-    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
-    for name in names:
-        a, b = got[name].astype(np.float32), want[name].astype(np.float32)
-        # exp and log1p of two libraries; sums of 256 rows; BF16 rounds to a neighbour.
-        rtol = 2**-7 if got[name].dtype == BF16.numpy else 2e-5
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=2e-5)
-    return got
+# exp and log1p of two libraries; sums of 256 rows; BF16 rounds to a neighbour.
+check = partial(close, bf16=2**-7, f32=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

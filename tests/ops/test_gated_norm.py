@@ -1,5 +1,7 @@
 """The gated norm on a device against its reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -8,20 +10,14 @@ from llmq.base.tensor import Accumulator
 from llmq.ops import gated_norm
 from llmq.ref.gated_norm import CASES
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import GPU_SPEC, host_device, run, step_scalars
+from tests.harness import GPU_SPEC, close, step_scalars
 
 SMALL = {name: shape for name, shape in CASES.items() if "qwen" not in name}
 EPS = 1e-6
 
 
-def check(dev, call, arrays, names) -> dict:
-    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
-    for name in names:
-        a, b = got[name].astype(np.float32), want[name].astype(np.float32)
-        # F32 sums of a head in another order; up to three roundings to BF16 may turn.
-        rtol = 2**-6 if got[name].dtype == BF16.numpy else 2e-5
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=2e-5)
-    return got
+# F32 sums of a head in another order; up to three roundings to BF16 may turn.
+check = partial(close, bf16=2**-6, f32=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

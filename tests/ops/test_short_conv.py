@@ -1,5 +1,7 @@
 """The short convolution on a device against its reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,7 @@ from llmq.base.tensor import Accumulator
 from llmq.ops import short_conv
 from llmq.ref.short_conv import CASES
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import GPU_SPEC, host_device, run, step_scalars
+from tests.harness import GPU_SPEC, close, step_scalars
 
 SMALL = {name: shape for name, shape in CASES.items() if "qwen" not in name}
 
@@ -24,14 +26,8 @@ def arrays_of(rng, shape, dtype, documents: bool) -> dict:
     }
 
 
-def check(dev, call, arrays, names) -> dict:
-    got, want = run(dev, call, arrays), run(host_device(), call, arrays)
-    for name in names:
-        a, b = got[name].astype(np.float32), want[name].astype(np.float32)
-        # A few F32 roundings of sums near 1; BF16 results round now and then to the other side.
-        rtol = 2**-7 if got[name].dtype == BF16.numpy else 1e-5
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-5)
-    return got
+# A few F32 roundings of sums near 1; BF16 results round now and then to the other side.
+check = partial(close, bf16=2**-7, f32=1e-5)
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -166,7 +166,7 @@ def _own_scalar(model: ModelConfig) -> int:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is in the file
+# The contents of the file
 
 
 def _alphas(source: Source) -> set[float]:
