@@ -1,6 +1,6 @@
 """Products of our own against cuBLASLt's best, all at the card's power limit.
 
-    python tools/gemm_gate.py [--tail | --swiglu | --gradients] [--seconds 3]
+    python tools/gemm_gate.py [--tail | --swiglu | --gradients | --grouped] [--seconds 3]
         [--out table.md]
 
 For an H100 or H200, whose `matmul_fused` is. Without --tail it computes plain fp8 products, those
@@ -9,7 +9,9 @@ allowed to accumulate fast, and not. With --tail it computes these with the prod
 them, in fp8 and bf16, and cuBLASLt does both, the second one onto the first. With --swiglu it
 computes products with the MLP's activation in them, or its gradient, beside the two kernels that
 each of them replaces, and the first one of these alone (tools/fused_products.py). With --gradients
-it does so with weight gradients that are added to what is stored (tools/gradient_products.py).
+it does so with weight gradients that are added to what is stored (tools/gradient_products.py). With
+--grouped it computes products of experts beside a dense product of the same FLOPs
+(tools/grouped_products.py).
 
 Operands are distributed as those of activations and weights are. cuBLASLt is tuned. All take turns,
 each for so many seconds, twice. Power and energy are the card's own counters.
@@ -29,6 +31,7 @@ from typing import Annotated, Any, NamedTuple
 
 import fused_products
 import gradient_products
+import grouped_products
 import typer
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, F32, DType
@@ -312,17 +315,33 @@ def table_with_more(card: Card, seconds: float, cases: dict[str, Any]) -> list[s
     ]
 
 
+def grouped_table(card: Card, seconds: float) -> list[str]:
+    """Markdown."""
+    lines = [
+        "TFLOP/s of cuBLASLt's dense product, of the kernel for all GPUs, and of that for Hopper; "
+        "the latter's share of the dense one's; bytes of both kernels' results that are the same.",
+        "",
+        "| product | dense | generic | Hopper | of dense | same bytes |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, (case, dtype) in grouped_products.CASES.items():
+        with opened(card, case.nbytes) as bench:
+            lines.append(f"| {name} | {grouped_products.row(bench, case, dtype, seconds)} |")
+    return lines
+
+
 def main(
     tail: Annotated[bool, typer.Option("--tail", help="With the product of adapters.")] = False,
     swiglu: Annotated[bool, typer.Option("--swiglu", help="With the MLP's activation.")] = False,
     gradients: Annotated[bool, typer.Option("--gradients", help="Of weights, added.")] = False,
+    grouped: Annotated[bool, typer.Option("--grouped", help="Of experts.")] = False,
     seconds: Annotated[float, typer.Option(help="Of each way, each time.")] = 3.0,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     import torch
 
-    if tail + swiglu + gradients > 1:
-        raise typer.BadParameter("one of --tail, --swiglu and --gradients")
+    if tail + swiglu + gradients + grouped > 1:
+        raise typer.BadParameter("one of --tail, --swiglu, --gradients and --grouped")
     card = Card()
     torch.backends.cuda.matmul.allow_tf32 = False
     title, flag, table = "An fp8 product of our own beside cuBLASLt's", "", plain_table
@@ -335,6 +354,9 @@ def main(
     elif gradients:
         title = "Weight gradients added by their products beside two kernels"
         flag, table = " --gradients", partial(table_with_more, cases=gradient_products.CASES)
+    elif grouped:
+        title = "Products of experts beside dense ones"
+        flag, table = " --grouped", grouped_table
     command = f"python tools/{Path(__file__).name}{flag} --seconds {seconds:g}"
     text = [
         f"# {title}",
