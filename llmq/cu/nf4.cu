@@ -8,8 +8,10 @@
 // Data     x, out: T (n); codes: U8 (n/2), of two neighbours each, the first one in the higher bits;
 //          scale_codes: U8 (n/64); groups: F32; levels: F32 (256), ascending. All 16-byte aligned.
 //          nf4_decode_fp8: out E4M3 (n), divided by *scale before it is rounded.
-// Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks. nf4_quantize_scales: a block
-//          for each group.
+//          Decoding: n is of one of the modules that follow each other, each with groups and a mean
+//          of its own.
+// Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks, times modules where these are
+//          decoded. nf4_quantize_scales: a block for each group.
 // Cost     what is read and written, once; a thread reads 4 bytes of codes.
 // Needs    n a multiple of 64.
 // Same name  llmq/ops/nf4.py  llmq/ref/nf4.py  tests/ops/test_nf4.py
@@ -79,17 +81,15 @@ nf4_quantize_scales(u8* __restrict__ codes, f32* __restrict__ groups,
     if (t == 0) { groups[blockIdx.x] = largest; }
 }
 
-// The scale of the block that an element is in.
-__device__ __forceinline__ float scale_of(i64 first, const u8* scale_codes, const f32* groups,
-                                          const f32* mean, const f32* levels) {
-    const i64 block = first / BLOCK;
-    return levels[scale_codes[block]] * groups[block / GROUP] + *mean;
-}
-
-// COUNT elements from `first` on. table: LEVELS, in shared memory.
-__device__ __forceinline__ void decode(float (&v)[COUNT], const float* table, const u8* codes,
-                                       i64 first, float scale) {
-    const u32 packed = *reinterpret_cast<const u32*>(codes + first / 2);
+// COUNT elements of this block's module from `first` on, n of a module, and their scale. `before`:
+// elements of the modules before. table: LEVELS, in shared memory.
+__device__ __forceinline__ void decode(float (&v)[COUNT], const float* table, i64 first, i64 before,
+                                       i64 n, const u8* codes, const u8* scale_codes,
+                                       const f32* groups, const f32* mean, const f32* levels) {
+    const i64 block = first / BLOCK, of_module = (n / BLOCK + GROUP - 1) / GROUP;
+    const float group = groups[blockIdx.y * of_module + block / GROUP];
+    const float scale = levels[scale_codes[before / BLOCK + block]] * group + mean[blockIdx.y];
+    const u32 packed = *reinterpret_cast<const u32*>(codes + (before + first) / 2);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
         v[k] = table[packed >> (8 * (k / 2) + (k % 2 ? 0 : 4)) & 15] * scale;
@@ -103,14 +103,14 @@ nf4_decode(T* __restrict__ out, const u8* __restrict__ codes, const u8* __restri
     __shared__ float table[16];
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     __syncthreads();
-    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT;
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT, before = blockIdx.y * n;
     if (first >= n) { return; }
     float v[COUNT];
-    decode(v, table, codes, first, scale_of(first, scale_codes, groups, mean, levels));
+    decode(v, table, first, before, n, codes, scale_codes, groups, mean, levels);
     Pack<T, COUNT> result;
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) { result.set(k, from_f32<T>(v[k])); }
-    result.store(out + first);
+    result.store(out + before + first);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -121,13 +121,13 @@ nf4_decode_fp8(e4m3* __restrict__ out, const f32* __restrict__ scale,
     __shared__ float table[16];
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     __syncthreads();
-    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT;
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT, before = blockIdx.y * n;
     if (first >= n) { return; }
     const float factor = 1.0f / *scale;
     float v[COUNT];
-    decode(v, table, codes, first, scale_of(first, scale_codes, groups, mean, levels));
+    decode(v, table, first, before, n, codes, scale_codes, groups, mean, levels);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) { v[k] *= factor; }
-    *reinterpret_cast<uint2*>(out + first) =
+    *reinterpret_cast<uint2*>(out + before + first) =
         make_uint2(to_fp8<e4m3>(v[0], v[1], v[2], v[3]), to_fp8<e4m3>(v[4], v[5], v[6], v[7]));
 }

@@ -2,7 +2,7 @@
 
     e4m3    | codes | scale |
     int8    | codes | a scale for each row |
-    nf4     | scale of fp8 codes | of each module: codes, codes of scales, groups, mean |
+    nf4     | scale of fp8 codes | of modules of one size: codes, codes of scales, groups, means |
 
 A block's are one run of bytes. A rank's part of it, and the parts that are gathered and streamed,
 are parts of these bytes, wherever a tensor ends.

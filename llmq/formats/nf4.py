@@ -1,12 +1,14 @@
 """nf4: frozen matrices of four bits, which are decoded before products; `ops/nf4.py` has codes.
 
-Modules that Hugging Face names are quantized one by one, as others do it. `scale` is that of the
-whole matrix's fp8 codes, if they are made of these.
+Modules that Hugging Face names are quantized one by one, as others do it. Those of one size that
+follow each other, as of experts, are a *run*, whose tensors lie together: one launch decodes it.
+`scale` is that of the whole matrix's fp8 codes, if they are made of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +21,24 @@ from llmq.ref import nf4 as ref
 from llmq.ref.quantize import LEAST_ABS_MAX
 
 
-def _modules(matrix: Frozen) -> Iterator[tuple[int, int, int]]:
-    """Number, first element and size of each."""
-    for number, part in enumerate(matrix.hf):
-        yield number, part.start * matrix.columns, (part.stop - part.start) * matrix.columns
+class _Run(NamedTuple):
+    """first: its first element. size: of each of its modules, of which there are so many."""
+
+    first: int
+    size: int
+    count: int
+
+
+def _runs(matrix: Frozen) -> list[_Run]:
+    found: list[_Run] = []
+    for part in matrix.hf:
+        first, size = part.start * matrix.columns, (part.stop - part.start) * matrix.columns
+        run = found[-1] if found else None
+        if run and run.size == size and run.first + run.count * size == first:
+            found[-1] = run._replace(count=run.count + 1)
+        else:
+            found.append(_Run(first, size, 1))
+    return found
 
 
 class Nf4(Format):
@@ -30,50 +46,60 @@ class Nf4(Format):
 
     def layout(self, matrix: Frozen) -> Lies:
         lies: Lies = {"scale": ((1,), F32)}
-        for number, _, size in _modules(matrix):
+        for number, (_, size, count) in enumerate(_runs(matrix)):
             half, blocks, groups = nf4.sizes(size)
             lies |= {
-                f"codes.{number}": ((half,), U8),
-                f"scale_codes.{number}": ((blocks,), U8),
-                f"groups.{number}": ((groups,), F32),
-                f"mean.{number}": ((1,), F32),
+                f"codes.{number}": ((count * half,), U8),
+                f"scale_codes.{number}": ((count * blocks,), U8),
+                f"groups.{number}": ((count * groups,), F32),
+                f"mean.{number}": ((count,), F32),
             }
         return lies
 
     def piece(self, matrix: Frozen) -> int:
-        return piece_of(max(size for _, _, size in _modules(matrix)))
+        return piece_of(max(run.size for run in _runs(matrix)))
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
         self._levels = self.dev.alloc("nf4_levels", (nf4.NUM_LEVELS,), F32, "Quants")
         self.dev.upload(self._levels, ref.scale_levels())
 
     def encode(self, made: Encoder) -> None:
-        largest = [self._module(made, *module) for module in _modules(made.matrix)]
+        largest = [
+            self._module(made, number, module, run)
+            for number, run in enumerate(_runs(made.matrix))
+            for module in range(run.count)
+        ]
         # Each block has an element of level 1 or -1: the largest scale is the largest value.
         scale = max(LEAST_ABS_MAX, *largest) / np.float32(E4M3_MAX)
         self.dev.upload(made.number(1), np.array([scale], np.float32))
         made.put("scale", made.number(1), 0)
 
-    def _module(self, made: Encoder, number: int, first: int, size: int) -> np.float32:
-        """Returns the largest scale. Scales wait here for their mean, which is that of all."""
-        dev, found = self.dev, np.zeros(size // ref.BLOCK, np.float32)
+    def _module(self, made: Encoder, number: int, module: int, run: _Run) -> np.float32:
+        """Returns the largest scale. Scales wait here for their mean, which is that of all.
+
+        number: of the run. module: of it.
+        """
+        dev, size = self.dev, run.size
+        first, found = run.first + module * size, np.zeros(size // ref.BLOCK, np.float32)
+        before = [module * each for each in nf4.sizes(size)]
         for start, count in made.pieces(size):
             half, blocks, _ = nf4.sizes(count)
             codes, scales = made.codes.rows(0, half), made.scales.rows(0, blocks)
             nf4.quantize(dev, codes, scales, made.read(first + start, count))
-            made.put(f"codes.{number}", codes, start // 2)
+            made.put(f"codes.{number}", codes, before[0] + start // 2)
             found[start // ref.BLOCK :][:blocks] = dev.download(scales)
         mean, largest = made.number(0), np.float32(0)
         dev.upload(mean, found.mean(dtype=np.float64, keepdims=True).astype(np.float32))
-        made.put(f"mean.{number}", mean, 0)
+        made.put(f"mean.{number}", mean, module * F32.itemsize)
         for start, count in made.pieces(size):
             _, blocks, num_groups = nf4.sizes(count)
             codes, scales = made.codes.rows(0, blocks), made.scales.rows(0, blocks)
             groups, block = made.groups.rows(0, num_groups), start // ref.BLOCK
             dev.upload(scales, found[block : block + blocks])
             nf4.quantize_scales(dev, codes, groups, scales, mean, self._levels)
-            made.put(f"scale_codes.{number}", codes, block)
-            made.put(f"groups.{number}", groups, block // ref.GROUP * F32.itemsize)
+            made.put(f"scale_codes.{number}", codes, before[1] + block)
+            group = before[2] + block // ref.GROUP
+            made.put(f"groups.{number}", groups, group * F32.itemsize)
             largest = max(largest, self._largest(codes, groups, mean))
         return largest
 
@@ -88,17 +114,19 @@ class Nf4(Format):
     ) -> None:
         if scale is not None:
             self.dev.copy(scale, kept["scale"])
-        for number, first, size in _modules(matrix):
+        for number, (first, size, count) in enumerate(_runs(matrix)):
             names = ("codes", "scale_codes", "groups", "mean")
             coded = [kept[f"{name}.{number}"] for name in names]
-            flat = out.view(out.size).rows(first, first + size)
+            flat = out.view(out.size).rows(first, first + count * size)
             nf4.decode(self.dev, flat, *coded, self._levels, fp8_scale=scale)
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
         out, levels = np.empty(x.size, np.float32), ref.scale_levels()
-        for _, first, n in _modules(matrix):
-            own, (half, blocks, num_groups) = slice(first, first + n), nf4.sizes(n)
+        for part in matrix.hf:
+            own = slice(part.start * matrix.columns, part.stop * matrix.columns)
+            n = own.stop - own.start
+            half, blocks, num_groups = nf4.sizes(n)
             codes, scales = np.empty(half, np.uint8), np.empty(blocks, np.float32)
             ref.nf4_quantize(codes, scales, x[own], n)
             mean = scales.mean(dtype=np.float64, keepdims=True).astype(np.float32)

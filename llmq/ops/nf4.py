@@ -94,41 +94,44 @@ def decode(
 ) -> None:
     """out = what the codes stand for, rounded to its format; in FP8 divided by fp8_scale before.
 
-    Args:
-        out          out  BF16 or F32 (n,); E4M3 with fp8_scale
-        codes        in   U8 (n/2,)
-        scale_codes  in   U8 (n/64,)
-        groups       in   F32 (ceil(n/64/256),)
-        mean         in   F32 (1,)
+    Modules of the same size follow each other, each with groups and a mean of its own.
+
+    Args (M modules of n elements):
+        out          out  BF16 or F32 (M*n,); E4M3 with fp8_scale
+        codes        in   U8 (M*n/2,)
+        scale_codes  in   U8 (M*n/64,)
+        groups       in   F32 (M*ceil(n/64/256),)
+        mean         in   F32 (M,)
         levels       in   F32 (256,)
         fp8_scale    in   F32 (1,)    or None
 
     Cost:    half a byte read, out written; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    _check_count("out", out)
-    half, blocks, num_groups = sizes(out.size)
-    expect("nf4", "codes", codes, U8, (half,))
-    expect("nf4", "scale_codes", scale_codes, U8, (blocks,))
-    expect("nf4", "groups", groups, F32, (num_groups,))
-    expect("nf4", "mean", mean, F32, (1,))
+    count, n = mean.size, out.size // mean.size
+    _check_count("out", out, count)
+    half, blocks, num_groups = sizes(n)
+    expect("nf4", "codes", codes, U8, (count * half,))
+    expect("nf4", "scale_codes", scale_codes, U8, (count * blocks,))
+    expect("nf4", "groups", groups, F32, (count * num_groups,))
+    expect("nf4", "mean", mean, F32, (count,))
     expect("nf4", "levels", levels, F32, (NUM_LEVELS,))
-    args = (codes, scale_codes, groups, mean, levels, out.size)
+    args, grid = (codes, scale_codes, groups, mean, levels, n), (_blocks(n), count)
     if fp8_scale is None:
         expect_float("nf4", "out", out)
-        dev.launch(DECODE, _blocks(out.size), THREADS, (out, *args))
+        dev.launch(DECODE, grid, THREADS, (out, *args))
     else:
         expect("nf4", "out", out, E4M3, out.shape)
         expect("nf4", "fp8_scale", fp8_scale, F32, (1,))
-        dev.launch(DECODE_FP8, _blocks(out.size), THREADS, (out, fp8_scale, *args))
+        dev.launch(DECODE_FP8, grid, THREADS, (out, fp8_scale, *args))
 
 
 def _blocks(n: int) -> int:
     return ceil_div(n, THREADS * PER_THREAD)
 
 
-def _check_count(name: str, tensor: Tensor) -> None:
-    if len(tensor.shape) != 1 or tensor.size % BLOCK:
+def _check_count(name: str, tensor: Tensor, modules: int = 1) -> None:
+    if len(tensor.shape) != 1 or tensor.size % (modules * BLOCK):
         raise ValueError(
-            f"nf4: {name} must be (n,), n a multiple of {BLOCK}, got shape {tensor.shape}"
+            f"nf4: {name} must be (n,), n a multiple of {modules * BLOCK}, got shape {tensor.shape}"
         )

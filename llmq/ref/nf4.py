@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
@@ -99,15 +101,18 @@ def _decoded(
     groups: np.ndarray,
     mean: np.ndarray,
     levels: np.ndarray,
-    blocks: slice,
-) -> np.ndarray:
-    """F32 (blocks, 64)."""
-    of_group = groups[np.arange(blocks.start, blocks.stop) // GROUP]
-    scales = levels[scale_codes[blocks]] * of_group + mean[0]
-    pairs = codes[blocks.start * BLOCK // 2 : blocks.stop * BLOCK // 2]
-    values = np.empty((len(pairs), 2), np.float32)
-    values[:, 0], values[:, 1] = LEVELS[pairs >> 4], LEVELS[pairs & 15]
-    return values.reshape(-1, BLOCK) * scales[:, None]
+    n: int,
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Blocks of all modules, and F32 (blocks, 64) of them."""
+    of_module, num_groups = n // BLOCK, len(groups) // len(mean)
+    for module, part in product(range(len(mean)), row_blocks(of_module, BLOCK)):
+        blocks = slice(module * of_module + part.start, module * of_module + part.stop)
+        of_group = groups[module * num_groups + np.arange(part.start, part.stop) // GROUP]
+        scales = levels[scale_codes[blocks]] * of_group + mean[module]
+        pairs = codes[blocks.start * BLOCK // 2 : blocks.stop * BLOCK // 2]
+        values = np.empty((len(pairs), 2), np.float32)
+        values[:, 0], values[:, 1] = LEVELS[pairs >> 4], LEVELS[pairs & 15]
+        yield blocks, values.reshape(-1, BLOCK) * scales[:, None]
 
 
 def nf4_decode(
@@ -119,10 +124,11 @@ def nf4_decode(
     levels: np.ndarray,
     n: int,
 ) -> None:
-    """out (n,) = level of the code * scale; the scale = level of its code * group + mean."""
+    """out = level of the code * scale; the scale = level of its code * group + mean. n: of each of
+    the modules."""
     blocks = out.reshape(-1, BLOCK)
-    for part in row_blocks(n // BLOCK, BLOCK):
-        blocks[part] = _decoded(codes, scale_codes, groups, mean, levels, part)
+    for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
+        blocks[part] = values
 
 
 def nf4_decode_fp8(
@@ -138,6 +144,5 @@ def nf4_decode_fp8(
     """As nf4_decode, out / scale in FP8."""
     factor = np.float32(1) / scale[0]
     blocks = out.view(np.uint8).reshape(-1, BLOCK)
-    for part in row_blocks(n // BLOCK, BLOCK):
-        values = _decoded(codes, scale_codes, groups, mean, levels, part)
+    for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
         encode_fp8(blocks[part], values, factor, out.dtype)

@@ -8,7 +8,7 @@ from llmq.ops import nf4
 from llmq.ref.nf4 import CASES, scale_levels
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import compared
+from tests.harness import compared, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
@@ -55,6 +55,17 @@ def test_equals_reference(dev, rng, case, dtype):
     fp8 = compared(dev, nf4.decode, codes | shared | scale)["out"].astype(np.float32)
     # E4M3 has 4 significant bits, BF16 8; the smallest number of E4M3 is 2^-9 of a scale.
     np.testing.assert_allclose(fp8 * scale["fp8_scale"], out, rtol=0.07, atol=1e-6)
+    # Modules one after the other, with another mean each, are decoded as one by one.
+    many = {name: np.concatenate([each, each[::-1]]) for name, each in shared.items()}
+    many |= {"mean": np.array([mean[0], 2 * mean[0]], np.float32), "levels": scale_levels()}
+    for like in (out.astype(dtype.numpy), codes["out"]):
+        how = scale if like.dtype == E4M3.numpy else {}
+        empty = {"out": np.full(2 * n, np.nan, like.dtype)}
+        both = compared(dev, nf4.decode, empty | many | how)["out"]
+        parts = {name: each[len(each) // 2 :] for name, each in many.items()}
+        parts |= {"levels": scale_levels(), "out": empty["out"][n:]}
+        one = run(dev, nf4.decode, parts | how)["out"]
+        np.testing.assert_array_equal(both[n:].view(np.uint8), one.view(np.uint8))
 
 
 def test_wrong_arguments():
