@@ -14,8 +14,8 @@
 //          ABS_MAX = 1, raised to the largest |x|, else not touched.
 // Launch   256 threads. quantize: ceil(n / 8192) blocks, n = rows * cols. quantize_transpose and
 //          quantize_scaled: a block for every OctetTile of fp8.cuh, 128 rows and 64 columns, grid
-//          (across, down). transpose_codes: tiles of 128 rows and 128 columns. dequantize: 16
-//          elements per thread, ceil(n / 4096) blocks.
+//          (across, down). transpose_codes: tiles of 128 rows and 128 columns, times
+//          matrices below each other. dequantize: 16 elements per thread, ceil(n / 4096) blocks.
 // Cost     memory-bound, about 8 instructions per element; every access to global memory is 16
 //          bytes. A tile reads lines of 128 bytes (BF16), writes 64 bytes of each row of q, 128 of
 //          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts;
@@ -144,6 +144,7 @@ transpose_codes(Q* __restrict__ q_t, const Q* __restrict__ q, i64 rows, i32 cols
     __shared__ CodesTile tile;
     const i64 tile_row = (i64)(gridDim.y - 1 - blockIdx.y) * CodesTile::SIZE;
     const int tile_column = blockIdx.x * CodesTile::SIZE;
+    q += blockIdx.z * rows * cols, q_t += blockIdx.z * rows * cols;
     const i64 row = tile_row + CodesTile::row();
     const int column = tile_column + CodesTile::column();
     uint4 loaded[4];

@@ -102,21 +102,21 @@ def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None
 
 
 def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
-    """q_t = the transpose of q.
+    """q_t = the transpose of q, or of each of E matrices.
 
     Args (Q is E4M3 or E5M2):
-        q_t  out  Q (cols, rows)
-        q    in   Q (rows, cols), both multiples of 16
+        q_t  out  Q (cols, rows)                        or (E, cols, rows)
+        q    in   Q (rows, cols), both multiples of 16, or (E, rows, cols)
 
     Cost:    q read once, q_t written; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     if q.dtype not in (E4M3, E5M2):
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
-    _check_shape("q", q, (2,))
-    expect("quantize", "q_t", q_t, q.dtype, q.shape[::-1])
-    rows, cols = q.shape
-    blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE))
+    *outer, rows, cols = q.shape
+    _check_shape("q", q.rows(0, 1).view(rows, cols) if len(outer) == 1 else q, (2,))
+    expect("quantize", "q_t", q_t, q.dtype, (*outer, cols, rows))
+    blocks = (ceil_div(cols, CODES_TILE), ceil_div(rows, CODES_TILE), *outer)
     dev.launch(TRANSPOSE_CODES, blocks, THREADS, (q_t, q, rows, cols))
 
 

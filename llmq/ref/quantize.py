@@ -69,9 +69,9 @@ def quantize_scaled(
 
 
 def transpose_codes(q_t: np.ndarray, q: np.ndarray, rows: int, cols: int) -> None:
-    """q_t = the transpose of q."""
+    """q_t = the transpose of q, or of each of several matrices."""
     for block in row_blocks(rows, cols):
-        q_t.view(np.uint8)[:, block] = q.view(np.uint8)[block].T
+        q_t.view(np.uint8)[..., block] = q.view(np.uint8)[..., block, :].swapaxes(-1, -2)
 
 
 def dequantize(out: np.ndarray, q: np.ndarray, scale: np.ndarray, n: int) -> None:

@@ -23,9 +23,7 @@ from llmq.state.placement import Placement
 def transpose(dev: Device, transposed: Tensor, codes: Tensor) -> None:
     """Codes of a matrix, or of those of all experts, in the other layout."""
     # Bytes, whatever they are: the kernel moves them.
-    both = (tensor.view_as(E4M3) for tensor in (transposed, codes))
-    for pair in zip(*map(planes, both), strict=True):
-        quantize.transpose(dev, *pair)
+    quantize.transpose(dev, transposed.view_as(E4M3), codes.view_as(E4M3))
 
 
 class Transposes:
