@@ -12,7 +12,8 @@
 //                          d_y[r] *= weights[s, k], weighted[r] = weights[s, k] * y[r]
 //   rows_sum               d_sum[e] = or += the sum of x's rows [starts[e], starts[e + 1])
 //
-// Data     x, y, out, d_y, weighted, addend: T, C columns, C % 8 == 0, 16-byte aligned. weights,
+// Data     x, y, out, d_y, weighted, addend: T, C columns, C % 8 == 0, 16-byte aligned; of rows_gather
+//          Q, rows of multiples of 16 bytes. weights,
 //          d_weights: F32 (rows, top_k). d_sum: G (E, C). weighted, and weights and addend of
 //          rows_combine may be null, addend may be out, weighted may be y. counts: I32 (blocks, E).
 // Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
@@ -122,29 +123,23 @@ rows_place(i32* __restrict__ order, i32* __restrict__ place, const i32* __restri
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-rows_gather(T* __restrict__ out, const T* __restrict__ x, const i32* __restrict__ order, i32 n, i32 C,
+rows_gather(Q* __restrict__ out, const Q* __restrict__ x, const i32* __restrict__ order, i32 n, i32 C,
             i32 top_k) {
-    constexpr int UNROLL = 4;
+    constexpr int UNROLL = 4;  // 16 bytes each
     const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     if (r >= n) { return; }
-    const T* const row = x + (i64)(order[r] / top_k) * C;
-    for (int start = threadIdx.x % 32 * WIDTH; start < C; start += UNROLL * SLICE) {
-        uint4 part[UNROLL][WIDTH / Vec<T>::N];
+    const int units = C * (int)sizeof(Q) / 16;
+    const uint4* const row = reinterpret_cast<const uint4*>(x) + (i64)(order[r] / top_k) * units;
+    uint4* const to = reinterpret_cast<uint4*>(out) + r * units;
+    for (int start = threadIdx.x % 32; start < units; start += UNROLL * 32) {
+        uint4 part[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int c = start + u * SLICE;
-#pragma unroll
-            for (int i = 0; i < WIDTH / Vec<T>::N; ++i) {
-                if (c < C) { part[u][i] = *reinterpret_cast<const uint4*>(row + c + i * Vec<T>::N); }
-            }
+            if (start + u * 32 < units) { part[u] = row[start + u * 32]; }
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int c = start + u * SLICE;
-#pragma unroll
-            for (int i = 0; i < WIDTH / Vec<T>::N; ++i) {
-                if (c < C) { store_vec(out + r * C + c + i * Vec<T>::N, unpack<T>(part[u][i])); }
-            }
+            if (start + u * 32 < units) { to[start + u * 32] = part[u]; }
         }
     }
 }

@@ -7,9 +7,9 @@ experts' matrices; nothing is left out, whatever was chosen.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import F32, I32
+from llmq.base.dtypes import E4M3, E5M2, F32, I32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import WARP, expect_accumulator, expect_float
+from llmq.ops.common import VECTOR_BYTES, WARP, expect_accumulator, expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -33,7 +33,7 @@ PLACE = Kernel(
 GATHER = Kernel(
     "expert_rows.cu",
     "rows_gather",
-    args="T* out, const T* x, const i32* order, i32 n, i32 C, i32 top_k",
+    args="Q* out, const Q* x, const i32* order, i32 n, i32 C, i32 top_k",
 )
 COMBINE = Kernel(
     "expert_rows.cu",
@@ -86,8 +86,8 @@ def sort_rows(dev: Device, order: Tensor, place: Tensor, starts: Tensor, chosen:
 def gather_rows(dev: Device, out: Tensor, x: Tensor, order: Tensor, top_k: int) -> None:
     """out[r] = x[order[r] // top_k]. Its backward is `combine` without weights.
 
-    Args (X is BF16 or F32):
-        out    out  X   (R, C)   R = S * top_k; C a multiple of 8
+    Args (X is BF16, F32 or fp8 codes):
+        out    out  X   (R, C)   R = S * top_k; C a multiple of 8, of codes 16
         x      in   X   (S, C)
         order  in   I32 (R,)     as sort_rows has it
 
@@ -95,7 +95,7 @@ def gather_rows(dev: Device, out: Tensor, x: Tensor, order: Tensor, top_k: int) 
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "gather_rows"
-    S, C = _rows(op, "x", x)
+    S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in (E4M3, E5M2) else WIDTH)
     expect(op, "out", out, x.dtype, (S * top_k, C))
     expect(op, "order", order, I32, (S * top_k,))
     n = S * top_k
@@ -208,11 +208,12 @@ def _matrix(op: str, name: str, tensor: Tensor) -> tuple[int, int]:
     return tensor.shape
 
 
-def _rows(op: str, name: str, x: Tensor) -> tuple[int, int]:
-    expect_float(op, name, x)
+def _rows(op: str, name: str, x: Tensor, multiple: int = WIDTH) -> tuple[int, int]:
+    if multiple == WIDTH:
+        expect_float(op, name, x)
     S, C = _matrix(op, name, x)
-    if C % WIDTH:
-        raise ValueError(f"{op}: {name} must have columns in multiples of {WIDTH}, got {C}")
+    if C % multiple:
+        raise ValueError(f"{op}: {name} must have columns in multiples of {multiple}, got {C}")
     return S, C
 
 

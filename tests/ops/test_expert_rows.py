@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.tensor import Accumulator
 from llmq.ops import expert_rows as op
 from llmq.ref.expert_rows import CASES
@@ -40,6 +40,18 @@ def test_sort_rows(dev, rng, S, C, E, top_k, kind):
     got = compared(dev, op.sort_rows, sorted_arrays(chosen, E))
     np.testing.assert_array_equal(np.sort(got["order"]), np.arange(S * top_k))
     assert got["starts"][0] == 0 and got["starts"][-1] == S * top_k
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_gather_of_codes(dev, rng, dtype):
+    order = rng.permutation(33 * 4).astype(np.int32)
+    x = rng.integers(0, 256, (33, 784), np.uint8)
+    arrays = {"out": np.zeros((132, 784), np.uint8).view(dtype.numpy), "x": x.view(dtype.numpy)}
+    for device in (dev, host_device()):
+        got = run(
+            device, lambda dev, **t: op.gather_rows(dev, **t, top_k=4), arrays | {"order": order}
+        )
+        np.testing.assert_array_equal(got["out"].view(np.uint8), x[order // 4])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
