@@ -1,9 +1,10 @@
 // grouped_sm90.cuh -- the tiles of products for Hopper whose rows are sorted by expert.
 //
 // As Work and Tile of product_sm90.cuh: each expert's rows have pairs of tiles of their own, times its
-// matrix. Right has all matrices below each other, each of `apart` rows. A block counts the tiles of
-// the experts before each one once, and looks for its own in between. Tiles of an expert go down its
-// rows first: these and its matrix stay in L2.
+// matrix. If there are at most 128 rows in the last pair, its two blocks have these, and neighbouring
+// columns: half a tile of an expert's rows is none, on the average. Right has all matrices below each
+// other, each of `apart` rows. A block counts the tiles of the experts before each one once, and looks
+// for its own in between. Tiles of an expert go down its rows first: these and its matrix stay in L2.
 //
 // With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix.
 #pragma once
@@ -34,13 +35,19 @@ struct Work {
         tiles = counted[experts];
     }
 
+    // Pairs below each other of so many rows.
+    static __device__ __forceinline__ int pairs(int rows) {
+        return (rows + TILE_ROWS - 1) / (2 * TILE_ROWS);
+    }
+
 private:
     __device__ __forceinline__ void count(i32* to) const {
         const int lane = threadIdx.x;
         int all = 0;
         for (int first = 0; first < experts; first += 32) {
             const int e = first + lane, rows = e < experts ? starts[e + 1] - starts[e] : 0;
-            const int own = (rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS) * columns;
+            const bool beside = rows > pairs(rows) * 2 * TILE_ROWS;
+            const int own = pairs(rows) * columns + (beside ? (columns + 1) / 2 : 0);
             int sum = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -54,9 +61,11 @@ private:
     }
 };
 
-// end: of the expert's rows, of which a tile may have others.
+// end: of the expert's rows, of which a tile may have others. beside: the other block has the same
+// rows.
 struct Tile {
     int row, column, right, expert, end;
+    bool beside;
 
     __device__ __forceinline__ Tile(int t, const Work& work) {
         expert = 0;  // the last one with so many tiles, or fewer, before it
@@ -65,12 +74,18 @@ struct Tile {
             const int e = expert + step;
             if (e < work.experts && work.before[e] <= t) { expert = e; }
         }
-        const int first = work.before[expert], rest = t - first;
-        const int pairs = (work.before[expert + 1] - first) / work.columns;
+        const int rest = t - work.before[expert], start = work.starts[expert];
         end = work.starts[expert + 1];
-        row = work.starts[expert] + (rest % pairs * 2 + work.rank) * TILE_ROWS;
-        column = rest / pairs * work.width;
         right = expert * work.apart;
+        const int pairs = Work::pairs(end - start), last = rest - pairs * work.columns;
+        beside = last >= 0;
+        if (beside) {
+            row = start + pairs * 2 * TILE_ROWS;
+            column = (last * 2 + work.rank) * work.width;
+        } else {
+            row = start + (rest % pairs * 2 + work.rank) * TILE_ROWS;
+            column = rest / pairs * work.width;
+        }
     }
 };
 #else

@@ -5,8 +5,8 @@
 // Data     b: each expert's (N, K) below each other, with B_K_OUTSIDE (K, N), where K is a multiple of
 //          64. out: bf16 (M, N). bias: bf16 (experts, N), with BIAS. starts: I32 (experts + 1), where
 //          the rows of each one start, from 0 to M. At most 512 experts.
-// Cost     A cluster has 256 rows of one expert: half of them are none, on the average, in its last
-//          pair of tiles. Results go from a chunk of 16 rows to memory by plain stores, because other
+// Cost     A cluster has 256 rows of one expert, or 128 and twice the columns: 64 rows of an expert's
+//          tiles are none, on the average. Results go from a chunk of 16 rows to memory by plain stores, because other
 //          rows may be another expert's: the other warpgroup multiplies meanwhile.
 #pragma once
 #include "pingpong_sm90.cuh"

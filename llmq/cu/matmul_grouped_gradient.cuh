@@ -66,8 +66,10 @@ struct Product : Base {
         u32 before = 0, cleared = 0;  // steps of the tiles before; phases of `arrived`
         int n = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters, ++n) {
-            const int count = Tile(t, work).count, steps = (count + STEP_ROWS - 1) / STEP_ROWS;
+            const Tile tile(t, work);
+            const int count = tile.count, steps = (count + STEP_ROWS - 1) / STEP_ROWS;
             if (n % CONSUMERS == me) {
+                store.prefetch(tile, thread);
                 Sums d;
                 Ring ring(before);
                 barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
@@ -130,6 +132,18 @@ struct Epilogue {
     u32 salt;
     int M, N;
 
+    // What is added to comes to L2 while the tile is multiplied: else each warp would wait for device
+    // memory two dozen times. A thread of the warpgroup has a row.
+    __device__ __forceinline__ void prefetch(const Tile& tile, int thread) const {
+        const int row = tile.row + thread;
+        if (!accumulate || tile.count == 0 || row >= M) { return; }
+        const bf16* const from = d + ((i64)tile.expert * M + row) * N + tile.column;
+#pragma unroll
+        for (int c = 0; c < TILE_COLUMNS; c += BOX) {
+            if (tile.column + c < N) { prefetch_line(from + c); }
+        }
+    }
+
     __device__ __forceinline__ void operator()(const Tile& tile, const Sums& sums, int first_row,
                                                SharedAddress chunk) const {
         if (accumulate && tile.count == 0) { return; }
@@ -156,24 +170,30 @@ struct Epilogue {
                             pairs[1], pairs[2], pairs[3]);
             }
             __syncwarp();
-            row += below, first += 8 * word;
-            const int rows = first < N ? M - row : 0;
-            bf16* to = d + ((i64)tile.expert * M + row) * N + first;
-#pragma unroll 1
-            for (int i = 0; i < 16; i += 4, to += (i64)4 * N) {
-                const u32 r = below + i;
+            const int column = first + 8 * word, rows = column < N ? M - row - (int)below : 0;
+            bf16* const to = d + ((i64)tile.expert * M + row + below) * N + column;
+            uint4 before[4];
+            if (accumulate) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (4 * i < rows) { before[i] = load_packed_stream(to + (i64)(4 * i) * N); }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 r = below + 4 * i;
                 const uint4 x = load_shared(chunk + r * LINE + ((word ^ r & 7) << 4));
-                if (i < rows) { store(to, x, seed); }
+                if (4 * i < rows) { store(to + (i64)(4 * i) * N, before[i], x, seed); }
             }
         }
     }
 
 private:
     // Eight neighbours.
-    __device__ __forceinline__ void store(bf16* to, const uint4& x, u32 seed) const {
+    __device__ __forceinline__ void store(bf16* to, const uint4& old, const uint4& x, u32 seed) const {
         Vec<bf16> sum = unpack<bf16>(x);
         if (accumulate) {
-            const Vec<bf16> before = load_vec_stream(to);
+            const Vec<bf16> before = unpack<bf16>(old);
             const u64 index = to - d;  // a multiple of 8
 #pragma unroll
             for (int k = 0; k < 8; ++k) {

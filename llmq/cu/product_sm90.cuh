@@ -73,6 +73,32 @@ struct Tile {
 };
 #endif
 
+#if GROUPED == 1
+// As load_pair, where the blocks are beside each other: a half of `left` for both, and this block's
+// tile of `right`.
+template <bool K_OUTSIDE>
+__device__ __forceinline__ void load_beside(SharedAddress stage, SharedAddress arrived,
+                                            const TensorMap* left, const TensorMap* right, int k,
+                                            const Tile& tile, u32 rank, int apart) {
+    load_box_for(stage + rank * (LEFT_BYTES / 2), left, k, tile.row + rank * (TILE_ROWS / 2), arrived,
+                 3);
+    const SharedAddress to = stage + LEFT_BYTES;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        if constexpr (K_OUTSIDE) {
+#pragma unroll
+            for (int c = 0; c < TILE_BOXES; ++c) {
+                load_box(to + c * BOX * LINE + half * (BOX / 2 * LINE), right, tile.column + c * BOX,
+                         tile.right + k + half * (BOX / 2), arrived);
+            }
+        } else {
+            load_box(to + half * (TILE_COLUMNS / 2 * LINE), right, k,
+                     tile.right + tile.column + half * apart, arrived);
+        }
+    }
+}
+#endif
+
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
 // blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
 // outside the last box may have more columns than the tile, of which nothing is read.
@@ -82,11 +108,20 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
                                           const Tile& tile, u32 rank, int apart) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
     barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
+#if GROUPED == 1
+    if (tile.beside) {
+        load_beside<K_OUTSIDE>(stage, arrived, left, right, k, tile, rank, apart);
+        return;
+    }
+#endif
     if constexpr (GROUPED == 2) {  // K is outside of both
 #pragma unroll
         for (int c = 0; c < TILE_ROWS / BOX; ++c) {
             load_box(stage + c * BOX * LINE, left, tile.row + c * BOX, k, arrived);
         }
+    } else if constexpr (GROUPED == 1) {
+        load_box(stage, left, k, tile.row, arrived);
+        load_box(stage + LEFT_BYTES / 2, left, k, tile.row + TILE_ROWS / 2, arrived);
     } else {
         load_box(stage, left, k, tile.row, arrived);
     }

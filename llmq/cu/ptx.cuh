@@ -286,6 +286,11 @@ __device__ __forceinline__ void stores_are_done() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
+// The line of 128 bytes that holds *p is on its way to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
+
 // -- Products of a warpgroup (wgmma; compute capability 9.0 only) ---------------------------------
 //
 // Operands lie in shared memory as load_box writes them, in one of two ways. K inside: a row is 128

@@ -301,6 +301,7 @@ def grouped(
         beside=8 * CHUNK,
         consts={"BIAS": int(bias is not None), "GROUPED": 1},
         count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
+        a_rows=TILE_ROWS // 4,
     )
 
 

@@ -850,7 +850,7 @@ def test_grouped_gradient_on_all_multiprocessors(hopper, rng, accumulate):
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_grouped_on_all_multiprocessors(hopper, rng, dtype, transposed):
     """Several tiles of each cluster, of many experts."""
-    arrays = grouped_arrays(rng, (9000, 1536, 1088, 128, transposed), dtype)
+    arrays = grouped_arrays(rng, (9000, 768, 1088, 96, transposed), dtype)
     compared(hopper, partial(matmul_fused.grouped, transposed=transposed), arrays)
 
 
