@@ -14,12 +14,17 @@ import torch
 
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.commands.cli import _run
+from llmq.commands.score import DEFAULTS
 from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
+from llmq.options.options_io import config_of, layers_of
 from llmq.report.curves import read_log, series_of
 from llmq.run import score
+from llmq.run.model_of_run import model_of_run
+from llmq.run.score import score_files
+from llmq.run.trainer import Trainer
 from tests.models import VOCAB, exported, hf_model, trainer_for
 from tests.pairs_data import write_pairs
 from tests.runs import make_workplace, records, train
@@ -258,6 +263,48 @@ def test_scores_are_log_probabilities_and_twice_the_same_bytes(data, tmp_path, m
     assert command("score", model, data, "--out", tmp_path / "c") == 0
     assert file_of(tmp_path / "c", data).read_bytes() == path.read_bytes()
     assert not [*(tmp_path / "c").glob("*.partial")]
+
+
+def test_scoring_trains_nothing(data, tmp_path):
+    """A teacher that streams through the device takes what was planned: no gradients, no moments,
+    no adapters; and gives the scores of one that is resident."""
+    found = {}
+    for name, more in (("resident", {}), ("streamed", {"shard-weights": True})):
+        given = {"model": str(exported("qwen2")), "train-file": [str(data)], "base-dtype": "nf4"}
+        given |= {"device": "cpu", "gpus": 1, "model-dtype": "fp32", "seq-len": T, "batch-size": 2}
+        more = more and more | {"offload-master": True}
+        config = config_of(layers_of(given | more), DEFAULTS)
+        model, model_dir = model_of_run(config)
+        with Trainer.from_config(config, model, model_dir, BYTES) as trainer:
+            trainer.load_weights()
+            (path,) = score_files(trainer.ranks, [TokenFile(data)], tmp_path / name, {"name": ""})
+            usage, plan = trainer.usage, trainer.plan
+        assert usage == plan.usage
+        taken = {category for of in usage.categories.values() for category, n in of.items() if n}
+        assert not taken & {"Gradients", "Adam M", "Adam V", "Master"}
+        assert {"embed", "layers.0", "layers.1"} <= plan.placement.slabs.keys()
+        assert not {"lora_a", "lora_b"} & plan.placement.slabs.keys()
+        found[name] = path.read_bytes(), usage.categories
+    assert found["resident"][0] == found["streamed"][0]
+    quants = {name: categories["device"]["Quants"] for name, (_, categories) in found.items()}
+    assert quants["streamed"] < quants["resident"]
+
+
+def test_a_teacher_is_planned_before_it_is_scored(data, tmp_path, capsys):
+    """For a card that is elsewhere, and with what would make it fit in the command's own words."""
+    wide = {"hidden-size": 8192, "num-layers": 80, "num-heads": 64, "num-kv-heads": 8}
+    wide |= {"intermediate-size": 29568, "seq-len": 2048, "batch-size": 8, "lmhead-chunks": 16}
+    flags = [*(f"--{name}={n}" for name, n in wide.items()), "--from-scratch", "--base-dtype=nf4"]
+    words = ["score", "Qwen2.5-7B", str(data), "--out", str(tmp_path / "s"), "--dry-run", *flags]
+    how = ["--card=4090", "--memory-limit=24GiB"]
+    assert _run([*words, *how, "--shard-weights", "--offload-master"]) == 0
+    out = capsys.readouterr().out
+    assert "Fits:            yes, into 24079 MiB" in out and "72,704,106,496" in out
+    assert "and 0 that are trained" in out and "Checkpoint" not in out
+    assert _run([*words, *how, "--lmhead-chunks=8"]) == LlmqError.STATUS
+    said = capsys.readouterr().err
+    assert "--shard-weights --offload-master" in said
+    assert f"  llmq score Qwen2.5-7B {data} --out=OUT" in said
 
 
 def test_a_run_by_scores_is_that_without(data, tmp_path):

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 
 import llmq.data.documents
 import llmq.data.tokenize
+import llmq.report.progress
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.documents import EvalSplit
@@ -223,7 +224,7 @@ def test_tokenizer_without_an_end(tmp_path):
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
     monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
-    monkeypatch.setattr(llmq.data.tokenize, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(llmq.report.progress, "REPORT_SECONDS", 0.0)
     summary = run(write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 10

@@ -9,11 +9,12 @@ import typer
 
 from llmq.base.errors import ConfigError
 from llmq.commands.common import ConfigFile, load_run, train_options
+from llmq.commands.plan import CardName
 
-# Beside adapters the model may be kept in any format, and be streamed; new ones change nothing of
-# what it computes, and the smallest rank takes the least memory.
+# A model that is not trained may be kept in any format, and be streamed.
 DEFAULTS = {
-    **{"lora_rank": 4, "recompute_block": True, "grad_accumulation": 1, "packing": "best-fit"},
+    **{"only_scores": True, "recompute_block": True, "grad_accumulation": 1},
+    **{"packing": "best-fit"},
     **{"eval_file": "none", "ckpt_interval": 0, "save_training_state": False},
 }
 
@@ -32,6 +33,10 @@ def score(
         int,
         typer.Option(min=0, max=255, help="A teacher's: so many probabilities of each token."),
     ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print memory and predicted speed, and stop.")
+    ] = False,
+    card: CardName = None,
 ) -> None:
     """Write the log-probability of each trained token of token files, for losses that read it."""
     for name, instead in (("model", "MODEL"), ("train-file", "DATA")):
@@ -41,7 +46,15 @@ def score(
     given = given | {"model": scored, "train-file": patterns}
     if top_k:
         given |= {"loss": "kd", "kd-top-k": str(top_k), "scores": str(out)}
-    config, model, model_dir, _ = load_run(given, config_file, trains=True, defaults=DEFAULTS)
+    if card is not None and not dry_run:
+        raise ConfigError("--card: is for --dry-run")
+    how = {"plans": True} if dry_run else {"trains": True}
+    config, model, model_dir, _ = load_run(given, config_file, defaults=DEFAULTS, **how)
+    if dry_run:
+        from llmq.plan.report import run_plan
+
+        run_plan(config, model, card=card)
+        return
     from llmq.run.run_score import run_score
 
     run_score(config, model, model_dir, out, top_k)

@@ -9,7 +9,6 @@ files back to that place and goes on, with the same result to the byte.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmq.base.console import printable_console
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
 from llmq.base.records import MAX_RECORD
@@ -34,10 +32,10 @@ from llmq.data.record_text import DEFAULT_FIELD, RecordText
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
+from llmq.report.progress import Progress
 
 SHARD_TOKENS = 100_000_000  # if not given
 SAVE_SECONDS = 15.0  # between saved states: an interruption costs no more than this
-REPORT_SECONDS = 10.0  # between lines of progress where there is no terminal
 NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
@@ -286,7 +284,7 @@ def _run(
         encoded = encode_in_workers(blocks, encoder, workers, bounds)
     else:
         encoded = ((block.end, encoder.encode(block.pieces)) for block in blocks)
-    report = _Report(sum(source.size for source in sources), progress)
+    report = Progress("tokenize", sum(source.size for source in sources), enabled=progress)
     saved = time.monotonic()
     try:
         with report, closing(encoded):
@@ -307,55 +305,3 @@ def _run(
     finally:
         for writer in shards.values():
             writer.suspend()
-
-
-# ------------------------------------------------------------------------------------------------
-# Progress
-
-
-class _Report:
-    """A progress bar on a terminal, else a line now and then; both on stderr."""
-
-    def __init__(self, total_bytes: int, enabled: bool) -> None:
-        self._total = total_bytes
-        self._enabled = enabled
-        self._bar = _progress_bar(total_bytes) if enabled and sys.stderr.isatty() else None
-        self._start = self._last = time.monotonic()
-        self._first_tokens: int | None = None
-
-    def update(self, bytes_read: int, tokens: int) -> None:
-        """bytes_read, tokens: totals over all runs."""
-        now = time.monotonic()
-        if self._first_tokens is None:
-            self._first_tokens = tokens
-        rate = (tokens - self._first_tokens) / max(now - self._start, 1e-9)
-        text = f"{tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M/s"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=bytes_read, tokens=text)
-        elif self._enabled and now - self._last >= REPORT_SECONDS:
-            self._last = now
-            percent = 100 * bytes_read / max(self._total, 1)
-            print(f"tokenize {percent:5.1f}% | {text}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> _Report:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _progress_bar(total_bytes: int) -> Any:
-    from rich import progress
-
-    bar = progress.Progress(
-        progress.TextColumn("tokenize"),
-        *(progress.BarColumn(), progress.TaskProgressColumn(), progress.DownloadColumn()),
-        progress.TextColumn("{task.fields[tokens]}"),
-        progress.TimeRemainingColumn(),
-        console=printable_console(stderr=True),
-    )
-    bar.add_task("tokenize", total=total_bytes, tokens="")
-    return bar

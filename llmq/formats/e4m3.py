@@ -80,7 +80,7 @@ class E4m3(Format):
         if options.head_dtype == "e4m3":
             self.formats[HEAD], self.limits[HEAD] = E4M3, E4M3_MAX
         self.adapted = None
-        if not options.has_adapters:  # which multiply tensors
+        if not options.freezes_model:  # which multiply tensors
             self.kept_codes = E4M3
         else:
             self.adapted = frozenset(

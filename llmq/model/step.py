@@ -57,9 +57,10 @@ class Step:
         self.optimizer = Optimizer(dev, self.table, placement, options)
         self.loss = loss(dev, options, inbox.more)
         shared = (self.weights, backend, inbox.starts)
-        self.model = Model(dev, config, options, *shared, scalars=inbox.scalars, loss=self.loss)
+        trained = None if options.only_scores else self.loss
+        self.model = Model(dev, config, options, *shared, scalars=inbox.scalars, loss=trained)
         self.scales = self.model.operands.scales
-        background = options.ckpt_background
+        background = options.ckpt_background and trained is not None
         self.snapshot = Snapshot(dev, self.stored_state()) if background else None
 
     # -- a step ----------------------------------------------------------------------------------

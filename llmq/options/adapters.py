@@ -111,7 +111,7 @@ class Adapted:
 
 def adapters_of(config: Options) -> Adapters | None:
     """The adapters of a run; None where all of the model is trained. config: normalized."""
-    if not config.lora_rank:
+    if not config.has_adapters:
         return None
     # Experts are so many that they have to be asked for.
     targets = tuple(target for target in LORA_TARGETS if target != EXPERTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from itertools import chain
 from typing import Any
@@ -21,12 +20,12 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
     Values that are as by default are left out, and so are those that others imply, and a log that
     is called after the time of a start. config: normalized.
     """
-    names = [field.name for field in dataclasses.fields(config)]
+    names = [*OPTIONS]
     if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):
         names.remove("log_file")
 
     def values(chosen: dict[str, Any]) -> list[Any]:
-        made = TrainConfig(**chosen).normalized()
+        made = TrainConfig(**chosen, only_scores=config.only_scores).normalized()
         return [getattr(made, name) for name in names]
 
     given = {name: getattr(config, name) for name in names}
@@ -39,6 +38,9 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
 
 
 def command_line(config: TrainConfig) -> list[str]:
-    """`llmq train` with the flags of fewest_values. config: normalized."""
-    given = fewest_values(config).items()
-    return ["llmq", "train", *chain(*(OPTIONS[name].spelled(value) for name, value in given))]
+    """`llmq train`, or `llmq score`, with the flags of fewest_values. config: normalized."""
+    given, command = fewest_values(config), ["train"]
+    if config.only_scores:  # whose --out is no option of a run
+        command = ["score", str(given.pop("model")), *given.pop("train_file"), "--out=OUT"]
+    flags = (OPTIONS[name].spelled(value) for name, value in given.items())
+    return ["llmq", *command, *chain(*flags)]

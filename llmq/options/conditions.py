@@ -112,7 +112,7 @@ def why_weights_stay(o: Options, shards: int) -> str | None:
     """
     if shards > 1 or o.gathered is None or o.gathered[1]:
         return None
-    if o.has_adapters:
+    if o.freezes_model:
         return "without --offload-master"
     if o.is_fp8:
         return "with --persistent-quants and without --offload-quants"
@@ -139,7 +139,7 @@ def why_no_mirrors(o: Options) -> str | None:
     dtype, on_host = o.gathered
     if not on_host:
         return None
-    return "with --offload-" + ("quants" if dtype == "e4m3" and not o.has_adapters else "master")
+    return "with --offload-" + ("quants" if dtype == "e4m3" and not o.freezes_model else "master")
 
 
 def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
@@ -217,7 +217,7 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
 
 def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
     """The first matrix that --base-dtype cannot make blocks of, as not_multiple."""
-    multiple = {"e4m3": 16, "nf4": 64}.get(o.base_dtype) if o.has_adapters else None  # elements
+    multiple = {"e4m3": 16, "nf4": 64}.get(o.base_dtype) if o.freezes_model else None  # elements
     if multiple is None:
         return None
     width, head = model.hidden_size, model.head_dim

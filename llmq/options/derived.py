@@ -92,7 +92,12 @@ class Derived:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained, and the model stays as it is."""
-        return bool(self.lora_rank)
+        return bool(self.lora_rank) and not self.only_scores
+
+    @property
+    def freezes_model(self) -> bool:
+        """Whether the model stays as it is: adapters are trained, or nothing."""
+        return self.has_adapters or self.only_scores
 
     @property
     def wants_adapters(self) -> bool:
@@ -130,12 +135,12 @@ class Derived:
     @property
     def codes_weights(self) -> bool:
         """Whether fp8 codes are made of the blocks' weights after every update."""
-        return self.is_fp8 and not self.has_adapters
+        return self.is_fp8 and not self.freezes_model
 
     @property
     def is_quantized(self) -> bool:
         """Whether the model beside the adapters is kept as codes."""
-        return self.has_adapters and self.base_dtype in QUANTIZED
+        return self.freezes_model and self.base_dtype in QUANTIZED
 
     @property
     def has_transposed(self) -> bool:
@@ -178,7 +183,7 @@ class Derived:
 
         None: codes are made from masters at each gather.
         """
-        if self.has_adapters:  # of blocks that are not trained there is nothing else
+        if self.freezes_model:  # of blocks that are not trained there is nothing else
             return self.base_dtype, self.offload_master
         if self.is_fp8:
             return ("e4m3", self.offload_quants) if self.persistent_quants else None

@@ -113,6 +113,12 @@ LOSS_RULES = (
         "{given} has no effect with --loss {loss}, which reads none",
     ),
     *idle(
+        "lora_rank lora_alpha lora_targets lora_layers lora_rank_pattern lora_alpha_pattern "
+        "lora_dropout lora_scaling lora_init lora_plus train",
+        lambda v, o: o.only_scores,
+        "{given} has no effect: a model is scored without adapters",
+    ),
+    *idle(
         "long",
         lambda v, o: o.pairs,
         "--long {value} has no effect with --loss {loss}: pairs are never cut",

@@ -478,10 +478,12 @@ def dtype_option(group: str, default: str | None, help: str, *others: str) -> An
 
 
 def options_of(config_class: type) -> dict[str, Option]:
-    """The options of a dataclass whose fields were made with option(), by field name, in order."""
+    """The options of a dataclass, its fields that were made with option(), by field name, in
+    order."""
     options = {}
     for field in dataclasses.fields(config_class):
-        meta = dict(field.metadata)
+        if not (meta := dict(field.metadata)):
+            continue
         flags = [meta.pop("flag", field.name.replace("_", "-"))]
         flags += [meta.pop("alias")] if "alias" in meta else []
         if "parse" not in meta:

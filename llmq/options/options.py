@@ -735,6 +735,9 @@ class TrainConfig(Derived):
     # --------------------------------------------------------------------------------------------
     # What is asked of them
 
+    only_scores: bool = False
+    """No option: the command asks a model for losses, and trains nothing."""
+
     def normalized(self, now: datetime | None = None) -> TrainConfig:
         """With what is implied written out: spellings, formats, recomputation, %n, files.
 

@@ -92,7 +92,7 @@ IMPLIED = (
     _adapters_default("lora_dropout", lambda o: 0.0, help="0 if not given"),
     _adapters_default("lora_scaling", lambda o: "standard", help="standard, if not given"),
     _adapters_default("lora_init", lambda o: "zero", help="zero, if not given"),
-    _adapters_default("base_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
+    default("base_dtype", lambda o: o.model_dtype, lambda v, o: o.freezes_model, help=_AS_MODEL),
     _adapters_default(
         "train",
         lambda o: () if o.add_tokens is None else ("new-rows",),
@@ -103,7 +103,9 @@ IMPLIED = (
         "matmul_dtype",
         lambda o: o.base_dtype,
         lambda v, o: (
-            o.wants_adapters and o.model_dtype == "bf16" and o.base_dtype in ("e4m3", "int8")
+            (o.wants_adapters or o.only_scores)
+            and o.model_dtype == "bf16"
+            and o.base_dtype in ("e4m3", "int8")
         ),
     ),
     default("matmul_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
@@ -206,7 +208,7 @@ REFUSED = (
     # The products run in the model's format, or in 8 bits with output gradients in 8 bits.
     *refused(
         "matmul_dtype",
-        lambda v, o: o.has_adapters and v == "e4m3" and o.base_dtype not in FP8_BASES,
+        lambda v, o: o.freezes_model and v == "e4m3" and o.base_dtype not in FP8_BASES,
         "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight changes, "
         "so that one in a wider format would be memory for nothing",
     ),
@@ -262,7 +264,7 @@ REFUSED = (
     ),
     *refused(
         "mlp_dtype",
-        lambda v, o: v == "e4m3" and o.has_adapters,
+        lambda v, o: v == "e4m3" and o.freezes_model,
         "--mlp-dtype: e4m3 does not go with adapters, which add to what products write",
     ),
     *refused(
@@ -273,7 +275,7 @@ REFUSED = (
     ),
     *refused(
         "persistent_quants offload_quants",
-        lambda v, o: v and o.has_adapters,
+        lambda v, o: v and o.freezes_model,
         "{flag}: beside adapters the model is kept as --base-dtype says; --shard-weights "
         "--offload-master keeps it in host memory",
     ),
@@ -350,7 +352,7 @@ REFUSED = (
     Rule(
         group=ADAPTERS_GROUP,
         effect=REFUSE,
-        when=lambda v, o: not o.wants_adapters,
+        when=lambda v, o: not o.wants_adapters and not o.only_scores,
         text="{flag}: needs --lora-rank",
     ),
     *refused(
@@ -381,7 +383,7 @@ REFUSED = (
     *refused(
         "base_dtype",
         lambda v, o: (
-            o.has_adapters
+            o.freezes_model
             and v not in (allowed := (o.model_dtype, *QUANTIZED))
             and " or ".join(allowed)
         ),

@@ -100,7 +100,7 @@ SAVERS = (
     _made("round", "master_dtype", lambda o: {"master_dtype": o.model_dtype}),
     _saver("round", {"mlp_dtype": "e4m3"}, lambda v, o: o.fp8_recipe == "delayed"),
     _saver("round", _set("e4m3", "opt_m_dtype", "opt_v_dtype")),
-    _saver("round", {"base_dtype": "nf4"}, lambda v, o: o.has_adapters),
+    _saver("round", {"base_dtype": "nf4"}, lambda v, o: o.freezes_model),
     _saver("round", _set("bf16", "model_dtype", "grad_accum_dtype", "master_dtype")),
     # These take memory for speed, and are off unless they are asked for.
     _saver("fast", _set(True, "persistent_quants")),

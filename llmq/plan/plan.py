@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.batch import Batch
 from llmq.base.tier import TIERS
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
@@ -137,30 +138,7 @@ def make_plan(
     connect([dev], exchange, world=World.like(world_size, machines))
     step = Step(dev, model, config, placement, backend)
     step.weights.refresh()
-    shape, count = (config.batch_size, config.local_seq_len), config.grad_accumulation
-    batch = (np.zeros(shape, np.int32), np.zeros(shape, np.int32))
-    if "micro_steps" in parts and not step.model.operands.scales.ready:
-        step.calibrate()  # a part of the first step only
-        step.weights.updated()  # what it has gathered, each step gathers
-    micro_steps, update = [], []
-    cost = _counted(dev)
-    step.start()
-    cost = _counted(dev) - cost
-
-    def run(enqueue: Callable[[], object], times: int) -> Trace:
-        before = _counted(dev)
-        enqueue()
-        cost[:] += times * (_counted(dev) - before)
-        return dev.graphs[-1][1]
-
-    for number, times in _kinds(count, world_size) if "micro_steps" in parts else ():
-        scalars = step.scalars_of(0, number, 0.0, 0.0)
-        send = partial(step.micro_step, number, scalars, batch, last=number == count - 1)
-        micro_steps.append((run(lambda send=send: dev.graph(*send()), times), times))
-    if "update" in parts:
-        update = run(step.update, 1)
-    if "evaluation" in parts:
-        step.evaluate_batch(batch)
+    cost, micro_steps, update = _run(dev, step, parts)
     return Plan(
         usage=Usage.of(dev),
         world_size=world_size,
@@ -175,6 +153,44 @@ def make_plan(
         micro_steps=tuple(micro_steps),
         update=update,
     )
+
+
+def _run(
+    dev: PlanDevice, step: Step, parts: tuple[str, ...]
+) -> tuple[np.ndarray, list[tuple[Trace, int]], Trace]:
+    """Run these parts of a step: its COUNTED, and what Plan has of its micro-steps and update.
+
+    Without training micro-steps are evaluations, and nothing follows them.
+    """
+    config, trains = step.options, not step.options.only_scores
+    shape, count = (config.batch_size, config.local_seq_len), config.grad_accumulation
+    batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
+    if trains and "micro_steps" in parts and not step.model.operands.scales.ready:
+        step.calibrate()  # a part of the first step only
+        step.weights.updated()  # what it has gathered, each step gathers
+    micro_steps, update = [], []
+    cost = _counted(dev)
+    step.start()
+    cost = _counted(dev) - cost
+
+    def run(enqueue: Callable[[], object], times: int) -> Trace:
+        before = _counted(dev)
+        enqueue()
+        cost[:] += times * (_counted(dev) - before)
+        return dev.graphs[-1][1]
+
+    kinds = _kinds(count, dev.mesh.size()) if "micro_steps" in parts else []
+    if not trains and kinds:
+        micro_steps.append((run(partial(step.evaluate_batch, batch), count), count))
+    for number, times in kinds if trains else ():
+        scalars = step.scalars_of(0, number, 0.0, 0.0)
+        send = partial(step.micro_step, number, scalars, batch, last=number == count - 1)
+        micro_steps.append((run(lambda send=send: dev.graph(*send()), times), times))
+    if trains and "update" in parts:
+        update = run(step.update, 1)
+    if "evaluation" in parts:
+        step.evaluate_batch(batch)
+    return cost, micro_steps, update
 
 
 def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:

@@ -79,7 +79,7 @@ def run_plan(
     of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
     check_machine(config, model, Machine(kind=kind, note=None, **of))
     warn(RULES.idle(config, ranks=Ranks(where.world_size, machines)))
-    data = data_record(config, model, where.world_size)
+    data = None if config.only_scores else data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)
     if fit is not None:
@@ -98,7 +98,7 @@ def run_plan(
         record |= {"kinds": _kinds(plan, where)}
         print(json_module.dumps(record, indent=2))
     else:
-        lines = plan_report(plan, record, where, disk.lines())
+        lines = plan_report(plan, record, where, [] if config.only_scores else disk.lines())
         lines[-1:-1] = _larger_batch_line(record)
         lines += [] if data is None else ["", *data_report(data)]
         lines += ["", "[Placement]", *placement_table(plan.placement)] if placement else []

@@ -7,15 +7,13 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.console import printable_console
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
@@ -24,6 +22,7 @@ from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
 from llmq.model.inference import Scorer, scoring_options
 from llmq.plan.checks import attention_backend, check_sizes
+from llmq.report.progress import Progress
 from llmq.report.tables import Terminal
 from llmq.run.sampling import open_model
 from llmq.runtime.device import MemorySizes
@@ -91,8 +90,8 @@ def ask_model(
         requests = [request for a in asked for request in a.requests]
         batches = make_batches(requests, Shapes(batch_tokens, longest))
         fleet = Fleet(machine, config, parse_dtype(model_dtype), batches, read)
-    with fleet, _progress(batches) as report:
-        return asked, fleet.likelihoods(len(requests), report)
+    with fleet, Progress("eval", sum(math.prod(batch.shape) for batch in batches)) as progress:
+        return asked, fleet.likelihoods(len(requests), progress.update)
 
 
 def _by_task(asked: list[Asked], scores: list[Score]) -> dict[str, dict[str, Any]]:
@@ -192,15 +191,16 @@ class Fleet:
             raise
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
-        """The likelihoods of all `count` requests, F64 in nats. report: told the tokens of a batch
-        once it is done.
+        """The likelihoods of all `count` requests, F64 in nats. report: told the tokens that are
+        done.
 
         They do not depend on which device computes which batch.
         """
         out = np.full(count, np.nan)
-        left, lock = iter(self.batches), threading.Lock()
+        left, lock, done = iter(self.batches), threading.Lock(), 0
 
         def work(rank: int) -> None:
+            nonlocal done
             while not self.pool.workers.stopped.is_set():
                 with lock:
                     batch = next(left, None)
@@ -210,7 +210,8 @@ class Fleet:
                 for number, losses in enumerate(self._scorers[rank].score(batch.inputs(), rounds)):
                     batch.add_up(out, number, losses)
                 with lock:
-                    report(math.prod(batch.shape))
+                    done += math.prod(batch.shape)
+                    report(done)
                 self.pool.beat()
 
         self.pool.run("evaluation", work)
@@ -225,16 +226,3 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def _progress(batches: list[Batch]) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; what is yielded is told how many more tokens are done."""
-    if not sys.stderr.isatty():
-        yield lambda tokens: None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=printable_console(stderr=True), transient=True) as bar:
-        task = bar.add_task("eval", total=sum(math.prod(batch.shape) for batch in batches))
-        yield lambda tokens: bar.advance(task, tokens)

@@ -127,6 +127,8 @@ def _rehearse(step: Step) -> None:
     A step of one micro-step may end an epoch, where no more are left.
     """
     _rehearse_evaluation(step)
+    if step.options.only_scores:
+        return
     for count in {step.options.grad_accumulation, 1}:
         step.start()
         step.weights.updated()

@@ -27,8 +27,8 @@ from llmq.runtime.processes import processes
 SAVE_SECONDS = 30.0  # between saved states: an interruption costs no more than this
 ROUNDS = 8  # batches of each rank that are computed before their scores are written
 
-Report = Callable[[int, int], None]
-"""Told the tokens that are done, and those of all files."""
+Report = Callable[[int], None]
+"""Told the tokens of all files that are done."""
 
 
 def score_files(
@@ -41,7 +41,7 @@ def score_files(
     overwrite: bool = False,
     replace_others: bool = False,
     top_k: int = 0,
-    report: Report = lambda done, total: None,
+    report: Report = lambda done: None,
 ) -> list[Path]:
     """Write the scores of these files, by the weights as they are; returns their paths.
 
@@ -57,7 +57,7 @@ def score_files(
         raise DataError(f"two of the token files have one name, which '{folder}' cannot hold")
     processes().on_first(lambda: make_directory(folder))
     seq_len = ranks.first.step.tokens.shape[1]
-    before, total = 0, sum(file.num_tokens for file in files)
+    before = 0
     for file, path in zip(files, paths, strict=True):
         opened: list[ScoreWriter] = []  # on the first process
 
@@ -73,11 +73,10 @@ def score_files(
 
         done = processes().on_first(open_writer)
         if done != COMPLETE:
-            how = (separator, top_k, partial(report, total=total))
-            scoring = _Scoring(ranks, file, *how)
+            scoring = _Scoring(ranks, file, separator, top_k, report)
             scoring.run(opened[0] if opened else None, done, before)
         before += file.num_tokens
-        report(before, total)
+        report(before)
     return paths
 
 
@@ -90,7 +89,7 @@ class _Scoring:
         file: TokenFile,
         separator: int | None,
         top_k: int,
-        report: Callable,
+        report: Report,
     ):
         self.ranks, self.file, self.top_k, self.report = ranks, file, top_k, report
         self.B, self.T = ranks.first.step.tokens.shape

@@ -278,7 +278,7 @@ class Trainer:
         """The model of the first weights, without adapters. The first time reads all of it."""
         return self._origin.identity
 
-    def score_reference(self, report: Report = lambda done, total: None) -> None:
+    def score_reference(self, report: Report = lambda done: None) -> None:
         """See that there is what the reference thinks of each token, if the loss reads it.
 
         Without --scores the reference is the model of the first weights, which scores all training

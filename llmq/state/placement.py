@@ -164,7 +164,9 @@ def table_of(config: TrainConfig, model: ModelConfig, shards: int = 1) -> tuple[
 def trains(config: TrainConfig, slab: Slab) -> bool:
     """Whether a run updates this slab: all, or with adapters these and what --train names."""
     adapters = adapters_of(config)
-    return adapters is None or slab.name in trained_slabs(adapters)
+    if adapters is None:
+        return not config.only_scores
+    return slab.name in trained_slabs(adapters)
 
 
 def trained_count(config: TrainConfig, model: ModelConfig) -> int:
