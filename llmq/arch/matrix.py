@@ -20,7 +20,9 @@ class HfPart:
     Rows of several experts count on from one to the next. transposed: stored (in_features,
     out_features), as GPT-2's Conv1D does. swapped: the second half of the rows is stored first.
     columns: the first so many of a row are stored, and the others are zeros; None: there are no
-    others. depthwise: stored (rows, 1, columns), as torch's Conv1d does.
+    others. depthwise: stored (rows, 1, columns), as torch's Conv1d does. experts: so many lie in
+    it, (experts, columns, rows of one), or of vectors (experts, rows of one). by_rank: as adapters
+    of such a tensor, (rows of one, columns * experts).
     """
 
     name: str
@@ -30,6 +32,8 @@ class HfPart:
     swapped: bool = False
     columns: int | None = None
     depthwise: bool = False
+    experts: int = 0
+    by_rank: bool = False
 
     def rows_of(self, rows: slice, count: int) -> slice | list[int]:
         """Where rows of the stored array, which has `count`, are in ours; and the other way round.
@@ -50,11 +54,17 @@ class HfPart:
 
     def stored(self, values: Any) -> Any:
         """Our rows as the stored array has them."""
-        return self.as_stored(values[self.rows_of(slice(None), len(values))])
+        values = self.as_stored(values)
+        values = values[self.rows_of(slice(None), len(values))]
+        return values.reshape(len(values), -1) if self.by_rank else values
 
     def as_stored(self, values: Any) -> Any:
-        """A view of our rows, in their order, with the axes of the stored array."""
+        """A view of our rows, in their order, with the axes of the stored array; by_rank: with
+        columns and experts apart."""
         values = values if self.columns is None else values[:, : self.columns]
+        if self.experts:
+            each = values.reshape(self.experts, -1, *values.shape[1:])
+            return each.transpose(1, 2, 0) if self.by_rank else each.swapaxes(1, -1)
         if self.depthwise:
             return values[:, None]
         return values.T if self.transposed else values
@@ -66,6 +76,7 @@ class Part:
 
     module: its name. targets: the names in --lora-targets that mean it; if there are several, all
     or none of them are to be given. transposed, swapped, depthwise: of its matrix, as HfPart says.
+    experts: it is no module, but the parameter with so many experts that has this name.
     """
 
     module: str
@@ -74,6 +85,13 @@ class Part:
     transposed: bool = False
     swapped: bool = False
     depthwise: bool = False
+    experts: int = 0
+
+    def tensor(self, name: str) -> str:
+        """The name of its weight, its bias, or another tensor of it."""
+        if not self.experts:
+            return f"{self.module}.{name}"
+        return self.module if name == "weight" else f"{self.module}_{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +132,13 @@ class Module:
         """The names at Hugging Face. tensor: the module's own, or "bias"."""
         return tuple(
             HfPart(
-                name=f"{part.module}.{tensor}",
+                name=part.tensor(tensor),
                 start=start,
                 stop=stop,
                 transposed=tensor == "weight" and part.transposed,
                 swapped=part.swapped,
                 depthwise=part.depthwise,
+                experts=part.experts,
             )
             for part, start, stop in self.spans
         )
@@ -130,13 +149,15 @@ class Matrix(Module):
     """A matrix that multiplies the activations of a half of a block.
 
     input: the name of what it multiplies, gradient: that of the gradient of its output; fp8 has a
-    scale for each of both. active: how many of the experts a token meets.
+    scale for each of both. active: how many of the experts a token meets. fused: the parameter with
+    all experts that transformers makes of the parts, which may have adapters instead of these.
     """
 
     kind: str = "matrix"
     input: str
     gradient: str
     active: int = 1
+    fused: Part | None = None
 
     @property
     def used(self) -> int:

@@ -59,8 +59,15 @@ class HfTensor:
             yield rows, self._lazy[rows]
 
     def rows(self, start: int, stop: int, *, transposed: bool) -> np.ndarray:
-        """These rows; transposed: these columns, as rows."""
+        """These rows; transposed: these columns, as rows. A tensor (experts, in, out) has the rows
+        of all experts, one after another."""
         self.check_length()
+        if len(self.shape) == 3:
+            height, pieces = self.shape[2], []
+            for first in range(start - start % height, stop, height):
+                own = slice(max(start - first, 0), min(stop - first, height))
+                pieces.append(self._lazy[first // height, :, own].T)
+            return np.concatenate(pieces)
         return self._lazy[:, start:stop].T if transposed else self._lazy[start:stop]
 
     def check_length(self) -> None:
@@ -268,7 +275,8 @@ class HfWeights:
             target = part.as_stored(target)
             for rows, values in tensor.pieces():
                 self._check_finite(name, values)
-                target[part.rows_of(rows, len(target))] = values
+                at = part.rows_of(rows, len(target))
+                target[at] = values.reshape(-1, *target.shape[1:])
         return out
 
     def _rows_of_table(self, param: Param) -> np.ndarray:
@@ -358,6 +366,10 @@ def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
     columns = columns if part.columns is None else (part.columns,)
     if part.depthwise:
         return (rows, 1, *columns)
+    if part.by_rank:
+        return (rows // part.experts, columns[0] * part.experts)
+    if part.experts:
+        return (part.experts, *columns, rows // part.experts)
     return (*columns, rows) if part.transposed else (rows, *columns)
 
 

@@ -215,7 +215,8 @@ def _rows(block: str, module: Module) -> list[tuple]:
     weight = (module.shape, kind, module.initial, module.hf(module.tensor))
     rows = [(block, key, f"{name}.{module.tensor}", *weight)]
     if module.bias:
-        kind, shape = "norm" if kind == "norm" else "vector", module.shape[:-1] or module.shape
+        kind = "norm" if kind == "norm" else "vector"
+        shape = (prod(module.shape[:-1] or module.shape),)
         bias = (shape, kind, "zero", module.hf("bias"))
         rows.append((block, f"{key}_bias", f"{name}.bias", *bias))
     return rows
