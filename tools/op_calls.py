@@ -39,7 +39,9 @@ from llmq.ops import (
     attention,
     attention_backward,
     attention_gate,
+    attention_sinks,
     bias,
+    clamped_swiglu,
     clock,
     convert,
     cross_entropy,
@@ -60,6 +62,7 @@ from llmq.ops import (
     matmul_fused,
     matmul_int8,
     muon,
+    mxfp4,
     nf4,
     norm,
     outliers,
@@ -460,6 +463,14 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
     return calls
 
 
+def mxfp4_calls(n: int) -> list[Call]:
+    both = {"codes": Spec((n // 2,), U8), "exponents": Spec((n // 32,), U8, 127)}
+    return [
+        Call("encode", mxfp4.encode, both | {"x": bf16(n)}),
+        Call("decode", mxfp4.decode, both | {"out": bf16(n)}),
+    ]
+
+
 def nf4_calls(n: int) -> list[Call]:
     half, blocks, groups = nf4.sizes(n)
     codes, scales = Spec((half,), U8, value=7), f32(blocks)
@@ -590,6 +601,24 @@ def attention_gate_calls(rows: int, Hq: int, Hkv: int, Hd: int) -> list[Call]:
         Call("merge", attention_gate.merge, packed),
         Call("forward", attention_gate.forward, dict.fromkeys(("out", "x", "gate"), gate)),
         Call("backward", attention_gate.backward, back),
+    ]
+
+
+def attention_sinks_calls(B: int, T: int, Hq: int, Hd: int) -> list[Call]:
+    shared = {"out": bf16(B, T, Hq, Hd), "lse": f32(B, Hq, T), "sinks": bf16(Hq)}
+    back = shared | {"d_sinks": gradient(Hq), "d_out": bf16(B, T, Hq, Hd)}
+    return [
+        Call("forward", attention_sinks.forward, shared | {"without": f32(B, Hq, T)}),
+        Call("backward", attention_sinks.backward, back),
+    ]
+
+
+def clamped_swiglu_calls(rows: int, F: int) -> list[Call]:
+    shared = {"pairs": bf16(rows, 2 * F), "alpha": 1.702, "limit": 7.0}
+    back = shared | {"d_pairs": bf16(rows, 2 * F), "d_out": bf16(rows, F)}
+    return [
+        Call("forward", clamped_swiglu.forward, shared | {"out": bf16(rows, F)}),
+        Call("backward", clamped_swiglu.backward, back),
     ]
 
 
@@ -860,7 +889,9 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "attention": attention_calls,
     "attention_backward": attention_backward_calls,
     "attention_gate": attention_gate_calls,
+    "attention_sinks": attention_sinks_calls,
     "bias": bias_calls,
+    "clamped_swiglu": clamped_swiglu_calls,
     "clock": clock_calls,
     "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
@@ -888,6 +919,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_swiglu": matmul_swiglu_calls,
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "muon": muon_calls,
+    "mxfp4": mxfp4_calls,
     "nf4": nf4_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,

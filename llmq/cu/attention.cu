@@ -17,7 +17,8 @@
 // Launch   forward: FORWARD_OWN queries a block, grid (tiles, Hq, B). backward: BACKWARD_OWN keys
 //          or queries a block, grid tiles * B * (Hkv + Hq), keys first. Tiles and dynamic shared
 //          memory come from llmq/ops/attention.py. delta: 8 threads a row, grid (blocks, B).
-//          decode: grid (Hq, new positions, B). sum_heads: 256 threads, one for each 16-byte vector
+//          decode: grid (Hq, new positions, B); sinks: T (Hq), a score of each head that gives
+//          attention to nothing, or null. sum_heads: 256 threads, one for each 16-byte vector
 //          of keys and values; d_kv: T (2, Hq, seq_len, HEAD_DIM), for keys and for values.
 // Cost     forward 2, backward 7 B Hq seq_len^2 HEAD_DIM FLOPs (4 products in blocks that own keys,
 //          3 in those that own queries; with SPLIT_KEYS = 1, where registers do not do for dK and
@@ -176,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
     attention_decode(T* __restrict__ out, T* __restrict__ k_cache, T* __restrict__ v_cache,
                      const T* __restrict__ qkv, int position, int num_new, int max_positions,
-                     int num_heads, int num_kv_heads, int window) {
+                     int num_heads, int num_kv_heads, int window, const T* __restrict__ sinks) {
     constexpr int COLUMNS = pieces(HEAD_DIM, DECODE_THREADS);  // tid, tid + DECODE_THREADS, ...
     __shared__ float query[HEAD_DIM], probs[DECODE_THREADS], reduction[32];
     const int head = blockIdx.x, nth = blockIdx.y, batch = blockIdx.z;
@@ -237,6 +238,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
         }
         __syncthreads();  // before probs are overwritten
     }
+    if (sinks) { total += expf(to_f32(sinks[head]) - top); }
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const int d = tid + j * DECODE_THREADS;

@@ -10,12 +10,13 @@
 //   rows_combine           out[s] = sum over k of weights[s, k] * y[place[s, k]] [+ addend[s]]
 //   rows_combine_backward  at r = place[s, k]: d_weights[s, k] = d_y[r] . y[r]
 //                          d_y[r] *= weights[s, k], weighted[r] = weights[s, k] * y[r]
-//   rows_sum               d_sum[e] = or += the sum of x's rows [starts[e], starts[e + 1])
+//   rows_sum               d_sum[e] = or += the sum of weights[order[r]] * x[r], r in [starts[e],
+//                          starts[e + 1])
 //
 // Data     x, y, out, d_y, weighted, addend: T, C columns, C % 8 == 0, 16-byte aligned; of rows_gather
-//          Q, rows of multiples of 16 bytes. weights,
-//          d_weights: F32 (rows, top_k). d_sum: G (E, C). weighted, and weights and addend of
-//          rows_combine may be null, addend may be out, weighted may be y. counts: I32 (blocks, E).
+//          Q, rows of multiples of 16 bytes. weights, d_weights: F32 (rows, top_k). d_sum: G (E, C).
+//          weighted, weights and order of rows_sum, and weights and addend of rows_combine may be
+//          null, addend may be out, weighted may be y. counts: I32 (blocks, E).
 // Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
 //          1024. gather: a warp a row. combine: a warp for 256 columns of a row. combine_backward: a
 //          warp a choice. sum: (C / 256, E) blocks.
@@ -216,7 +217,8 @@ rows_combine_backward(T* __restrict__ d_y, f32* __restrict__ d_weights, T* weigh
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-rows_sum(G* d_sum, const T* __restrict__ x, const StepScalars* __restrict__ scalars,
+rows_sum(G* d_sum, const T* __restrict__ x, const f32* __restrict__ weights,
+         const i32* __restrict__ order, const StepScalars* __restrict__ scalars,
          const i32* __restrict__ starts, i32 C, i32 E, i32 accumulate, u32 salt) {
     __shared__ float partial[WARPS][SLICE];  // the sums of a warp's rows, every eighth
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.y;
@@ -229,8 +231,9 @@ rows_sum(G* d_sum, const T* __restrict__ x, const StepScalars* __restrict__ scal
         for (int r = start + warp; r < end; r += WARPS) {
             Pack<T, WIDTH> part;
             part.load(x + (i64)r * C + column);
+            const float weight = weights ? weights[order[r]] : 1.0f;
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) { sum[i] += part.get(i); }
+            for (int i = 0; i < WIDTH; ++i) { sum[i] = fmaf(weight, part.get(i), sum[i]); }
         }
     }
 #pragma unroll

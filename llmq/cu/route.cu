@@ -17,7 +17,7 @@
 // in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite.
 //
 // Data     logits: F32 (rows, E), d_logits: D (rows, E). chosen, weights, d_weights: (rows, top_k).
-//          bias: F32 (E) or null. counted: I32 (rows) or null; negative: does not count. sums, totals:
+//          bias: F32 (E) or null. of_experts: F32 (rows, E) or null, is added to d_weights. counted: I32 (rows) or null; negative: does not count. sums, totals:
 //          I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (4). PER_LANE: E / 32, rounded up.
 // Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
 //          route_balance: one block of 256 threads.
@@ -199,9 +199,9 @@ route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32*
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
-               const f32* __restrict__ logits, const i32* __restrict__ chosen,
-               const f32* __restrict__ factors, const i32* __restrict__ counted, i32 rows, i32 E,
-               i32 top_k, f32 scale) {
+               const f32* __restrict__ of_experts, const f32* __restrict__ logits,
+               const i32* __restrict__ chosen, const f32* __restrict__ factors,
+               const i32* __restrict__ counted, i32 rows, i32 E, i32 top_k, f32 scale) {
     constexpr bool BY_P = !BY_SIGMOID && !RENORMALIZE;  // weights are probabilities of all experts
     const int lane = threadIdx.x % 32;
     const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -211,7 +211,9 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
     const bool has = lane < top_k;
     const int mine = has ? chosen[r * top_k + lane] : 0;
     const Shares shares(x, row, mine, top_k);
-    float g = has ? d_weights[r * top_k + lane] * scale : 0.0f;
+    float g = has ? d_weights[r * top_k + lane] : 0.0f;
+    if (has && of_experts) { g += of_experts[r * E + mine]; }
+    g *= scale;
     if (RENORMALIZE) {
         g = (g - warp_sum(has ? g * (shares.value / shares.sum) : 0.0f)) / shares.sum;
     }

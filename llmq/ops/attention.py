@@ -46,7 +46,7 @@ DECODE = Kernel(
     "attention.cu",
     "attention_decode",
     "T* out, inout T* k_cache, inout T* v_cache, const T* qkv, i32 position, i32 num_new, "
-    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window",
+    "i32 max_positions, i32 num_heads, i32 num_kv_heads, i32 window, const T*? sinks",
 )
 SUM_HEADS = Kernel(
     "attention.cu",
@@ -359,6 +359,7 @@ def decode(
     num_heads: int,
     num_kv_heads: int,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Store the keys and values of n new positions, and attend causally to those so far.
 
@@ -369,6 +370,7 @@ def decode(
                                                       earlier ones read, later ones untouched
         position          number of positions that the cache holds; position + n <= P
         window            positions that each sees, its own included; None: all so far
+        sinks             in     (Hq,)                or None; of each head, a score of nothing
 
     Cost:    reads the used part of the cache once per query head; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or position.
@@ -384,6 +386,8 @@ def decode(
             f"{op}: position must be from 0 to {max_positions - num_new}, for {num_new} new "
             f"positions in a cache of {max_positions}, got {position}"
         )
+    if sinks is not None:
+        expect(op, "sinks", sinks, qkv.dtype, (num_heads,))
     out = out.view(batch, num_new, num_heads, head_dim)
     seen = max_positions if window is None else min(window, max_positions)
     sizes = (position, num_new, max_positions, num_heads, num_kv_heads, seen)
@@ -392,7 +396,7 @@ def decode(
         DECODE,
         (num_heads, num_new, batch),
         DECODE_THREADS,
-        (out, k_cache, v_cache, qkv, *sizes),
+        (out, k_cache, v_cache, qkv, *sizes, sinks),
         consts=compile_consts(qkv.dtype, head_dim),
         cost=attention_cost(DECODE, qkv.dtype, flops, (num_new, head_dim, seen)),
     )

@@ -50,8 +50,8 @@ COMBINE_BACKWARD = Kernel(
 SUM = Kernel(
     "expert_rows.cu",
     "rows_sum",
-    args="inout G* d_sum, const T* x, const i32* scalars, const i32* starts, i32 C, i32 E, "
-    "i32 accumulate, u32 salt",
+    args="inout G* d_sum, const T* x, const f32*? weights, const i32*? order, const i32* scalars, "
+    "const i32* starts, i32 C, i32 E, i32 accumulate, u32 salt",
 )
 
 
@@ -178,7 +178,14 @@ def combine_backward(
     dev.launch(COMBINE_BACKWARD, ceil_div(R, THREADS // WARP), THREADS, args)
 
 
-def sum_rows(dev: Device, target: Accumulator, x: Tensor, starts: Tensor) -> None:
+def sum_rows(
+    dev: Device,
+    target: Accumulator,
+    x: Tensor,
+    starts: Tensor,
+    weights: Tensor | None = None,
+    order: Tensor | None = None,
+) -> None:
     """target[e] (C) = or += the sum of x's rows of expert e: a bias's gradient.
 
     Without rows it becomes 0, or stays as it is. Sums are F32, and rounded once: stochastically
@@ -188,17 +195,22 @@ def sum_rows(dev: Device, target: Accumulator, x: Tensor, starts: Tensor) -> Non
         target  inout  Accumulator G (E, C)
         x       in     X   (R, C)      C a multiple of 8
         starts  in     I32 (E + 1,)    as sort_rows has it
+        weights in     F32 (S, top_k)  or None: 1; of row r that of order[r]
+        order   in     I32 (R,)        with weights, as sort_rows has it
 
     Cost:    x read once.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "sum_rows"
-    _, C = _rows(op, "x", x)
+    R, C = _rows(op, "x", x)
     E = starts.size - 1
+    if weights is not None:
+        expect(op, "weights", weights, F32, weights.shape)
+        expect(op, "order", order, I32, (R,))
     expect_accumulator(op, "target", target, (E, C))
     expect(op, "starts", starts, I32, (E + 1,))
     tensor, accumulate, scalars, salt = target
-    args = (tensor, x, scalars, starts, C, E, int(accumulate), salt)
+    args = (tensor, x, weights, order, scalars, starts, C, E, int(accumulate), salt)
     dev.launch(SUM, (ceil_div(C, SLICE), E), THREADS, args)
 
 

@@ -41,8 +41,9 @@ ROUTE = Kernel(
 BACKWARD = Kernel(
     "route.cu",
     "route_backward",
-    args="D* d_logits, const f32* d_weights, const f32* logits, const i32* chosen, "
-    "const f32*? factors, const i32*? counted, i32 rows, i32 E, i32 top_k, f32 scale",
+    args="D* d_logits, const f32* d_weights, const f32*? of_experts, const f32* logits, "
+    "const i32* chosen, const f32*? factors, const i32*? counted, i32 rows, i32 E, i32 top_k, "
+    "f32 scale",
 )
 BALANCE = Kernel(
     "route.cu",
@@ -105,6 +106,7 @@ def route_backward(
     kind: str = "softmax",
     renormalize: bool = False,
     scale: float = 1.0,
+    of_experts: Tensor | None = None,
     factors: Tensor | None = None,
     counted: Tensor | None = None,
 ) -> None:
@@ -115,6 +117,7 @@ def route_backward(
         d_weights  in   F32 (S, top_k)
         logits     in   F32 (S, E)      as of route, and so is the rest
         chosen     in   I32 (S, top_k)
+        of_experts in   F32 (S, E)      or None; is added to d_weights, of the chosen ones
         factors    in   F32 (E + 1,)    or None; what `balance` has made
 
     Cost:    logits read, d_logits written once.
@@ -125,10 +128,12 @@ def route_backward(
     expect_float(op, "d_logits", d_logits)
     expect(op, "d_logits", d_logits, None, (S, E))
     expect(op, "d_weights", d_weights, F32, (S, top_k))
+    if of_experts is not None:
+        expect(op, "of_experts", of_experts, F32, (S, E))
     if factors is not None:
         expect(op, "factors", factors, F32, (E + 1,))
     consts = _consts(kind, E, renormalize) | {"FACTORS": int(factors is not None)}
-    args = (d_logits, d_weights, logits, chosen, factors, counted, S, E, top_k, scale)
+    args = (d_logits, d_weights, of_experts, logits, chosen, factors, counted, S, E, top_k, scale)
     blocks = ceil_div(S, THREADS // WARP)
     dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
 

@@ -237,11 +237,13 @@ def attention_decode(
     num_heads: int,
     num_kv_heads: int,
     window: int,
+    sinks: np.ndarray | None = None,
 ) -> None:
     """Attention of num_new positions to `window` keys up to their own, through a cache.
 
     out: (B, n, Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are
-    written, earlier rows are read; qkv: (B, n, Hq + 2 Hkv, Hd).
+    written, earlier rows are read; qkv: (B, n, Hq + 2 Hkv, Hd). sinks: (Hq,), a score of each head
+    that gives attention to nothing, or None.
     """
     q, k, v = np.split(qkv, (num_heads, num_heads + num_kv_heads), axis=2)
     end = position + num_new
@@ -251,7 +253,13 @@ def attention_decode(
     queries *= queries.shape[-1] ** -0.5
     scores = queries @ compute(k_cache[:, seen]).transpose(0, 2, 3, 1)
     _mask(scores, num_new, window)
-    scores -= scores.max(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= top
     np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
+    total = scores.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        of_rows = np.repeat(compute(sinks), num_new).reshape(1, num_kv_heads, -1, 1)
+        with np.errstate(over="ignore"):
+            total += np.exp(of_rows - top)
+    scores /= total
     out[...] = _unstack(scores @ compute(v_cache[:, seen]).transpose(0, 2, 1, 3), num_new)

@@ -97,6 +97,8 @@ def rows_combine_backward(
 def rows_sum(
     d_sum: np.ndarray,
     x: np.ndarray,
+    weights: np.ndarray | None,
+    order: np.ndarray | None,
     scalars: np.ndarray,
     starts: np.ndarray,
     C: int,
@@ -104,9 +106,13 @@ def rows_sum(
     accumulate: int,
     salt: int,
 ) -> None:
-    """d_sum[e] (C) = or += the sum of e's rows; without rows 0, or as it was."""
+    """d_sum[e] (C) = or += the weighted sum of e's rows; without rows 0, or as it was."""
     if not accumulate:
         d_sum[...] = 0
     for e in np.flatnonzero(np.diff(starts)):
-        total = np.add.reduce(compute(x[starts[e] : starts[e + 1]]), axis=0)
+        rows = slice(starts[e], starts[e + 1])
+        its = compute(x[rows])
+        if weights is not None:
+            its = its * weights.reshape(-1)[order[rows], None]
+        total = np.add.reduce(its, axis=0)
         store_gradient(d_sum[e], total, scalars, bool(accumulate), salt, first=int(e) * C)

@@ -101,6 +101,7 @@ def _units(x: np.ndarray, unit: float) -> np.ndarray:
 def route_backward(
     d_logits: np.ndarray,
     d_weights: np.ndarray,
+    of_experts: np.ndarray | None,
     logits: np.ndarray,
     chosen: np.ndarray,
     factors: np.ndarray | None,
@@ -115,7 +116,10 @@ def route_backward(
 ) -> None:
     p, lse = _softmax(logits) if not by_sigmoid or factors is not None else (None, None)
     values, total = _shares(logits, None if by_sigmoid else p, chosen)
-    g = compute(d_weights) * values.dtype.type(scale)
+    g = compute(d_weights)
+    if of_experts is not None:
+        g = g + np.take_along_axis(of_experts, chosen, axis=1)
+    g = g * values.dtype.type(scale)
     d = np.zeros(logits.shape, values.dtype)  # in two parts: by probabilities of all experts
     of_p = np.zeros_like(d)
     if renormalize:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops import attention, random
+from llmq.ops import attention, attention_sinks, random
 from llmq.ref.attention import CASES
 from llmq.runtime import algorithm_file, cuda_device
 from llmq.runtime.cudnn import backward_workspace_bytes, divided_workspace_bytes
@@ -357,7 +357,12 @@ def test_decode(dev, rng, dtype, window, head_dim):
     """A prompt longer than the kernel's block of keys, then single positions."""
     batch, seq_len, heads, kv_heads, _ = case = (2, 133, 2, 1, head_dim)
     qkv, _ = _arrays(rng, case, dtype)
-    want, _ = _forward(host_device(), qkv, heads, kv_heads, window=window)
+    want, lse = _forward(host_device(), qkv, heads, kv_heads, window=window)
+    sinks = None
+    if head_dim == 64:
+        sinks = np.array([0.25, 40], dtype.numpy)
+        arrays = {"out": want, "lse": np.empty_like(lse), "without": lse, "sinks": sinks}
+        want = run(host_device(), attention_sinks.forward, arrays)["out"]
     caches = [np.full((batch, 140, kv_heads, head_dim), np.nan, dtype.numpy) for _ in "kv"]
     position = 0
     for n in (130, 1, 2):
@@ -367,6 +372,7 @@ def test_decode(dev, rng, dtype, window, head_dim):
             "qkv": qkv[:, piece],
             "k_cache": caches[0],
             "v_cache": caches[1],
+            "sinks": sinks,
         }
         sizes = {"position": position, "num_heads": heads, "num_kv_heads": kv_heads}
         sizes |= {"window": window}

@@ -113,10 +113,13 @@ def test_combine_backward(dev, rng, S, C, E, top_k, dtype):
 @pytest.mark.parametrize("S, C, E, top_k", SMALL.values(), ids=SMALL)
 def test_sum_rows(dev, rng, S, C, E, top_k, target, dtype, accumulate):
     chosen = choices(rng, S, max(E // 2, top_k), top_k, "different")
+    made = run(host_device(), op.sort_rows, sorted_arrays(chosen, E))
     arrays = {
         "d": eighths(rng, (E, C), target),
         "x": eighths(rng, (S * top_k, C), dtype),
-        "starts": run(host_device(), op.sort_rows, sorted_arrays(chosen, E))["starts"],
+        "starts": made["starts"],
+        "weights": eighths(rng, (S, top_k), F32) if accumulate else None,
+        "order": made["order"] if accumulate else None,
         "scalars": step_scalars(seed=1, step=2, micro_step=3),
     }
 

@@ -69,6 +69,7 @@ def test_route_backward(dev, rng, kind, renormalize, with_losses, target):
     arrays = {
         "d_logits": np.full((rows, E), np.nan, target.numpy),
         "d_weights": rng.normal(size=(rows, top_k)).astype(np.float32),
+        "of_experts": rng.normal(size=(rows, E)).astype(np.float32) if with_losses else None,
         "logits": arrays["logits"],
         "chosen": chosen,
         "factors": rng.uniform(size=E + 1).astype(np.float32) if with_losses else None,

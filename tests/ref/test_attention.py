@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from llmq.ref import attention as ref
+from llmq.ref.attention_sinks import attention_sinks_forward
 
 SMALL = {name: case for name, case in ref.CASES.items() if not name.startswith("qwen")}
 
@@ -124,13 +125,17 @@ def test_large_scores_do_not_overflow(rng):
 def test_decoding_in_pieces_equals_the_forward(rng, window):
     batch, seq_len, heads, kv_heads, head_dim = case = (2, 23, 4, 2, 64)
     qkv, _ = _inputs(rng, case)
-    want, _ = _forward(qkv, heads, kv_heads, window=window)
+    want, without = _forward(qkv, heads, kv_heads, window=window)
+    sinks = np.array([0.5, -1, 200, 3], np.float32) if window == 5 else None
+    if sinks is not None:
+        sizes = (batch, seq_len, heads)
+        attention_sinks_forward(want, without.copy(), without, sinks, *sizes, head_dim=head_dim)
     k_cache, v_cache = (np.full((batch, 32, kv_heads, head_dim), np.nan, np.float32) for _ in "kv")
     position = 0
     for n in (9, 1, 1, 12):
         piece = slice(position, position + n)
         out = np.full((batch, n, heads, head_dim), np.nan, np.float32)
-        sizes = (position, n, 32, heads, kv_heads, window or 32)
+        sizes = (position, n, 32, heads, kv_heads, window or 32, sinks)
         ref.attention_decode(out, k_cache, v_cache, qkv[:, piece], *sizes)
         # Another order of the same F32 sums.
         np.testing.assert_allclose(out, want[:, piece], rtol=1e-5, atol=1e-6)

@@ -77,9 +77,11 @@ def test_sums_of_experts_rows_equal_torch(accumulate):
     starts = np.array([0, 3, 3, 40, 41, 41], np.int32)  # two experts without rows
     x, before = rng.normal(size=(41, 16)), rng.normal(size=(5, 16))
     of_row = torch.tensor(np.repeat(np.arange(5), np.diff(starts)))
-    want = torch.tensor(accumulate * before).index_add(0, of_row, torch.tensor(x))
+    weights, order = rng.normal(size=(41, 1)), rng.permutation(41)
+    weighed = torch.tensor(x * weights[order])
+    want = torch.tensor(accumulate * before).index_add(0, of_row, weighed)
     got = before.copy()
-    ref.rows_sum(got, x, step_scalars(seed=1), starts, 16, 5, accumulate, 3)
+    ref.rows_sum(got, x, weights, order, step_scalars(seed=1), starts, 16, 5, accumulate, 3)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-12, atol=1e-14)
     np.testing.assert_array_equal(got[[1, 4]], accumulate * before[[1, 4]])
 
@@ -88,7 +90,8 @@ def test_sums_are_rounded_stochastically_by_the_number_of_the_element():
     """Each element of each expert by its own: half of the sums that lie between two go up."""
     ones = np.ones((5, 16), BF16.numpy)
     x = np.full((5, 16), 2.0**-8, BF16.numpy)  # half of a unit in the last place
-    ref.rows_sum(ones, x, step_scalars(seed=7, step=1), np.arange(6, dtype=np.int32), 16, 5, 1, 0)
+    scalars, starts = step_scalars(seed=7, step=1), np.arange(6, dtype=np.int32)
+    ref.rows_sum(ones, x, None, None, scalars, starts, 16, 5, 1, 0)
     up = ones.astype(np.float32) > 1
     assert 0.3 < up.mean() < 0.7
     assert len({tuple(row) for row in up}) == 5

@@ -1,0 +1,56 @@
+"""Reference of attention's sinks: scores of heads that give attention to nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmq.ref.common import compute, sigmoid
+
+# (B, T, Hq, Hd)
+CASES = {
+    "one_row": (1, 1, 1, 16),
+    "ragged": (2, 37, 3, 80),
+    "heads_256": (1, 5, 2, 256),
+    "gpt_oss": (4, 2048, 64, 64),
+}
+
+
+def attention_sinks_forward(
+    out: np.ndarray,
+    lse: np.ndarray,
+    without: np.ndarray,
+    sinks: np.ndarray,
+    batch: int,
+    seq_len: int,
+    heads: int,
+    *,
+    head_dim: int,
+) -> None:
+    """out *= sigmoid(without - sink), lse = log(exp(without) + exp(sink))."""
+    own = compute(sinks)[:, None]
+    with np.errstate(over="ignore"):
+        share = sigmoid(without - own)
+    out[...] = compute(out) * share.transpose(0, 2, 1)[..., None]
+    lse[...] = np.logaddexp(without, own)
+
+
+def attention_sinks_backward(
+    partial: np.ndarray,
+    d_out: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    sinks: np.ndarray,
+    batch: int,
+    seq_len: int,
+    heads: int,
+    splits: int,
+    *,
+    head_dim: int,
+) -> None:
+    """partial (splits, Hq): minus the sums of exp(sink - lse) * (d_out . out) of some rows."""
+    delta = np.einsum("bthd,bthd->bth", compute(d_out), compute(out))
+    share = np.exp(compute(sinks)[:, None] - lse).transpose(0, 2, 1)
+    each = (delta * share).reshape(-1, heads)
+    step = -(-len(each) // splits)
+    for split in range(splits):
+        partial[split] = -each[split * step : (split + 1) * step].sum(axis=0)
