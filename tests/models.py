@@ -71,6 +71,14 @@ CONFIGS = {
         **_SHARED, pad_token_id=None, num_experts=5, num_experts_per_tok=2
     ),
     "mixtral": lambda: transformers.MixtralConfig(**_SHARED, num_local_experts=4),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_SHARED | {"intermediate_size": 48}, head_dim=32, pad_token_id=None, sliding_window=5,
+        num_local_experts=8, num_experts_per_tok=2, swiglu_limit=0.3,
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 16,
+        },
+    ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
         **_SHARED, head_dim=64, tie_word_embeddings=True, pad_token_id=None,
         layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
@@ -82,7 +90,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
-WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral")
+WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss")
 
 
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:

@@ -337,6 +337,54 @@ MIXTRAL_8X7B = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 201088,
+}
 QWEN35_27B = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "image_token_id": 248056,
@@ -397,6 +445,7 @@ PUBLISHED = {
     "qwen2_moe": QWEN15_MOE,
     "olmoe": OLMOE_7B,
     "mixtral": MIXTRAL_8X7B,
+    "gpt_oss": GPT_OSS_20B,
     "gpt2": GPT2,
 }
 
@@ -411,6 +460,7 @@ PUBLISHED = {
         (QWEN15_MOE, "qwen1.5-moe-a2.7b", {}),
         (OLMOE_7B, "olmoe-1b-7b", {}),
         (MIXTRAL_8X7B, "mixtral-8x7b", {}),
+        (GPT_OSS_20B, "gpt-oss-20b", {}),
         (PHI3_MINI, "phi-3-mini", {"max_positions": 2047}),
         (OLMO2_1B, "olmo-2-1b", {}),
         (QWEN35_27B, "qwen3.5-27b", {}),
@@ -558,8 +608,10 @@ def test_weights_of_transformers_have_our_shapes(name):
     biases = {"qkv": model.qkv_bias, "o": model.o_bias}
     if model.has_experts(0):
         at, C, F = "model.layers.0.mlp.experts", model.hidden_size, model.expert_size
-        assert shapes[f"{at}.gate_up_proj"] == (model.experts.count, 2 * F, C)
-        assert shapes[f"{at}.down_proj"] == (model.experts.count, C, F)
+        up, down = (2 * F, C), (C, F)
+        stored = (up[::-1], down[::-1]) if model.arch.paired else (up, down)
+        for name, shape in zip(("gate_up_proj", "down_proj"), stored, strict=True):
+            assert shapes[f"{at}.{name}"] == (model.experts.count, *shape)
     else:
         assert rows("up") == model.intermediate_size * (2 if model.gated else 1)
         assert f"{names['down'][0]}.weight" in shapes

@@ -53,7 +53,7 @@ CHANGED = {
     "gemma3": {"query_pre_attn_scalar": 32}, "olmo2": {"head_dim": 16},
     "qwen3_moe": {"num_hidden_layers": 1}, "olmoe": {"num_key_value_heads": 4},
 }  # fmt: skip
-WRITTEN = [name for name in CONFIGS if name != "qwen3_5"]
+WRITTEN = [name for name in CONFIGS if name not in ("qwen3_5", "gpt_oss")]
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",

@@ -57,6 +57,10 @@ MODELS = {
         **{"eos_token_id": 300, "pad_token_id": 299},
     },
     "mixtral": {**ROPE, "num_local_experts": 3, "sliding_window": 20},
+    "gpt_oss": {
+        **{**ROPE, "num_local_experts": 8, "num_experts_per_tok": 2},
+        **{"eos_token_id": 300, "pad_token_id": 299},
+    },
     "qwen3_5_text": {
         **ROPE, "head_dim": 64, "layer_types": ["linear_attention", "full_attention"],
         "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,

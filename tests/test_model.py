@@ -93,8 +93,10 @@ def test_ten_adamw_steps_match_torch(models, device):
         grad_clip=0.5,
         learning_rate=2e-3,
     )
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
+    named = dict(model.named_parameters())  # biases of experts have two dimensions
+    decays = {n: p.dim() > 1 and not n.endswith("bias") for n, p in named.items()}
+    decayed = [p for n, p in named.items() if decays[n]]
+    others = [p for n, p in named.items() if not decays[n]]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95), eps=1e-8)
     for _ in range(10):

@@ -40,6 +40,7 @@ TINY = {
     "tiny-qwen2-moe": ("qwen2_moe", preset("tiny-qwen2-moe")),
     "tiny-olmoe": ("olmoe", preset("tiny-olmoe")),
     "tiny-mixtral": ("mixtral", preset("tiny-mixtral")),
+    "tiny-gpt-oss": ("gpt_oss", preset("tiny-gpt-oss")),
     "tiny-qwen3.5": ("qwen3_5_text", preset("tiny-qwen3.5")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),

@@ -31,6 +31,8 @@ PARAMETERS = {
     "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "OLMoE-1B-7B": 6_919_161_856,
     "Mixtral-8x7B": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "llama-2-7b": 6_738_415_616,
     "llama-2-13b": 13_015_864_320,
     "llama-3.2-1b": 1_235_814_400,
@@ -74,7 +76,7 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 13
+    assert len(sizes) == 14
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

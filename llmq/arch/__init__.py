@@ -13,6 +13,7 @@ from typing import Any
 from llmq.arch.common import Architecture
 from llmq.arch.gemma3 import Gemma3
 from llmq.arch.gpt2 import Gpt2
+from llmq.arch.gpt_oss import GptOss
 from llmq.arch.llama import Llama
 from llmq.arch.mistral import Mistral
 from llmq.arch.mixtral import Mixtral
@@ -30,7 +31,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
         Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
-        Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(),
+        Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), GptOss(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

@@ -20,7 +20,7 @@ _OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
 """Fields that models with a text_config may give beside it."""
 
 
-QUANTIZATIONS = ("bitsandbytes", "compressed-tensors", "fp8")
+QUANTIZATIONS = ("bitsandbytes", "compressed-tensors", "fp8", "mxfp4")
 """Kinds of codes, by quantization_config's quant_method, that checkpoint/coded decodes."""
 
 
@@ -78,6 +78,8 @@ class Architecture:
     gated_attention = False
     """Attention's output is multiplied by the sigmoid of a gate, whose channels the product of the
     queries has behind each head."""
+    sinks = False
+    """Each query head has a score of its own in its softmax, which gives attention to nothing."""
     scaled_embedding = False
     """Rows of the embedding are multiplied by sqrt(C), rounded to their format."""
     pads_embedding = True

@@ -4,6 +4,11 @@
     out    = sum of weight * down @ (silu(gate @ x) * up @ x) over the active experts
              [+ sigmoid(shared_gate @ x) * the same of the shared expert]
 
+or with paired experts, which have biases as their router has, of rows g0 u0 g1 u1 ...
+
+    out    = sum of weight * (down @ ((u + 1) * g * sigmoid(alpha * g)) + bias)
+             g, u = gate_up @ x + bias, g cut off above a limit, u on both sides
+
 An architecture whose layers have experts is a family of dense ones with `WithExperts` before it. C:
 hidden size, F: width of an expert, E: number of experts.
 """
@@ -21,6 +26,9 @@ from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
 _MOST, _MOST_ACTIVE = 512, 32  # as `ops/route.py` has them
+_BIASES_MULTIPLE = 8  # columns of a sum of rows
+_FUSED = {"experts_up": "gate_up_proj", "experts_down": "down_proj"}
+"""The parameters that transformers makes of the modules of a layer's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,10 @@ class Experts:
     """Whether each layer has experts, or else an MLP; None: all have."""
     aux_loss: float = 0.0
     """Coefficient of the load-balancing loss that config.json gives."""
+    alpha: float | None = None
+    """The sigmoid of paired experts takes gates times it; None: they are not paired."""
+    limit: float | None = None
+    """The activation of paired experts cuts off there what it takes."""
 
     def validate(self, num_layers: int) -> None:
         """ConfigError where sizes disagree."""
@@ -59,12 +71,20 @@ class Experts:
             )
         if not 0 <= self.aux_loss < inf:
             raise ConfigError(f"model experts: aux_loss must be at least 0, got {self.aux_loss}")
+        for name, value in (("alpha", self.alpha), ("limit", self.limit)):
+            if value is not None and not 0 < value < inf:
+                raise ConfigError(f"model experts: {name} must be positive, got {value}")
+        if self.alpha is not None and self.count % _BIASES_MULTIPLE:
+            raise ConfigError(
+                f"model experts: those with biases must be a multiple of {_BIASES_MULTIPLE}, got "
+                f"{self.count}"
+            )
 
 
 class WithExperts(Architecture):
     """An architecture some of whose layers have experts, in the place of the MLP."""
 
-    targets = (*Architecture.targets, "experts")
+    targets = (*Architecture.targets, "experts", "fused_experts")
     count_names: tuple[str, ...] = ("num_experts",)
     """config.json's names of E: any of them is read, all are written."""
     own_size = True
@@ -73,6 +93,8 @@ class WithExperts(Architecture):
     """Weights are renormalized without a field that says it."""
     shares = False
     """There is a shared expert."""
+    paired = False
+    """Experts are paired, and in files a layer's are one parameter."""
     aux_loss = 0.001
     """Coefficient of the load-balancing loss where the config does not say."""
     expert_modules: Mapping[str, tuple[str, ...]] = {
@@ -98,6 +120,9 @@ class WithExperts(Architecture):
         if its is None or (its.shared_size is not None) != self.shares:
             shared = "with" if self.shares else "without"
             raise ConfigError(f"model experts: {self.name} needs some, {shared} a shared one")
+        if {its.alpha is not None, its.limit is not None} != {self.paired}:
+            takes = "alpha and limit" if self.paired else "neither alpha nor limit"
+            raise ConfigError(f"model experts: {self.name} takes {takes}")
         return super().fixed(model) | {"experts": its}
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +169,8 @@ class WithExperts(Architecture):
 def experts(config: Any, layer: int) -> HalfSpec:
     """The experts of a layer, and the shared one, of which Fs is the width. router: (E, C).
     shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C).
-    experts_down: (E, C, F). The rows of up are before those of gate.
+    experts_down: (E, C, F). The rows of up are before those of gate; in paired experts each one of
+    gate is before its own of up.
     """
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
@@ -166,6 +192,7 @@ def experts(config: Any, layer: int) -> HalfSpec:
             "renormalize": its.renormalize,
             "active": its.active,
             "shared": its.shared_size is not None,
+            "paired": config.arch.paired,
         },
     )
 
@@ -181,19 +208,34 @@ def _matrices(
 ) -> tuple[Matrix, Matrix]:
     """KIND_up and KIND_down of experts of this width; count None: of one, without a dimension of
     its own. targets: of up, gate and down."""
-    C, name = config.hidden_size, kind.removesuffix("s")
+    C, name, paired = config.hidden_size, kind.removesuffix("s"), config.arch.paired
     outer, experts_ = () if count is None else (count,), range(count or 1)
-    up, down = f"{kind}_up", f"{kind}_down"
+
+    def module(key: str, rows: int, its_targets: tuple) -> dict[str, Any]:
+        parts, fused = (), None
+        if not paired:
+            parts = _parts(config, layer, key, rows, its_targets, experts_)
+        if count is not None:
+            both = len(its_targets) > 1
+            fused = Part(
+                module=f"model.layers.{layer}.mlp.experts.{_FUSED[key]}",
+                rows=count * len(its_targets) * rows,
+                targets=("experts" if paired else "fused_experts",),
+                swapped=both and not paired,
+                experts=count,
+            )
+            parts = parts or (fused,)
+        names = {"key": key, "name": f"model.layers.{layer}.{key}", "active": active}
+        return names | {"parts": parts, "fused": fused, "bias": paired}
+
     return (
         Matrix(
-            key=up, name=f"model.layers.{layer}.{up}", shape=(*outer, 2 * size, C),
-            parts=_parts(config, layer, up, size, targets[:2], experts_),
-            input="ln2", gradient=f"d_{name}_up", active=active,
+            shape=(*outer, 2 * size, C), input="ln2", gradient=f"d_{name}_up",
+            **module(f"{kind}_up", size, targets[:2]),
         ),
         Matrix(
-            key=down, name=f"model.layers.{layer}.{down}", shape=(*outer, C, size),
-            parts=_parts(config, layer, down, C, targets[2:], experts_),
-            input=f"{name}_act", gradient="d_moe", active=active, initial="residual",
+            shape=(*outer, C, size), input=f"{name}_act", gradient="d_moe", initial="residual",
+            **module(f"{kind}_down", C, targets[2:]),
         ),
     )  # fmt: skip
 
@@ -205,6 +247,7 @@ def _router(config: Any, layer: int, key: str, rows: int) -> Module:
         shape=(rows, config.hidden_size),
         parts=_parts(config, layer, key, rows, ((),), range(1)),
         kind="router",
+        bias=config.arch.paired,
     )
 
 

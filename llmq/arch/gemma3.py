@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
-from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every, layers_by_type
 from llmq.base.errors import ConfigError
 
 
@@ -80,7 +80,7 @@ class Gemma3(RopeFamily):
         windowed = layers_by_type(hf)
         if windowed is None:
             every = size(hf, "sliding_window_pattern") if "sliding_window_pattern" in hf else 6
-            return windowed_but_every(every, num_layers)
+            return all_but_every(every, num_layers)
         return windowed
 
     def fixed(self, model: Any) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Gemma3(RopeFamily):
         del fields["hidden_act"]
         windowed, local = model.windowed_layers, model.local_rope_theta
         every = (*windowed, False).index(False) + 1
-        if windowed == windowed_but_every(every, model.num_layers):
+        if windowed == all_but_every(every, model.num_layers):
             fields["sliding_window_pattern"] = every
         return fields | {
             "hidden_activation": "gelu_pytorch_tanh",
@@ -109,8 +109,3 @@ class Gemma3(RopeFamily):
                 WINDOWED: {"rope_type": "default", "rope_theta": local},
             },
         }
-
-
-def windowed_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has a window, where every `every`-th one has none."""
-    return tuple((layer + 1) % every != 0 for layer in range(num_layers))

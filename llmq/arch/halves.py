@@ -18,7 +18,7 @@ def attention(config: Any, layer: int) -> HalfSpec:
 
     qkv: the rows of all query heads, key heads, value heads; with gated_attention a gate's rows
     behind those of each query head. q_norm, k_norm, with qk_norm: (Hd,), or if it is wide (Hq*Hd,)
-    and (Hkv*Hd,).
+    and (Hkv*Hd,). sinks: (Hq,), where the architecture has them.
     """
     C, Hq, Hkv, Hd = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     at = f"model.layers.{layer}.self_attn"
@@ -35,6 +35,10 @@ def attention(config: Any, layer: int) -> HalfSpec:
             _norm(config, key, f"{at}.{key}", n * Hd, layer)
             for key, n in zip(("q_norm", "k_norm"), heads, strict=True)
         )
+    if config.arch.sinks:
+        part = Part(module=config.arch.modules["sinks"][0].format(layer), rows=Hq)
+        sinks = {"key": "sinks", "name": at, "tensor": "sinks", "shape": (Hq,), "parts": (part,)}
+        inner += (Module(**sinks, kind="vector", initial="zero"),)
     o = matrix(
         config, layer, "o", f"{at}.o_proj", {"o": C}, Hq * Hd,
         bias=config.o_bias, initial="residual", input="att_gated" if gated else "att",
@@ -54,6 +58,7 @@ def attention(config: Any, layer: int) -> HalfSpec:
             "qk_norm": config.qk_norm,
             "wide_qk_norm": config.arch.wide_qk_norm,
             "gated": gated,
+            "sinks": config.arch.sinks,
         },
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 from llmq.arch.common import get, reject, size
 from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet, delta
 from llmq.arch.matrix import HalfSpec
-from llmq.arch.rope_family import FULL, RopeFamily
+from llmq.arch.rope_family import FULL, RopeFamily, all_but_every
 from llmq.base.errors import ConfigError
 
 LINEAR = "linear_attention"
@@ -88,15 +88,10 @@ def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     kinds = get(hf, "layer_types", list, None)
     if kinds is None:
         every = size(hf, "full_attention_interval") if "full_attention_interval" in hf else 4
-        return delta_but_every(every, num_layers)
+        return all_but_every(every, num_layers)
     if len(kinds) != num_layers or any(kind not in (LINEAR, FULL) for kind in kinds):
         raise ConfigError(
             f"config.json: layer_types: expected {num_layers} of {LINEAR!r} and {FULL!r}, "
             f"got {kinds!r}"
         )
     return tuple(kind == LINEAR for kind in kinds)
-
-
-def delta_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer is a delta net, where every `every`-th one has attention."""
-    return tuple((layer + 1) % every != 0 for layer in range(num_layers))

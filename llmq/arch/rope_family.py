@@ -143,6 +143,11 @@ def layers_by_type(hf: Mapping[str, Any]) -> tuple[bool, ...] | None:
     return tuple(kind == WINDOWED for kind in kinds)
 
 
+def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is of one kind, where every `every`-th one is of another."""
+    return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+
+
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -> dict[str, Any]:
     """Base, scaling and rotated part: of rope_theta and rope_scaling (transformers 4), or of
     rope_parameters (5). If both are given, rope_scaling wins, as it does in transformers 5.

@@ -47,11 +47,13 @@ I64 = _dtype("i64", "I64", np.int64)
 I8 = _dtype("i8", "I8", np.int8)
 U8 = _dtype("u8", "U8", np.uint8)
 NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see formats/nf4.py
+MXFP4 = _dtype("mxfp4", "MXFP4", np.uint8)  # as NF4, see formats/mxfp4.py
 
 DTYPES = {d.name: d for d in (F64, F32, BF16, E4M3, E5M2, I32, I64, I8, U8)}
 
 # The option spelling ("fp32", "bf16", ...) of the formats that a user may choose.
 OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "nf4": NF4, "int8": I8}
+OPTION_DTYPES |= {"mxfp4": MXFP4}
 
 
 def parse_dtype(option: str) -> DType:

@@ -41,8 +41,7 @@ from llmq.state.adapter_rows import NEW_ROWS, PEFT_PREFIX, SLABS, token_tables
 from llmq.state.params import Param, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
-_UNKNOWN = ("use_dora", "layer_replication")
-_UNKNOWN += ("target_parameters", "lora_bias", "use_qalora")
+_UNKNOWN = ("use_dora", "layer_replication", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 _NOT_AS_EXPECTED = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError)
@@ -56,6 +55,9 @@ PARTS = ("norms", "embeddings", "head")
 """Parts that may lie there as copies, too, which were not trained."""
 INSIDE = "model.language_model."
 """Names begin with one of these, instead of "model.", in a model that has other parts too."""
+_FUSED = ("gate_up_proj", "down_proj")
+"""Parameters of a module of experts in the order in which PEFT wraps them, one in the other."""
+_WRAPPED = ".base_layer"
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of init_lora_weights
 
 
@@ -136,6 +138,37 @@ def _check_numbers(path: Path, content: Mapping[str, Any]) -> None:
         matches(pattern, "")  # which raises an error if it is none
 
 
+def _parameters(content: Mapping[str, Any]) -> list[str]:
+    """Names, or ends of names, of the parameters that have adapters."""
+    return [str(name) for name in content.get("target_parameters") or ()]
+
+
+def _adapts(content: Mapping[str, Any], parameter: str) -> bool:
+    names = {parameter, nested_name(parameter)}
+    return any(n == by or n.endswith(f".{by}") for by in _parameters(content) for n in names)
+
+
+def of_parameter(name: str, content: Mapping[str, Any]) -> str:
+    """The name of an adapter's tensor by its parameter, of that by the module that PEFT wraps."""
+    module, lora, end = name.partition(".lora_")
+    own = module.removeprefix(PEFT_PREFIX).removesuffix(_WRAPPED)
+    fused = [each for each in _FUSED if _adapts(content, f"{own}.{each}")]
+    if not lora or not fused:
+        return name
+    return f"{PEFT_PREFIX}{own}.{fused[0 if module.endswith(_WRAPPED) else -1]}{lora}{end}"
+
+
+def by_module(name: str, adapted: Collection[str]) -> str:
+    """The reverse. adapted: names of all modules and parameters that have adapters."""
+    whole, lora, end = name.partition(".lora_")
+    module, _, fused = whole.rpartition(".")
+    last = f"{module.removeprefix(PEFT_PREFIX)}.{_FUSED[-1]}"
+    if not lora or fused not in _FUSED or not module.endswith(".experts"):
+        return name
+    inner = _WRAPPED if fused == _FUSED[0] and last in adapted else ""
+    return f"{module}{inner}{lora}{end}"
+
+
 def _chosen(content: Mapping[str, Any], modules: Collection[str]) -> set[str]:
     """Those of the modules in a model's blocks that PEFT would make adapters of."""
 
@@ -164,6 +197,11 @@ def _check_features(path: Path, content: Mapping[str, Any]) -> None:
     for name in _UNKNOWN:
         if content.get(name):
             raise LlmqError(f"'{path}': {name} {reprlib.repr(content[name])} is not supported")
+    for name in _parameters(content):
+        if not name.endswith(tuple(f"experts.{fused}" for fused in _FUSED)):
+            raise LlmqError(f"'{path}': target_parameters {name!r} is not supported, only experts")
+    if _parameters(content) and content.get("bias", "none") != "none":
+        raise LlmqError(f"'{path}': bias {content['bias']!r} beside target_parameters is not known")
     if content.get("bias", "none") not in ("none", *BIASES):
         raise LlmqError(f"'{path}': bias {content['bias']!r} is not known")
     begun = content.get("init_lora_weights")
@@ -250,7 +288,8 @@ class AdapterFiles(HfWeights):
         self._check_names(tensors)
         # save_embedding_layers repeats what modules_to_save has saved, and what it was before.
         twice = {name for name in tensors if _IN_WRAPPER.sub("", name) in tensors.keys() - {name}}
-        return {_own_name(name): x for name, x in tensors.items() if name not in twice}
+        own = {_own_name(name): x for name, x in tensors.items() if name not in twice}
+        return {of_parameter(name, self.config.content): x for name, x in own.items()}
 
     def _check_names(self, names: Iterable[str]) -> None:
         """LlmqError where PEFT would not find the adapters by them, and would do without."""
@@ -280,11 +319,13 @@ class AdapterFiles(HfWeights):
             part.module: (layer, part.targets)
             for layer in range(model.num_layers)
             for matrix in model.matrices(layer)
-            for part in matrix.parts
+            for part in (*matrix.parts, matrix.fused)
+            if part is not None
         }
-        here = {module for module in every if f"{PEFT_PREFIX}{module}" in modules}
-        if self.config.content.get("target_modules") not in (None, "all-linear"):
-            here = here and _chosen(self.config.content, every)
+        here, content = {m for m in every if f"{PEFT_PREFIX}{m}" in modules}, self.config.content
+        fused = {module for module in every if _adapts(content, module)}
+        if content.get("target_modules") not in (None, "all-linear"):
+            here = here and (_chosen(content, every) - fused) | fused
         parts = [
             part
             for part in PARTS

@@ -23,7 +23,15 @@ from llmq.checkpoint.export_files import (
     tokenizer_files,
     write_json,
 )
-from llmq.checkpoint.peft import BIASES, INSIDE, AdapterConfig, biases_of, nested_name, tied_names
+from llmq.checkpoint.peft import (
+    BIASES,
+    INSIDE,
+    AdapterConfig,
+    biases_of,
+    by_module,
+    nested_name,
+    tied_names,
+)
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
@@ -62,7 +70,7 @@ def export_adapter(
         for param, part in parts:
             array = part.stored(values[param.name][part.start : part.stop])
             dtype = next(d for d in DTYPES.values() if d.numpy == array.dtype)
-            for name in (part.name, *tied_names(model, param)):
+            for name in (by_module(part.name, adapted), *tied_names(model, param)):
                 name = name if param not in biases else _wrapped(name, adapted)
                 specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
                 arrays.append(array)
@@ -126,6 +134,7 @@ def _peft_config(
         "bias": next((bias for bias, part in BIASES.items() if part in adapters.train), "none"),
         "inference_mode": True,
         "trainable_token_indices": own_rows or None,
+        "target_parameters": _parameters(model, adapters, nested) or None,
     } | ({"ensure_weight_tying": True} if tied else {})
 
 
@@ -141,12 +150,15 @@ def _targets(
     nested: other parts have modules of these names, too.
     """
     targets, every = adapters.targets, adapters.layers == "all"
+    names = target_modules(model, adapters)
+    if not names:
+        return [], None
     if isinstance(targets, str) and every and not nested:
         return targets, None
     if isinstance(targets, str) or (nested and not every):
-        modules = adapted_modules(model, adapters)
+        fused = _parameters(model, adapters, nested=False)
+        modules = [m for m in adapted_modules(model, adapters) if not m.endswith((*fused, " "))]
         return "|".join(re.escape(nested_name(m) if nested else m) for m in modules), None
-    names = target_modules(model, adapters)
     if nested:
         return rf"{re.escape(INSIDE)}.*\.({'|'.join(map(re.escape, names))})", None
     layers = sorted(layer_set(adapters.layers, model.num_layers))
@@ -160,13 +172,26 @@ def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
         {
             (module, module.partition(f".{layer}.")[2])
             for layer, matrix in all_adapted(model, each)
-            for module in matrix.modules
+            for module in (() if matrix.fused else matrix.modules)
         }
         for each in (replace(whole, targets=LORA_TARGETS), whole)
     )
     others = {_last(module) for module, _ in every - chosen}
     names = {path if _last(module) in others else _last(module) for module, path in chosen}
     return sorted(names)
+
+
+def _parameters(model: ModelConfig, adapters: Adapters, nested: bool) -> list[str]:
+    """PEFT's target_parameters, which know no layers: ends of names if all that end so have
+    adapters."""
+    every, chosen = [], {m.fused.module for _, m in all_adapted(model, adapters) if m.fused}
+    for layer in range(model.num_layers):
+        fused = (matrix.fused for matrix in model.matrices(layer) if matrix.fused)
+        every += [(part.module, part.module.partition(f".{layer}.")[2]) for part in fused]
+    some = {end for module, end in every if module not in chosen}
+    if not nested and chosen and some.isdisjoint(end for name, end in every if name in chosen):
+        return sorted({end for module, end in every if module in chosen})
+    return [nested_name(name) if nested else name for name, _ in every if name in chosen]
 
 
 def _last(module: str) -> str:

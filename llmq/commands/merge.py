@@ -21,7 +21,7 @@ def merge(
         str | None,
         typer.Option(
             help="Format that the model is rounded to before; as in training if not given. "
-            "bf16: it is taken as it is, e4m3, int8, nf4: as --base-dtype of train."
+            "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train."
         ),
     ] = None,
 ) -> None:

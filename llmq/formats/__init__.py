@@ -1,4 +1,4 @@
-"""Number formats, one class and one file each: bf16 and fp32, e4m3, int8, nf4.
+"""Number formats, one class and one file each: bf16 and fp32, e4m3, int8, nf4, mxfp4.
 
 How the products of a model's blocks compute: what they multiply, in which form activations and
 gradients are made, made again and kept from forward to backward. How frozen matrices are kept,
@@ -13,6 +13,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.e4m3 import E4m3
 from llmq.formats.format import Format
 from llmq.formats.int8 import Int8Format
+from llmq.formats.mxfp4 import Mxfp4
 from llmq.formats.nf4 import Nf4
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -23,6 +24,7 @@ FORMATS: dict[str, type[Format]] = {
     "e4m3": E4m3,
     "int8": Int8Format,
     "nf4": Nf4,
+    "mxfp4": Mxfp4,
 }
 """By --matmul-dtype or --base-dtype."""
 

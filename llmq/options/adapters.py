@@ -18,7 +18,7 @@ from llmq.arch.matrix import Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.options.option_types import EXPERTS, LORA_TARGETS, numbers_of
+from llmq.options.option_types import LORA_TARGETS, OF_EXPERTS, numbers_of
 from llmq.options.rule import Options
 
 
@@ -78,7 +78,8 @@ class Adapted:
     """A matrix of a block, by its key there, with its adapters.
 
     shape: (rows, in_features), with the rows of all experts. groups: number of experts, 1 if it is
-    of none. active: of them, those that a token meets.
+    of none. active: of them, those that a token meets. parts: of fused experts one of each, all of
+    which have one module: the parameter.
     """
 
     key: str
@@ -108,13 +109,19 @@ class Adapted:
         """Names of the adapters' modules at Hugging Face."""
         return tuple(part.part.module for part in self.parts)
 
+    @property
+    def fused(self) -> Part | None:
+        """The parameter, where they are adapters of one."""
+        part = self.parts[0].part
+        return part if part.experts else None
+
 
 def adapters_of(config: Options) -> Adapters | None:
     """The adapters of a run; None where all of the model is trained. config: normalized."""
     if not config.has_adapters:
         return None
     # Experts are so many that they have to be asked for.
-    targets = tuple(target for target in LORA_TARGETS if target != EXPERTS)
+    targets = tuple(target for target in LORA_TARGETS if target not in OF_EXPERTS)
     if config.lora_targets != "all":
         targets = tuple(config.lora_targets.split(","))
     return Adapters(
@@ -132,7 +139,8 @@ def adapters_of(config: Options) -> Adapters | None:
 def has_target(model: ModelConfig, target: str) -> bool:
     """Whether a module of the model is named so in --lora-targets."""
     matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))
-    return any(target in part.targets for matrix in matrices for part in matrix.parts)
+    parts = (part for matrix in matrices for part in (*matrix.parts, matrix.fused))
+    return any(target in part.targets for part in parts if part is not None)
 
 
 @lru_cache(maxsize=1024)
@@ -146,8 +154,11 @@ def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tupl
     if layer not in layer_set(adapters.layers, model.num_layers):
         return ()
     for matrix in model.matrices(layer):
-        chosen = []
-        for part, start, stop in matrix.spans:
+        chosen: list[AdaptedPart] = []
+        fused = [] if matrix.fused is None else [(matrix.fused, 0, matrix.fused.rows)]
+        for part, start, stop in (*(s for s in matrix.spans if s not in fused), *fused):
+            if part.experts and chosen:
+                continue
             if isinstance(targets, str):
                 named = part.targets if re.fullmatch(targets, part.module) else ()
             else:
@@ -159,7 +170,12 @@ def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tupl
                     f"or none, got {', '.join(named)}"
                 )
             if named:
-                chosen.append(AdaptedPart(part, start, stop, *adapters.of(part.module)))
+                step = (stop - start) // max(part.experts, 1)
+                its = adapters.of(part.module)
+                chosen += [
+                    AdaptedPart(part, first, first + step, *its)
+                    for first in range(start, stop, step)
+                ]
         if chosen:
             columns, groups = matrix.shape[-1], prod(matrix.shape[:-2])
             shape = (prod(matrix.shape) // columns, columns)

@@ -21,7 +21,7 @@ from llmq.options.adapters import (
     matches,
     multiplied_sizes,
 )
-from llmq.options.option_types import NEW_PARTS, numbers_of
+from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, numbers_of
 from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
@@ -217,8 +217,8 @@ def uncoded_product(o: Options, model: ModelConfig) -> tuple[str, int, int] | No
 
 def uncoded_base(o: Options, model: ModelConfig) -> tuple[str, int, int] | None:
     """The first matrix that --base-dtype cannot make blocks of, as not_multiple."""
-    multiple = {"e4m3": 16, "nf4": 64}.get(o.base_dtype) if o.freezes_model else None  # elements
-    if multiple is None:
+    multiple = {"e4m3": 16, "nf4": 64, "mxfp4": 32}.get(o.base_dtype)  # elements
+    if multiple is None or not o.freezes_model:
         return None
     width, head = model.hidden_size, model.head_dim
     sizes = {
@@ -251,6 +251,8 @@ def idle_pattern(o: Options, model: ModelConfig, texts: tuple[str, ...]) -> str 
 def wrong_for_experts(o: Options, model: ModelConfig) -> str | None:
     """The error where experts would get adapters that they cannot have."""
     has = o.has_adapters and model.experts is not None
+    if has and {*OF_EXPERTS} <= {*adapters_of(o).targets}:
+        return f"--lora-targets: {' and '.join(OF_EXPERTS)} are the same matrices: name one"
     every = all_adapted(model, adapters_of(o)) if has else ()
     for matrix in (matrix for _, matrix in every if matrix.groups > 1):
         rows = sum(part.stop - part.start for part in matrix.parts)
@@ -306,6 +308,9 @@ def wrong_parts(o: Options, model: ModelConfig) -> str | None:
     norms = model.norm == "layernorm" and "biases" in named
     if named & {"biases", "adapted-biases"} and not norms and not any(m.bias for m in matrices):
         return f"{model.architecture} has no biases"
+    fused = any(matrix.fused for _, matrix in all_adapted(model, adapters_of(o)))
+    if named & {"biases", "adapted-biases"} and fused:
+        return "PEFT has no biases beside adapters of fused experts: leave them out"
     some = divided_bias(model, adapters_of(o)) if "adapted-biases" in named else None
     return some and f"adapted-biases: {some}"
 

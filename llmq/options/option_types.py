@@ -25,6 +25,7 @@ DTYPE_ALIASES = {
     "e5m2": ("e5m2", "fp8_e5m2", "f8_e5m2", "float8_e5m2"),
     "int8": ("int8", "i8"),
     "nf4": ("nf4",),
+    "mxfp4": ("mxfp4",),
 }
 """Every spelling of a number format, in lower case, by its canonical name."""
 
@@ -51,8 +52,8 @@ SPLIT = "split"
 LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
 """Matrices of a block that may have adapters."""
 
-EXPERTS = "experts"
-"""One of these: all matrices of experts."""
+OF_EXPERTS = ("experts", "fused_experts")
+"""Some of these: matrices of experts, module by module or as transformers fuses them."""
 
 NEW_PARTS = ("new-rows", "new-embeddings")
 LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PARTS)
@@ -61,7 +62,7 @@ LORA_PARTS = ("norms", "biases", "adapted-biases", "embeddings", "head", *NEW_PA
 FP8_DTYPES = ("e4m3", "e5m2")
 """Formats of output gradients in fp8 products."""
 
-QUANTIZED = ("e4m3", "int8", "nf4")
+QUANTIZED = ("e4m3", "int8", "nf4", "mxfp4")
 """Formats of --base-dtype in which weights are codes with scales."""
 
 SIZES_GROUP = "Own sizes of a new model, instead of those of --model"

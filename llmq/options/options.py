@@ -717,7 +717,8 @@ class TrainConfig(Derived):
         None,
         "Format in which the blocks' matrices beside the adapters are kept; {rule}. e4m3: 8 bits, "
         "for fp8 products; int8: 8 bits, for products of cards without fp8; nf4: 4 bits in blocks "
-        "of 64, as QLoRA's",
+        "of 64, as QLoRA's; mxfp4: experts in 4 bits, as gpt-oss's files have, the rest "
+        "in bf16",
         *QUANTIZED,
     )
     adapter: Path | None = option(

@@ -13,9 +13,8 @@ from llmq.arch import ARCHITECTURES
 from llmq.arch.common import ignored_fields
 from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import Experts
-from llmq.arch.gemma3 import windowed_but_every
 from llmq.arch.model_config import ModelConfig
-from llmq.arch.qwen3_5 import delta_but_every
+from llmq.arch.rope_family import all_but_every
 from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
 from llmq.base.json_file import read_json
@@ -81,6 +80,10 @@ _QWEN3_MOE = {
 _QWEN15_MOE = {"Qwen1.5-MoE-A2.7B": (2048, 5632, 16, 16, 24, 1e-6, False)}
 _OLMOE = {"OLMoE-1B-7B": (2048, 1024, 16, 16, 16, 1e-5, False)}
 _MIXTRAL = {"Mixtral-8x7B": (4096, 14336, 32, 8, 32, 1e-5, False)}
+_GPT_OSS = {
+    "gpt-oss-20b": (2880, 2880, 64, 8, 24, 1e-5, False),
+    "gpt-oss-120b": (2880, 2880, 64, 8, 36, 1e-5, False),
+}
 _TINY_ROPE = (128, 512, 2, 1, 6, 1e-6, True)
 _TINY_EXPERTS = (128, 64, 2, 1, 6, 1e-6, True)
 _TINY_GPT2 = (128, 512, 2, 2, 6, 1e-5, True)
@@ -111,6 +114,7 @@ _FAMILIES = (
     ("OlmoeForCausalLM", _OLMOE, 50304, None, 50279, 1, 4096, 1e4, None),
     ("MixtralForCausalLM", _MIXTRAL, 32000, 1, 2, None, 32768, 1e6, None),
     ("Qwen3_5ForCausalLM", _QWEN35, 248320, None, 248044, None, 262144, 1e7, 256),
+    ("GptOssForCausalLM", _GPT_OSS, 201088, None, 200002, 199999, 131072, 1.5e5, 64),
     ("LlamaForCausalLM", _LLAMA2, 32000, 1, 2, 0, 4096, 1e4, None),
     ("LlamaForCausalLM", _LLAMA3, 128256, 128000, 128001, 128255, 4096, 5e5, None),
     ("GPT2LMHeadModel", _GPT2, 50257, 50256, 50256, None, 1024, 1e4, None),
@@ -131,12 +135,13 @@ _FAMILIES = (
     ("OlmoeForCausalLM", {"tiny-olmoe": _TINY_EXPERTS}, *_BYTES),
     ("MixtralForCausalLM", {"tiny-mixtral": _TINY_EXPERTS}, *_BYTES),
     ("Qwen3_5ForCausalLM", {"tiny-qwen3.5": _TINY_ROPE}, *_BYTES),
+    ("GptOssForCausalLM", {"tiny-gpt-oss": _TINY_EXPERTS}, *_BYTES),
 )
 
 
 def _windows(num_layers: int, window: int) -> dict[str, Any]:
     """Gemma-3's: five of six layers have the window, and RoPE with a base of its own."""
-    windowed = windowed_but_every(6, num_layers)
+    windowed = all_but_every(6, num_layers)
     return {"sliding_window": window, "windowed_layers": windowed, "local_rope_theta": 1e4}
 
 
@@ -147,12 +152,25 @@ def _experts(count: int, active: int, size: int | None = None, **more: Any) -> d
 def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -> dict[str, Any]:
     """Qwen3.5's: three of four layers are delta nets, in the others RoPE turns a quarter of a head.
     size: of a key and of a value."""
-    layers = delta_but_every(4, num_layers)
+    layers = all_but_every(4, num_layers)
     heads = {"key_heads": key_heads, "value_heads": value_heads}
     net = DeltaNet(**heads, key_dim=size, value_dim=size, taps=4, layers=layers)
     return {"delta": net, "partial_rotary_factor": 0.25}
 
 
+def _gpt_oss(num_layers: int, count: int, active: int, window: int, aux_loss: float) -> dict:
+    """gpt-oss's: every other layer has the window."""
+    activation = {"renormalize": True, "alpha": 1.702, "limit": 7.0}
+    return _experts(count, active, aux_loss=aux_loss, **activation) | {
+        "sliding_window": window,
+        "windowed_layers": all_but_every(2, num_layers),
+        "qkv_bias": True,
+        "o_bias": True,
+    }
+
+
+_FAR = {"original_max_positions": 4096, "truncate": False}
+_FAR = {"rope_scaling": RopeScaling(kind="yarn", factor=32.0, **_FAR)}
 _STRETCHED = {"rope_scaling": RopeScaling(kind="linear", factor=8.0)}
 # Single models have these besides.
 _MORE = {
@@ -177,6 +195,9 @@ _MORE = {
     "Qwen3.5-9B": _delta(32, 16, 32),
     "Qwen3.5-27B": _delta(64, 16, 48),
     "tiny-qwen3.5": _delta(6, 4, 8, 32),
+    "gpt-oss-20b": _gpt_oss(24, 32, 4, 128, 0.9) | _FAR,
+    "gpt-oss-120b": _gpt_oss(36, 128, 4, 128, 0.9) | _FAR,
+    "tiny-gpt-oss": _gpt_oss(6, 8, 2, 256, 0.001),
 }
 
 
@@ -195,7 +216,7 @@ PRESETS: dict[str, ModelConfig] = dict(_presets())
 
 _BY_LOWER_NAME = {name.lower(): name for name in PRESETS} | _ALIASES
 
-_OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/"}
+_OWNERS = {"Qwen": "Qwen/", "gemma-3": "google/", "gpt-oss": "openai/"}
 RELEASED = {n: f"{o}{n}" for n in PRESETS for start, o in _OWNERS.items() if n.startswith(start)}
 RELEASED |= {
     "llama-2-7b": "meta-llama/Llama-2-7b-hf",

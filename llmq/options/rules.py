@@ -483,6 +483,11 @@ REFUSED_WITH_MODEL = (
     ),
     *refused(
         "base_dtype",
+        lambda v, o, model: o.is_quantized and v == "mxfp4" and model.experts is None,
+        "--base-dtype: mxfp4 is for experts, which {model.architecture} has not: use nf4",
+    ),
+    *refused(
+        "base_dtype",
         lambda v, o, model: uncoded_base(o, model),
         "--base-dtype: {value} needs matrices of multiples of {found[2]} elements, that of "
         "{found[0]} has {found[1]}",

@@ -61,14 +61,20 @@ TABLES = {"embed": "embed", "head": "lm_head"}
 
 def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
     block, key, a, b, rows, rank = f"layers.{layer}", matrix.key, [], [], 0, matrix.rank
-    for i, (part, start, stop, own, _) in enumerate(matrix.parts):
+    count = len(matrix.parts)
+    if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
+        name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
+        a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
+        how = {"experts": count, "by_rank": True, "swapped": matrix.fused.swapped}
+        b.append(HfPart(name=f"{name}.lora_B.weight", start=0, stop=rows, **how))
+    for i, (part, start, stop, own, _) in enumerate(() if matrix.fused else matrix.parts):
         name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
         a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
         how = {"swapped": part.swapped, "columns": None if own == rank else own}
         b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, **how))
         rows = end
     full = f"model.{block}.{key}"
-    shape_a, shape_b = (padded_columns(len(a), rank), matrix.shape[1]), (rows, rank)
+    shape_a, shape_b = (padded_columns(count, rank), matrix.shape[1]), (rows, rank)
     return (
         (block, f"{key}_a", f"{full}.lora_A.weight", shape_a, "matrix", "adapter", tuple(a)),
         (block, f"{key}_b", f"{full}.lora_B.weight", shape_b, "matrix", "zero", tuple(b)),

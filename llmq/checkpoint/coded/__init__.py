@@ -15,12 +15,14 @@ from llmq.checkpoint.coded.bitsandbytes import decode_bitsandbytes
 from llmq.checkpoint.coded.compressed_tensors import decode_compressed_tensors
 from llmq.checkpoint.coded.fp8 import decode_fp8
 from llmq.checkpoint.coded.matrix import Stored
+from llmq.checkpoint.coded.mxfp4 import decode_mxfp4
 
 Tensors = dict[str, Any]
 """By name: Stored, or a matrix that is decoded."""
 
+_DECODE = (decode_bitsandbytes, decode_compressed_tensors, decode_fp8, decode_mxfp4)
 CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
-    zip(QUANTIZATIONS, (decode_bitsandbytes, decode_compressed_tensors, decode_fp8), strict=True)
+    zip(QUANTIZATIONS, _DECODE, strict=True)
 )
 """By quant_method: takes codes and scales out of a file's tensors, and puts matrices there."""
 

@@ -1,6 +1,6 @@
 """Attention as a half of a block, between its norm and the residual stream.
 
-    x -> qkv (-> qk_norm) (-> rope) -> attention (-> times sigmoid of gate) -> o -> out
+    x -> qkv (-> qk_norm) (-> rope) -> attention (-> sinks) (-> times sigmoid of gate) -> o -> out
 
 A gate's channels come with those of each query head; then the product is scratch, and its parts are
 kept apart. `operands` turns a tensor into what products take: with fp8 codes and a scale, without
@@ -24,7 +24,14 @@ from llmq.model.attention_choice import directions
 from llmq.model.halves.half import Frame, Shared
 from llmq.model.halves.output import Output
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import attention, attention_backward, attention_gate, qk_norm, rope
+from llmq.ops import (
+    attention,
+    attention_backward,
+    attention_gate,
+    attention_sinks,
+    qk_norm,
+    rope,
+)
 
 
 class _Kept(NamedTuple):
@@ -161,7 +168,7 @@ class AttentionHalf:
         """here.out from x (rows, C)."""
         tensors = self._tensors(frame.temps, here)
         self._qkv(frame, here, w, x, tensors)
-        self._attend(frame, here, tensors)
+        self._attend(frame, here, w, tensors)
         gated, tensor_id = self._gated(frame.temps, here, tensors), here.kept.o_input.tensor_id
         self.output.forward(frame.temps, here, w, tensor_id, gated)
 
@@ -186,15 +193,20 @@ class AttentionHalf:
             where = (frame.position, self.starts, self.rotary)
             rope.forward(self.dev, qkv, table, self.Hq, self.Hkv, *where)
 
-    def _attend(self, frame: Frame, here: HalfLayer, tensors: _Tensors) -> None:
+    def _attend(self, frame: Frame, here: HalfLayer, w: BlockWeights, tensors: _Tensors) -> None:
         out, qkv = self._by_head(tensors.att), self._by_head(tensors.qkv)
         sight, (backend, _) = self.sights[here.index], self.backends[here.index]
         heads, lse = (self.Hq, self.Hkv), here.kept.lse
         if here.cache is not None:
             caches = (here.cache["k"], here.cache["v"])
-            attention.decode(self.dev, out, qkv, *caches, frame.position, *heads, sight.window)
-            return
-        attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
+            how = (frame.position, *heads, sight.window, w.get("sinks"))
+            attention.decode(self.dev, out, qkv, *caches, *how)
+        elif "sinks" in w:
+            with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
+                attention.forward(self.dev, out, without, qkv, *heads, sight, backend=backend)
+                attention_sinks.forward(self.dev, out, lse, without, w["sinks"])
+        else:
+            attention.forward(self.dev, out, lse, qkv, *heads, sight, backend=backend)
 
     def _gated(self, temps: ExitStack, here: HalfLayer, tensors: _Tensors) -> Tensor:
         """The output product's input (rows, Hq * Hd)."""
@@ -224,7 +236,7 @@ class AttentionHalf:
         if r.qkv:
             self._qkv(frame, here, w, x, tensors)
         if r.att:
-            self._attend(frame, here, tensors)
+            self._attend(frame, here, w, tensors)
         made = partial(self._gated, temps, here, tensors)
         o_input = self.output.again(temps, here, w, g, here.kept.o_input.tensor_id, made)
         return AttentionInputs(x, tensors, o_input)
@@ -258,6 +270,9 @@ class AttentionHalf:
                 if d_gate is not None:
                     attention_gate.backward(dev, d_att, d_gate, d_att, att, gate)
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
+                if "sinks" in g:
+                    of_heads = (self._by_head(d_att), self._by_head(att), here.kept.lse)
+                    attention_sinks.backward(dev, g["sinks"], *of_heads, w["sinks"])
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
                     here.kept.lse, by_head, self.Hq, self.Hkv, self.chunks, sight,

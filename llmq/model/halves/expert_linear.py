@@ -20,6 +20,7 @@ from llmq.model.activations import HalfLayer
 from llmq.model.halves.half import Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, reduce
+from llmq.ops.expert_rows import sum_rows
 from llmq.ops.product import grouped_gradient, grouped_product
 from llmq.options.adapters import Adapted, adapters_of, all_adapted
 
@@ -43,8 +44,9 @@ class ExpertLinear:
     def forward(
         self, here: HalfLayer, key: str, y: Tensor, x: Tensor, starts: Tensor, w: BlockWeights
     ) -> None:
-        """y (R, out), of x (R, in)."""
-        grouped_product(self.dev, y, x, w[key], starts, trans_b=True)
+        """y (R, out), of x (R, in), with a bias if there is one."""
+        bias = biases_of(w, key)
+        grouped_product(self.dev, y, x, w[key], starts, trans_b=True, bias=bias)
         a, b = w.adapters(key)
         if a is not None:
             with self._hidden(x, a, starts) as h, self._expanded(here, key, b) as whole:
@@ -97,6 +99,22 @@ class ExpertLinear:
             with self._hidden(x, a, starts) as h:
                 self._gradient_of_b(here, key, d_b, d_y, h, starts)
 
+    def bias_gradients(
+        self,
+        here: HalfLayer,
+        key: str,
+        d_y: Tensor,
+        starts: Tensor,
+        g: BlockGrads,
+        *weighed: Tensor,
+    ) -> None:
+        """The gradients of biases, if there are some that want them. weighed: weights and order of
+        rows, where d_y is without weights."""
+        d = g.bias(key)
+        if d is not None:
+            d = d._replace(tensor=d.tensor.view(starts.size - 1, d_y.shape[1]))
+            sum_rows(self.dev, d, d_y, starts, *weighed)
+
     def _gradient_of_b(
         self, here: HalfLayer, key: str, d_b: Accumulator, d_y: Tensor, h: Tensor, starts: Tensor
     ) -> None:
@@ -138,6 +156,12 @@ class ExpertLinear:
         matrix = self._adapted[here.index, key]
         n = _parts_of(matrix)
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
+
+
+def biases_of(w: BlockWeights, key: str) -> Tensor | None:
+    """Those of all experts (E, out), if there are some."""
+    bias = w.bias(key)
+    return bias and bias.view(w[key].shape[0], bias.size // w[key].shape[0])
 
 
 def _parts_of(matrix: Adapted) -> int:

@@ -3,6 +3,8 @@
     x -> router -> the experts of each row, and their weights
     x -> gather -> experts_up -> swiglu -> experts_down -> combine -> out
 
+In the place of swiglu, paired experts have clamped_swiglu, and biases behind all three products.
+
 The rows of a micro-batch, `active` of each of its S, are sorted by their expert: R = S * active
 rows, of which each expert multiplies those of its own. No row is dropped, and no shape depends on
 the routing. The router's decisions are kept from forward to backward, whatever else is computed
@@ -11,24 +13,29 @@ again: they are a few bytes of each row.
 A weight stands behind `experts_down`, but backward reads no output of it:
 
     d_act = weight * (d_out @ experts_down)        d_weight = act . (d_out @ experts_down)
+                                                              + d_out . bias
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import NamedTuple
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
-from llmq.model.halves.expert_linear import ExpertLinear
+from llmq.model.halves.expert_linear import ExpertLinear, biases_of
 from llmq.model.halves.half import Frame, Shared
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import swiglu
+from llmq.ops import clamped_swiglu, swiglu
+from llmq.ops.convert import convert
 from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
 from llmq.ops.matmul import matmul
 from llmq.ops.route import route, route_backward
@@ -63,11 +70,28 @@ class ExpertsInputs(NamedTuple):
     shared_up: Tensor | None
 
 
+class _Activation(NamedTuple):
+    """forward(dev, out, up), backward(dev, d_up, d_out, up)."""
+
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+
+
+def _activation(config: ModelConfig) -> _Activation:
+    its = config.experts
+    if its.alpha is None:
+        return _Activation(swiglu.forward, swiglu.backward)
+    how = {"alpha": its.alpha, "limit": its.limit}
+    both = (clamped_swiglu.forward, clamped_swiglu.backward)
+    return _Activation(*(partial(each, **how) for each in both))
+
+
 class ExpertsHalf:
     """The experts of all layers that have some."""
 
     def __init__(self, shared: Shared):
         self.dev, self.routers, options = shared.dev, Linear(shared.dev), shared.options
+        self.activation = _activation(shared.config)
         rows = options.batch_size * options.local_seq_len * shared.config.experts.active
         self.linear = ExpertLinear(shared, rows)
         shares = shared.config.experts.shared_size is not None
@@ -100,7 +124,7 @@ class ExpertsHalf:
     def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
         """here.out from x (S, C)."""
         dev, kept, out = self.dev, here.kept, here.out.out
-        matmul(dev, kept.router_logits, x, w["router"], trans_b=True)
+        self._multiply_router(kept.router_logits, w, x)
         how = {"renormalize": here.spec.sizes["renormalize"]}
         if frame.keep and self.balance is not None:
             how["sums"] = self.balance.sums(here.index)
@@ -108,7 +132,7 @@ class ExpertsHalf:
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
         up, act = (each.place(dev, frame.temps) for each in (kept.up, kept.act))
         self._multiply_up(here, w, x, up)
-        swiglu.forward(dev, act, up)
+        self.activation.forward(dev, act, up)
         with self._sorted("expert_out", kept, out) as y:
             self.linear.forward(here, "experts_down", y, act, kept.starts, w)
             combine(dev, out, y, kept.place, kept.weights)
@@ -152,7 +176,7 @@ class ExpertsHalf:
             d_weights = self._scratch(temps, "d_expert_weights", kept.weights.shape, F32)
             self._backward_down(here, w, g, up, d_out, d_weights)
             self._backward_up(here, w, g, x, up, d_x)
-            self._backward_router(here, w, g, x, d_weights, d_x)
+            self._backward_router(here, w, g, x, d_out, d_weights, d_x)
 
     def _backward_down(
         self,
@@ -168,7 +192,7 @@ class ExpertsHalf:
         with ExitStack() as temps:
             act = kept.act.place(dev, temps)
             if kept.act.tensor is None:
-                swiglu.forward(dev, act, up)
+                self.activation.forward(dev, act, up)
             d_y = temps.enter_context(self._sorted("d_expert_out", kept, d_out))
             d_act = self._scratch(temps, "d_expert_act", act.shape, act.dtype)
             gather_rows(dev, d_y, d_out, kept.order, here.spec.sizes["active"])
@@ -178,7 +202,9 @@ class ExpertsHalf:
             combine_backward(dev, d_act, d_weights, act, *how)
             if trains:
                 self.linear.weight_gradients(here, "experts_down", d_y, act, kept.starts, w, g)
-            swiglu.backward(dev, up, d_act, up)
+            weighed = (kept.weights, kept.order)
+            self.linear.bias_gradients(here, "experts_down", d_y, kept.starts, g, *weighed)
+            self.activation.backward(dev, up, d_act, up)
 
     def _backward_up(
         self,
@@ -197,6 +223,7 @@ class ExpertsHalf:
             if d_x is not None:
                 of_shared = None if self.shared is None else d_x
                 combine(dev, d_x, d_rows, kept.place, addend=of_shared)
+        self.linear.bias_gradients(here, "experts_up", d_up, kept.starts, g)
         if self.linear.trains(g, "experts_up"):
             with self._sorted("expert_x", kept, x) as rows:
                 gather_rows(dev, rows, x, kept.order, here.spec.sizes["active"])
@@ -208,17 +235,31 @@ class ExpertsHalf:
         w: BlockWeights,
         g: BlockGrads,
         x: Tensor | None,
+        d_out: Tensor,
         d_weights: Tensor,
         d_x: Tensor | None,
     ) -> None:
         """Adds to d_x, if it is wanted."""
         dev, logits, chosen = self.dev, here.kept.router_logits, here.kept.chosen
         how = {"renormalize": here.spec.sizes["renormalize"], "factors": self.balance.factors}
-        with dev.scratch("d_router_logits", logits.shape, w["router"].dtype) as d_logits:
+        biases = biases_of(w, "experts_down")
+        with ExitStack() as temps:
+            d_logits = self._scratch(temps, "d_router_logits", logits.shape, w["router"].dtype)
+            if biases is not None:
+                how["of_experts"] = self._scratch(temps, "d_of_biases", logits.shape, F32)
+                matmul(dev, how["of_experts"], d_out, biases, trans_b=True)
             route_backward(dev, d_logits, d_weights, logits, chosen, **how)
             if d_x is not None:
                 matmul(dev, d_x, d_logits, w["router"], accumulate=True)
-            self.routers.weight_gradients(g.get("router"), None, d_logits, x)
+            self.routers.weight_gradients(g.get("router"), g.bias("router"), d_logits, x)
+
+    def _multiply_router(self, logits: Tensor, w: BlockWeights, x: Tensor) -> None:
+        bias = w.bias("router")
+        with ExitStack() as temps:
+            if bias is not None and bias.dtype != F32:
+                bias = self._scratch(temps, "router_bias", bias.shape, F32)
+                convert(self.dev, bias, w.bias("router"))
+            matmul(self.dev, logits, x, w["router"], trans_b=True, bias=bias)
 
     def _multiply_up(self, here: HalfLayer, w: BlockWeights, x: Tensor, up: Tensor) -> None:
         kept = here.kept

@@ -1,0 +1,85 @@
+"""mxfp4: frozen experts of four bits as gpt-oss's files have them, decoded before products.
+
+Files of such codes are kept without a loss: what is decoded has the same codes again
+(`ops/mxfp4.py`). All other matrices of blocks are kept in BF16, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llmq.base.dtypes import BF16, U8, DType
+from llmq.base.tensor import Tensor
+from llmq.formats.format import Format
+from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
+from llmq.ops import mxfp4
+from llmq.ops.convert import convert
+from llmq.ref import mxfp4 as ref
+
+
+def _of_experts(matrix: Frozen) -> bool:
+    return len(matrix.shape) == 3
+
+
+def _bytes_as(scratch: Tensor, dtype: DType) -> Tensor:
+    shape = (scratch.nbytes // dtype.itemsize,)
+    return Tensor(scratch.name, shape, dtype, scratch.storage, scratch.offset)
+
+
+class Mxfp4(Format):
+    """Products take what was decoded."""
+
+    def layout(self, matrix: Frozen) -> Lies:
+        if not _of_experts(matrix):
+            return {"values": ((matrix.size,), BF16)}
+        return {
+            "codes": ((matrix.size // 2,), U8),
+            "exponents": ((matrix.size // ref.BLOCK,), U8),
+        }
+
+    def piece(self, matrix: Frozen) -> int:
+        return piece_of(matrix.size)
+
+    def encode(self, made: Encoder) -> None:
+        if not _of_experts(made.matrix):
+            self._values(made)
+            return
+        for first, count in made.pieces(made.matrix.size, ref.BLOCK):
+            codes = made.codes.rows(0, count // 2)
+            exponents = _bytes_as(made.scales, U8).rows(0, count // ref.BLOCK)
+            mxfp4.encode(self.dev, codes, exponents, made.read(first, count))
+            made.put("codes", codes, first // 2)
+            made.put("exponents", exponents, first // ref.BLOCK)
+
+    def _values(self, made: Encoder) -> None:
+        rounded = _bytes_as(made.codes, BF16)
+        for first, count in made.pieces(made.matrix.size):
+            x = made.read(first, count)
+            step = count if x.dtype == BF16 else rounded.size
+            for start in range(0, count, step):
+                part = x.rows(start, min(start + step, count))
+                if x.dtype != BF16:
+                    convert(self.dev, rounded.rows(0, part.size), part)
+                    part = rounded.rows(0, part.size)
+                made.put("values", part, BF16.itemsize * (first + start))
+
+    def decode(
+        self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None
+    ) -> None:
+        flat = out.view(matrix.size)
+        if _of_experts(matrix):
+            mxfp4.decode(self.dev, flat, kept["codes"], kept["exponents"])
+        else:
+            convert(self.dev, flat, kept["values"])
+
+    @staticmethod
+    def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
+        if not _of_experts(matrix):
+            return x.astype(BF16.numpy).astype(np.float32)
+        codes, exponents = np.empty(x.size // 2, np.uint8), np.empty(x.size // ref.BLOCK, np.uint8)
+        ref.mxfp4_encode(codes, exponents, x, x.size)
+        out = np.empty(x.size, np.float32)
+        ref.mxfp4_decode(out, codes, exponents, x.size)
+        return out
