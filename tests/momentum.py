@@ -95,9 +95,12 @@ class Momentum(UpdateRule):
         tensors = (part.change, part.grad, part.moments["momentum"], scalars)
         dev.launch(MOMENTUM, 1, 128, (*tensors, self.options.beta_1))
 
-    def transform(self, dev: Device, matrix: Tensor, out: Tensor) -> None:
+    def transform(self, dev: Device, matrices) -> None:
         """Scaled to one size."""
-        dev.launch(SCALED, 1, 128, (out, matrix))
+        for pair in matrices:
+            for i in range(pair[0].shape[0]):
+                matrix, out = (tensor.rows(i, i + 1) for tensor in pair)
+                dev.launch(SCALED, 1, 128, (out, matrix))
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
         """A step of this length."""

@@ -22,6 +22,7 @@ from llmq.state import rules
 from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
 from llmq.state.rules import rule_of
+from llmq.state.rules.muon import COEFFICIENTS, LEAST_SIDE, MARGIN
 from tests.harness import host_device
 from tests.harness import run as launch
 from tests.mixture import EXPERTS, Mixture
@@ -128,15 +129,48 @@ def test_steps_are_those_of_torch(of, more):
     run(1, 1, program, of=of, **more)
 
 
-def change(matrix, **more):
-    """That of a matrix by the rule."""
+def change(*matrices, dev=None, **more):
+    """Those of matrices of equal sizes by the rule."""
     rule = rule_of(config(1, 1, **MUON | more))
 
     def call(dev, x, out):
-        rule.transform(dev, x, out)
+        rule.transform(dev, [(x, out)])
 
-    arrays = {"x": matrix.astype(BF16.numpy), "out": np.zeros(matrix.shape, BF16.numpy)}
-    return launch(host_device(), call, arrays)["out"].astype(np.float64)
+    x = np.stack(matrices).astype(BF16.numpy)
+    made = launch(dev or host_device(), call, {"x": x, "out": np.zeros_like(x)})["out"]
+    made = made.astype(np.float64)
+    return made if len(matrices) > 1 else made[0]
+
+
+def stepped(matrix, kind, rounded):
+    """A wide matrix after steps at full length, of which all products are rounded."""
+    x = rounded(matrix.astype(BF16.numpy).astype(np.float64))
+    x = rounded(x / (np.linalg.norm(x) * MARGIN[kind]))
+    for a, b, c in COEFFICIENTS[kind]:
+        gram = rounded(x @ x.T)
+        x = rounded(a * x + rounded(b * gram + c * gram @ gram) @ x)
+    return x
+
+
+@pytest.mark.parametrize("kind", COEFFICIENTS)
+def test_steps_of_gram_matrices_are_as_exact(dev, rng, kind):
+    """They are as near to exact steps as those at full length in BF16, which torch has: for few
+    large singular values among small ones, for such as fall fast, and for noise. It does not matter
+    whether matrices are tall or wide, nor that there are several."""
+    side, longer = LEAST_SIDE, 2 * LEAST_SIDE
+    u, v = (np.linalg.qr(rng.normal(size=(n, side)))[0] for n in (side, longer))
+    falling = (u * np.geomspace(1, 1e-4, side)) @ v.T
+    few = (u * np.where(np.arange(side) < 4, 1, 1e-3)) @ v.T
+    options = {"dev": dev, "muon_scale": "spectral", "muon_coefficients": kind}
+    matrices = falling, few, rng.normal(size=(side, longer))
+    wide = change(*matrices, **options) * (longer / side) ** 0.5
+    tall = change(*(m.T for m in matrices), **options) / (longer / side) ** 0.5
+    for matrix, *made in zip(matrices, wide, tall.transpose(0, 2, 1), strict=True):
+        want = stepped(matrix, kind, lambda x: x)
+        full = stepped(matrix, kind, lambda x: x.astype(BF16.numpy).astype(np.float64))
+        # The factor, and the order of sums, move roundings of noise, by which steps are least off.
+        bound = max(np.linalg.norm(full - want), 2.0**-5 * np.linalg.norm(want))
+        assert max(np.linalg.norm(one - want) for one in made) < bound
 
 
 @pytest.mark.parametrize("shape", [(24, 80), (80, 24), (48, 48)])
@@ -233,10 +267,12 @@ def test_state_is_that_of_momentum():
     )
     flops = plans[0].flops - plans[1].flops
     products = [
-        5 * (4 * min(r, c) ** 2 * max(r, c) + 2 * min(r, c) ** 3)
+        5 * (4 * side**2 * longer + 2 * side**3)
+        if side < LEAST_SIDE or longer == side
+        else 2 * (4 * side**2 * longer) + 14 * 2 * side**3
         for slab in weight_table(model)
         if slab.is_block
-        for _, r, c in slab.matrices()
+        for side, longer in (sorted(shape) for _, *shape in slab.matrices())
     ]
     assert flops == pytest.approx(sum(products), rel=1e-3)  # beside what goes element by element
 

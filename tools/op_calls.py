@@ -209,7 +209,7 @@ def muon_calls(rows: int, columns: int) -> list[Call]:
     eight_bit = {"m": Spec((n,), E4M3), "m_scale": f32(n // SCALE_BLOCK, value=2.0**-20)}
     applied = {"param": bf16(n), "work": None, "change": bf16(n), "scalars": scalars(), "salt": 1}
     applied |= {"lr_scale": 1.0, "weight_decay": 0.1, "cautious": False}
-    of_norm = {"x": bf16(rows, columns), "partials": Spec((1024,), F64, value=1.0)}
+    of_norm = {"out": bf16(1, rows, columns), "x": bf16(1, rows, columns)}
     return [
         Call("propose, bf16", muon.propose, proposed | {"m": bf16(n)}),
         Call("propose, 8-bit momentum", muon.propose, proposed | eight_bit),

@@ -2,15 +2,21 @@
 //
 //   propose     g = grad_scale * grad          m += (1 - momentum) * (g - m)
 //               change = bf16(m + (1 - momentum) * (g - m)), which is Nesterov's
-//   normalize   x = x / (max(bf16(norm of x), 1e-7) * margin)
+//   squares     partials[i] = sums of squares of the elements of matrix i
+//   normalize   out[i] = x[i] / (max(bf16(norm of x[i]), 1e-7) * margin)
+//   diagonal    x[i] += value * identity
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //               cautious: the second term only where change and param have the same sign
 //
 // Data     param P, grad G: F32 or BF16; m M: F32, BF16 or E4M3 with m_scale, see moments.cuh, else
-//          null; work BF16 or null; change, x BF16; n elements, of propose and apply n % 128 == 0.
-//          partials: F64, whose sum is that of the squares of x. first: element of the slab.
-// Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. normalize: 256 threads, any grid.
-// Cost     every tensor once; memory-bound. normalize: each block also sums the partials.
+//          null; work BF16 or null; change, x, out BF16; n elements, of propose and apply
+//          n % 128 == 0. first: element of the slab. Of squares and normalize x are matrices of n
+//          elements, one after another, n % 8 == 0 if there are several, out may be x; of diagonal
+//          they are square. partials: F64, equally many of each matrix.
+// Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a row
+//          of blocks for each matrix. diagonal: 256 threads, one for each number.
+// Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
+//          matrix. diagonal: a sector of memory for each number.
 // Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing.
 // Same name  llmq/ops/muon.py  llmq/ref/muon.py  tests/ops/test_muon.py
 #include "moments.cuh"
@@ -58,23 +64,53 @@ muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restric
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-muon_normalize(bf16* __restrict__ x, const f64* __restrict__ partials, i32 num_partials, f32 margin,
-               i64 n) {
+muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
     __shared__ f64 shared[32];
+    x += blockIdx.y * n;
+    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.x * blockDim.x;
+    const i64 own = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    f64 total = 0.0;
+    for (i64 i = own; i < vectors; i += stride) {
+        const Vec<bf16> v = load_vec(x + i * Vec<bf16>::N);
+        float sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < Vec<bf16>::N; ++k) { sum += to_f32(v[k]) * to_f32(v[k]); }
+        total += sum;
+    }
+    const i64 last = vectors * Vec<bf16>::N + own;
+    if (last < n) { total += to_f32(x[last]) * to_f32(x[last]); }
+    total = block_sum(total, shared);
+    if (threadIdx.x == 0) { partials[(i64)blockIdx.y * gridDim.x + blockIdx.x] = total; }
+}
+
+// No __restrict__: out may be x.
+extern "C" __global__ void __launch_bounds__(256)
+muon_normalize(bf16* out, const bf16* x, const f64* __restrict__ partials, i32 num_partials,
+               f32 margin, i64 n) {
+    __shared__ f64 shared[32];
+    out += blockIdx.y * n, x += blockIdx.y * n, partials += (i64)blockIdx.y * num_partials;
     f64 total = 0.0;
     for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
     const float norm = (float)sqrt(block_sum(total, shared));
-    const float divisor = fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f) * margin;
+    const float factor = 1.0f / (fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f) * margin);
     const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.x * blockDim.x;
     const i64 own = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     for (i64 i = own; i < vectors; i += stride) {
         Vec<bf16> v = load_vec_stream(x + i * Vec<bf16>::N);
 #pragma unroll
-        for (int k = 0; k < Vec<bf16>::N; ++k) { v[k] = __float2bfloat16(to_f32(v[k]) / divisor); }
-        store_vec(x + i * Vec<bf16>::N, v);
+        for (int k = 0; k < Vec<bf16>::N; ++k) { v[k] = __float2bfloat16(to_f32(v[k]) * factor); }
+        store_vec(out + i * Vec<bf16>::N, v);
     }
     const i64 last = vectors * Vec<bf16>::N + own;
-    if (last < n) { x[last] = __float2bfloat16(to_f32(x[last]) / divisor); }
+    if (last < n) { out[last] = __float2bfloat16(to_f32(x[last]) * factor); }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+muon_diagonal(bf16* __restrict__ x, f32 value, i32 side, i32 count) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= count * side) { return; }
+    bf16* const number = x + ((i64)i / side * side + i % side) * side + i % side;
+    *number = __float2bfloat16(to_f32(*number) + value);
 }
 
 extern "C" __global__ void __launch_bounds__(128)

@@ -23,7 +23,8 @@ from llmq.runtime.product import Product
 
 _ARGS = (
     "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "
-    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate, f32 alpha, f32 beta"
+    "i64 M, i64 N, i64 K, i32 trans_a, i32 trans_b, i32 accumulate, f32 alpha, f32 beta, "
+    "i32 batch"
 )
 MATMUL = Kernel("matmul", "matmul", args=f"D* out, {_ARGS}")
 # The same entry; declared apart because it reads what it adds to.
@@ -95,21 +96,63 @@ def matmul(
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
     expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
+    _multiply(dev, (out, a, b, bias, addend), sizes, (alpha, beta), 1)
+
+
+def matmul_batch(
+    dev: Device,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    addend: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> None:
+    """out[i] = alpha * op(a[i]) @ op(b[i]) [+ beta * addend[i]] of several products of equal sizes.
+
+    Args (contiguous, BF16): as of matmul, with a dimension in front that counts the products.
+
+    Cost:    as of so many products; one library call.
+    Raises:  as matmul does.
+    """
+    if not len(out.shape) == len(a.shape) == len(b.shape) == 3:
+        shapes = out.shape, a.shape, b.shape
+        raise ValueError(f"matmul: out, a and b must have 3 dimensions, got {shapes}")
+    count, M, N = out.shape
+    K = a.shape[1 if trans_a else 2]
+    expect("matmul", "out", out, BF16, (count, M, N))
+    expect("matmul", "a", a, BF16, (count, K, M) if trans_a else (count, M, K))
+    expect("matmul", "b", b, BF16, (count, N, K) if trans_b else (count, K, N))
+    expect_added("matmul", out, None, addend)
+    sizes = (M, N, K, int(trans_a), int(trans_b), 0)
+    _multiply(dev, (out, a, b, None, addend), sizes, (alpha, beta), count)
+
+
+def _multiply(
+    dev: Device, tensors: tuple, sizes: tuple, factors: tuple[float, float], batch: int
+) -> None:
+    """Launch the library; tensors, sizes, factors: the arguments of MATMUL in their order."""
+    out, a, _, _, addend = tensors
+    *matrices, trans_a, trans_b, accumulate = sizes
     cost = product_cost(
-        (M, N, K),
+        tuple(matrices),
         a.dtype,
         out.dtype,
-        trans_a=trans_a,
-        trans_b=trans_b,
-        accumulate=accumulate,
+        trans_a=bool(trans_a),
+        trans_b=bool(trans_b),
+        accumulate=bool(accumulate),
         addend=addend is not None,
+        batch=batch,
     )
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         dev.launch(
             MATMUL_ACCUMULATE if accumulate else MATMUL,
             1,  # the library chooses its own grid and block
             1,
-            (out, a, b, bias, addend, workspace, *sizes, alpha, beta),
+            (*tensors, workspace, *sizes, *factors, batch),
             cost=cost,
         )
 

@@ -15,7 +15,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
-NORMALIZE_THREADS = 256
+MATRIX_THREADS = 256
 BLOCKS_PER_SM = 8  # that fill it
 
 PROPOSE = Kernel(
@@ -24,10 +24,16 @@ PROPOSE = Kernel(
     args="bf16* change, const G* grad, inout M* m, inout f32*? m_scale, const i32* scalars, "
     "f32 one_minus_momentum, u32 salt, i64 first, i64 n",
 )
+SQUARES = Kernel("muon.cu", "muon_squares", args="f64* partials, const bf16* x, i64 n")
 NORMALIZE = Kernel(
     "muon.cu",
     "muon_normalize",
-    args="inout bf16* x, const f64* partials, i32 num_partials, f32 margin, i64 n",
+    args="bf16* out, const bf16* x, const f64* partials, i32 num_partials, f32 margin, i64 n",
+)
+DIAGONAL = Kernel(
+    "muon.cu",
+    "muon_diagonal",
+    args="sparse inout bf16* x, f32 value, i32 side, i32 count",
 )
 APPLY = Kernel(
     "muon.cu",
@@ -76,24 +82,50 @@ def propose(
     dev.launch(PROPOSE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=7 * n))
 
 
-def normalize(dev: Device, x: Tensor, partials: Tensor, *, margin: float = 1.0) -> None:
-    """A matrix over its Frobenius norm, which torch rounds to BF16, too, and over the margin.
+def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> None:
+    """Matrices over their Frobenius norms, which torch rounds to BF16, too, and over the margin.
 
-    Args (contiguous, 16-byte aligned):
-        x         inout  BF16, any shape, at least one element
-        partials  in     F64 (p,)   whose sum is that of the squares of x, see global_norm.partials
+    Args (contiguous, 16-byte aligned; at least one element):
+        out  out  BF16 (count, rows, columns)   may be x
+        x    in   BF16 (count, rows, columns)   matrices of multiples of 8 elements, or one matrix
 
-    Cost:    reads and writes x once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for an empty tensor.
+    Cost:    reads x twice, writes out once; two launches.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    expect("muon", "x", x, BF16, x.shape)
-    expect("muon", "partials", partials, F64, (partials.size,))
-    if x.size == 0:
-        raise ValueError(f"muon: x must have elements, got {x.shape}")
-    most = BLOCKS_PER_SM * dev.num_sms
-    blocks = min(ceil_div(x.size, NORMALIZE_THREADS * PER_THREAD), most)
-    args = (x, partials, partials.size, margin, x.size)
-    dev.launch(NORMALIZE, blocks, NORMALIZE_THREADS, args, cost=Cost(flops=x.size))
+    _expect_matrices("x", x)
+    expect("muon", "out", out, BF16, x.shape)
+    count, n = x.shape[0], x.size // x.shape[0]
+    if count > 1 and n % PER_THREAD:
+        raise ValueError(f"muon: x[0].size must be a multiple of {PER_THREAD}, got {n}")
+    most = ceil_div(BLOCKS_PER_SM * dev.num_sms, count)
+    blocks = min(ceil_div(n, MATRIX_THREADS * PER_THREAD), most)
+    with dev.scratch("squares", (count, blocks), F64) as partials:
+        grid, flops = (blocks, count), Cost(flops=2 * x.size)
+        dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=flops)
+        args = (out, x, partials, blocks, margin, n)
+        dev.launch(NORMALIZE, grid, MATRIX_THREADS, args, cost=Cost(flops=x.size))
+
+
+def diagonal(dev: Device, x: Tensor, value: float) -> None:
+    """x[i] += value * identity.
+
+    Args (contiguous):
+        x  inout  BF16 (count, side, side)
+
+    Cost:    a sector of memory for each number; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    _expect_matrices("x", x)
+    count, side, _ = x.shape
+    expect("muon", "x", x, BF16, (count, side, side))
+    numbers = count * side
+    dev.launch(
+        DIAGONAL,
+        ceil_div(numbers, MATRIX_THREADS),
+        MATRIX_THREADS,
+        (x, value, side, count),
+        cost=Cost(flops=numbers),
+    )
 
 
 def apply(
@@ -146,6 +178,12 @@ def _expect_part(change: Tensor, scalars: Tensor, first: int) -> int:
     if first < 0 or first % SCALE_BLOCK:
         raise ValueError(f"muon: first must be a multiple of {SCALE_BLOCK}, got {first}")
     return n
+
+
+def _expect_matrices(name: str, tensor: Tensor) -> None:
+    expect("muon", name, tensor, BF16, tensor.shape)
+    if len(tensor.shape) != 3 or not tensor.size:
+        raise ValueError(f"muon: {name} must be (count, rows, columns), got {tensor.shape}")
 
 
 def _expect_float(name: str, tensor: Tensor, n: int) -> None:

@@ -66,13 +66,21 @@ def matmul(
     accumulate: int,
     alpha: float = 1.0,
     beta: float = 1.0,
+    batch: int = 1,
 ) -> None:
     """out (M,N) = alpha * op(a) @ op(b) [+ bias (N,)] [+ beta * addend (M,N)], summed in F32,
     rounded to out once.
 
     a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is the
-    addend.
+    addend. If there are several matrices, so many products are computed.
     """
+    if out.ndim == 3:
+        sizes = (M, N, K, trans_a, trans_b, accumulate, alpha, beta)
+        for i in range(batch):
+            matmul(
+                out[i], a[i], b[i], bias, addend if addend is None else addend[i], workspace, *sizes
+            )
+        return
     left = compute(a.T if trans_a else a)
     right = compute(b.T if trans_b else b)
     if out.dtype != left.dtype or alpha != 1 or beta != 1:

@@ -61,12 +61,29 @@ def muon_propose(
             m[part] = made
 
 
+def muon_squares(partials: np.ndarray, x: np.ndarray, n: int) -> None:
+    """The squares of each matrix, all in the first of its sums."""
+    partials[...] = 0
+    for sums, matrix in zip(partials, x.reshape(len(x), n), strict=True):
+        values = matrix.astype(np.float64)
+        sums[0] = values @ values
+
+
 def muon_normalize(
-    x: np.ndarray, partials: np.ndarray, num_partials: int, margin: float, n: int
+    out: np.ndarray, x: np.ndarray, partials: np.ndarray, num_partials: int, margin: float, n: int
 ) -> None:
-    """x over its norm, as BF16 has that, and the margin."""
-    norm = np.float32(np.sqrt(partials[:num_partials].sum())).astype(BF16).astype(np.float32)
-    x[...] = x.astype(np.float32) / (np.maximum(norm, LEAST_NORM) * np.float32(margin))
+    """Each matrix over its norm, as BF16 has that, and the margin."""
+    for to, matrix, sums in zip(out, x, partials, strict=True):
+        norm = np.float32(np.sqrt(sums.sum())).astype(BF16).astype(np.float32)
+        factor = np.float32(1) / (np.maximum(norm, LEAST_NORM) * np.float32(margin))
+        to[...] = matrix.astype(np.float32) * factor
+
+
+def muon_diagonal(x: np.ndarray, value: float, side: int, count: int) -> None:
+    """Each matrix with the value added to its diagonal."""
+    for matrix in x:
+        numbers = matrix.reshape(-1)[:: side + 1]
+        numbers[...] = numbers.astype(np.float32) + np.float32(value)
 
 
 def muon_apply(

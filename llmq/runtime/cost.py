@@ -107,6 +107,7 @@ def product_cost(
     rank: int = 0,
     besides: str = "",
     transposes: bool = False,
+    batch: int = 1,
 ) -> Cost:
     """The cost of a matrix product, of the library or of ours.
 
@@ -114,7 +115,8 @@ def product_cost(
     trans_a, trans_b, accumulate, addend, fast (fast_accumulation): as ops.matmul has them.
     epilogue: a word for what a launch of ours does besides; a card file without it is asked for the
     library's product. rank: columns of the adapters that are in the product. besides: the formats
-    (`kernel.formats`) of the other tensors of one of LONGER. transposes: as Cost has it.
+    (`kernel.formats`) of the other tensors of one of LONGER. transposes: as Cost has it. batch: how
+    many products of these sizes there are, which are kept as one with so many times M.
     """
     M, N, K = sizes
     matrices = (M * K + N * K) * a.itemsize + M * N * out.itemsize
@@ -129,12 +131,15 @@ def product_cost(
         words = [a.name, added, str(int(trans_b)), str(int(trans_a))]
         if not epilogue:
             label = f"{'t' if trans_a else 'n'}{'t' if trans_b else 'n'} {label}"
-    words += [word for word in (out.name, epilogue, besides, "addend" if addend else "") if word]
+    several = "batch" if batch > 1 else ""
+    more = (out.name, epilogue, besides, "addend" if addend else "", several)
+    words += [word for word in more if word]
     label += (" accumulate" if accumulate else "") + (" addend" if addend else "")
+    label += f" of {batch}" if several else ""
     return Cost(
         part="product",
-        flops=2 * M * N * (K + rank),
-        kind=Kind("/".join([library, *words]), sizes),
+        flops=2 * batch * M * N * (K + rank),
+        kind=Kind("/".join([library, *words]), (batch * M, N, K)),
         rate="f32" if a is F32 else library,
         fast=fast,
         matrices=matrices if epilogue and epilogue not in HIDDEN else None,

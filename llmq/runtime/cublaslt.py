@@ -83,9 +83,10 @@ class CublasLt:
         accumulate: int,
         alpha: float = 1.0,
         beta: float = 1.0,
+        batch: int = 1,
     ) -> None:
         """Enqueue out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)] on the stream (an
-        integer).
+        integer); batch: of so many products.
 
         Raises Unsupported for a product that cuBLASLt cannot compute, and RuntimeError inside a
         graph capture for one that would have to be tuned first.
@@ -93,7 +94,7 @@ class CublasLt:
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
         form = (bool(trans_a), bool(trans_b))
-        product = Product(M, N, K, *form, *types, *flags, addend=addend is not None)
+        product = Product(M, N, K, *form, *types, *flags, addend=addend is not None, batch=batch)
         operands = Operands(out, a, b, bias, addend, workspace, alpha=alpha, beta=beta)
         self._multiply(stream, product, operands)
 

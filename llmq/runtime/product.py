@@ -27,6 +27,7 @@ class Product(NamedTuple):
     fast_accumulation: bool = False  # may be used; of FP8 only
     addend: bool = False  # another matrix than out is added; not to codes
     block_scaled: bool = False  # of FP8, by scales of blocks that are one; see block_scales.py
+    batch: int = 1  # products of these sizes, whose matrices lie one after another
 
     @property
     def fp8(self) -> bool:
@@ -57,6 +58,7 @@ class Product(NamedTuple):
         text += (" bias" if self.bias else "") + (" accumulate" if self.accumulate else "")
         text += (" addend" if self.addend else "") + (" fast" if self.fast_accumulation else "")
         text += " block-scaled" if self.block_scaled else ""
+        text += f" batch of {self.batch}" if self.batch > 1 else ""
         return f"{text}, {self.workspace} bytes of workspace"
 
 

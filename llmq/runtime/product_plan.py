@@ -58,6 +58,13 @@ def describe(lt: Any, product: Product) -> Plan:
         lt.matrix_layout_create(CUDA_TYPES[dtype], *layout)
         for dtype, layout in zip(dtypes, product.layouts, strict=True)
     )
+    if product.batch > 1:
+        attribute = lt.MatrixLayoutAttribute
+        for layout, (rows, columns, _) in zip(layouts, product.layouts, strict=True):
+            set_attribute(lt, "matrix_layout", layout, attribute.BATCH_COUNT, product.batch)
+            set_attribute(
+                lt, "matrix_layout", layout, attribute.STRIDED_BATCH_OFFSET, rows * columns
+            )
     # The addend lies as out does; codes, to which nothing is added, still need one in BF16.
     added = layouts[-1]
     if product.makes_codes:
@@ -83,6 +90,6 @@ def free(lt: Any, plan: Plan) -> None:
 
 
 def set_attribute(lt: Any, kind: str, handle: int, name: int, value: Any) -> None:
-    """kind: of the handle, "matmul_desc" or "matmul_preference"."""
+    """kind: of the handle, "matmul_desc", "matmul_preference" or "matrix_layout"."""
     buffer = np.array([value], getattr(lt, f"get_{kind}_attribute_dtype")(name))
     getattr(lt, f"{kind}_set_attribute")(handle, name, buffer.ctypes.data, buffer.nbytes)

@@ -22,6 +22,7 @@ from llmq.comm.collectives import part
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
+from llmq.runtime.kernel import ceil_div
 from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
@@ -31,6 +32,7 @@ from llmq.state.rules.rule import Part
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
+TOGETHER = 1 << 26  # elements of whole matrices that a rank transforms together, of several slabs
 WEIGHTS = ("master", "work")  # of what an update reads and writes
 
 
@@ -195,45 +197,57 @@ class Optimizer:
         )
 
     def _update_matrices(self, slabs: list[Slab], states: dict[str, _State], work: _Work) -> None:
-        """Update slabs that are laid out alike, not more than ranks, each whole on one of these.
+        """Update slabs that are laid out alike, each whole on one rank, as many on each.
 
         Shards stay cut anywhere: what is proposed for a slab goes to the rank that has its number,
         and the change of it comes back, in all as much as two shards. A rank without a slab
         transforms zeros, so that all launch the same.
         """
         dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
+        turns = [slabs[i : i + group.size] for i in range(0, len(slabs), group.size)]
         with ExitStack() as temps:
 
-            def scratch(name: str, size: int) -> Tensor:
-                tensor = dev.scratch(f"change.{name}", (size,), self.rule.of_change)
+            def scratch(name: str, *shape: int) -> Tensor:
+                tensor = dev.scratch(f"change.{name}", shape, self.rule.of_change)
                 return temps.enter_context(tensor)
 
-            here, there = scratch("here", first.size), scratch("there", first.size)
+            here, there = (scratch(name, len(turns) * first.size) for name in ("here", "there"))
             spare = scratch("spare", first.shard_size) if group.size > 1 else None
-            for index in range(group.size):
-                change = part(here, index, group.size)
-                if index < len(slabs):
-                    slab = slabs[index]
-                    state = states[slab.name].beside_weights()
-                    self._update_shard(slab, state, work, self.rule.propose, change)
-                else:
-                    dev.zero(change)
+
+            def own(tensor: Tensor, turn: int) -> Tensor:
+                return tensor.rows(turn * first.size, (turn + 1) * first.size)
+
+            for turn, several in enumerate(turns):
+                proposed = own(here, turn)
+                for index in range(group.size):
+                    change = part(proposed, index, group.size)
+                    if index < len(several):
+                        state = states[several[index].name].beside_weights()
+                        self._update_shard(several[index], state, work, self.rule.propose, change)
+                    else:
+                        dev.zero(change)
+                if group.size > 1:
+                    for index, piece in enumerate(group.all_to_all(proposed, spare)):
+                        dev.copy(part(own(there, turn), index, group.size), piece)
             if group.size > 1:
-                for index, piece in enumerate(group.all_to_all(here, spare)):
-                    dev.copy(part(there, index, group.size), piece)
                 here, there = there, here
-            end = 0
-            for at, rows, columns in (*first.matrices(), (first.size, 0, 0)):
-                if end < at:  # between matrices nothing changes
-                    dev.zero(there.rows(end, at))
-                end = at + rows * columns
-                if rows:
-                    pair = (t.rows(at, end).view(rows, columns) for t in (here, there))
-                    self.rule.transform(dev, *pair)
-            changes = group.all_to_all(there, spare) if group.size > 1 else [there]
-            for slab, change in zip(slabs, changes, strict=False):
-                state = states[slab.name].of_weights()
-                self._update_shard(slab, state, work, self.rule.apply, change)
+            pairs = []
+            for turn in range(len(turns)):
+                end = 0
+                for at, count, rows, columns in (*first.alike(), (first.size, 0, 0, 0)):
+                    if end < at:  # between matrices nothing changes
+                        dev.zero(own(there, turn).rows(end, at))
+                    end = at + count * rows * columns
+                    if count:
+                        both = (own(tensor, turn).rows(at, end) for tensor in (here, there))
+                        pairs.append(tuple(t.view(count, rows, columns) for t in both))
+            self.rule.transform(dev, pairs)
+            for turn, several in enumerate(turns):
+                made = own(there, turn)
+                changes = group.all_to_all(made, spare) if group.size > 1 else [made]
+                for slab, change in zip(several, changes, strict=False):
+                    state = states[slab.name].of_weights()
+                    self._update_shard(slab, state, work, self.rule.apply, change)
 
 
 class _Work(NamedTuple):
@@ -244,12 +258,17 @@ class _Work(NamedTuple):
     staging: _Staging
 
 
-def _rounds(slabs: Iterable[Slab], count: int) -> list[list[Slab]]:
-    """Slabs that are laid out alike, at most so many together."""
+def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
+    """Slabs that are laid out alike, for each rank one or as many as have TOGETHER elements."""
     alike: dict[tuple, list[Slab]] = {}
     for slab in slabs:
         alike.setdefault((slab.size, slab.matrices()), []).append(slab)
-    return [same[i : i + count] for same in alike.values() for i in range(0, len(same), count)]
+    rounds = []
+    for same in alike.values():
+        turns, most = ceil_div(len(same), ranks), max(TOGETHER // same[0].size, 1)
+        step = ranks * ceil_div(turns, ceil_div(turns, most))
+        rounds += [same[i : i + step] for i in range(0, len(same), step)]
+    return rounds
 
 
 class _Staging:

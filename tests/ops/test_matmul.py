@@ -1,13 +1,14 @@
 """The matrix product on a device against NumPy in double precision."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import ProductCodes
-from llmq.ops.matmul import BLOCK_SCALES, matmul, matmul_fp8
+from llmq.ops.matmul import BLOCK_SCALES, matmul, matmul_batch, matmul_fp8
 from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -61,6 +62,25 @@ def test_product(dev, rng, case, operand, out):
         np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("trans_a, trans_b", [(False, True), (True, False)])
+def test_a_batch_is_so_many_products(dev, rng, trans_a, trans_b):
+    """The library's sums of one of them may have another order."""
+    B, M, N, K = 3, 32, 48, 64
+    given = {
+        "out": np.full((B, M, N), np.nan),
+        "a": rng.normal(size=(B, K, M) if trans_a else (B, M, K)),
+        "b": rng.normal(size=(B, N, K) if trans_b else (B, K, N)),
+        "addend": rng.normal(size=(B, M, N)),
+    }
+    given = {name: array.astype(BF16.numpy) for name, array in given.items()}
+    how = {"trans_a": trans_a, "trans_b": trans_b, "alpha": -0.75, "beta": 0.5}
+    got = run(dev, partial(matmul_batch, **how), given)["out"].astype(np.float64)
+    for i in range(B):
+        a, b, addend = (given[name][i].astype(np.float64) for name in ("a", "b", "addend"))
+        want = -0.75 * (a.T if trans_a else a) @ (b.T if trans_b else b) + 0.5 * addend
+        np.testing.assert_allclose(got[i], want, rtol=2.0**-8, atol=48 * K * 2.0**-24)
+
+
 def test_counts_and_checks():
     dev = PlanDevice(replace(HOST_SPEC, library_workspace=1024))
 
@@ -72,6 +92,13 @@ def test_counts_and_checks():
     assert dev.flops["matmul"] == 2 * 8 * 16 * 32
     assert dev.bytes["matmul"] == 2 * 4 * 8 * 16 + 2 * (8 * 32 + 16 * 32)  # out twice, no workspace
     assert dev.sizes()["stack"] == 1024
+    several = [make(t.name, (3, *t.shape)) for t in (out, a, b)]
+    matmul_batch(dev, *several, trans_b=True)
+    assert dev.flops["matmul"] == 4 * 2 * 8 * 16 * 32
+    with pytest.raises(ValueError, match=r"matmul: b must have shape \(3, 32, 16\)"):
+        matmul_batch(dev, *several)
+    with pytest.raises(ValueError, match="matmul: out, a and b must have 3 dimensions"):
+        matmul_batch(dev, out, a, b, trans_b=True)
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(32, 16\)"):
         matmul(dev, out, a, b)
     with pytest.raises(ValueError, match="matmul: out must have 2 dimensions"):

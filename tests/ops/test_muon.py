@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, F32, F64, I32
-from llmq.ops import global_norm, muon
+from llmq.base.dtypes import BF16, E4M3, F32, I32
+from llmq.ops import muon
 from llmq.ref.muon import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -76,20 +76,28 @@ def test_apply(dev, rng, case, p, work, cautious):
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-12, 1.0, 1e6])
-@pytest.mark.parametrize("case", [*SMALL.values(), (3, 7)], ids=[*SMALL, "ragged"])
+@pytest.mark.parametrize(
+    "case", [(2, *SMALL["wide"]), (3, *SMALL["tall"]), (1, 3, 7)], ids=["wide", "tall", "ragged"]
+)
 def test_normalize(dev, rng, case, size):
+    """Each of several matrices has its own norm, and out may be x."""
     x = (size * rng.normal(size=case)).astype(BF16.numpy)
+    x[0] *= 2
+    call = partial(muon.normalize, margin=1.02)
+    got = assert_same(dev, call, {"out": np.full_like(x, np.nan), "x": x})["out"]
+    same = run(dev, lambda dev, x: call(dev, x, x), {"x": x})["x"]
+    np.testing.assert_array_equal(same, got)
+    for made, matrix in zip(got.astype(np.float64), x.astype(np.float64), strict=True):
+        # BF16 has 8 significant bits, of the norm and of the result.
+        want = matrix / (max(np.linalg.norm(matrix), 1e-7) * 1.02)
+        np.testing.assert_allclose(made, want, rtol=2.0**-7, atol=1e-9)
 
-    def call(dev, x):
-        with dev.scratch("sums", (global_norm.num_partials(dev, x),), F64) as sums:
-            global_norm.partials(dev, sums, x)
-            muon.normalize(dev, x, sums, margin=1.02)
 
-    got = assert_same(dev, call, {"x": x})["x"].astype(np.float64)
-    norm = np.linalg.norm(x.astype(np.float64))
-    want = x.astype(np.float64) / (max(norm, 1e-7) * 1.02)
-    # BF16 has 8 significant bits, of the norm and of the result.
-    np.testing.assert_allclose(got, want, rtol=2.0**-7, atol=1e-9)
+def test_diagonal(dev, rng):
+    x = rng.normal(size=(3, 24, 24)).astype(BF16.numpy)
+    got = assert_same(dev, partial(muon.diagonal, value=2.5), {"x": x})["x"]
+    want = x + (2.5 * np.eye(24)).astype(BF16.numpy)
+    np.testing.assert_array_equal(got, want)
 
 
 def test_a_step_that_is_skipped(dev, rng):
@@ -112,10 +120,14 @@ def test_checks_and_traffic():
     grad, m, param, work = make("grad"), make("m"), make("param"), make("work", BF16)
     propose(dev, change, grad, m, scalars)
     apply(dev, param, work, change, scalars)
-    muon.normalize(dev, change, make("partials", F64, 2))
-    # A propose reads grad, reads and writes m, writes change; normalize changes x.
+    matrices = change.view(2, 8, 16)
+    muon.normalize(dev, matrices, matrices)
+    muon.diagonal(dev, change.view(1, 16, 16), 1.0)
+    # A propose reads grad, reads and writes m, writes change;
+    # normalize reads x twice and writes it.
     assert dev.bytes["muon_propose"] == 256 * (4 + 8 + 2) + 64
     assert dev.bytes["muon_apply"] == 256 * (8 + 2 + 2) + 64
+    assert dev.bytes["muon_squares"] == 256 * 2 + 16
     assert dev.bytes["muon_normalize"] == 256 * 4 + 16
     for name, call in {
         "change": lambda: propose(dev, make("change"), grad, m, scalars),
@@ -124,7 +136,8 @@ def test_checks_and_traffic():
         "m_scale": lambda: propose(dev, change, grad, m, scalars, m_scale=make("scale")),
         "param": lambda: apply(dev, make("param", E4M3), None, change, scalars),
         "work": lambda: apply(dev, param, make("work"), change, scalars),
-        "partials": lambda: muon.normalize(dev, change, make("partials")),
+        "x": lambda: muon.normalize(dev, matrices, make("x").view(2, 8, 16)),
+        "out": lambda: muon.normalize(dev, make("out").view(2, 8, 16), matrices),
     }.items():
         with pytest.raises(TypeError, match=f"muon: {name} must be"):
             call()
@@ -132,6 +145,8 @@ def test_checks_and_traffic():
         "change.size": lambda: propose(dev, make("change", BF16, 64), grad, m, scalars),
         "first": lambda: propose(dev, change, grad, m, scalars, first=64),
         "grad": lambda: propose(dev, change, make("grad", F32, 128), m, scalars),
+        "x": lambda: muon.normalize(dev, change, change),
+        "size": lambda: muon.normalize(dev, *[make("x", BF16, 42).view(2, 3, 7)] * 2),
     }.items():
-        with pytest.raises(ValueError, match=f"muon: {name} must"):
+        with pytest.raises(ValueError, match=f"muon: .*{name} must"):
             call()

@@ -64,6 +64,7 @@ class FakeCublasLt:
         MIN_ALIGNMENT_C_BYTES=7,
         MIN_ALIGNMENT_D_BYTES=8,
     )
+    MatrixLayoutAttribute = SimpleNamespace(BATCH_COUNT=5, STRIDED_BATCH_OFFSET=6)
     Epilogue = SimpleNamespace(BIAS=4)
     ReductionScheme = SimpleNamespace(COMPUTE_TYPE=2)
     matmul_heuristic_result_dtype = RESULT
@@ -79,6 +80,7 @@ class FakeCublasLt:
         self.fast = []  # the fast accumulation flag of each FP8 product
         self.asked = []  # preferences of each heuristic call
         self.alive = {}
+        self.batches = {}  # attributes of matrix layouts, by handle
         self.handles = itertools.count(1000)
 
     def _new(self, value):
@@ -102,6 +104,14 @@ class FakeCublasLt:
     def matrix_layout_create(self, dtype, rows, columns, leading):
         assert leading == rows
         return self._new((NUMPY_TYPES[dtype], rows, columns))
+
+    def get_matrix_layout_attribute_dtype(self, name):
+        return {5: np.int32, 6: np.int64}[name]
+
+    def matrix_layout_set_attribute(self, handle, name, buffer, size):
+        dtype = np.dtype(self.get_matrix_layout_attribute_dtype(name))
+        assert size == dtype.itemsize and handle in self.alive
+        self.batches.setdefault(handle, {})[name] = int(memory(buffer, dtype, 1)[0])
 
     def matmul_preference_create(self):
         return self._new({})
@@ -146,6 +156,20 @@ class FakeCublasLt:
         memory(result, RESULT, 1)["workspace_size"] = 2 * WORKSPACE * (index == 9)
 
     def matmul(self, library, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
+        count = self.batches.get(d_, {}).get(5, 1)
+        for i in range(count):
+            matrices = zip((a, b, c, d), (a_, b_, c_, d_), strict=True)
+            a_i, b_i, c_i, d_i = (address + self._place(i, of, count) for address, of in matrices)
+            places = (a_i, a_, b_i, b_, beta, c_i, c_, d_i, d_)
+            self._multiply(desc, alpha, *places, algorithm, *rest)
+
+    def _place(self, i, layout, count):
+        """Bytes from the first of `count` matrices to this one."""
+        of = self.batches.get(layout, {5: 1, 6: 0})
+        assert of[5] == count
+        return i * of[6] * self.alive[layout][0].itemsize
+
+    def _multiply(self, desc, alpha, a, a_, b, b_, beta, c, c_, d, d_, algorithm, *rest):
         self._check_added(c_, d_)
         codes = self.alive[d_][0] in FP8
         assert not (codes and c)

@@ -148,6 +148,30 @@ def test_row_major_product_is_asked_for_by_columns(case, dtypes, bias, more):
     compare(args)
 
 
+@pytest.mark.parametrize("batch", [2, 3])
+def test_several_products_are_one_call(batch):
+    """Each is the product of its own matrices, and has its own addend."""
+    one = Arguments(*SHAPE, dtypes=(BF16, BF16), addend=True, factors=(-0.75, 0.5))
+    dev, rng, several = host_device(), np.random.default_rng(batch), []
+    for tensor in one.tensors:
+        if tensor is None or tensor.name == "workspace":
+            several.append(tensor)
+            continue
+        several.append(dev.alloc(tensor.name, (batch, *tensor.shape), BF16, "Activations"))
+        several[-1].numpy()[...] = rng.normal(size=several[-1].shape)
+    lt, library = make()
+    lt.matmul(STREAM, *several, *one.sizes, *one.factors, batch)
+    lt.matmul(*one)
+    assert len({str(product) for product in lt.plans}) == 2
+    out, *others = (t and t.numpy() for t in several)
+    want = np.full_like(out, np.nan)
+    matmul(want, *others, *one.sizes, *one.factors, batch)
+    # BF16 sums of 64 products of about 1, of which the order may differ.
+    np.testing.assert_allclose(out.astype(float), want.astype(float), rtol=2.0**-7, atol=1e-2)
+    lt.close()
+    assert not library.alive
+
+
 def test_one_plan_for_equal_products_and_one_more_for_each_difference():
     lt, library = make()
     calls = [Arguments(*SHAPE), Arguments(*SHAPE), Arguments(*SHAPE, bias=True)]

@@ -3,22 +3,31 @@
 The change of a matrix with momentum M = U S V' is about U V', times a factor of its sizes: five
 steps of Newton and Schulz's iteration, whose products are of BF16. As torch.optim.Muon has it
 (Keller Jordan, https://kellerjordan.github.io/posts/muon).
+
+A step multiplies X by a polynomial P of its Gram matrix G = X X', and G becomes P G P. So that of
+long matrices some steps in a row are of G alone, and X is multiplied once by the product of their
+polynomials. That is the same in exact numbers. BF16 moves eigenvalues of G near 0 as far as those
+near 1, and each step multiplies them, so that G has to be made again of X after two or three.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from math import sqrt
 
-from llmq.base.dtypes import BF16, F64
+from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
-from llmq.ops import global_norm, muon
-from llmq.ops.matmul import matmul
+from llmq.ops import muon
+from llmq.ops.matmul import matmul_batch
+from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.rule import Moment, Part
 
-# (a, b, c) of each step X <- a X + (b A + c A A) X with A = X X'; an odd number of them.
+# (a, b, c) of each step X <- P X with P = a + b G + c G G.
+STEPS = 5
 COEFFICIENTS = {
     # The steepest at 0: singular values end between 0.7 and 1.2.
     "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
@@ -33,6 +42,11 @@ COEFFICIENTS = {
     ),
 }
 MARGIN = {"jordan": 1.0, "polar-express": 1.02}  # the norm is multiplied by it
+SEGMENTS = {"jordan": (3, 2), "polar-express": (2, 2, 1)}
+"""How many steps follow from one Gram matrix: as many as leave changes as near to those of exact
+numbers as steps at full length do (`tests/test_muon.py`); the more a step stretches, the fewer."""
+LEAST_SIDE = 256  # shorter ones are limited by launches, of which this way has more
+LONGER = 1.5  # times the shorter side, from which this way takes fewer FLOPs
 FACTORS = {
     "original": lambda rows, columns: sqrt(max(1.0, rows / columns)),
     "match-rms": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
@@ -66,26 +80,18 @@ class Muon(AdamW):
             m_scale=part.scales.get("m"),
         )
 
-    def transform(self, dev: Device, matrix: Tensor, out: Tensor) -> None:
-        """Three products a step, of the shorter side with itself and with the matrix. The factor
-        of the sizes is in the last one."""
-        kind, (rows, columns) = self.options.muon_coefficients, matrix.shape
-        tall, side = rows > columns, min(rows, columns)
-        with dev.scratch("squares", (global_norm.num_partials(dev, matrix),), F64) as sums:
-            global_norm.partials(dev, sums, matrix)
-            muon.normalize(dev, matrix, sums, margin=MARGIN[kind])
-        coefficients, factor = COEFFICIENTS[kind], FACTORS[self.options.muon_scale](rows, columns)
-        with (
-            dev.scratch("gram", (side, side), BF16) as gram,
-            dev.scratch("polynomial", (side, side), BF16) as polynomial,
-        ):
-            for step, (a, b, c) in enumerate(coefficients):
-                times = factor if step == len(coefficients) - 1 else 1.0
-                matmul(dev, gram, matrix, matrix, trans_a=tall, trans_b=not tall)
-                matmul(dev, polynomial, gram, gram, addend=gram, alpha=c, beta=b)
-                pair = (matrix, polynomial) if tall else (polynomial, matrix)
-                matmul(dev, out, *pair, addend=matrix, alpha=times, beta=a * times)
-                matrix, out = out, matrix
+    def transform(self, dev: Device, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Products of all matrices with an equal shorter side are launched together, as far as
+        they are of that side alone."""
+        together: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for x, out in matrices:
+            side, longer = sorted(x.shape[1:])
+            # The sign tells those that are iterated at full length.
+            by_gram = side >= LEAST_SIDE and longer > LONGER * side
+            together.setdefault(side if by_gram else -side, []).append((x, out))
+        for key, pairs in together.items():
+            segments = SEGMENTS[self.options.muon_coefficients] if key > 0 else (1,) * STEPS
+            _Iteration(dev, self.options, abs(key), pairs).run(segments)
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
         """One launch, at a rate that is a fixed multiple of AdamW's."""
@@ -102,3 +108,78 @@ class Muon(AdamW):
             salt=part.slab.params[0].index,
             first=part.first,
         )
+
+
+class _Iteration:
+    """That of matrices with one shorter side, pairs (x, out) of (count, rows, columns) each."""
+
+    def __init__(
+        self, dev: Device, options: TrainConfig, side: int, pairs: list[tuple[Tensor, Tensor]]
+    ):
+        self.dev, self.options, self.side, self.pairs = dev, options, side, pairs
+
+    def run(self, segments: tuple[int, ...]) -> None:
+        """segments: how many steps follow from Gram matrices before these are made again."""
+        kind, count = self.options.muon_coefficients, sum(x.shape[0] for x, _ in self.pairs)
+        for i, (x, out) in enumerate(self.pairs):
+            into, other = (x, out) if len(segments) % 2 else (out, x)
+            muon.normalize(self.dev, into, x, margin=MARGIN[kind])
+            self.pairs[i] = into, other
+        steps = iter(COEFFICIENTS[kind])
+        with ExitStack() as temps:
+            names = ("gram", "polynomial", "spare", "total")[: 2 if max(segments) == 1 else 4]
+            gram, *others = (
+                temps.enter_context(self.dev.scratch(name, (count, self.side, self.side), BF16))
+                for name in names
+            )
+            for index, length in enumerate(segments):
+                for x, _, own in self._parts(gram):
+                    tall = x.shape[1] > x.shape[2]
+                    matmul_batch(self.dev, own, x, x, trans_a=tall, trans_b=not tall)
+                some = [next(steps) for _ in range(length)]
+                if length == 1:  # a is not rounded, but a factor of what the product adds
+                    (beside, b, c), by = some[0], others[0]
+                    self._polynomial(by, gram, b, c)
+                else:
+                    beside, by = 0.0, self._steps(gram, *others, some)
+                self._multiply(by, beside, last=index == len(segments) - 1)
+
+    def _parts(self, squares: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """x, out, and those of the square matrices (count, side, side) that are theirs."""
+        end = 0
+        for x, out in self.pairs:
+            at, end = end, end + x.shape[0]
+            yield x, out, squares.rows(at, end)
+
+    def _polynomial(self, out: Tensor, gram: Tensor, b: float, c: float) -> None:
+        """All of a step's but for a."""
+        matmul_batch(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
+
+    def _steps(
+        self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, steps: Sequence[tuple]
+    ) -> Tensor:
+        """The matrices that several steps multiply by. All four are scratch, gram is read, too."""
+        for i, (a, b, c) in enumerate(steps):
+            self._polynomial(p, gram, b, c)
+            muon.diagonal(self.dev, p, a)
+            own = p
+            if i == 0:
+                p, total = total, p
+            else:
+                matmul_batch(self.dev, spare, p, total)
+                total, spare = spare, total
+            if i < len(steps) - 1:
+                matmul_batch(self.dev, spare, own, gram)
+                matmul_batch(self.dev, gram, spare, own)
+        return total
+
+    def _multiply(self, by: Tensor, beside: float, *, last: bool) -> None:
+        """x and out are exchanged, where out is (by + beside) x, or of tall matrices x (by +
+        beside). The last product has the factor of the sizes."""
+        for i, (x, out, own) in enumerate(self._parts(by)):
+            rows, columns = x.shape[1:]
+            times = FACTORS[self.options.muon_scale](rows, columns) if last else 1.0
+            operands = (x, own) if rows > columns else (own, x)
+            added = {"addend": x, "beta": beside * times} if beside else {}
+            matmul_batch(self.dev, out, *operands, alpha=times, **added)
+            self.pairs[i] = out, x

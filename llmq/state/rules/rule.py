@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -102,9 +102,11 @@ class UpdateRule(ABC):
         where there is neither gradient nor moment, and of a step that is skipped."""
         raise NotImplementedError
 
-    def transform(self, dev: Device, matrix: Tensor, out: Tensor) -> None:
-        """Make what is proposed for a whole matrix (rows, columns), which may be overwritten, into
-        its change, out (rows, columns)."""
+    def transform(self, dev: Device, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make what is proposed for whole matrices into their changes.
+
+        matrices: pairs (count, rows, columns) of neighbours with equal sizes: what is proposed,
+        which may be overwritten, and the changes, which must lie in the second in the end."""
         raise NotImplementedError
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
