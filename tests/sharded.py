@@ -191,6 +191,7 @@ def run(
         workers.barrier()
         session = Session(dev, Step(dev, of, cfg, plan.placement), cfg, of.vocab_size)
         session.step.weights.init(of, seed=1)
+        session.step.optimizer.begin_average(session.step.weights)
         result = (program or train_steps())(session)
         work = _work_weights(session)
         dev.synchronize()

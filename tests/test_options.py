@@ -156,6 +156,8 @@ def test_defaults_of_known_flags():
         "pref-smoothing": None,
         "pref-normalize": None,
         "pref-sft": None,
+        "ema": 0.0,
+        "offload-ema": False,
         "kd-top-k": 64,
         "kd-mixture": 0.0,
         "kd-temperature": 1.0,

@@ -123,7 +123,7 @@ def test_every_saver_is_tried():
         return allowed(self, now, change)
 
     with patch.object(Shrinker, "allowed", noted):
-        searched("4090", MIB, machines=2)
+        searched("4090", MIB, machines=2, ema=0.9)
         searched("4090", 2 * GIB, matmul_dtype="e4m3", shard_weights=True)
         searched("4090", 2 * GIB, matmul_dtype="e4m3", fp8_recipe="delayed")
         searched("4090", 2 * GIB, lora_rank=4)

@@ -40,6 +40,7 @@ from llmq.ops import (
     attention_backward,
     attention_gate,
     attention_sinks,
+    average,
     bias,
     clamped_swiglu,
     clock,
@@ -844,6 +845,14 @@ def clock_calls(*shape: int) -> list[Call]:
     ]
 
 
+def average_calls(n: int) -> list[Call]:
+    given = {"average": f32(n), "param": bf16(n)}
+    return [
+        Call("update", average.update, given | {"scalars": scalars(), "decay": 0.999}),
+        Call("exchange", average.exchange, given | {"back": False}),
+    ]
+
+
 def convert_calls(*shape: int) -> list[Call]:
     return [
         Call("to bf16", convert.convert, {"out": bf16(*shape), "x": f32(*shape)}),
@@ -893,6 +902,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "bias": bias_calls,
     "clamped_swiglu": clamped_swiglu_calls,
     "clock": clock_calls,
+    "average": average_calls,
     "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
     "delta_gates": delta_gates_calls,

@@ -183,7 +183,7 @@ def writes(o: Options) -> bool:
 
 def offloads_optimizer(o: Options) -> bool:
     """Whether an update reads or writes host memory."""
-    return o.offload_master or o.offload_opt_m or o.offload_opt_v
+    return o.offload_master or o.offload_opt_m or o.offload_opt_v or o.offload_ema
 
 
 def decodes(o: Options) -> bool:

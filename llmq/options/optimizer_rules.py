@@ -26,7 +26,7 @@ OPTIMIZER_RULES = (
         help="as --learning-rate if not given, with another --muon-scale than match-rms 0.02",
     ),
     *refused(
-        "beta_1 beta_2 muon_momentum",
+        "beta_1 beta_2 muon_momentum ema",
         lambda v, o: v >= 1,
         "{flag}: must be less than 1, got {value}",
     ),
@@ -76,6 +76,7 @@ OPTIMIZER_RULES = (
         lambda v, o: o.optimizer != "muon",
         "{given} has no effect without --optimizer muon",
     ),
+    *idle("offload_ema", lambda v, o: v and not o.ema, "--offload-ema has no effect without --ema"),
     *idle(
         "cautious_decay",
         lambda v, o: v and o.weight_decay == 0,

@@ -298,6 +298,13 @@ class TrainConfig(Derived):
     cautious_decay: bool = switch(
         _OPTIMIZER, "Muon: decay only weights that the change makes smaller, too"
     )
+    ema: float = option(
+        _OPTIMIZER,
+        0.0,
+        "Decay per step of a moving average of the weights, which is evaluated, sampled and "
+        "exported in their place; 0: none",
+        min=0,
+    )
     grad_clip: float = option(
         _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
     )
@@ -491,6 +498,7 @@ class TrainConfig(Derived):
         _MEMORY, "Keep AdamW's first moment, and Muon's momentum, in host memory"
     )
     offload_opt_v: bool = switch(_MEMORY, "Keep AdamW's second moment in host memory")
+    offload_ema: bool = switch(_MEMORY, "Keep the average of --ema in host memory")
     offload_gradients: bool = switch(_MEMORY, "Keep the blocks' gradients in host memory")
     offload_quants: bool = switch(_MEMORY, "Keep the persistent fp8 weights in host memory")
     persistent_quants: bool = switch(_MEMORY, "Keep them in fp8 too, made once per step")

@@ -681,7 +681,8 @@ IDLE_ALONE = (
     *idle(
         "use_zero_copy",
         lambda v, o: not (offloads_optimizer(o) or o.offload_gradients),
-        "--use-zero-copy has no effect without --offload-master, -opt-m, -opt-v or -gradients",
+        "--use-zero-copy has no effect without --offload-master, -opt-m, -opt-v, -ema or "
+        "-gradients",
     ),
     *idle(
         "write_combined",

@@ -72,6 +72,7 @@ SAVERS = (
     _made("arrange", "lmhead_chunks", _more_chunks(8, 1)),
     _made("arrange", "lmhead_chunks", _more_chunks(8, 4)),
     *(_saver("arrange", _set(True, name)) for name in PLACES[:-1]),
+    _saver("arrange", {"offload_ema": True}, lambda v, o: o.ema > 0),
     _saver("arrange", _set(False, "keep_transposed")),
     _saver("arrange", _set(True, "shard_weights")),
     _saver("arrange", _set(True, "shard_weights", "offload_master")),
@@ -127,8 +128,9 @@ SAME_BITS = (
     *each(
         "recompute_swiglu recompute_norm recompute_ffn recompute_qkv recompute_att recompute_block "
         "recompute_layers attn_bwd_chunks offload_residual offload_master offload_opt_m "
-        "offload_opt_v offload_gradients offload_quants persistent_quants keep_transposed "
-        "use_zero_copy write_combined memcpy_all_gather memcpy_send_recv mirror_weights",
+        "offload_opt_v offload_ema offload_gradients offload_quants persistent_quants "
+        "keep_transposed use_zero_copy write_combined memcpy_all_gather memcpy_send_recv "
+        "mirror_weights",
         EXACT,
         lambda v, o, ranks: True,
     ),

@@ -12,7 +12,7 @@ from llmq.checkpoint.retention import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, table_of, trained_count
-from llmq.state.rules import rule_class
+from llmq.state.rules import kept
 from llmq.state.rules.rule import SCALES
 
 
@@ -93,7 +93,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     what is trained, and the scales of 8-bit ones. With adapters, of nothing else but what they
     began as.
     """
-    table, masters, rule = table_of(config, model), [], rule_class(config.optimizer)
+    table, masters = table_of(config, model), []
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
     for slab in table:
@@ -102,7 +102,7 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
     total = max(masters) * sum(stored_values("weights", p) for slab in table for p in slab.params)
     for slab in table:
         stores = placement[slab.name]
-        groups = [(m.group, stores.moments.get(m.name)) for m in rule.moments]
+        groups = [(m.group, stores.moments.get(m.name)) for m in kept(config)]
         for group, store in [*groups, (INITIAL_ADAPTERS, stores.initial_adapters)]:
             for param in slab.params if store else ():
                 total += store.dtype.itemsize * stored_values(group, param)

@@ -275,8 +275,9 @@ class Evaluations(Member):
                 passes[index][0].add_up(out, passes[index][1], losses)
 
         made = [partial(make, *of_pass) for of_pass in passes]
-        if not self.trainer.ranks.share("task", made, work, self.stopped):
-            return None
+        with self.trainer.averaged():
+            if not self.trainer.ranks.share("task", made, work, self.stopped):
+                return None
         for of_process in processes().gather(out):
             np.copyto(out, of_process, where=np.isnan(out))
         return out
@@ -290,14 +291,15 @@ class Evaluations(Member):
         predictor = Predictor(predict, trainer.model, self.config.seq_len)
         texts: list[list[int]] = [[] for _ in prompts]
         try:
-            for chosen in predictor.texts(
-                [ids for _, ids in self.material.prompts],
-                self.config.sample_tokens,
-                lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
-                {tokenizer.eos_id},
-            ):
-                for i, token in chosen.items():
-                    texts[i].append(token)
+            with trainer.averaged():
+                for chosen in predictor.texts(
+                    [ids for _, ids in self.material.prompts],
+                    self.config.sample_tokens,
+                    lambda i, logits: choose_token(logits, rngs[i], temperature=TEMPERATURE),
+                    {tokenizer.eos_id},
+                ):
+                    for i, token in chosen.items():
+                        texts[i].append(token)
         except CutShort:
             return
         except LlmqError as error:  # predictions that are no numbers: the run itself tells

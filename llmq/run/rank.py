@@ -21,6 +21,7 @@ from llmq.runtime.device import Device
 from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece
+from llmq.state.rules import AVERAGE
 
 
 class Rank:
@@ -93,7 +94,11 @@ class Rank:
         goes_on = reader.rule is type(optimizer.rule)
         moments = optimizer.moment_groups() | optimizer.scale_groups()
         for group, pieces in self.step.stored_state().items():
-            if goes_on or group not in moments:
+            if group == AVERAGE.group:
+                there = group in reader.groups
+            else:
+                there = goes_on or group not in moments
+            if there:
                 read_group(self.dev, reader, group, pieces, self.beat)
                 continue
             for piece in pieces:
@@ -101,6 +106,8 @@ class Rank:
         self.step.load_extra_state(reader.manifest.state)
         if not goes_on:
             optimizer.rule.begun = reader.step
+        if AVERAGE.group not in reader.groups:
+            optimizer.begin_average(self.step.weights)
         self.step.weights.refresh()
 
     def load(
@@ -119,6 +126,18 @@ class Rank:
 
         fresh = (self.step.config, self.step.options.seed)
         self.step.weights.load(noted, fresh, elements and noted_elements)
+        self.step.optimizer.begin_average(self.step.weights)
+
+    def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
+        """Random weights."""
+        self.step.weights.init(model, seed, zero_projections=zero_projections)
+        self.step.optimizer.begin_average(self.step.weights)
+
+    def exchange_average(self, *, back: bool) -> None:
+        """Let the weights be their average, or give both back; all ranks do."""
+        if self.step.snapshot is not None:
+            self.step.snapshot.hold()  # which may still copy them
+        self.step.optimizer.exchange_average(self.step.weights, back=back)
 
 
 def _rehearse(step: Step) -> None:

@@ -325,7 +325,7 @@ class Ranks:
         """Random weights."""
         self.run(
             "initializing weights",
-            lambda rank: rank.step.weights.init(model, seed, zero_projections=zero_projections),
+            lambda rank: rank.init(model, seed, zero_projections=zero_projections),
         )
 
     def read_param(self, group: str, param: Param, *, to_all: bool = True) -> np.ndarray:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -335,10 +336,23 @@ class Trainer:
         """
         _ = self.eval_loader  # ConfigError without one
         self.score_reference()
-        result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
+        with self.averaged():
+            result = mean_loss(self.ranks, self.eval_loaders, max_batches, stopped, seconds)
         if result is not None:
             self.validated_at = self.steps_done
         return result
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """With --ema, the weights are their average meanwhile: no step may be made."""
+        if not self.config.ema:
+            yield
+            return
+        self.ranks.run("averaging", lambda rank: rank.exchange_average(back=False))
+        try:
+            yield
+        finally:
+            self.ranks.run("averaging", lambda rank: rank.exchange_average(back=True))
 
     # -- weights and state -----------------------------------------------------------------------
 
@@ -429,7 +443,8 @@ class Trainer:
             read = read if self.config.force else finite(read)
             self._origin.export(directory, read, tokenizer, made, self.run)
 
-        self.ranks.first_reads(write)
+        with self.averaged():
+            self.ranks.first_reads(write)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
             warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
@@ -448,7 +463,8 @@ class Trainer:
             )
         tokenizer = load_tokenizer(self.tokenizer)
         predictor = Predictor(self.ranks.next_logits, self.model, seq_len)
-        return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))
+        with self.averaged():
+            return prompt + "".join(choice.texts(predictor, tokenizer, prompt, seq_len=seq_len))
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The last step's gradients of the SUM of token losses, by parameter name, for tests."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
+from llmq.ops import average, convert
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -27,13 +28,13 @@ from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
 from llmq.state.placement import Placement
-from llmq.state.rules import rule_of
+from llmq.state.rules import AVERAGE, kept, rule_of
 from llmq.state.rules.rule import Part
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
 TOGETHER = 1 << 26  # elements of whole matrices that a rank transforms together, of several slabs
-WEIGHTS = ("master", "work")  # of what an update reads and writes
+WEIGHTS = ("master", "work", AVERAGE.name)  # of what an update reads and writes
 
 
 class _State(NamedTuple):
@@ -59,7 +60,7 @@ class _State(NamedTuple):
         )
 
     def of_weights(self) -> _State:
-        """Master and work alone, which a change is applied to."""
+        """Master and work alone, which a change is applied to, and their average."""
         kinds = {name: t for name, t in self.movable.items() if name in WEIGHTS}
         return _State(self.name, kinds, {}, self.codes)
 
@@ -88,8 +89,9 @@ class Optimizer:
         self.zero_copy = options.use_zero_copy  # the update works in host memory directly
         self.table = [slab for slab in table if placement[slab.name].trainable]
         self.trained = {slab.name for slab in self.table}
-        self.moments: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
-        self.scales: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.rule.moments}
+        self.kept, self.decay = kept(options), options.ema
+        self.moments: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.kept}
+        self.scales: dict[str, dict[str, Tensor]] = {m.name: {} for m in self.kept}
         self.segments: dict[str, Tensor] = {}
         matrices = [slab for slab in self.table if placement[slab.name].by_matrix]
         self._rounds = _rounds(matrices, dev.mesh.size("shard"))
@@ -100,13 +102,14 @@ class Optimizer:
     def _alloc_slab(self, slab: Slab) -> None:
         dev, name, shape = self.dev, slab.name, (slab.shard_size,)
         stores = self.placement[name].moments
-        for m in self.rule.moments_of(slab):
+        moments = [m for m in self.kept if m.name in stores]
+        for m in moments:
             store = stores[m.name]
             self.moments[m.name][name] = dev.alloc(
                 f"{name}.{m.name}", shape, store.dtype, m.category, store.memory
             )
         blocks = (slab.shard_size // SCALE_BLOCK,)
-        for m in self.rule.moments_of(slab):
+        for m in moments:
             if stores[m.name].is_scaled:
                 self.scales[m.name][name] = dev.alloc(
                     f"{name}.{m.name}_scale", blocks, F32, m.category
@@ -120,11 +123,11 @@ class Optimizer:
 
     def moment_groups(self) -> dict[str, dict[str, Tensor]]:
         """Moments by their group of checkpoints and by slab."""
-        return {m.group: self.moments[m.name] for m in self.rule.moments}
+        return {m.group: self.moments[m.name] for m in self.kept}
 
     def scale_groups(self) -> dict[str, dict[str, Tensor]]:
         """The same of the scales that there are."""
-        found = {m.scales_group: self.scales[m.name] for m in self.rule.moments}
+        found = {m.scales_group: self.scales[m.name] for m in self.kept}
         return {group: scales for group, scales in found.items() if scales}
 
     def update(self, weights: Weights, grads: Gradients, scalars: Tensor) -> None:
@@ -141,6 +144,18 @@ class Optimizer:
                 self._update_matrices(slabs, states, work)
             staging.finish()
         weights.finish_update()
+
+    def begin_average(self, weights: Weights) -> None:
+        """Let the average be the weights, which the host has just written."""
+        for name, tensor in self.moments[AVERAGE.name].items() if self.decay else ():
+            convert.convert(self.dev, tensor, weights.master[name])
+
+    def exchange_average(self, weights: Weights, *, back: bool) -> None:
+        """Let the masters be the average, or give both back, and make from them what products and
+        peers read; all ranks do. No step may be made between the two."""
+        for name, tensor in self.moments[AVERAGE.name].items():
+            average.exchange(self.dev, tensor, weights.master[name], back=back)
+        weights.refresh()
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
         name = slab.name
@@ -179,6 +194,9 @@ class Optimizer:
                     if "master" in piece.movable:
                         at = (shard + rows[0], shard + rows[1])
                         work.weights.observe(slab, *at, piece.movable["master"])
+                        if self.decay:
+                            both = piece.movable[AVERAGE.name], piece.movable["master"]
+                            average.update(self.dev, *both, work.scalars, self.decay)
             if whole:
                 work.weights.quantize(slab.name, *whole)
 

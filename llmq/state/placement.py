@@ -20,7 +20,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.mesh import Mesh
 from llmq.state.adapter_rows import trained_slabs
 from llmq.state.params import Slab, weight_table
-from llmq.state.rules import rule_class
+from llmq.state.rules import kept, rule_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +266,12 @@ def _trained(
         ),
         initial_adapters=_initial_adapters(config, slab),
         moments={
-            m.name: _shard(config, getattr(config, m.dtype), offloaded=getattr(config, m.offload))
-            for m in rule.moments_of(slab)
+            m.name: Store(
+                dtype=m.format(config),
+                memory=_memory(config, getattr(config, m.offload)),
+                sharded=True,
+            )
+            for m in kept(config, slab)
         },
         by_matrix=rule.by_matrix(slab),
     )

@@ -7,11 +7,23 @@ from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.options.options import TrainConfig
+from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
 from llmq.state.rules.muon import Muon
-from llmq.state.rules.rule import UpdateRule
+from llmq.state.rules.rule import Moment, UpdateRule
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon}
+
+
+AVERAGE = Moment(name="ema", group="ema", category="EMA", dtype=None, offload="offload_ema")
+"""The moving average of weights (`--ema`): it is kept as moments are, and begins as the weights."""
+
+
+def kept(config: TrainConfig, slab: Slab | None = None) -> tuple[Moment, ...]:
+    """All that a run keeps from update to update beside the weights, of a slab or of any."""
+    rule = rule_class(config.optimizer)
+    moments = rule.moments if slab is None else rule.moments_of(slab)
+    return (*moments, AVERAGE) if config.ema else moments
 
 
 def rule_class(name: str) -> type[UpdateRule]:

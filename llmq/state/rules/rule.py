@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, DType
+from llmq.base.dtypes import BF16, F32, DType, parse_dtype
 from llmq.base.tensor import Tensor
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -24,15 +24,20 @@ class Moment:
     """A number for each element that is trained, which the rule keeps from update to update.
 
     name: of its tensors and its column of [Placement]. group: of its files in checkpoints.
-    category: of its memory. dtype, offload: the options that give its format and put it into host
-    memory. In E4M3 it has scales, F32, one for SCALE_BLOCK elements. It is zero at the start.
+    category: of its memory. dtype, offload: the options that give its format, if it has no other
+    than F32, and put it into host memory. In E4M3 it has scales, F32, one for SCALE_BLOCK elements.
+    It is zero at the start.
     """
 
     name: str
     group: str
     category: str
-    dtype: str
+    dtype: str | None
     offload: str
+
+    def format(self, options: TrainConfig) -> DType:
+        """The format in which a run keeps it."""
+        return F32 if self.dtype is None else parse_dtype(getattr(options, self.dtype))
 
     @property
     def scales_group(self) -> str:

@@ -1,0 +1,70 @@
+"""A moving average of weights, and its exchange with them while it is used in their place."""
+
+from __future__ import annotations
+
+from llmq.base.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.tensor import Tensor
+from llmq.ops.common import SCALE_BLOCK
+from llmq.runtime.cost import Cost
+from llmq.runtime.device import Device
+from llmq.runtime.kernel import Kernel, ceil_div, expect
+
+THREADS = 128
+PER_THREAD = 8  # elements
+
+UPDATE = Kernel(
+    "average.cu",
+    "average_update",
+    args="inout f32* average, const P* param, const i32* scalars, f32 decay, i64 n",
+)
+EXCHANGE = Kernel(
+    "average.cu", "average_exchange", args="inout f32* average, inout P* param, i32 back, i64 n"
+)
+
+
+def update(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay: float) -> None:
+    """average += (1 - d) * (param - average), with d = min(decay, (1 + step) / (10 + step)).
+
+    A smaller decay at the start lets the average forget the first weights. Nothing changes when
+    scalars.skip_update is set.
+
+    Args (contiguous; n a positive multiple of 128):
+        average  inout  F32 (n,)
+        param    in     F32 or BF16 (n,)
+        scalars  in     I32 (16,)          StepScalars: step, skip_update
+
+    Cost:    reads and writes average, reads param; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n = _expect(average, param)
+    expect("average", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    args = (average, param, scalars, decay, n)
+    dev.launch(UPDATE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=3 * n))
+
+
+def exchange(dev: Device, average: Tensor, param: Tensor, *, back: bool) -> None:
+    """Put the average, rounded to nearest, in the place of param; with back give both back.
+
+    Both ways no bit is lost, and no memory is needed: until they are given back, average is no
+    number that anybody else can use.
+
+    Args (contiguous; n a positive multiple of 128):
+        average  inout  F32 (n,)
+        param    inout  F32 or BF16 (n,)
+
+    Cost:    reads and writes both; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    n = _expect(average, param)
+    args = (average, param, int(back), n)
+    dev.launch(EXCHANGE, ceil_div(n, THREADS * PER_THREAD), THREADS, args)
+
+
+def _expect(average: Tensor, param: Tensor) -> int:
+    """The number of elements."""
+    n = average.size
+    expect("average", "average", average, F32, (n,))
+    expect("average", "param", param, param.dtype if param.dtype == BF16 else F32, (n,))
+    if n == 0 or n % SCALE_BLOCK:
+        raise ValueError(f"average: n must be a positive multiple of {SCALE_BLOCK}, got {n}")
+    return n
