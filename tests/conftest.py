@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import functools
 import signal
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,24 @@ def dev(request):
     from llmq.runtime.cuda_device import CudaDevice
 
     device = CudaDevice(0, SIZES, tune=False)
+    yield device
+    device.close()
+
+
+@pytest.fixture(params=[80, 89, 120, pytest.param("cuda", marks=pytest.mark.gpu)])
+def generic(request):
+    """Each device that runs products of our own without the instructions of Hopper, in turn."""
+    if request.param != "cuda":
+        if problem := emulator.missing():
+            pytest.skip(problem)
+        yield emulator.EmulatorDevice(SIZES, capability=request.param)
+        return
+    if problem := gpu_problem():
+        pytest.skip(problem)
+    from llmq.runtime.cuda_device import CudaDevice
+
+    device = CudaDevice(0, SIZES, tune=False)
+    device.spec = replace(device.spec, capability=89)
     yield device
     device.close()
 

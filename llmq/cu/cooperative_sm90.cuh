@@ -3,6 +3,7 @@
 // Tiles, their ring and their order are those of product_sm90.cuh, and so is what is said there of
 // names and of TILE_COLUMNS.
 #pragma once
+#include "boxes.cuh"
 #include "product_sm90.cuh"
 
 // Makes results codes, in the threads that multiply: x becomes the code of x * factor.
@@ -22,68 +23,16 @@ template <class Format> struct Rounding {
     }
 };
 
-// Leaves what llmq/base/operand.py says of ProductCodes: newest is their largest. All threads of
-// `warps` warps of the grid call it once, those with largest, of Rounding, and those with the count
-// of codes that are +-MAX. all: both, and warps that have come; the last one leaves zeros, as at first.
-template <class Format>
-__device__ __forceinline__ void finish_codes(float largest, u32 count, i32* all, u32 warps,
-                                             float scale, float* newest, float* abs_max,
-                                             i32* saturated) {
-    const u32 most = __reduce_max_sync(~0u, abs_bits(largest));
-    const u32 sum = __reduce_add_sync(~0u, count);
-    if (threadIdx.x % 32 != 0) { return; }
-    u32* const words = reinterpret_cast<u32*>(all);
-    if (most != 0) { atomicMax(words, most); }
-    if (sum != 0) { atomicAdd(words + 1, sum); }
-    __threadfence();
-    if (atomicAdd(words + 2, 1u) != warps - 1) { return; }
-    __threadfence();
-    const float seen = __uint_as_float(atomicExch(words, 0u));
-    const u32 counted = atomicExch(words + 1, 0u);
-    words[2] = 0;
-    *newest = seen;
-    if (abs_max == nullptr) { return; }
-    store_abs_max(abs_max, seen);
-    if (seen > Fp8<Format>::MAX * scale) { atomicAdd(saturated, (i32)counted); }
-}
-
-// A box of codes: bytes from its start to 16-byte word w of a row, of four. Any eight rows one after
-// the other have one word in different banks, and so have rows r and r + 4 all of theirs.
-__device__ __forceinline__ u32 word_of_codes(u32 row, u32 w) {
-    const u32 pair = row >> 1, moved = pair & 3 | (pair & 2) << 1;
-    return pair * LINE + (((row & 1) << 2 | w) ^ moved) * 16;
-}
-// The codes of the first and of the second eight columns of a word.
-__device__ __forceinline__ uint2 first_octet(const uint4& word) {
-    return make_uint2(__byte_perm(word.x, word.y, 0x5410), __byte_perm(word.z, word.w, 0x5410));
-}
-__device__ __forceinline__ uint2 second_octet(const uint4& word) {
-    return make_uint2(__byte_perm(word.x, word.y, 0x7632), __byte_perm(word.z, word.w, 0x7632));
-}
-
 // A product whose tiles are worked on by other warpgroups than those that multiply them.
 //
 // Tiles have 192 columns. One thread loads. Two warpgroups multiply a tile together, 64 rows each;
 // they scale it, round it to Rounded, put it into shared memory, and go on with the next one.
-// EPILOGUES further warps take the tile from there, a unit of a box each, in turns: UNITS_OF_BOX are
-// 128 lines. EPILOGUES: 4, a warpgroup, or 7, all that are left.
-//
-// A box is 128 lines of 128 bytes, swizzled as ptx.cuh says, a line for each row: of columns 64 b to
-// 64 b + 63 in box b. PAIRED: right has two blocks of rows, and a tile is 96 rows of the first one
-// and those 96 of the second one that are `apart` rows further; box b has columns 32 b to 32 b + 31
-// of the first ones, and then those of the second ones.
+// EPILOGUES further warps take the tile from there, a unit each, in turns. EPILOGUES: 4, a warpgroup,
+// or 7, all that are left.
 //
 // HELPED: units of the last tile are taken by the warps that multiply, too; these have more registers.
 // IN_PARTS: the tensor cores' sums of some steps are added up in F32. BARRIERS: of an epilogue, for
 // UNITS_OF_BOX arrivals each, from `more` on.
-//
-// Of codes a line is 64 bytes, which lie as word_of_codes says: word w has the octets of columns w
-// and w + 4 of these eight, two codes of the one and two of the other in turns.
-struct Boxes {  // what most have
-    using Rounded = bf16;
-    static constexpr bool PAIRED = false, HELPED = false, IN_PARTS = false;
-    static constexpr int UNITS_OF_BOX = 4, BARRIERS = 0;
-};
 template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : Base, Policy {
     using Base::TAILS, Base::SCALED, Base::full, Base::steps;
     using typename Base::Ring;
@@ -282,12 +231,13 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
         }
     }
 
-    // Warp `me` of the EPILOGUES ones: work_on(tile, b, line, its address) for each of its units, 32
-    // lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
+    // Warp `me` of the EPILOGUES ones: work_on.begin(), then work_on(tile, b, line, its address) for each
+    // of its units, 32 lines of box b from that one, of which it reads nothing afterwards. HELPED: of the last tile it
     // takes its first unit alone, the others are the multiplying warps' (take_last).
     template <class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
         static_assert(UNITS_OF_BOX == PARTS, "units of other sizes are taken by the file's own code");
+        work_on.begin();
         u32 unit = me, parity = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
@@ -309,6 +259,7 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
     template <class WorkOn>
     __device__ __forceinline__ void take_last(const Work& work, u32 unit, WorkOn& work_on) const {
         static_assert(UNITS == EPILOGUES + 8, "a unit for each warp");
+        work_on.begin();
         if (work.cluster >= work.tiles) { return; }
         const int before = (work.tiles - 1 - work.cluster) / work.clusters;  // tiles
         const Tile tile(work.cluster + before * work.clusters, work);
@@ -319,93 +270,4 @@ template <class Base, int EPILOGUES, class Policy = Boxes> struct Cooperative : 
 
 private:
     static constexpr int PARTS = TILE_ROWS / 32, UNITS = BOXES * PARTS;  // of a tile
-};
-
-// -- For epilogues: eight neighbours of BF16, two in each of four words ---------------------------
-
-// Of the bits, as unsigned numbers: of all lower, and of all upper halves.
-__device__ __forceinline__ u32 most_of(const uint4& x) {
-    return max_halves(max_halves(x.x, x.y), max_halves(x.z, x.w));
-}
-
-// Gives the codes that Fp8Encoder of fp8.cuh gives, and with IS_MEASURED the largest abs_bits.
-template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
-    float factor;
-    u32 limit;        // twice the upper half of the largest number that is not saturated
-    u32 count = 0, largest = 0;  // largest: of lower and of upper halves
-
-    __device__ __forceinline__ void begin(const float* scale) {
-        if constexpr (IS_WANTED) {
-            factor = 1.0f / *scale;
-            limit = (__float_as_uint(Fp8<Format>::MAX * *scale) >> 16) * 0x10001u;
-        }
-    }
-
-    __device__ __forceinline__ uint2 encode(const uint4& x) {
-        if constexpr (IS_WANTED || IS_MEASURED) {
-            const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
-            const u32 most = most_of(make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
-            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
-            if constexpr (IS_WANTED) {
-                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        count += is_saturated(pairs[k] & 0xFFFF) + is_saturated(pairs[k] >> 16);
-                    }
-                }
-                return make_uint2(four(x.x, x.y), four(x.z, x.w));
-            }
-        }
-        return make_uint2(0, 0);
-    }
-
-    // encode in two steps: of two octets what is saturated and the largest, and of each its codes.
-    __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
-        if constexpr (IS_WANTED || IS_MEASURED) {
-            const u32 most = larger_magnitudes(magnitude(x), magnitude(y)) & ABS;
-            if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
-            if constexpr (IS_WANTED) {
-                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
-                    count_saturated(x), count_saturated(y);
-                }
-            }
-        }
-    }
-    static __device__ __forceinline__ u32 magnitude(const uint4& x) {
-        return larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
-    }
-    __device__ __forceinline__ void count_saturated(const uint4& x) {
-        const u32 pairs[4] = {x.x & ABS, x.y & ABS, x.z & ABS, x.w & ABS};
-#pragma unroll 1
-        for (int k = 0; k < 4; ++k) {
-            const u32 pair = k == 0 ? pairs[0] : k == 1 ? pairs[1] : k == 2 ? pairs[2] : pairs[3];
-            count += is_saturated(pair & 0xFFFF) + is_saturated(pair >> 16);
-        }
-    }
-    __device__ __forceinline__ uint2 codes(const uint4& x) const {
-        if constexpr (IS_WANTED) { return make_uint2(four(x.x, x.y), four(x.z, x.w)); }
-        return make_uint2(0, 0);
-    }
-
-    // All threads of a warp call it once, at the end.
-    __device__ __forceinline__ void finish(i32* saturated, float* abs_max) const {
-        if constexpr (IS_WANTED) {
-            const u32 sum = __reduce_add_sync(~0u, count);
-            if (threadIdx.x % 32 == 0 && sum != 0) { atomicAdd(saturated, (i32)sum); }
-        }
-        if constexpr (IS_MEASURED) {
-            const u32 most = __reduce_max_sync(~0u, max(largest << 16, largest & 0xFFFF0000u));
-            if (threadIdx.x % 32 == 0) { store_abs_max(abs_max, __uint_as_float(most)); }
-        }
-    }
-
-private:
-    static constexpr u32 ABS = 0x7FFF7FFF;
-    __device__ __forceinline__ bool is_saturated(u32 half) const {
-        return half > (limit & 0xFFFF) && half <= 0x7F80;  // a NaN is not
-    }
-    __device__ __forceinline__ u32 four(u32 first, u32 second) const {
-        return to_fp8<Format>(lower_half(first) * factor, upper_half(first) * factor,
-                              lower_half(second) * factor, upper_half(second) * factor);
-    }
 };

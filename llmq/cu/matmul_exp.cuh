@@ -28,6 +28,7 @@ struct Epilogue {
     float sum, offset;       // of the row: so far in this tile; -shift in powers of two
     int target;
 
+    __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         product.take_boxes(work, me, *this);
         if (threadIdx.x % 32 == 0) { stores_are_done(); }

@@ -1,20 +1,21 @@
-// matmul_gradient.cuh -- a weight's gradient: a product of fp8 codes that is added to what is stored.
+// matmul_gradient.cuh -- a weight's gradient: a product that is added to what is stored, on Hopper of
+// fp8 codes, elsewhere also of BF16.
 //
 //   d = accumulate ? round(d + bf16(x)) : bf16(x)
 //
 // The sum is rounded stochastically, by the random number of the element. So the bits are those of the
 // product alone and of the sum of gradients behind it (reduce.cu).
 //
-// While two warpgroups multiply a tile, the warps of another one add the one before, from shared
-// memory, to the gradient in device memory, 32 rows of a box at a time: 8 lanes have a row's 64
-// columns, which are a line of memory.
+// Warps add a tile, from shared memory, to the gradient in device memory, 32 rows of a box at a time: 8
+// lanes have a row's 64 columns, which are a line of memory. On Hopper two other warpgroups multiply the
+// next tile meanwhile.
 //
 // Data     d: bf16 (M, N). scalars: seed, step and micro_step, if something is added. part_steps: with
 //          EXACT, of how many steps of 128 of K the tensor cores' sums are added up by themselves.
 // Cost     d is written once, and read once if it is added to; about 20 instructions for each element,
-//          which hide behind the next tile's product.
+//          which hide behind the next tile's product, or behind another block's.
 #pragma once
-#include "cooperative_sm90.cuh"
+#include "boxes.cuh"
 
 struct Shape : Boxes {
     static constexpr bool HELPED = true, IN_PARTS = EXACT;
@@ -30,13 +31,13 @@ struct Epilogue {
     int part_steps, M, N;
     u32 seed;
 
+    __device__ __forceinline__ void begin() { seed = gradient_seed(scalars, salt); }
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
-        seed = gradient_seed(scalars, salt);
         product.take_boxes(work, me, *this);
     }
     // The warps of the epilogue have the first units of the last tile, those that multiply the others.
-    __device__ __forceinline__ void help(const Product& product, const Work& work) {
-        seed = gradient_seed(scalars, salt);
+    template <class Helped>
+    __device__ __forceinline__ void help(const Helped& product, const Work& work) {
         product.take_last(work, __shfl_sync(~0u, threadIdx.x / 32, 0), *this);
     }
 

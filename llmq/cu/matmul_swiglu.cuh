@@ -19,7 +19,7 @@
 // Needs    M and F multiples of 16.
 #pragma once
 #include "activation.cuh"
-#include "cooperative_sm90.cuh"
+#include "boxes.cuh"
 #include "fp8.cuh"
 
 using Gate = GateOf<GELU>::Type;
@@ -58,9 +58,11 @@ struct Epilogue {
     u32 count = 0;        // codes that are +-MAX,
     bool counts = false;  // if there may be some
 
-    __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
+    __device__ __forceinline__ void begin() {
         encoder.begin(scale);
         if constexpr (CODED) { up_scale = *scale_of_up; }
+    }
+    __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         product.take_boxes(work, me, *this);
         encoder.finish(saturated, abs_max);
     }
@@ -75,7 +77,9 @@ struct Epilogue {
         const int octet = threadIdx.x % 4, line = threadIdx.x % 32 / 4 * 4;
         const int row = tile.row + first_line + line, column = tile.column + 32 * b + 8 * octet;
         if (row >= M || column >= F) { return; }  // M and F are multiples of 16
-        if constexpr (CODED) { counts = *Product::hot() != 0; }
+#if CODED
+        counts = *Product::hot() != 0;
+#endif
         uint2 four[4];
 #pragma unroll 1
         for (int i = 0; i < 4; i += 2) {

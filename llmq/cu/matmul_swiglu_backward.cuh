@@ -18,7 +18,7 @@
 // Needs    M % 16 == 0, F % 64 == 0.
 #pragma once
 #include "activation.cuh"
-#include "cooperative_sm90.cuh"
+#include "boxes.cuh"
 #include "fp8.cuh"
 
 using Gate = GateOf<GELU>::Type;

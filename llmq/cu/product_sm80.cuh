@@ -1,6 +1,7 @@
 // product_sm80.cuh -- the main loop of products on the tensor cores of all GPUs since Ampere.
 //
-//   sum += a (M, K) @ b (N, K)^T        of a block's tile: of BF16 and F32 in F32, of I8 in 32 bits
+//   sum += a (M, K) @ b (N, K)^T        of a block's tile: of BF16, F32 and fp8 codes in F32, of I8 in
+//                                       32 bits
 //
 // Each operand lies in memory with K inside, in rows of K, or with K outside, (K, M) or (K, N). Steps
 // of 64 bytes of K arrive in shared memory by cp.async, DEPTH - 1 of them ahead, as they lie there:
@@ -11,6 +12,9 @@
 // for each of the step's K. Units are exchanged within a line so that the eight rows of an 8 x 8
 // matrix are in different banks.
 //
+// Of fp8 codes the tensor cores' sums, which may have fewer bits than F32, are those of a step alone:
+// they are added up in F32. That is an addition for 64 products of each element.
+//
 // F32 is multiplied by plain multiply-adds, in the order of K, from the same stages and into the same
 // sums: it is what tests of exact numbers run on, and not made for speed.
 #pragma once
@@ -18,9 +22,10 @@
 
 // One operand of a tile. data: where its first row and K is. pitch: elements from a row, or with K
 // outside from a K, to the next. rows: how many there are from there on; those behind are zeros.
+// apart: with SPLIT_RIGHT, from the rows of the tile's first half to those of its second one; else not used.
 template <class X> struct TileOperand {
     const X* data;
-    int pitch, rows;
+    int pitch, rows, apart = 0;
 };
 
 // Four neighbours of a result, in one access.
@@ -28,16 +33,21 @@ template <class X> struct alignas(4 * sizeof(X)) Four {
     X v[4];
 };
 
+// The type of sums; OF_STEPS: whether those of steps are added up.
 template <class X> struct SumOf {
     using Type = float;
+    static constexpr bool OF_STEPS = sizeof(X) == 1;
 };
 template <> struct SumOf<i8> {
     using Type = i32;
+    static constexpr bool OF_STEPS = false;
 };
 
-template <class X, int DOWN, int ACROSS, int WIDE, int DEPTH, bool A_K_OUTSIDE = false,
-          bool B_K_OUTSIDE = false>
+template <class X, int DOWN, int ACROSS, int WIDE, int DEPTH, bool LEFT_K_OUTSIDE = false,
+          bool RIGHT_K_OUTSIDE = false, class Y = X, bool SPLIT_RIGHT = false>
 struct Sm80Mainloop {
+    static_assert(sizeof(X) == sizeof(Y), "X, Y: formats of a and b");
+    static constexpr bool LEFT_OUTSIDE = LEFT_K_OUTSIDE, RIGHT_OUTSIDE = RIGHT_K_OUTSIDE;
     static constexpr int HIGH = 64, THREADS = 32 * DOWN * ACROSS;
     static constexpr int ROWS = HIGH * DOWN, COLUMNS = WIDE * ACROSS;  // of a tile
     static constexpr int STEP_BYTES = 64, STEP = STEP_BYTES / sizeof(X);
@@ -45,6 +55,7 @@ struct Sm80Mainloop {
     static constexpr int LEFT_BYTES = ROWS * STEP_BYTES;
     static constexpr int STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP_BYTES;
     static constexpr int M16 = HIGH / 16, N8 = WIDE / 8;
+    static constexpr int SLICES = STEP_BYTES / 32;  // of a step: what one instruction multiplies
     using Sum = typename SumOf<X>::Type;
     using Sums = Sum[M16][N8][4];
 
@@ -61,31 +72,34 @@ struct Sm80Mainloop {
 
     // sum += the product; shared: DEPTH * STAGE_BYTES. All threads come here together.
     static __device__ __forceinline__ void run(Sums& sum, char* shared, const TileOperand<X>& a,
-                                               const TileOperand<X>& b, int K) {
-        const int steps = (K + STEP - 1) / STEP;
+                                               const TileOperand<Y>& b, int K) {
         const SharedAddress stages = shared_address(shared);
-        auto load = [&](int step) {
-            if (step < steps) {
-                const SharedAddress to = stages + step % DEPTH * STAGE_BYTES;
-                load_operand<A_K_OUTSIDE, ROWS>(to, a, step * STEP, K);
-                load_operand<B_K_OUTSIDE, COLUMNS>(to + LEFT_BYTES, b, step * STEP, K);
+        Loader<LEFT_K_OUTSIDE, ROWS, false, X> left(a, K);
+        Loader<RIGHT_K_OUTSIDE, COLUMNS, SPLIT_RIGHT, Y> right(b, K);
+        int steps = (K + STEP - 1) / STEP, ahead = steps;  // that are left, to multiply and to load
+        auto load = [&](int at) {
+            if (ahead-- > 0) {
+                left.load(stages + at);
+                right.load(stages + at + LEFT_BYTES);
             }
             cp_async_commit();  // also without copies, so that groups are counted alike
         };
         __syncthreads();  // nobody still reads the stages of the tile before
 #pragma unroll
-        for (int i = 0; i < DEPTH - 1; ++i) { load(i); }
+        for (int i = 0; i < DEPTH - 1; ++i) { load(i * STAGE_BYTES); }
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
+        for (int at = 0; steps > 0; --steps) {
             cp_async_wait<DEPTH - 2>();
             __syncthreads();  // everybody's copies are there, and the stage before is used up
-            load(step + DEPTH - 1);
-            const int at = step % DEPTH * STAGE_BYTES;
+            load(at == 0 ? (DEPTH - 1) * STAGE_BYTES : at - STAGE_BYTES);
             if constexpr (sizeof(X) == 4) {
                 multiply(sum, shared + at);
+            } else if constexpr (SumOf<X>::OF_STEPS) {
+                multiply_codes(sum, stages + at);
             } else {
                 multiply(sum, stages + at);
             }
+            at = at == (DEPTH - 1) * STAGE_BYTES ? 0 : at + STAGE_BYTES;
         }
         cp_async_wait<0>();
     }
@@ -117,58 +131,116 @@ struct Sm80Mainloop {
     }
 
 private:
-    template <bool K_OUTSIDE, int WIDTH>
-    static __device__ __forceinline__ void load_operand(SharedAddress to, const TileOperand<X>& from,
-                                                        int k, int K) {
-        constexpr int PER_LINE = K_OUTSIDE ? WIDTH / UNIT : STEP / UNIT;
-        constexpr int UNITS = WIDTH * STEP_BYTES / 16;
-        static_assert(UNITS % THREADS == 0 && THREADS % PER_LINE == 0, "threads copy as often");
+    // A thread's units of an operand, step after step: the first one, and every LINES lines another one.
+    template <bool K_OUTSIDE, int WIDTH, bool SPLIT, class Element> struct Loader {
+        static constexpr int PER_LINE = K_OUTSIDE ? WIDTH / UNIT : STEP / UNIT;
+        static constexpr int LINES = THREADS / PER_LINE, COUNT = WIDTH * STEP_BYTES / 16 / THREADS;
+        static_assert(COUNT * THREADS * 16 == WIDTH * STEP_BYTES && LINES * PER_LINE == THREADS);
+        static_assert(!SPLIT || (!K_OUTSIDE && COUNT % 2 == 0), "threads copy as often of each half");
+
+        const Element* const readable;
+        const Element* next;  // the first unit of the next step
+        const int pitch, apart;
+        int rest;       // K from there on
+        u32 there = 0;  // of unit i bit i: its row is
+
+        __device__ __forceinline__ Loader(const TileOperand<Element>& from, int K)
+            : readable(from.data),
+              next(from.data + (i64)line() * from.pitch + unit() * UNIT),
+              pitch(from.pitch),
+              apart(from.apart - WIDTH / 2),
+              rest(K - (K_OUTSIDE ? line() : unit() * UNIT)) {
 #pragma unroll
-        for (int i = 0; i < UNITS; i += THREADS) {
-            const int line = (i + (int)threadIdx.x) / PER_LINE, unit = threadIdx.x % PER_LINE;
-            const int row = K_OUTSIDE ? unit * UNIT : line, at = k + (K_OUTSIDE ? line : unit * UNIT);
-            const bool valid = row < from.rows && at < K;
-            const i64 offset = (i64)(K_OUTSIDE ? at : row) * from.pitch + (K_OUTSIDE ? row : at);
-            const X* const p = from.data + (valid ? offset : 0);
-            cp_async_16(to + place<K_OUTSIDE, WIDTH>(line, unit), p, valid);
+            for (int i = 0; i < COUNT; ++i) {
+                const int row = SPLIT ? line() + i % (COUNT / 2) * LINES : line() + i * LINES;
+                there |= (u32)((K_OUTSIDE ? unit() * UNIT : row) < from.rows) << i;
+            }
+        }
+        static __device__ __forceinline__ int line() { return threadIdx.x / PER_LINE; }
+        static __device__ __forceinline__ int unit() { return threadIdx.x % PER_LINE; }
+
+        __device__ __forceinline__ void load(SharedAddress to) {
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) {
+                const bool valid = (there >> i & 1) && rest > (K_OUTSIDE ? i * LINES : 0);
+                const int lines = i * LINES + (SPLIT && i >= COUNT / 2 ? apart : 0);
+                const Element* const p = valid ? next + (i64)lines * pitch : readable;
+                cp_async_16(to + place<K_OUTSIDE, WIDTH>(line() + i * LINES, unit()), p, valid);
+            }
+            rest -= STEP;
+            next += K_OUTSIDE ? (i64)STEP * pitch : STEP;
+        }
+    };
+
+    // The order of ldmatrix's four 8 x 8 matrices is that of the operand's registers in ptx.cuh.
+    // k: of the step's 32 bytes each. m: of 16 rows each.
+    static __device__ __forceinline__ void load_left(u32 (&left)[4], SharedAddress stage, int k, int m) {
+        const int lane = threadIdx.x & 31, low = lane & 15, high = lane >> 4, mid = lane >> 3 & 1;
+        if constexpr (LEFT_K_OUTSIDE) {
+            const int line = 16 * k + (lane & 7) + high * 8;
+            const int unit = warp_row() / 8 + 2 * m + mid;
+            ldmatrix_x4_trans(left, stage + place<true, ROWS>(line, unit));
+        } else {
+            const int first = place<false, ROWS>(warp_row() + low, high + 2 * k);
+            ldmatrix_x4(left, stage + first + m * 16 * STEP_BYTES);
+        }
+    }
+    // Pair n of pieces of 8 columns.
+    static __device__ __forceinline__ void load_right(u32 (&right)[4], SharedAddress stage, int k,
+                                                      int n) {
+        const int lane = threadIdx.x & 31, low = lane & 15, high = lane >> 4, mid = lane >> 3 & 1;
+        const SharedAddress tile = stage + LEFT_BYTES;
+        if constexpr (RIGHT_K_OUTSIDE) {
+            const int unit = warp_column() / 8 + 2 * n + high;
+            ldmatrix_x4_trans(right, tile + place<true, COLUMNS>(16 * k + low, unit));
+        } else {
+            const int line = warp_column() + (lane & 7) + high * 8;
+            const int first = place<false, COLUMNS>(line, mid + 2 * k);
+            ldmatrix_x4(right, tile + first + n * 16 * STEP_BYTES);
         }
     }
 
-    // The order of ldmatrix's four 8 x 8 matrices is that of the operand's registers in ptx.cuh.
     static __device__ __forceinline__ void multiply(Sums& sum, SharedAddress stage) {
-        const int lane = threadIdx.x & 31;
-        const int low = lane & 15, high = lane >> 4, mid = lane >> 3 & 1;
-        const int inner = (lane & 7) + high * 8;
-        const SharedAddress tile_b = stage + LEFT_BYTES;
 #pragma unroll
-        for (int k = 0; k < STEP_BYTES / 32; ++k) {
+        for (int k = 0; k < SLICES; ++k) {
             u32 left[M16][4], right[N8 / 2][4];
 #pragma unroll
-            for (int m = 0; m < M16; ++m) {
-                if constexpr (A_K_OUTSIDE) {
-                    const int unit = warp_row() / 8 + 2 * m + mid;
-                    ldmatrix_x4_trans(left[m], stage + place<true, ROWS>(16 * k + inner, unit));
-                } else {
-                    const int first = place<false, ROWS>(warp_row() + low, high + 2 * k);
-                    ldmatrix_x4(left[m], stage + first + m * 16 * STEP_BYTES);
-                }
-            }
+            for (int m = 0; m < M16; ++m) { load_left(left[m], stage, k, m); }
 #pragma unroll
-            for (int n = 0; n < N8 / 2; ++n) {
-                if constexpr (B_K_OUTSIDE) {
-                    const int unit = warp_column() / 8 + 2 * n + high;
-                    ldmatrix_x4_trans(right[n], tile_b + place<true, COLUMNS>(16 * k + low, unit));
-                } else {
-                    const int first = place<false, COLUMNS>(warp_column() + inner, mid + 2 * k);
-                    ldmatrix_x4(right[n], tile_b + first + n * 16 * STEP_BYTES);
-                }
-            }
+            for (int n = 0; n < N8 / 2; ++n) { load_right(right[n], stage, k, n); }
 #pragma unroll
             for (int m = 0; m < M16; ++m) {
 #pragma unroll
                 for (int n = 0; n < N8 / 2; ++n) {
                     multiply(sum[m][2 * n], left[m], right[n][0], right[n][1]);
                     multiply(sum[m][2 * n + 1], left[m], right[n][2], right[n][3]);
+                }
+            }
+        }
+    }
+
+    // The same of fp8 codes, half of the rows at a time, or registers would not do.
+    static __device__ __forceinline__ void multiply_codes(Sums& sum, SharedAddress stage) {
+#pragma unroll
+        for (int first = 0; first < M16; first += 2) {
+            u32 left[SLICES][2][4];
+#pragma unroll
+            for (int i = 0; i < SLICES * 2; ++i) {
+                load_left(left[i / 2][i % 2], stage, i / 2, first + i % 2);
+            }
+#pragma unroll
+            for (int n = 0; n < N8 / 2; ++n) {
+                u32 right[SLICES][4];
+#pragma unroll
+                for (int k = 0; k < SLICES; ++k) { load_right(right[k], stage, k, n); }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int m = i / 2, b = i % 2 * 2;
+                    float part[4];
+                    mma_m16n8k32_fp8<X, Y, false>(part, left[0][m], right[0][b], right[0][b + 1]);
+                    mma_m16n8k32_fp8<X, Y, true>(part, left[1][m], right[1][b], right[1][b + 1]);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) { sum[first + m][2 * n + b / 2][j] += part[j]; }
                 }
             }
         }
@@ -195,12 +267,12 @@ private:
 #pragma unroll
             for (int i = 0; i < 2 * N8; ++i) {
                 const int column = warp_column() + i / 2 * 8 + 2 * t + i % 2;
-                right[i / 2][i % 2] = value<B_K_OUTSIDE, COLUMNS>(stage + LEFT_BYTES, column, k);
+                right[i / 2][i % 2] = value<RIGHT_K_OUTSIDE, COLUMNS>(stage + LEFT_BYTES, column, k);
             }
 #pragma unroll
             for (int i = 0; i < 2 * M16; ++i) {
                 const int row = warp_row() + i / 2 * 16 + i % 2 * 8 + g;
-                const float left = value<A_K_OUTSIDE, ROWS>(stage, row, k);
+                const float left = value<LEFT_K_OUTSIDE, ROWS>(stage, row, k);
 #pragma unroll
                 for (int n = 0; n < N8; ++n) {
 #pragma unroll

@@ -9,15 +9,13 @@
 // Included after the type variables and constants of a launch are defined: no name in here may be
 // one of those. TILE_COLUMNS, 192 or 224, is a constant of the file that includes it.
 #pragma once
-#include "common.cuh"
-#include "ptx.cuh"
+#include "boxes.cuh"
 
 #ifndef GROUPED
 #define GROUPED 0
 #endif
 
-constexpr int TILE_ROWS = 128, LINE = 128;  // LINE: bytes of K in a tile
-constexpr int BOX = 64;  // columns of a box of BF16; rows of a tile (K, N)
+// LINE is also the bytes of K in a tile, BOX the rows of a tile (K, N).
 constexpr int TILE_BOXES = (TILE_COLUMNS + BOX - 1) / BOX, SUMS = TILE_COLUMNS / 2;  // of a thread
 constexpr int LEFT_BYTES = TILE_ROWS * LINE, RIGHT_BYTES = TILE_BOXES * BOX * LINE;
 constexpr int STAGE_BYTES = LEFT_BYTES + RIGHT_BYTES;

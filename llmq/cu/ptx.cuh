@@ -11,9 +11,9 @@
 //   C, D (16 x 8)                 d[0], d[1]: row g,     columns 2t, 2t + 1
 //                                 d[2], d[3]: row g + 8, columns 2t, 2t + 1
 //
-// Fragments of m16n8k32 (.s8) are the same registers in the same places, each of four neighbouring
-// bytes instead of two elements: a[0] is row g, inner 4t .. 4t + 3, a[2] inner 4t + 16 .. 4t + 19,
-// and so on.
+// Fragments of m16n8k32 (.s8, .e4m3, .e5m2) are the same registers in the same places, each of four
+// neighbouring bytes instead of two elements: a[0] is row g, inner 4t .. 4t + 3, a[2] inner 4t + 16 ..
+// 4t + 19, and so on.
 #pragma once
 
 // An address within shared memory, in bytes.
@@ -84,6 +84,33 @@ __device__ __forceinline__ void mma_m16n8k32_s8(int (&d)[4], const unsigned int 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d = a b, or with ADD d += a b, of fp8 codes, summed as the tensor cores do it: in F32 on some cards,
+// with 14 significant bits on others. Compute capability 8.9 and later, but on 9.0 in slow pieces.
+#define PTX_MMA_FP8(FORMATS)                                                                   \
+    if constexpr (ADD) {                                                                       \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." FORMATS ".f32 "                  \
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"         \
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));          \
+    } else {                                                                                   \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.f32." FORMATS ".f32 "                  \
+                     "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"     \
+                     : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f)); \
+    }
+template <class Left, class Right, bool ADD>
+__device__ __forceinline__ void mma_m16n8k32_fp8(float (&d)[4], const unsigned int (&a)[4],
+                                                 unsigned int b0, unsigned int b1) {
+    if constexpr (Fp8<Left>::FORMAT == __NV_E5M2) {
+        PTX_MMA_FP8("e5m2.e4m3")
+    } else if constexpr (Fp8<Right>::FORMAT == __NV_E5M2) {
+        PTX_MMA_FP8("e4m3.e5m2")
+    } else {
+        PTX_MMA_FP8("e4m3.e4m3")
+    }
+}
+#undef PTX_MMA_FP8
+
 // Copy 16 bytes from global to shared memory in the background, past L1; zeros if not valid (the
 // address must then still be one that may be read). Both 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {
@@ -125,18 +152,26 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// The larger ones of the lower and of the upper 16 bits, unsigned. Compute capability 9.0 and later.
+// The larger ones of the lower and of the upper 16 bits, unsigned.
 __device__ __forceinline__ unsigned int max_halves(unsigned int a, unsigned int b) {
+#if __CUDA_ARCH__ >= 900
     unsigned int larger;
     asm("max.u16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
+#else
+    return max(a & 0xFFFF0000u, b & 0xFFFF0000u) | max(a & 0xFFFF, b & 0xFFFF);
+#endif
 }
 
-// The larger magnitudes of the lower and of the upper BF16; a NaN if one is. Capability 9.0, later.
+// The larger magnitudes of the lower and of the upper BF16; a NaN if one is.
 __device__ __forceinline__ unsigned int larger_magnitudes(unsigned int a, unsigned int b) {
+#if __CUDA_ARCH__ >= 900
     unsigned int x;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
     return x;
+#else
+    return max_halves(a & 0x7FFF7FFF, b & 0x7FFF7FFF);  // bits of a NaN are above all others
+#endif
 }
 
 // The larger one, or NaN if one is. Compute capability 8.0 and later.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS, STEP_SCALARS_WORDS, DType
 from llmq.base.operand import Fp8Out, ProductCodes
@@ -28,6 +29,9 @@ CAPABILITY = 90
 MULTIPLE = 16  # bytes: of rows of all their matrices
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
 SUM_COLUMNS = 192  # of logits whose exponentials have one sum, as a tile of their product has
+TILE_ROWS = 256  # of a tile of a cluster of two blocks
+NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
+STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
 # column_sum of cu/bias.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
@@ -391,3 +395,51 @@ def expect_added(
         expect(op, "addend", addend, out.dtype, out.shape)
     if bias is not None:
         expect(op, "bias", bias, bias_dtype, out.shape[1:])
+
+
+def on_hopper(dev: Device) -> bool:
+    """Whether products have Hopper's instructions."""
+    return dev.spec.capability == CAPABILITY
+
+
+class Tiles(NamedTuple):
+    """Those of a result (M, N), in so many columns, on so many clusters of two blocks."""
+
+    M: int
+    N: int
+    columns: int
+    clusters: int
+
+    @classmethod
+    def of(cls, dev: Device, M: int, N: int, columns: int = NARROW) -> Tiles:
+        """On all multiprocessors."""
+        return cls(M, N, columns, dev.spec.num_sms // 2)
+
+    @property
+    def count(self) -> int:
+        """Tiles of the result."""
+        return ceil_div(self.M, TILE_ROWS) * ceil_div(self.N, self.columns)
+
+    @property
+    def computed(self) -> int:
+        """Tiles that all clusters could compute in the turns that they take."""
+        return ceil_div(self.count, self.clusters) * self.clusters
+
+    @property
+    def idle(self) -> float:
+        """The share of what all clusters could compute that is no result; the result is 1."""
+        return self.computed * TILE_ROWS * self.columns / (self.M * self.N) - 1
+
+
+def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
+    """The columns of tiles with which `adapted` takes the least time. row_bytes: of a row of a.
+
+    Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
+    stored, others are multiplied; while wide ones are, nothing is.
+    """
+
+    def seconds(columns: int) -> int:  # in no unit
+        alone = STORED_ALONE if columns == WIDE else 0
+        return Tiles.of(dev, M, N, columns).computed * columns * (row_bytes + alone)
+
+    return min((NARROW, WIDE), key=seconds)

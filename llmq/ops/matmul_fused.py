@@ -1,4 +1,4 @@
-"""Matrix products for Hopper, each with what follows it: one launch.
+"""Matrix products of our own, each with what follows it: one launch.
 
     x = scale_a * scale_b * (a @ b^T) + h @ tail^T        and of x what the epilogue makes
 
@@ -8,7 +8,8 @@ epilogue takes the sums, rounded as they would be kept, while the next tile is m
 adapters are the last tiles of the sum. Sums are F32; fp8 codes are added as with fast accumulation
 (`ops.matmul.matmul_fp8`), but for `gradient`.
 
-For all: operands are contiguous, with rows of multiples of 16 bytes; compute capability 9.0.
+For all: operands are contiguous, with rows of multiples of 16 bytes; compute capability 9.0, and
+those of GENERIC without h from 8.0 on, of fp8 codes from 8.9 on.
 
     a           in   BF16, E4M3 or E5M2   (M,K)
     b           in   as a, not E5M2 twice (N,K)
@@ -32,7 +33,10 @@ from llmq.ops.common import (
     CAPABILITY,
     FP8_ARGS,
     MULTIPLE,
-    SUM_COLUMNS,
+    NARROW,
+    TILE_ROWS,
+    WIDE,
+    Tiles,
     abs_max_consts,
     expect_added,
     expect_matrix,
@@ -40,15 +44,14 @@ from llmq.ops.common import (
     fp8_args,
     fp8_consts,
     num_sums,
+    on_hopper,
+    tile_columns,
 )
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect, formats
 
 MAX_RANK, RANK_STEP = 128, 16  # R is compiled in, in steps of what one instruction multiplies
-TILE_ROWS = 256  # of a tile of a cluster of two blocks
-NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
-STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 MAX_EXPERTS, GROUPED_DEPTH = 512, 64  # experts of `grouped`, and what K is of where it is outside
 GRADIENT_COLUMNS = 64  # F is a multiple of them in `swiglu_backward`: what its warps share
 # If sums may not be fast, the tensor cores' sum, of 14 significant bits, is added to one in F32
@@ -58,64 +61,27 @@ PART_STEPS = 4
 # Bytes of shared memory: of a block, of barriers and alignment, of a tile's three boxes, of two
 # boxes of transposed codes of up and of gate, of 16 rows of a box.
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 32768, 2048
+# On other GPUs: kernels that there are, and formats of a; rows and columns of a tile, threads of a
+# block and bytes of a stage; the capabilities with 100 KiB for two blocks, and those that multiply
+# fp8 codes: before Ada none does, and between Ada and consumers' Blackwell in other instructions.
+GENERIC = {"matmul_gradient": (BF16, E4M3, E5M2)}
+GENERIC_TILE, GENERIC_THREADS, GENERIC_STAGE = 128, 128, 16384
+SMALL_SHARED, GENERIC_FP8 = (86, 89, 120, 121), (89, 120, 121)
 LINE = 128  # bytes of K in a tile
 OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 
 
-class Tiles(NamedTuple):
-    """Those of a result (M, N), in so many columns, on so many clusters of two blocks."""
-
-    M: int
-    N: int
-    columns: int
-    clusters: int
-
-    @classmethod
-    def of(cls, dev: Device, M: int, N: int, columns: int = NARROW) -> Tiles:
-        """On all multiprocessors."""
-        return cls(M, N, columns, dev.spec.num_sms // 2)
-
-    @property
-    def count(self) -> int:
-        """Tiles of the result."""
-        return ceil_div(self.M, TILE_ROWS) * ceil_div(self.N, self.columns)
-
-    @property
-    def computed(self) -> int:
-        """Tiles that all clusters could compute in the turns that they take."""
-        return ceil_div(self.count, self.clusters) * self.clusters
-
-    @property
-    def idle(self) -> float:
-        """The share of what all clusters could compute that is no result; the result is 1."""
-        return self.computed * TILE_ROWS * self.columns / (self.M * self.N) - 1
-
-
-def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
-    """The columns of tiles with which `adapted` takes the least time. row_bytes: of a row of a.
-
-    Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
-    stored, others are multiplied; while wide ones are, nothing is.
-    """
-
-    def seconds(columns: int) -> int:  # in no unit
-        alone = STORED_ALONE if columns == WIDE else 0
-        return Tiles.of(dev, M, N, columns).computed * columns * (row_bytes + alone)
-
-    return min((NARROW, WIDE), key=seconds)
-
-
 @cache
-def _kernel(entry: str, own: str, a_rows: int, b_rows: int, tail_rows: int) -> Kernel:
-    """own: its arguments beside the operands. a_rows: of a box; b_rows, tail_rows: of the half of a
-    tile."""
+def _kernel(entry: str, own: str, *boxes: int) -> Kernel:
+    """own: its arguments beside the operands. boxes: the rows of a box of a, and of the half of a
+    tile of b and of tail; none: without the instructions of Hopper."""
+    a, b, h, tail = (f"[{rows}]" for rows in (*boxes[:2], 128, boxes[2])) if boxes else [""] * 4
     return Kernel(
         "matmul_fused.cu",
         entry,
-        args=f"const A[{a_rows}]* a, const B[{b_rows}]* b, const bf16[128]*? h, "
-        f"const bf16[{tail_rows}]*? tail, const f32*? scale_a, const f32*? scale_b, "
-        f"i32 M, i32 N, i32 K, {own}",
-        capability=CAPABILITY,
+        args=f"const A{a}* a, const B{b}* b, const bf16{h}*? h, const bf16{tail}*? tail, "
+        f"const f32*? scale_a, const f32*? scale_b, i32 M, i32 N, i32 K, {own}",
+        capability=CAPABILITY if boxes else None,
     )
 
 
@@ -129,6 +95,7 @@ class _Product(NamedTuple):
     rank: int
     b_outside: bool
     tail_outside: bool
+    a_outside: bool = False
 
     @classmethod
     def of(
@@ -144,11 +111,13 @@ class _Product(NamedTuple):
         dtypes: tuple[DType, ...] = (BF16, E4M3, E5M2),
         codes: tuple[DType, ...] = (E4M3,),
         transposed: bool = False,
+        a_outside: bool = False,
     ) -> _Product:
-        """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16."""
+        """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16.
+        a_outside: a is (K, M)."""
         expect_operands(op, a, b, scale_a, scale_b, dtypes=dtypes, codes=codes)
         outside = transposed and a.dtype == BF16
-        (M, K), N = a.shape, b.shape[1 if outside else 0]
+        (M, K), N = a.shape[:: -1 if a_outside else 1], b.shape[1 if outside else 0]
         expect(op, "b", b, None, (K, N) if outside else (N, K))
         R = 0
         if h is not None or tail is not None:
@@ -157,7 +126,7 @@ class _Product(NamedTuple):
             R = h.shape[1]
             expect(op, "h", h, BF16, (M, R))
             expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
-        return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
+        return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed, a_outside)
 
     def launch(
         self,
@@ -180,24 +149,37 @@ class _Product(NamedTuple):
         which there are as many as it has place for. count: tiles of all results, where there are
         several of (M, N), or of other rows. a_rows: of a box of a."""
         N = self.N // (1 + paired)
-        tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
-        pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
-        stages = (SHARED - BARRIERS - beside) // pair
-        rows = (OUTSIDE if way else columns // 2 for way in (self.b_outside, self.tail_outside))
+        generic = entry in GENERIC and not on_hopper(dev) and not self.rank
+        if generic:
+            columns, threads, cluster, boxes = GENERIC_TILE, GENERIC_THREADS, 1, ()
+            blocks = ceil_div(self.M, GENERIC_TILE) * ceil_div(N, columns // (1 + paired))
+            stages = 3 if dev.spec.capability in SMALL_SHARED else 4
+            smem = stages * GENERIC_STAGE
+        else:
+            tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
+            pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
+            stages = (SHARED - BARRIERS - beside) // pair
+            blocks, cluster = 2 * min(count or tiles.count, tiles.clusters), 2
+            outside = self.b_outside, self.tail_outside
+            boxes = (a_rows, *(OUTSIDE if way else columns // 2 for way in outside))
+            smem = stages * pair + beside + BARRIERS
         dev.launch(
-            _kernel(entry, own, a_rows, *rows),
-            2 * min(count or tiles.count, tiles.clusters),
+            _kernel(entry, own, *boxes),
+            blocks,
             threads,
             (*self.operands, self.M, N, self.K, *args),
             consts={
+                "A_K_OUTSIDE": int(self.a_outside),
                 "B_K_OUTSIDE": int(self.b_outside),
                 "TAIL_K_OUTSIDE": int(self.tail_outside),
+                "B_SPLIT": int(paired),
                 "RANK": RANK_STEP * ceil_div(self.rank, RANK_STEP),
                 "RING_STAGES": stages,
                 "TILE_WIDTH": columns,
+                "CLUSTER": cluster,
             }
             | (consts or {}),
-            smem=stages * pair + beside + BARRIERS,
+            smem=smem,
             cost=cost,
         )
 
@@ -392,32 +374,37 @@ def gradient(
     acc: Accumulator,
     a: Tensor,
     b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     *,
     fast_accumulation: bool = False,
 ) -> None:
     """acc.tensor += BF16(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
 
-    The bits are those of the product alone, and of `reduce.add` behind it.
+    The bits are those of the product alone, and of `reduce.add` behind it. On other GPUs than
+    Hopper sums are F32, and a and b may be BF16: a^T @ b then, without scales.
 
-    Args (of fp8 codes, b E4M3):
+    Args (of fp8 codes, b E4M3; BF16 a is (K,M), and b (K,N)):
         acc.tensor   inout  BF16  (M,N)   sums are rounded stochastically
-        fast_accumulation                 as in matmul_fp8; here it is taken
+        fast_accumulation                 as in matmul_fp8; on Hopper it is taken
 
     Cost:    2*M*N*K FLOPs; acc.tensor written once, and read once if it is added to; one launch.
     """
     op = "matmul_gradient"
     expect_matrix(op, "acc.tensor", acc.tensor, (BF16,))
-    p = _Product.of(op, a, b, None, None, scale_a, scale_b, dtypes=(E4M3, E5M2))
+    dtypes = (E4M3, E5M2) if on_hopper(dev) else GENERIC[op]
+    outside = a.dtype == BF16
+    operands = {"dtypes": dtypes, "transposed": outside, "a_outside": outside}
+    p = _Product.of(op, a, b, None, None, scale_a, scale_b, **operands)
     sizes = p.M, p.N, p.K
     expect(op, "acc.tensor", acc.tensor, BF16, sizes[:2])
     expect(op, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
-    if 2 * p.N % MULTIPLE or p.K % MULTIPLE:
+    if any(2 * n % MULTIPLE for n in (p.N, p.M if outside else p.K // 2)):
         raise ValueError(f"{op}: rows must have multiples of {MULTIPLE} bytes, got {sizes}")
-    part_steps = 0 if fast_accumulation else PART_STEPS
+    part_steps = 0 if fast_accumulation or not on_hopper(dev) else PART_STEPS
     d = "inout bf16* d" if acc.accumulate else "bf16* d"  # one reads what it adds to
     how = {"accumulate": acc.accumulate, "fast": fast_accumulation, "epilogue": "gradient"}
+    how["trans_a"] = outside
     p.launch(
         dev,
         op,

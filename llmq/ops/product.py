@@ -48,9 +48,10 @@ from llmq.ops import (
 from llmq.ops.common import num_sums
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ops.matmul_int8 import matmul_int8
-from llmq.ops.routes import Route, Sizes, taken
+from llmq.ops.routes import Route, Sizes, offered, taken
 from llmq.runtime.device import Device
 
+Run = Callable[[], None]
 Multiply = Callable[..., None]
 """Enqueues a product alone, with what is added to it: (out, bias=, accumulate=, addend=)."""
 
@@ -114,6 +115,25 @@ class _Terms(NamedTuple):
 
     def route(self, kind: str, out: DType | None = None) -> Route | None:
         """The route of this product with an epilogue, or of "adapters"; None: two kernels."""
+        sizes = self.sizes(kind, out)
+        route = None if sizes is None else taken(self.dev, kind, sizes, fast=self.fast)
+        # A bias comes before an activation.
+        return None if route and self.bias is not None and not route.bias else route
+
+    def choose(
+        self, kind: str, out: DType | None, two: Run, one: Run, kept: Tensor | None = None
+    ) -> None:
+        """Enqueue two kernels, or one where that is faster. kept: see Device.choose."""
+        ways, sizes = {"two kernels": two}, self.sizes(kind, out)
+        if sizes is not None and self.bias is None and offered(self.dev, kind, sizes):
+            ways["one kernel"] = one
+            M, N, K, a, *_ = sizes
+            self.dev.choose(f"{kind} {M}x{N}x{K} {a}*{self.right.dtype}", ways, kept)
+        else:
+            two()
+
+    def sizes(self, kind: str, out: DType | None) -> Sizes | None:
+        """Those that a route goes by; None: no kernel of ours has such operands."""
         if isinstance(self.b, Int8 | Rounded):
             return None
         adapters, left, right = self.adapters, self.left, self.right
@@ -123,9 +143,7 @@ class _Terms(NamedTuple):
         M, K = left.shape[::-1] if self.trans_a and left is self.a else left.shape
         N = right.shape[0 if last else 1] // (2 if kind == "glu" else 1)
         rank = 0 if adapters is None else adapters.hidden.shape[1]
-        route = taken(self.dev, kind, Sizes(M, N, K, left.dtype, out, rank), fast=self.fast)
-        # A bias comes before an activation.
-        return None if route and self.bias is not None and not route.bias else route
+        return Sizes(M, N, K, left.dtype, out, rank)
 
     @contextmanager
     def operands(self) -> Iterator[dict[str, Tensor | None]]:
@@ -317,16 +335,23 @@ def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
 
 def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
     dev, target = terms.dev, out.tensor
-    if terms.route("gradient", target.dtype) is not None:
+
+    def one() -> None:
         matmul_fused.gradient(
             dev, out, terms.left, terms.right, *terms.scales, fast_accumulation=terms.fast
         )
-    elif target.dtype == F32 or not out.accumulate:
-        terms.library(target, accumulate=out.accumulate)
-    else:
+
+    def two() -> None:
         with dev.scratch("d_weight", target.shape, target.dtype) as part:
             terms.library(part)
             reduce.add(dev, out, part)
+
+    if terms.route("gradient", target.dtype) is not None:
+        one()
+    elif target.dtype == F32 or not out.accumulate:
+        terms.library(target, accumulate=out.accumulate)
+    else:
+        terms.choose("gradient", target.dtype, two, one, kept=target)
 
 
 def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:

@@ -1,7 +1,9 @@
 """Rules of where a kernel of ours is taken for a product and what follows it.
 
 A route is a rule of device, formats and sizes, and no measurement: plans have the launches of runs.
-LLMQ_FUSED takes the place of the part of a rule that says what is faster (`Device.fused`).
+On other GPUs than Hopper some kernels are offered, which a device that tunes times beside two
+kernels; plans have the two kernels then. LLMQ_FUSED takes the place of the part of a rule that says
+what is faster (`Device.fused`).
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, DType
 from llmq.ops import matmul_fused
-from llmq.ops.common import CAPABILITY, MULTIPLE
-from llmq.ops.matmul_fused import MAX_RANK, TILE_ROWS, Tiles, tile_columns
+from llmq.ops.common import CAPABILITY, MULTIPLE, TILE_ROWS, Tiles, tile_columns
+from llmq.ops.matmul_fused import GENERIC_FP8, MAX_RANK
 from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.machine import PLAN_SPEC
 
@@ -133,7 +135,7 @@ ROUTES = {
         kernel="matmul_gradient",
         a=(E4M3, E5M2),
         out=BF16,
-        aligned=lambda s: (2 * s.N, s.K),
+        aligned=lambda s: (2 * s.N, 2 * s.M if s.a is BF16 else s.K),
         faster=_uses_turns,
         exact=True,
     ),
@@ -174,6 +176,8 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     from a product, and its grid counts on all of them.
     """
     route = ROUTES.get(kind)
+    if dev.fused is not None and offered(dev, kind, sizes):
+        return route if route.kernel in dev.fused else None
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None
     if route.fast and sizes.a != BF16 and not fast:
@@ -189,3 +193,19 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     if told is None and not (large and route.faster(dev, sizes)):
         return None
     return route if all(size % MULTIPLE == 0 for size in route.aligned(sizes)) else None
+
+
+def offered(dev: Device, kind: str, sizes: Sizes) -> bool:
+    """Whether there is a kernel of ours that needs no instructions of Hopper.
+
+    GPUs differ in where it is faster than two kernels: `Device.choose` finds out.
+    """
+    route, capability = ROUTES.get(kind), dev.spec.capability
+    if route is None or capability in (CAPABILITY, HOST_SPEC.capability):
+        return False
+    if sizes.a.itemsize == 1 and capability not in GENERIC_FP8:
+        return False
+    if sizes.rank or sizes.N % route.columns() or route.out not in (None, sizes.out):
+        return False
+    formats = matmul_fused.GENERIC.get(route.kernel, ())
+    return sizes.a in formats and all(size % MULTIPLE == 0 for size in route.aligned(sizes))

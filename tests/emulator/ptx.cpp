@@ -80,6 +80,31 @@ MmaBytesOut multiply_bytes(const MmaBytesIn& in) {
     return warp_exchange<MmaBytesOut>(~0u, in, multiply_all_bytes);
 }
 
+static void multiply_all_codes(const MmaCodesIn* const* in, MmaOut* const* out) {
+    float a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int j = 0; j < 4; ++j) {
+            for (int i = 0; i < 4; ++i) {
+                a[g + 8 * (i % 2)][4 * t + 16 * (i / 2) + j] = in[lane]->a[4 * i + j];
+            }
+            for (int i = 0; i < 2; ++i) { b[4 * t + 16 * i + j][g] = in[lane]->b[4 * i + j]; }
+        }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            float sum = in[lane]->c[i];
+            for (int k = 0; k < 32; ++k) { sum += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2]; }
+            out[lane]->d[i] = sum;
+        }
+    }
+}
+
+MmaOut multiply_codes(const MmaCodesIn& in) {
+    return warp_exchange<MmaOut>(~0u, in, multiply_all_codes);
+}
+
 // -- Fences between what threads write to shared memory and what copies and products see there ------
 
 // Of 16 bytes: when and by which thread of the cluster they were last written, 0: not by a thread.

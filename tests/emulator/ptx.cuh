@@ -43,6 +43,22 @@ static inline void mma_m16n8k32_s8(int (&d)[4], const unsigned (&a)[4], unsigned
     std::copy(out.d, out.d + 4, d);
 }
 
+template <class Left, class Right, bool ADD>
+static inline void mma_m16n8k32_fp8(float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                                    unsigned b1) {
+    const auto number = []<class X>(X, unsigned word, int j) {
+        X code;
+        code.__x = (unsigned char)(word >> 8 * j);
+        return (float)code;
+    };
+    ptx::MmaCodesIn in{};
+    for (int i = 0; i < 16; ++i) { in.a[i] = number(Left(), a[i / 4], i % 4); }
+    for (int i = 0; i < 8; ++i) { in.b[i] = number(Right(), i < 4 ? b0 : b1, i % 4); }
+    if (ADD) { std::copy(d, d + 4, in.c); }
+    const auto out = ptx::multiply_codes(in);
+    std::copy(out.d, out.d + 4, d);
+}
+
 static inline void cp_async_16(SharedAddress to, const void* from, bool valid) {
     ptx::copy_in_background(to, from, valid, 16);
 }

@@ -40,6 +40,12 @@ struct MmaBytesOut {
 
 MmaBytesOut multiply_bytes(const MmaBytesIn& in);
 
+// The same of fp8 codes, summed in float: a lane's numbers in the order of its codes.
+struct MmaCodesIn {
+    float a[16], b[8], c[4];
+};
+MmaOut multiply_codes(const MmaCodesIn& in);
+
 void store_matrices(SharedAddress row, const Registers4& matrices);
 
 // -- Fences between what threads write to shared memory and what copies and products see there ------

@@ -13,9 +13,8 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator
 from llmq.ops import matmul_fused, swiglu
-from llmq.ops.common import num_sums
+from llmq.ops.common import num_sums, tile_columns
 from llmq.ops.matmul import matmul_fp8
-from llmq.ops.matmul_fused import tile_columns
 from llmq.ops.routes import Sizes, taken
 from llmq.ref.matmul_fused import CASES
 from llmq.runtime.machine import PLAN_SPEC
@@ -329,11 +328,12 @@ def check_gradient(dev, rng, case, a=E4M3, *, accumulate=True, **options):
     M, N, K = case
     arrays = {
         "d": (rng.normal(size=(M, N)) * 100).astype(BF16.numpy),
-        "a": whole(rng, a, M, K),
-        "b": whole(rng, E4M3, N, K),
+        "a": whole(rng, a, *((K, M) if a == BF16 else (M, K))),
+        "b": whole(rng, BF16, K, N) if a == BF16 else whole(rng, E4M3, N, K),
         "scalars": step_scalars(seed=1, step=2, micro_step=3),
         **scales_of(a, 0.5, 4.0),
     }
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     if not accumulate:
         arrays["d"][:] = np.nan
 
@@ -351,6 +351,15 @@ def test_gradient(hopper, rng, case):
 
 def test_gradient_overwrites(hopper, rng):
     check_gradient(hopper, rng, CASES["matmul_gradient"]["small"], accumulate=False)
+
+
+def test_gradient_without_hopper(generic, rng):
+    """Edges of tiles, and several of each block."""
+    for case in small("matmul_gradient").values():
+        check_gradient(generic, rng, case, BF16)
+        if generic.spec.capability > 80:
+            check_gradient(generic, rng, case, E5M2)
+    check_gradient(generic, rng, case, BF16, accumulate=False)
 
 
 @gpu_only
