@@ -59,6 +59,7 @@ from llmq.ops import (
     gelu,
     global_norm,
     grouped,
+    labels,
     matmul,
     matmul_fused,
     matmul_int8,
@@ -573,6 +574,17 @@ def _distill(dev: Device, *, told: Tensor, kl: Tensor, vocab_size: int, **tensor
     distill.distill(dev, **tensors, teacher=teacher, vocab_size=vocab_size)
 
 
+def labels_calls(rows: int, vocab: int, padded_vocab: int, linear: int) -> list[Call]:
+    args = {"logits": bf16(rows, padded_vocab), "losses": f32(rows), "lse": f32(rows)}
+    args |= {"hits": f32(rows), "targets": np.zeros(rows, np.int32), "weights": f32(rows)}
+    how = {"linear": bool(linear), "vocab_size": vocab}
+    return [Call("labels", _labels, args | how)]
+
+
+def _labels(dev: Device, *, hits: Tensor, linear: bool, **tensors: Any) -> None:
+    labels.Labels(hits, linear).launch(dev, **tensors, gradient=True)
+
+
 def top_k_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call]:
     args = {"told": f32(rows, 2 * k), "logits": bf16(rows, padded_vocab), "lse": f32(rows)}
     return [Call("top k", top_k, args | {"vocab_size": vocab})]
@@ -943,6 +955,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "route": route_calls,
     "short_conv": short_conv_calls,
     "swiglu": swiglu_calls,
+    "labels": labels_calls,
     "top_k": top_k_calls,
 }
 

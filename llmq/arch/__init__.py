@@ -55,4 +55,6 @@ def read_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     for arch in ARCHITECTURES.values():
         if names[0] == arch.wrapper:
             return arch.read_wrapped(hf)
+        if names[0] == arch.classifier:
+            return arch.read(hf)
     return architecture(names[0]).read(hf)

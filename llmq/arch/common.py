@@ -59,6 +59,12 @@ class Architecture:
     """Sizes that their text_config need not give."""
     label: str
     """Name in [Options] and in the log."""
+
+    @property
+    def classifier(self) -> str | None:
+        """Class at Hugging Face of models with a score head; None: there is none."""
+        return self.name.replace("ForCausalLM", "ForSequenceClassification")
+
     gguf: GgufKind | None = None
     """How it is in files for llama.cpp; None: it has no name there. A subclass gives its own."""
 
@@ -146,6 +152,10 @@ class Architecture:
                 f"config.json: eos_token_id must be one id or a list of ids, got {eos!r}"
             )
         bos, pad = (get(hf, f"{name}_token_id", int, None) for name in ("bos", "pad"))
+        head = {}
+        if self.classifier is not None and hf.get("architectures") == [self.classifier]:
+            labels = get(hf, "id2label", dict, None)  # two of them need not be written
+            head = {"num_labels": 2 if labels is None else len(labels), "tied_embeddings": False}
         return {
             "architecture": self.name,
             "vocab_size": size(hf, "vocab_size"),
@@ -155,6 +165,7 @@ class Architecture:
             "pad_token_id": pad if "pad_token_id" in hf else self.pad_token_id,
             "initializer_range": get(hf, "initializer_range", float, 0.02),
             **self.read_sizes(hf),
+            **head,
         }
 
     def read_wrapped(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +181,14 @@ class Architecture:
         """
         eos = model.eos_token_ids
         hf_dtype = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+        labels = [f"LABEL_{i}" for i in range(model.num_labels)]  # as transformers names them
+        of_labels = {
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "label2id": {label: i for i, label in enumerate(labels)},
+        }
         return {
-            "architectures": [self.name],
+            "architectures": [self.classifier if model.num_labels else self.name],
+            **(of_labels if model.num_labels else {}),
             "model_type": self.model_type,
             "vocab_size": model.vocab_size,
             **self.write_sizes(model),

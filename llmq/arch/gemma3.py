@@ -17,6 +17,7 @@ class Gemma3(RopeFamily):
     """
 
     name = "Gemma3ForCausalLM"
+    classifier = "Gemma3TextForSequenceClassification"
     model_type = "gemma3_text"
     wrapper = "Gemma3ForConditionalGeneration"
     text_defaults: Mapping[str, Any] = {

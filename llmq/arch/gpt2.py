@@ -39,6 +39,7 @@ class Gpt2(Architecture):
         "lm_head": ("lm_head",),
     }
     transposed = True
+    classifier = "GPT2ForSequenceClassification"
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Sizes; n_inner may be null."""

@@ -8,6 +8,7 @@ hidden size, F: width of the MLP. `config` is a ModelConfig.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
@@ -97,13 +98,17 @@ def embedding(config: Any) -> tuple[Module, ...]:
 
 
 def head(config: Any) -> tuple[Module, ...]:
-    """The norms behind the last block, and the LM head if it is not the embedding."""
+    """The norms behind the last block, and the LM head if it is not the embedding, or the score
+    head in its place."""
     post = norms(config, "ln1", config.num_layers)[:1] if config.arch.post_norm else ()
     layernorm = config.norm == "layernorm"
     norm = _norm(config, "norm", "model.norm", config.hidden_size, bias=layernorm)
-    tied = config.tied_embeddings
-    own = () if tied else (_table(config, "lm_head", "lm_head", config.vocab_size),)
-    return (*post, norm, *own)
+    if config.tied_embeddings:
+        return (*post, norm)
+    own = _table(config, "lm_head", "lm_head", config.outputs, config.padded_outputs)
+    if config.num_labels:  # it takes the place of the LM head
+        own = replace(own, name="score", parts=(Part(module="score", rows=config.outputs),))
+    return (*post, norm, own)
 
 
 def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:

@@ -95,6 +95,8 @@ class ModelConfig:
     """Bias on the MLP's projections."""
     tied_embeddings: bool
     """The LM head is the embedding matrix."""
+    num_labels: int = 0
+    """Rows of the score head that stands in place of the LM head; 0: there is none."""
     bos_token_id: int | None = None
     """Id that begins a sequence."""
     eos_token_id: int | None = None
@@ -181,6 +183,16 @@ class ModelConfig:
         """Vp: rows of the embedding and of the LM head in memory."""
         return -(-self.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
 
+    @property
+    def outputs(self) -> int:
+        """Logits behind each token: one for each id, or for each label of a score head."""
+        return self.num_labels or self.vocab_size
+
+    @property
+    def padded_outputs(self) -> int:
+        """Rows of the head in memory."""
+        return -(-self.outputs // VOCAB_PADDING) * VOCAB_PADDING
+
     def window_of(self, layer: int) -> int | None:
         """Positions that a token sees in a layer, itself included; None: all."""
         windowed = self.windowed_layers is None or self.windowed_layers[layer]
@@ -265,6 +277,12 @@ class ModelConfig:
             value = getattr(self, name)
             if not 0 <= value <= most:  # nor is NaN
                 raise ConfigError(f"model {name}: must be between 0 and {most:g}, got {value}")
+        if self.num_labels and (self.tied_embeddings or self.arch.classifier is None):
+            raise ConfigError(f"model num_labels: {self.architecture} has no score head")
+        if not 0 <= self.num_labels <= self.vocab_size:
+            raise ConfigError(
+                f"model num_labels: at most the {self.vocab_size} ids, got {self.num_labels}"
+            )
         for token in self.eos_token_ids:
             if token < 0:
                 raise ConfigError(f"model eos_token_id: must not be negative, got {token}")

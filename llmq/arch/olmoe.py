@@ -14,6 +14,7 @@ class Olmoe(WithExperts, RopeFamily):
     """Norms stand before the halves of blocks, unlike OLMo 2's."""
 
     name = "OlmoeForCausalLM"
+    classifier = None
     model_type = "olmoe"
     label = "OLMoE"
     gguf = GgufKind("olmoe", grouped=False)

@@ -27,6 +27,7 @@ class Qwen35(RopeFamily):
     of each head. Positions of images have three axes, which are one for text."""
 
     name = "Qwen3_5ForCausalLM"
+    classifier = "Qwen3_5TextForSequenceClassification"
     model_type = "qwen3_5_text"
     wrapper = "Qwen3_5ForConditionalGeneration"
     text_defaults: Mapping[str, Any] = {

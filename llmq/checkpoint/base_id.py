@@ -39,7 +39,7 @@ class BaseId:
 
 def base_id(name: str, weights: HfWeights, table: tuple[Slab, ...]) -> BaseId:
     """The identity of a model directory; reads all of it. table: without adapters."""
-    params = [param for slab in table for param in slab.params]
+    params = [p for slab in table for p in slab.params if weights.has(p)]
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         digests = list(pool.map(weights.digest, params))
     digest = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()

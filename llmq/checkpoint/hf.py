@@ -36,6 +36,7 @@ IMPORTED_DTYPES = ("BF16", "F16", "F32")
 # Buffers that old checkpoints contain and that follow from the config: causal masks, frequencies.
 # And layers that guess several tokens at once, which transformers leaves out too.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$|^mtp\.")
+SCORE_HEAD = "score.weight"
 _PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 
 
@@ -130,9 +131,14 @@ class HfWeights:
         self.directory = directory
         self._files: dict[str, dict[str, HfTensor]] = {}
         self._where, self.nested = _language_model(self._open())
-        config = json_object(directory / CONFIG_FILE).get("quantization_config")
-        if config is not None:
-            self._where = decoded(self._where, config)
+        config = json_object(directory / CONFIG_FILE)
+        self._is_classifier = str(config.get("architectures")).endswith("Classification']")
+        if (coded := config.get("quantization_config")) is not None:
+            self._where = decoded(self._where, coded)
+
+    def has(self, param: Param) -> bool:
+        """Whether it is here."""
+        return all(self._name(part.name) is not None for part in self._parts(param))
 
     @property
     def dtype(self) -> str:
@@ -203,10 +209,13 @@ class HfWeights:
 
         Reads no weights, except where a tied checkpoint also stores an LM head: it must be equal.
         """
-        missing, used = [], set()
+        missing, used, names = [], set(), set()
         for param in (p for slab in table for p in slab.params):
             for part in self._parts(param):
+                names.add(part.name)
                 stored = self._name(part.name)
+                if stored is None and part.name == SCORE_HEAD and not self._is_classifier:
+                    continue  # it begins anew, in place of the LM head
                 if stored is None:
                     missing.append(part.name)
                 else:
@@ -220,6 +229,8 @@ class HfWeights:
                 f"'{self._path}' lacks {_list(missing)}, which config.json asks for{hint}"
             )
         unexpected = [n for n in self._where if n not in used and not _BUFFERS.search(n)]
+        if SCORE_HEAD in names and "lm_head.weight" in unexpected:
+            unexpected.remove("lm_head.weight")
         if "lm_head.weight" in unexpected:  # the table has none: tied
             embed = table[0].params[0]
             self._check_part("lm_head.weight", embed, embed.hf[0])
@@ -339,7 +350,8 @@ def _language_model(where: dict[str, HfTensor]) -> tuple[dict[str, HfTensor], bo
     for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
         named = {n.removeprefix(prefix): t for n, t in where.items() if n.startswith(prefix)}
         if named:
-            heads = {name: t for name, t in where.items() if name == "lm_head.weight"}
+            own_heads = ("lm_head.weight", SCORE_HEAD)
+            heads = {name: t for name, t in where.items() if name in own_heads}
             return {own + name: tensor for name, tensor in named.items()} | heads, True
     return where, False
 

@@ -88,7 +88,8 @@ def export_model(
     stored = StoredAs(dtype) if stored is None else stored
     with staged_directory(out_dir, replaces, RUN_FILE) as staging:
         write_json(staging / CONFIG_FILE, config.to_hf(option) | stored.fields)
-        write_json(staging / "generation_config.json", _generation_config(config))
+        if not config.num_labels:
+            write_json(staging / "generation_config.json", _generation_config(config))
         sums = _write_weights(staging, weight_table(config), read, stored, max_shard_bytes)
         origin = run_record(made=made, run=run, hub=hub)
         if origin:

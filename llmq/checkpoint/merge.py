@@ -18,7 +18,7 @@ from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_f
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.hf_export import export_model
-from llmq.checkpoint.peft import AdapterFiles, with_new_tokens
+from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
 from llmq.data.new_tokens import parse_tokens
@@ -117,7 +117,7 @@ def open_merged(
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None:
             model = _grown(model, weights, directory, files.config.add_tokens)
-        model = with_new_tokens(model, directory, files.config)
+        model = with_additions(model, directory, files.config)
         adapters = files.adapters(model)
         files.check_adapters(model, adapters)
         if files.base is not None:

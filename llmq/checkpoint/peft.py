@@ -27,6 +27,7 @@ from llmq.checkpoint.export_files import (
 from llmq.checkpoint.folder import entries, is_complete
 from llmq.checkpoint.hf import (
     IMPORTED_DTYPES,
+    SCORE_HEAD,
     HfTensor,
     HfWeights,
     same_values,
@@ -217,15 +218,21 @@ def _new_tokens(ids: Any) -> dict[str, list[int]]:
     return {str(module): [int(i) for i in ids] for module, ids in by_module.items() if ids}
 
 
-def with_new_tokens(
+def with_additions(
     model: ModelConfig, directory: Path, adapter: AdapterConfig | None = None
 ) -> ModelConfig:
-    """The model with the ids whose rows are trained beside the adapters in a directory, if any are.
+    """The model with what it got for the adapters in a directory: ids whose rows are trained beside
+    them, and a score head.
 
     adapter: read from there; None: it is not yet. LlmqError where they do not go with the model, or
     are none of what can be trained: neighbours, of the embedding and maybe of the head.
     """
     adapter = read_adapter_config(directory) if adapter is None else adapter
+    if adapter.content.get("task_type") == "SEQ_CLS" and not model.num_labels:
+        with AdapterFiles(directory) as files:
+            labels = files.labels
+        if labels:
+            model = replace(model, num_labels=labels, tied_embeddings=False)
     if not adapter.new_tokens:
         return model
     what = f"'{directory / ADAPTER_CONFIG}': trainable_token_indices"
@@ -274,6 +281,11 @@ class AdapterFiles(HfWeights):
         self.config = replace(self.config, **known)
         ends = record.get("eos_token_ids")
         self.ends = ends if isinstance(ends, list) else []
+
+    @property
+    def labels(self) -> int:
+        """Rows of the score head that is here; 0: there is none."""
+        return self._where[SCORE_HEAD].shape[0] if SCORE_HEAD in self._where else 0
 
     def _open(self) -> dict[str, HfTensor]:
         if not (self.directory / ADAPTER_FILE).is_file():
@@ -399,10 +411,6 @@ class AdapterFiles(HfWeights):
                 f"compared with {model}"
             )
         return lines
-
-    def has(self, param: Param) -> bool:
-        """Whether it is here."""
-        return param.hf[0].name in self._where
 
     def check_adapters(self, model: ModelConfig, adapters: Adapters) -> None:
         """LlmqError unless the file holds what is trained, and nothing else but copies."""

@@ -119,7 +119,7 @@ def _peft_config(
     own_rows = {nested_name(t) if nested else _last(t): [*range(*model.new_tokens)] for t in tables}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if model.num_labels else "CAUSAL_LM",
         "base_model_name_or_path": config.base,
         "r": adapters.rank,
         "lora_alpha": _number(adapters.alpha),

@@ -23,7 +23,7 @@ Format = Annotated[
     str,
     typer.Option(
         help="Records: text, or conversations: messages, conversations, prompt, instruction, "
-        "pairs, labels; auto: by their fields, but for labels."
+        "pairs, labels, classes; auto: by their fields, but for labels and classes."
     ),
 ]
 TrainOn = Annotated[

@@ -8,6 +8,7 @@ pairs          {"prompt": "…", "chosen": "…", "rejected": "…"}: two conver
                first is to be preferred; the prompt may be a field of any format above
 labels         {"prompt": "…", "completion": "…", "label": true}: whether an answer is desirable, of
                any format above
+classes        {"text": "…", "label": 2}: a text and its class, or a conversation and its class
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ REQUIRED = {
     "instruction": ("instruction", "output"),
     "pairs": ("chosen", "rejected"),
     "labels": ("label",),
+    "classes": ("label",),
 }
-PAIRS, LABELS, PLAIN = "pairs", "labels", "prompt"
+PAIRS, LABELS, CLASSES, PLAIN = "pairs", "labels", "classes", "prompt"
 _EVERYWHERE = ("tools", "documents", "chat_template_kwargs")
 OPTIONAL = {
     "messages": _EVERYWHERE,
@@ -47,6 +49,7 @@ OPTIONAL = {
         *("history", "system", *_EVERYWHERE),
     ),
 }
+OPTIONAL[CLASSES] = (TEXT, *OPTIONAL[LABELS])
 FORMATS = ("auto", TEXT, *REQUIRED)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -67,8 +70,8 @@ class Conversation:
 
     variables: values that the record sets for the template. first_trained: the messages before this
     number are a prompt, and none of them is trained. is_text: the record has a prompt and a
-    completion and nothing else, both texts. label: whether its answer is desirable, where that is
-    known.
+    completion and nothing else, both texts. label: whether its answer is desirable, or the number
+    of its class, where that is known. text: in place of messages.
     """
 
     messages: list[Message]
@@ -77,7 +80,8 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     first_trained: int = 0
     is_text: bool = False
-    label: bool | None = None
+    label: int | None = None
+    text: str | None = None
 
     def answered_by(self, other: Conversation) -> Conversation:
         """With the answer of another one in place of its own."""
@@ -130,6 +134,8 @@ class RecordConversation:
                 return parse_pair(record)
             if self.has_labels:
                 return [parse_labelled(record)]
+            if self.form == CLASSES:
+                return [parse_classified(record)]
             return [parse_conversation(record, self.form)]
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
@@ -186,13 +192,30 @@ def parse_labelled(record: dict[str, Any]) -> Conversation:
     label = _FLAG_VALUES.get(str(record["label"]).strip().lower())
     if label is None:
         raise DataError(f"field 'label' is {record['label']!r}, neither true nor false")
+    found = _conversation_of(record)
+    prompt = found.first_trained or len(found.messages) - 1
+    return replace(found, first_trained=prompt, label=label)
+
+
+def _conversation_of(record: dict[str, Any]) -> Conversation:
+    """That of the first format whose fields a record has. DataError if it has none."""
     forms = (PLAIN, "messages", "conversations", "instruction")
     form = next((f for f in forms if all(record.get(n) is not None for n in REQUIRED[f])), None)
     if form is None:
-        raise DataError("there is no answer beside the label: no fields of a conversation")
-    found = parse_conversation(record, form)
-    prompt = found.first_trained or len(found.messages) - 1
-    return replace(found, first_trained=prompt, label=label)
+        raise DataError("there is nothing beside the label: no fields of a conversation")
+    return parse_conversation(record, form)
+
+
+def parse_classified(record: dict[str, Any]) -> Conversation:
+    """The text or the conversation of a record, and the number of its class. DataError for missing
+    or wrong fields."""
+    _check_required(record, CLASSES)
+    label = record["label"]
+    if not isinstance(label, int) or label < 0:
+        raise DataError(f"field 'label' is {label!r}, which is no class: those count from 0")
+    if record.get(TEXT) is not None:
+        return Conversation([], label=int(label), text=_text(record[TEXT], TEXT))
+    return replace(_conversation_of(record), label=int(label))
 
 
 def _answer(record: dict[str, Any], name: str) -> str | list[Message]:

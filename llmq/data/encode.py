@@ -15,7 +15,7 @@ from llmq.base.errors import DataError
 from llmq.base.worker import Answer, Begin, Bounds, Worker, forks
 from llmq.data.chat_masks import Chat, Completion, token_mask
 from llmq.data.chat_template import text_of
-from llmq.data.conversations import TEXT, Conversation, RecordConversation
+from llmq.data.conversations import CLASSES, TEXT, Conversation, RecordConversation
 from llmq.data.documents import Block, DocumentPart, Position
 from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
@@ -46,13 +46,19 @@ class Recipe:
     @property
     def with_masks(self) -> bool:
         """Whether the token files say which tokens are trained."""
-        return self.in_pairs or (self.chat is not None and self.chat.train_on != "all")
+        partly = self.chat is not None and self.chat.train_on != "all"
+        return self.in_pairs or self.has_classes or partly
 
     @property
     def in_pairs(self) -> bool:
         """Whether documents come in pairs. The bit of a document's first token, which nothing
         predicts, then says whether it is the chosen one, or whether both are of a label that is."""
         return isinstance(self.wanted, RecordConversation) and self.wanted.in_pairs
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the number of its class stands behind each document, and alone is trained."""
+        return isinstance(self.wanted, RecordConversation) and self.wanted.form == CLASSES
 
     @property
     def is_chat(self) -> bool:
@@ -78,7 +84,8 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self.tokenizer, self.recipe = tokenizer, recipe
         before, after = recipe.added
-        end = [] if tokenizer.eos_id in (*before, *after) else [tokenizer.eos_id]
+        has_end = recipe.has_classes or tokenizer.eos_id in (*before, *after)
+        end = [] if has_end else [tokenizer.eos_id]
         self._added = [np.array(ids, np.int32) for ids in (before, [*after, *end])]
         controls = sorted(tokenizer.control_texts, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
@@ -134,14 +141,19 @@ class Encoder:
 
         other: whose answer the second one has.
         """
-        before, after = self._added if not self.recipe.is_chat else ([], [])
         conversations = self.recipe.wanted.of_json(piece.text, piece.where)
+        written = self.recipe.is_chat and conversations[0].text is None
+        before, after = ([], []) if written else self._added
         label = conversations[0].label
         if other is not None:
             (answer,) = self.recipe.wanted.of_json(other.text, other.where)
             conversations.append(conversations[0].answered_by(answer))
         try:
-            rendered = [text for each in conversations for text in chat.texts(each)]
+            rendered = [
+                text
+                for each in conversations
+                for text in (chat.texts(each) if each.text is None else [(each.text, [])])
+            ]
         except DataError as error:
             raise DataError(f"{piece.where}: {error}") from error
         notes = [note for each in conversations for note in chat.notes(each)]
@@ -155,6 +167,8 @@ class Encoder:
             mask = token_mask(offsets, spans)
             ids = np.concatenate([before, ids, after]).astype(np.int32)
             mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)]).astype(bool)
+            if self.recipe.has_classes:
+                ids, mask = np.append(ids, np.int32(label)), np.arange(len(ids) + 1) == len(ids)
             if not mask[self.recipe.in_pairs :].any():
                 raise DataError(f"{piece.where}: no token of the conversation is trained")
             if self.recipe.in_pairs:

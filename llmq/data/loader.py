@@ -71,6 +71,8 @@ class DataLoader:
         prefetch: int = 4,
         scores: Path | None = None,
         top_k: int = 0,
+        labels: int = 0,
+        pad: int | None = None,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
@@ -79,7 +81,8 @@ class DataLoader:
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
         sequences; None: llm.q's windows. scores: the folder with those of the files, if the loss
-        reads them; it may be filled before the first batch is asked for. top_k: as of RowReader.
+        reads them; it may be filled before the first batch is asked for. top_k, labels, pad: as of
+        RowReader.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -96,7 +99,8 @@ class DataLoader:
             everything=everything,
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64
-        self.world_size, self.scores, self._top_k = world_size, scores, top_k
+        self.world_size, self.scores = world_size, scores
+        self._how = {"scores": scores, "top_k": top_k, "labels": labels, "pad": pad}
         self._drop_last, self._prefetch = drop_last, prefetch
         self._counts = self.data.plan.counts
         self._groups = [self._parts(count, world_size) for count in self._counts]
@@ -124,8 +128,7 @@ class DataLoader:
             data.vocab_size,
             document_mask=data.layout.document_mask,
             pairs=data.layout.pairs is not None,
-            scores=self.scores,
-            top_k=self._top_k,
+            **self._how,
         )
 
     @property

@@ -57,15 +57,20 @@ class RowReader:
         pairs: bool = False,
         scores: Path | None = None,
         top_k: int = 0,
+        labels: int = 0,
+        pad: int | None = None,
     ) -> None:
         """paths: the files, as spans number them. document_mask: whether batches have starts.
         pairs: whether each span is a pair of documents, and batches say where the other one is.
         scores: the folder with what a reference thinks of each token, which batches then have.
-        top_k: how many probabilities of each; 0: that of the token itself.
+        top_k: how many probabilities of each; 0: that of the token itself. labels: of a score
+        head, which reads the last token of each document but those of id pad; targets are labels,
+        which stand behind documents, of pairs 0. 0: targets are tokens.
         """
         self._paths, self.seq_len, self.vocab_size = paths, seq_len, vocab_size
         self.document_mask, self.pairs = document_mask, pairs
         self._scores, self._top_k = scores, top_k
+        self._labels, self._pad = labels, pad
         self._open: OrderedDict[int, tuple[TokenFile, ScoreFile | None]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
@@ -138,6 +143,13 @@ class RowReader:
                 preferred, other = np.where(counts[[begin, middle]], 1, -1)
                 more[PARTNER][begin:middle] = preferred * (middle + 1)
                 more[PARTNER][middle:end] = other * (begin + 1)
+                if self._labels:
+                    targets[begin:end] = MASKED_TARGET
+                    for start, stop in ((begin, middle), (middle, end)):
+                        read = np.flatnonzero(inputs[start:stop] != self._pad)
+                        targets[start + read[-1:]] = 0
+        if self._labels and (targets[:filled] >= self._labels).any():
+            raise self._no_label(spans, int(targets[:filled].max()))
         if filled < self.seq_len:  # padding repeats tokens of the row: no other values arise
             inputs[filled:] = np.resize(inputs[:filled], self.seq_len - filled)
         return filled
@@ -179,6 +191,13 @@ class RowReader:
         return DataError(
             f"{', '.join(sorted(names))}: there is no score of a token that is trained: documents "
             "were longer than the --seq-len that they were scored with; score with this one"
+        )
+
+    def _no_label(self, spans: Sequence[Span], found: int) -> DataError:
+        names = {str(self._paths[span.file]) for span in spans}
+        return DataError(
+            f"{', '.join(sorted(names))}: {found} is none of the labels 0 to {self._labels - 1} of "
+            "--num-labels: `llmq tokenize --format classes` writes a document's label behind it"
         )
 
     def _bad_id(

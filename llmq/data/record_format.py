@@ -12,7 +12,15 @@ from collections.abc import Sequence
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.records import TABLES, column_names, read_json
-from llmq.data.conversations import FORMATS, LABELS, PAIRS, REQUIRED, TEXT, RecordConversation
+from llmq.data.conversations import (
+    CLASSES,
+    FORMATS,
+    LABELS,
+    PAIRS,
+    REQUIRED,
+    TEXT,
+    RecordConversation,
+)
 from llmq.data.inputs import InputSource
 from llmq.data.record_text import RecordText
 
@@ -42,7 +50,11 @@ def _recognised(sources: Sequence[InputSource], text: RecordText) -> str:
     for source in sources:
         fields = field_names(source) or []
         forms = [TEXT] * (text.field in fields)
-        forms += [n for n, needs in REQUIRED.items() if n != LABELS and {*needs} <= {*fields}]
+        forms += [
+            n
+            for n, needs in REQUIRED.items()
+            if n not in (LABELS, CLASSES) and {*needs} <= {*fields}
+        ]
         if PAIRS in forms:  # whose prompt may be a field of another format
             forms = [PAIRS]
         if len(forms) > 1:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.data.tasks import Question, Task, Text
+from llmq.data.tasks import CLASSES, TEXT, Question, Task, Text
 from llmq.data.tokenizer import Tokenizer
 from llmq.data.tokens import MASKED_TARGET
 
@@ -47,10 +47,11 @@ class Asked(NamedTuple):
 
 
 class Encoder:
-    """Makes requests of texts. longest: how many inputs of the model a sequence may have."""
+    """Makes requests of texts. longest: how many inputs of the model a sequence may have. labels:
+    of its score head, 0: it has none."""
 
-    def __init__(self, tokenizer: Tokenizer, longest: int):
-        self.tokenizer, self.longest = tokenizer, longest
+    def __init__(self, tokenizer: Tokenizer, longest: int, labels: int = 0):
+        self.tokenizer, self.longest, self.labels = tokenizer, longest, labels
         self._prefix = tokenizer.prefix_id
         self._prefix_text = None if self._prefix is None else tokenizer.decode([self._prefix])
 
@@ -58,7 +59,14 @@ class Encoder:
         """Make a task's requests. DataError for an item that cannot be scored."""
         requests: list[Request] = []
         starts, self._cut = [0], 0
-        for found in self._texts(task) if task.is_text else self._questions(task):
+        if (task.kind == CLASSES) != (self.labels > 1):
+            what = f"a score head of {self.labels} labels" if self.labels else "no score head"
+            raise ConfigError(
+                f"task {task.name}: the model has {what}, and --task classes=FILE is for one of "
+                "several labels, other tasks for none"
+            )
+        ways = {TEXT: self._texts, CLASSES: self._classes}
+        for found in ways.get(task.kind, self._questions)(task):
             requests += found
             starts.append(len(requests))
         return Asked(task, requests, starts, self._cut)
@@ -105,6 +113,22 @@ class Encoder:
             )
         self._cut += len(tokens) > self.longest + 1
         return Request(tokens[-(self.longest + 1) :], count)
+
+    def _classes(self, task: Task) -> Iterator[list[Request]]:
+        """One request for each label, which is in place of the token behind the text."""
+        questions: tuple[Question, ...] = task.items
+        texts = [question.choices[0].context for question in questions]
+        for question, ids in zip(questions, self._with_added(texts), strict=True):
+            if not len(ids):
+                raise DataError(f"{question.where}: the text has no tokens")
+            if not 0 <= question.gold < self.labels:
+                raise DataError(
+                    f"{question.where}: label {question.gold} is none of the model's 0 to "
+                    f"{self.labels - 1}"
+                )
+            self._cut += len(ids) > self.longest
+            own = ids[-self.longest :]
+            yield [Request(np.append(own, np.int32(k)), 1) for k in range(self.labels)]
 
     def _texts(self, task: Task) -> Iterator[list[Request]]:
         """Predict every token once, in windows of `longest`, the first one behind a prefix.

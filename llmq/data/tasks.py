@@ -184,6 +184,12 @@ def _boolq(record: Record) -> tuple[tuple[Answer, ...], int]:
     return _answers(prompt, ["no", "yes"]), _index(record, name, 2)
 
 
+def _classes(record: Record) -> tuple[tuple[Answer, ...], int]:
+    """A text alone: a score head has the choices."""
+    text, label = _field(record, "text"), _field(record, "label", int)
+    return (Answer(text, "", 1),), int(label)
+
+
 def _mmlu(record: Record) -> tuple[tuple[Answer, ...], int]:
     choices = _texts(record, "choices")
     if len(choices) != 4:
@@ -249,8 +255,14 @@ KINDS = {
     "mmlu": Kind(
         frozenset(["question", "choices", "answer"]), _mmlu, False, _hub("mmlu", "cais/mmlu")
     ),
+    "classes": Kind(
+        frozenset(["text", "label"]),
+        _classes,
+        False,
+        "it is of records with text and label, --task classes=FILE",
+    ),
 }
-TEXT = "text"
+TEXT, CLASSES = "text", "classes"
 TEXT_METRICS = ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 _SPELLINGS = {"arc_easy": "arc", "arc_challenge": "arc"}  # lm-eval's
 
@@ -263,7 +275,7 @@ def _recognised(record: Record, where: str) -> str:
             f"{where}: a file of ARC looks like one of OpenBookQA here: say which it is, as in "
             "--task arc=FILE"
         )
-    found = [kind for kind, shape in KINDS.items() if shape.fields <= fields]
+    found = [kind for kind, s in KINDS.items() if s.fields <= fields and kind != CLASSES]
     if not found and "text" in fields:
         return TEXT
     if len(found) != 1:

@@ -23,7 +23,7 @@ from llmq.base.records import MAX_RECORD
 from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_template
-from llmq.data.conversations import LABELS, PAIRS, PLAIN, RecordConversation
+from llmq.data.conversations import CLASSES, LABELS, PAIRS, PLAIN, RecordConversation
 from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
@@ -160,7 +160,7 @@ def _recipe(
             "--train-on each: makes several documents of an answer, where a pair has two: give "
             "assistant or last"
         )
-    if isinstance(chat, Chat):
+    if isinstance(chat, Chat) and wanted.form != CLASSES:  # which may be texts
         return Recipe(spec, wanted, ([], []), chat)
     return Recipe(spec, wanted, _added(tokenizer, spec, special_tokens), chat)
 
@@ -181,7 +181,7 @@ def _chat(
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
         return Chat(template, train_on)
-    if wanted.form in (PLAIN, PAIRS, LABELS):  # the formats that can do without
+    if wanted.form in (PLAIN, PAIRS, LABELS, CLASSES):  # the formats that can do without
         return Completion(train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "

@@ -29,7 +29,8 @@ from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import outliers, quantize
 from llmq.ops.common import padded_columns
-from llmq.ops.distill import Teacher, distill
+from llmq.ops.distill import Teacher
+from llmq.ops.labels import Labels
 from llmq.ops.product import route
 from llmq.ops.top_k import top_k
 from llmq.options.options import TrainConfig
@@ -113,16 +114,16 @@ class Head:
             )
 
     def token_losses(
-        self, lm_head: Operand, targets: Tensor, teacher: Teacher | None = None
+        self, lm_head: Operand, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
         """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked.
-        teacher: as of Loss."""
+        of_rows: as of Loss."""
         for start, stop in self._chunks():
             with ExitStack() as temps:
                 x = self._input(temps, start, stop, transposed=False)
-                if teacher is not None:
+                if of_rows is not None:
                     logits = temps.enter_context(self._logits(start, stop, x, lm_head))
-                    self._distill(start, stop, logits, targets, teacher, gradient=False)
+                    self._lose(start, stop, logits, targets, None, of_rows, gradient=False)
                     continue
                 epilogue = self._cross_entropy(start, stop, targets, gradient=False)
                 temps.enter_context(self._logits(start, stop, x, lm_head, epilogue))
@@ -135,20 +136,22 @@ class Head:
                 x = self._input(temps, start, stop, transposed=False)
                 logits = temps.enter_context(self._logits(start, stop, x, lm_head))
                 of_rows = (told.rows(start, stop), logits, self.lse.rows(start, stop))
-                top_k(self.dev, *of_rows, self.config.vocab_size)
+                top_k(self.dev, *of_rows, self.config.outputs)
 
-    def _distill(
+    def _lose(
         self,
         start: int,
         stop: int,
         logits: Tensor,
         targets: Tensor,
-        teacher: Teacher,
+        weights: Tensor | None,
+        of_rows: Teacher | Labels,
         *,
         gradient: bool,
     ) -> None:
-        of_rows = (t.rows(start, stop) for t in (self.losses, self.lse, targets, teacher))
-        distill(self.dev, logits, *of_rows, self.config.vocab_size, gradient=gradient)
+        cut = [t and t.rows(start, stop) for t in (self.losses, self.lse, targets, weights)]
+        its = of_rows.rows(start, stop)
+        its.launch(self.dev, logits, *cut, self.config.outputs, gradient=gradient)
 
     def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
@@ -174,13 +177,13 @@ class Head:
         to: OutputForms,
         d_residual: Tensor,
         d_norm: Tensor,
-        teacher: Teacher | None = None,
+        of_rows: Teacher | Labels | None = None,
     ) -> None:
         """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
 
         weights: F32 (rows,), of the gradients; None: all are 1. branch: as in forward. to: the
         branch's gradient, in d_residual or, with post_norm, d_norm, which is scratch before.
-        teacher: as of Loss.
+        of_rows: as of Loss.
         Gradients are sums over rows; nothing is divided here.
         """
         d_weight, d_rows = g.lm_head, g.new_rows
@@ -190,11 +193,11 @@ class Head:
                 x = self._input(temps, start, stop, transposed=trained)
                 epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
                 make = self._fp8_gradient if self.fp8 else self._gradient
-                if teacher is None:
+                if of_rows is None:
                     gradient, after = make(temps, start, stop, x, w.lm_head, epilogue)
                 else:
                     gradient = temps.enter_context(self._logits(start, stop, x, w.lm_head))
-                    self._distill(start, stop, gradient, targets, teacher, gradient=True)
+                    self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
                     after = STORE
                 d_x = d_norm.rows(start, stop)
                 self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
@@ -277,7 +280,7 @@ class Head:
             losses=self.losses.rows(start, stop),
             lse=self.lse.rows(start, stop),
             targets=targets.rows(start, stop),
-            vocab_size=self.config.vocab_size,
+            vocab_size=self.config.outputs,
             z_loss=self.z_loss,
             gradient=gradient,
             weights=weights and weights.rows(start, stop),

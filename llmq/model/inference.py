@@ -132,7 +132,7 @@ class Decoder(Inference):
 def scoring_options(config: ModelConfig, dtype: DType, B: int, T: int) -> TrainConfig:
     """Options of forward passes that keep nothing, with weights and activations of this format."""
     groups = B * T // 4  # rows of logits come in multiples of 4
-    most = max(LOGITS_BYTES // (4 * config.padded_vocab * dtype.itemsize), 1)
+    most = max(LOGITS_BYTES // (4 * config.padded_outputs * dtype.itemsize), 1)
     chunks = next(n for n in range(-(-groups // most), groups + 1) if groups % n == 0)
     options = TrainConfig(
         model_dtype=dtype.name, batch_size=B, seq_len=T, recompute_block=True, lmhead_chunks=chunks

@@ -107,8 +107,8 @@ class Model:
         """Per-token losses after `forward`, without gradients."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        teacher = None if self.loss is None else self.loss.teacher()
-        self.head.token_losses(self.weights.lm_head(), targets.view(targets.size), teacher)
+        of_rows = None if self.loss is None else self.loss.of_rows()
+        self.head.token_losses(self.weights.lm_head(), targets.view(targets.size), of_rows)
         self.weights.release(slab)
 
     def top_k(self, told: Tensor) -> None:
@@ -124,7 +124,7 @@ class Model:
 
     def next_logits(self, rows: Sequence[int]) -> np.ndarray:
         """The same on the host, F32 (len(rows), V); waits for the device."""
-        found = [self.dev.download(row)[0, : self.config.vocab_size] for row in self.logits(rows)]
+        found = [self.dev.download(row)[0, : self.config.outputs] for row in self.logits(rows)]
         return np.array(found, np.float32)
 
     def rows(self, targets: Tensor) -> Rows:
@@ -198,11 +198,11 @@ class Model:
         to = self.operands.measured(last.halves[-1].out_id, d_out)
         flat = targets.view(targets.size)
         if self.loss.ahead:
-            self.head.token_losses(w.lm_head, flat)
-        of_rows = self.loss.weights(self.rows(targets))
-        of_rows = of_rows and of_rows.view(flat.size)
-        how = (last.branch, to, d_residual, d_norm, self.loss.teacher())
-        self.head.loss_and_backward(w, g, flat, of_rows, *how)
+            self.head.token_losses(w.lm_head, flat, self.loss.of_rows())
+        row_weights = self.loss.weights(self.rows(targets))
+        row_weights = row_weights and row_weights.view(flat.size)
+        how = (last.branch, to, d_residual, d_norm, self.loss.of_rows())
+        self.head.loss_and_backward(w, g, flat, row_weights, *how)
         for name in {slab, "head"}:
             weights.release(name)
         grads.notify("head")

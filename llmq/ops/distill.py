@@ -47,6 +47,21 @@ class Teacher(NamedTuple):
         """The teacher of these rows alone."""
         return self._replace(told=self.told.rows(start, stop), kl=self.kl.rows(start, stop))
 
+    def launch(
+        self,
+        dev: Device,
+        logits: Tensor,
+        losses: Tensor,
+        lse: Tensor,
+        targets: Tensor,
+        weights: None,
+        vocab_size: int,
+        *,
+        gradient: bool,
+    ) -> None:
+        """The losses of rows, and their gradients, as `distill`. weights: rows have none."""
+        distill(dev, logits, losses, lse, targets, self, vocab_size, gradient=gradient)
+
 
 def distill(
     dev: Device,

@@ -13,6 +13,61 @@ def _by_loss(name: str, values: dict[str, Any], **more: Any) -> Rule:
 
 
 LOSS_RULES = (
+    default(
+        "num_labels",
+        lambda o: 1 if o.loss == "reward" else 2,
+        lambda v, o: o.head == "score",
+        help="1 if not given with --loss reward, else 2",
+    ),
+    *refused(
+        "head",
+        lambda v, o: (v == "score") != (o.loss == "reward") and o.loss != "ce",
+        "--head {value} does not go with --loss {loss}: a score head learns labels (--loss ce) or "
+        "pairs (--loss reward)",
+    ),
+    default(
+        "long",
+        lambda o: "drop",
+        lambda v, o: o.head == "score" and not o.pairs,
+    ),
+    *refused(
+        "long",
+        lambda v, o: o.head == "score" and not o.pairs and v != "drop",
+        "--long {value}: --head score reads whole documents, whose labels stand behind them: give "
+        "drop",
+    ),
+    *refused(
+        "head_dtype",
+        lambda v, o: o.head == "score" and v == "e4m3",
+        "--head-dtype: a score head is too small for e4m3: use bf16",
+    ),
+    *refused(
+        "z_loss",
+        lambda v, o: o.head == "score" and v > 0,
+        "--z-loss: is for logits of tokens, and --head score has none",
+    ),
+    *refused(
+        "packing",
+        lambda v, o: o.head == "score" and (v == "concat" or not o.document_mask),
+        "--head score: windows of the files would cut documents, which have one label each: give "
+        "--packing best-fit or none, without --no-document-mask",
+    ),
+    *refused(
+        "num_labels",
+        lambda v, o: v is not None and (v > 1) != (o.loss == "ce") and o.head == "score",
+        "--num-labels: {value} with --loss {loss}: a reward is one number, and classes are at "
+        "least 2",
+    ),
+    *refused(
+        "eval_task sample_prompt",
+        lambda v, o: v and o.head == "score",
+        "{flag}: a model with --head score predicts no tokens",
+    ),
+    *refused(
+        "add_tokens",
+        lambda v, o: v is not None and o.head == "score" and o.wants_adapters,
+        "--add-tokens: rows of new tokens are trained beside adapters for a head of tokens only",
+    ),
     _by_loss(
         "pref_beta",
         {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0, "orpo": 0.1, "kto": 0.1},
@@ -84,10 +139,15 @@ LOSS_RULES = (
     ),
     *idle(
         "pref_sft pref_normalize",
-        lambda v, o: o.pairs != "answers",
+        lambda v, o: o.pairs != "answers" or o.loss == "reward",
         "{given} has no effect with --loss {loss}",
     ),
-    *idle("pref_beta", lambda v, o: not o.pairs, "{given} has no effect with --loss {loss}"),
+    *idle(
+        "pref_beta",
+        lambda v, o: not o.pairs or o.loss == "reward",
+        "{given} has no effect with --loss {loss}",
+    ),
+    *idle("num_labels", lambda v, o: o.head != "score", "{given} is for --head score"),
     *idle(
         "kd_top_k kd_mixture kd_temperature kd_divergence",
         lambda v, o: o.loss != "kd",

@@ -338,10 +338,21 @@ class TrainConfig(Derived):
     loss: str = option(
         LOSS_GROUP,
         "ce",
-        "What is minimized; ce: cross-entropy of tokens; dpo, ipo, simpo, orpo: losses of pairs of "
-        "answers, of which one is to be preferred; kto: of answers with labels; weighted: "
-        "cross-entropy of tokens, each times its score; kd: the divergence from a teacher",
+        "What is minimized; ce: cross-entropy of tokens, or of a score head's classes; dpo, ipo, "
+        "simpo, orpo: losses of pairs of answers, of which one is to be preferred; reward: that "
+        "of a score head; kto: of answers with labels; weighted: cross-entropy of tokens, each "
+        "times its score; kd: the divergence from a teacher",
         choices=("ce", *PREFERENCES, "kto", "kd", "weighted"),
+    )
+    head: str | None = option(
+        LOSS_GROUP,
+        None,
+        "What stands behind the last block; lm: logits of tokens, score: of labels, behind the "
+        "last token of each document",
+        choices=("lm", "score"),
+    )
+    num_labels: int | None = option(
+        LOSS_GROUP, None, "Labels of --head score: classes, of --loss reward one score", min=1
     )
     scores: Path | None = option(
         LOSS_GROUP,

@@ -38,7 +38,7 @@ def flops_per_token(
     head = 6 if adapters is None or _trains_head(config, adapters) else 4
     return FlopsPerToken(
         blocks=products * used + 6 * _adapter_weights(config, adapters),
-        lm_head=head * config.vocab_size * config.hidden_size,
+        lm_head=head * config.outputs * config.hidden_size,
         attention=6 * width * pairs + 3 * sum(half.flops for half in halves),
     )
 

@@ -83,7 +83,7 @@ def ask_model(
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         longest = longest_of(config, seq_len)
-        encoder = Encoder(load_tokenizer(source), longest)
+        encoder = Encoder(load_tokenizer(source), longest, config.num_labels)
         asked = [encoder.ask(task) for task in tasks]
         check_ids(asked, config.vocab_size)
         warn([line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])

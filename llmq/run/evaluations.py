@@ -72,7 +72,7 @@ class EvaluationInputs:
 def read_evaluation_inputs(trainer: Trainer) -> EvaluationInputs:
     """LlmqError names what cannot be read, or does not fit into the run."""
     config, model = trainer.config, trainer.model
-    shape = (config, model.vocab_size, trainer.machine.world)
+    shape = (config, model, trainer.machine.world)
     sets = {
         name: open_loaders(*shape, held_out=True, pattern=pattern)
         for name, pattern in config.eval_sets.items()

@@ -160,7 +160,8 @@ class InitialWeights:
         def read(param: Param) -> np.ndarray | None:
             if self._files is not None and self._files.has(param):
                 return self._files.read(param)
-            return None if param.of_adapter else self.weights.read(param)
+            has = not param.of_adapter and (param.first_row is not None or self.weights.has(param))
+            return self.weights.read(param) if has else None
 
         ranks.load(read, self.weights.elements)
 

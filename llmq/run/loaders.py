@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.data.dataset import SequenceLayout
 from llmq.data.epoch_plan import Split
@@ -21,7 +22,7 @@ from llmq.state.placement import mesh_of
 
 def open_loaders(
     config: TrainConfig,
-    vocab_size: int,
+    model: ModelConfig,
     world: World,
     *,
     held_out: bool,
@@ -42,7 +43,7 @@ def open_loaders(
         seq_len=config.seq_len,
         micro_batch=config.batch_size,
         seed=config.eval_seed if held_out else config.train_seed,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
         rank=places[0],
         world_size=mesh_of(*shape).size(*DATA),
         everything=held_out,
@@ -51,6 +52,8 @@ def open_loaders(
         drop_last=config.drop_last and not held_out,
         scores=config.scores_folder,
         top_k=config.kd_top_k if config.loss == "kd" else 0,
+        labels=model.num_labels,
+        pad=model.pad_token_id,
     )
     return [first, *(first.of_rank(place) for place in places[1:])]
 

@@ -180,7 +180,7 @@ class _Run:
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
         self.ending = Ending(Requests(self.config, size, start))
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
-        self.guard = Guard(self.config, math.log(trainer.model.vocab_size))
+        self.guard = Guard(self.config, math.log(max(trainer.model.outputs, 2)))
         self.members: list[Member] = []
         history, wrote = partial(state_of, self.members), self.ending.requests.write_took
         self.checkpoints = Checkpoints(trainer, reporter, best, self.guard, history, wrote)

@@ -44,8 +44,24 @@ def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelCon
     if config.add_tokens is not None:
         model = with_new_tokens(config, model, model_dir)
     if config.adapter is not None:
-        model = peft.with_new_tokens(model, config.adapter)
-    return resized(model, given), model_dir
+        model = peft.with_additions(model, config.adapter)
+    return with_head(config, resized(model, given)), model_dir
+
+
+def with_head(config: TrainConfig, model: ModelConfig) -> ModelConfig:
+    """With the head that a run has: a score head, if it is new, begins with random numbers.
+
+    ConfigError where the model's own head is another one.
+    """
+    wanted = config.num_labels if config.head == "score" else 0
+    if model.num_labels in (0, wanted):
+        return replace(model, num_labels=wanted, tied_embeddings=False) if wanted else model
+    count = model.num_labels
+    asked = f"--num-labels {wanted}" if wanted else "--head lm"
+    raise ConfigError(
+        f"{asked}: '{config.model}' has a score head of {count} label{'s' * (count > 1)}: give "
+        f"--head score --num-labels {count}"
+    )
 
 
 def at_commit(config: TrainConfig, model_dir: Path | None) -> TrainConfig:
@@ -81,7 +97,7 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
         repository, model = trained
         if config.add_tokens is not None:
             model = with_new_tokens(config, model, None)
-        model = resized(model, given_sizes(config))
+        model = with_head(config, resized(model, given_sizes(config)))
         return replace(config, model=repository, download=True), model, None
     if not unread and is_preset(config.model):  # nobody has trained it
         config = replace(config, from_scratch=True)

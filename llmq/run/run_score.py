@@ -30,6 +30,8 @@ def run_score(
             "--adapter, --continue: a model is scored, without adapters: `llmq merge` makes one of "
             "both"
         )
+    if model.num_labels:
+        raise ConfigError("MODEL: has a score head, which says nothing of tokens")
     if top_k and model.vocab_size > LARGEST_ID:
         raise ConfigError(f"--top-k: files have room for {LARGEST_ID} ids, not {model.vocab_size}")
     if not config.document_mask:

@@ -75,7 +75,10 @@ class Predictor:
         config: ModelConfig,
         positions: int,
     ):
-        """next_logits: of texts of at least one id, F32 (V,) behind each."""
+        """next_logits: of texts of at least one id, F32 (V,) behind each. ConfigError for a model
+        that predicts no tokens."""
+        if config.num_labels:
+            raise ConfigError("the model has a score head, which predicts no tokens")
         self.next_logits, self.config, self.positions = next_logits, config, positions
 
     def texts(

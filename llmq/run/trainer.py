@@ -146,14 +146,14 @@ class Trainer:
     @cached_property
     def train_loaders(self) -> list[DataLoader]:
         """Training batches of this process's ranks; files are opened and checked at first use."""
-        return open_loaders(self.config, self.model.vocab_size, self.machine.world, held_out=False)
+        return open_loaders(self.config, self.model, self.machine.world, held_out=False)
 
     @cached_property
     def eval_loaders(self) -> list[DataLoader]:
         """Validation batches, as train_loaders."""
         if not self.config.validates:
             return []
-        return open_loaders(self.config, self.model.vocab_size, self.machine.world, held_out=True)
+        return open_loaders(self.config, self.model, self.machine.world, held_out=True)
 
     @property
     def train_loader(self) -> DataLoader:

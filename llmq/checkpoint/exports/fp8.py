@@ -57,7 +57,7 @@ class Fp8Codes(StoredAs):
                 "format": "float-quantized",
                 "quantization_status": "compressed",
                 "config_groups": {"group_0": group},
-                "ignore": ["lm_head"],
+                "ignore": ["lm_head", "score"],
                 "kv_cache_scheme": None,
             }
         }

@@ -79,6 +79,8 @@ class Gguf(ExportFormat):
     def check(self, source: Source, dtype: str) -> None:
         _library()
         model = source.model
+        if model.num_labels:
+            raise LlmqError("--format gguf: models with a score head are not written")
         if _kind_of(model) is None:
             raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
         kind = None if model.rope_scaling is None else model.rope_scaling.kind

@@ -7,6 +7,7 @@ from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.kd import Distillation
 from llmq.model.losses.loss import Loss
 from llmq.model.losses.preferences import Ipo, Kto, Orpo, Preferences, SimPo
+from llmq.model.losses.score import Classes, Reward
 from llmq.model.losses.weighted import Weighted
 from llmq.options.options import TrainConfig
 
@@ -21,7 +22,10 @@ LOSSES: dict[str, type[Loss]] = {
     "weighted": Weighted,
 }
 
+OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
+"""Those of --head score."""
+
 
 def loss_class(options: TrainConfig) -> type[Loss]:
     """The loss of a run."""
-    return LOSSES[options.loss]
+    return (OF_SCORES if options.head == "score" else LOSSES)[options.loss]

@@ -42,7 +42,7 @@ class Distillation(TokenCrossEntropy):
         """Columns and log-probabilities."""
         return {"scores": 2 * options.kd_top_k}
 
-    def teacher(self) -> Teacher:
+    def of_rows(self) -> Teacher:
         """The one of the batch."""
         return self._teacher
 

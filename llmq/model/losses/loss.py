@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 from llmq.base.dtypes import STATS
 from llmq.base.tensor import Tensor
 from llmq.ops.distill import Teacher
+from llmq.ops.labels import Labels
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -61,9 +62,9 @@ class Loss(ABC):
         """Elements of each input for a token, by name: 1, or W of an array (B, T, W)."""
         return dict.fromkeys(cls.inputs, 1)
 
-    def teacher(self) -> Teacher | None:
-        """The teacher of rows (B*T), if the loss of a row is of more than its target; it is then
-        never weighted. Only tensors that are there already."""
+    def of_rows(self) -> Teacher | Labels | None:
+        """The operation that makes losses and gradients of rows (B*T), if that is not cross-entropy
+        of logits; a teacher's rows are never weighted. Only tensors that are there already."""
         return None
 
     @classmethod

@@ -1,0 +1,72 @@
+"""Losses of a score head, which says one thing of each document, behind its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmq.base.dtypes import F32
+from llmq.base.tensor import Tensor
+from llmq.model.losses.cross_entropy import TokenCrossEntropy
+from llmq.model.losses.loss import Rows
+from llmq.model.losses.preferences import SimPo
+from llmq.ops import distill
+from llmq.ops.labels import Labels
+from llmq.options.options import TrainConfig
+from llmq.ref.pairs import SIGMOID, Form
+from llmq.runtime.device import Device
+
+
+def _labels(dev: Device, options: TrainConfig, *, linear: bool) -> Labels:
+    rows = options.batch_size * options.local_seq_len
+    return Labels(dev.alloc("hits", (rows,), F32, "Activations"), linear)
+
+
+class Classes(TokenCrossEntropy):
+    """Cross-entropy of documents' classes. accuracy: how often the right one is the likeliest."""
+
+    sums = (*TokenCrossEntropy.sums, "hits")
+    validated = shown = ("accuracy",)
+
+    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
+        super().__init__(dev, options, inputs)
+        self._of_rows = _labels(dev, options, linear=False)
+
+    def of_rows(self) -> Labels:
+        """Classes in place of tokens."""
+        return self._of_rows
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """Two launches."""
+        super().add(stats, rows)
+        distill.add(self.dev, stats, self._of_rows.hits, self.stat()["hits"])
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """NaN without documents."""
+        return {"accuracy": sums["hits"] / (sums["count"] or float("nan"))}
+
+
+class Reward(SimPo):
+    """Bradley and Terry's: -log sigmoid of what the chosen answer scores above the rejected one.
+
+    Its numbers are those of all pairs; rewards are the scores.
+    """
+
+    kind = SIGMOID
+
+    def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
+        super().__init__(dev, options, inputs)
+        self._of_rows = _labels(dev, options, linear=True)
+
+    def _form(self, options: TrainConfig) -> Form:
+        return Form(self.kind, 0, 1.0, 0.0, 0.0, 0.0)
+
+    def of_rows(self) -> Labels:
+        """Scores in place of logarithms of probabilities."""
+        return self._of_rows
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """NaN without pairs."""
+        found = super().numbers(sums)
+        return {name: n for name, n in found.items() if not name.startswith("logp")}
