@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmq.base.dtypes import NO_LIMITS
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.commands.cli import _run
 from llmq.commands.score import DEFAULTS
@@ -19,9 +20,12 @@ from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
-from llmq.options.options_io import config_of, layers_of
+from llmq.model.losses import loss_class
+from llmq.model.results import Result
+from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.report.curves import read_log, series_of
 from llmq.run import score
+from llmq.run.guard import Guard
 from llmq.run.model_of_run import model_of_run
 from llmq.run.score import score_files
 from llmq.run.trainer import Trainer
@@ -388,6 +392,22 @@ def test_scores_of_something_else_are_refused(data, tmp_path, monkeypatch):
 def test_what_does_not_go_together_is_refused(data, tmp_path, how, error):
     with pytest.raises(ConfigError, match=error):
         trainer_of(data, "dpo", tmp_path, **how)
+
+
+def test_the_guard_knows_what_guessing_loses():
+    """With margins of 0: ten times as much is a bad step of DPO, and a usual one of tokens."""
+    found = {}
+    for loss in ("ce", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "weighted"):
+        given = {"scores": "s", "packing": "best-fit"} if loss != "ce" else {}
+        config = make_config({"loss": loss, **given})
+        found[loss] = loss_class(config).guessing(config, 1 if loss == "reward" else 100)
+    odds = np.log(2) * 0.1 + np.log(100)
+    known = {"ce": np.log(100), "dpo": np.log(2), "ipo": 25, "simpo": np.log1p(np.exp(0.5))}
+    known |= {"orpo": odds, "kto": 1, "reward": np.log(2), "weighted": np.inf}
+    assert found == pytest.approx(known)
+    of = Guard(make_config({"guard": "warn"}), guessing=found["dpo"])
+    bad = of.judge(0, Result(loss=5.0, norm=1.0, tokens=4), NO_LIMITS).reason
+    assert bad == "the loss 5 is 7.2 times that of guessing, 0.6931"
 
 
 def test_a_run_says_how_answers_are_preferred(tmp_path, monkeypatch, capsys):

@@ -33,7 +33,7 @@ DEVIATIONS = 10.0  # above the median: beyond them a step is bad
 PER_DEVIATION = 1.4826  # standard deviations of a normal distribution per its MAD
 PERSISTS = 3  # bad steps in a row, whose updates were left out: the weights are why, not the data
 NEW_LEVEL = 100  # bad steps in a row, with updates, after which theirs is what is usual
-ABOVE_GUESSING = 3.0  # times ln of the vocabulary, the loss of guessing: beyond it a step is bad
+ABOVE_GUESSING = 3.0  # times the loss of guessing, `Loss.guessing`: beyond it a step is bad
 GROWN = 10.0  # times the lowest loss, from LEAST_LOSS on: beyond it a step is bad
 LEAST_LOSS = 1.0  # below it, what has been learned by heart grows by such factors
 ROLLBACKS = 3  # from the same place, after which another one would change nothing
@@ -95,7 +95,7 @@ class Guard:
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):
-        """guessing: the loss of it, ln of the vocabulary."""
+        """guessing: the loss of it, as `Loss.guessing` has it."""
         self.guessing = guessing
         self.mode, self.recovery = config.guard, config.guard_recovery
         # A deviation of the norm is at least 30 % of it, of the loss 1 % and 0.01 nats: where all

@@ -20,6 +20,7 @@ from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import check_shared
+from llmq.model.losses import loss_class
 from llmq.model.results import Result
 from llmq.options.conditions import Length, Ranks
 from llmq.options.options import TrainConfig
@@ -180,7 +181,8 @@ class _Run:
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
         self.ending = Ending(Requests(self.config, size, start))
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
-        self.guard = Guard(self.config, math.log(max(trainer.model.outputs, 2)))
+        guessing = loss_class(self.config).guessing(self.config, trainer.model.outputs)
+        self.guard = Guard(self.config, guessing)
         self.members: list[Member] = []
         history, wrote = partial(state_of, self.members), self.ending.requests.write_took
         self.checkpoints = Checkpoints(trainer, reporter, best, self.guard, history, wrote)

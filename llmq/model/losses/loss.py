@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from math import log
 from typing import ClassVar, NamedTuple
 
 from llmq.base.dtypes import STATS
@@ -66,6 +67,12 @@ class Loss(ABC):
         """The operation that makes losses and gradients of rows (B*T), if that is not cross-entropy
         of logits; a teacher's rows are never weighted. Only tensors that are there already."""
         return None
+
+    @classmethod
+    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+        """The loss of a model that knows nothing; outputs: of its head. The guard takes a multiple
+        of it for a bad step while it knows no usual one."""
+        return log(outputs)
 
     @classmethod
     def stat(cls) -> dict[str, int]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import ClassVar
+
+import numpy as np
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss, Rows
 from llmq.ops import pairs
 from llmq.options.options import TrainConfig
-from llmq.ref.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Form
+from llmq.ref.pairs import IPO, KTO, ORPO, SIGMOID, SUMS, Documents, Form, of_pair
 from llmq.runtime.device import Device
 
 
@@ -38,10 +41,18 @@ class Preferences(Loss):
         self._shift: Tensor | None = None
         self.form = self._form(options)
 
-    def _form(self, options: TrainConfig) -> Form:
+    @classmethod
+    def _form(cls, options: TrainConfig) -> Form:
         beta, sft = options.pref_beta, options.pref_sft
         by_form = (options.pref_gamma or 0.0, options.pref_smoothing or 0.0)
-        return Form(self.kind, int(options.pref_normalize), beta, *by_form, sft)
+        return Form(cls.kind, int(options.pref_normalize), beta, *by_form, sft)
+
+    @classmethod
+    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+        """That of answers of a token, of which all are as likely."""
+        gain, logp, count = np.zeros(1), np.full(1, -log(outputs)), np.ones(1)
+        answer = Documents(gain if "scores" in cls.inputs else logp, logp, count)
+        return float(of_pair(cls._form(options), answer, answer).loss[0])
 
     def weights(self, rows: Rows) -> Tensor:
         """Two launches."""
@@ -108,9 +119,15 @@ class Kto(Preferences):
         super().__init__(dev, options, inputs)
         self._shift = dev.alloc("shift", (1,), F32, "Activations")
 
-    def _form(self, options: TrainConfig) -> Form:
+    @classmethod
+    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+        """The largest one: no loss is more than its weight."""
+        return max(options.kto_desirable, options.kto_undesirable)
+
+    @classmethod
+    def _form(cls, options: TrainConfig) -> Form:
         weights = (options.kto_desirable, 0.0, options.kto_undesirable)
-        return Form(self.kind, 0, options.pref_beta, *weights)
+        return Form(cls.kind, 0, options.pref_beta, *weights)
 
     def _add_up(self, rows: Rows) -> pairs.Places:
         places = super()._add_up(rows)

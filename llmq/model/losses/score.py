@@ -58,8 +58,9 @@ class Reward(SimPo):
         super().__init__(dev, options, inputs)
         self._of_rows = _labels(dev, options, linear=True)
 
-    def _form(self, options: TrainConfig) -> Form:
-        return Form(self.kind, 0, 1.0, 0.0, 0.0, 0.0)
+    @classmethod
+    def _form(cls, options: TrainConfig) -> Form:
+        return Form(cls.kind, 0, 1.0, 0.0, 0.0, 0.0)
 
     def of_rows(self) -> Labels:
         """Scores in place of logarithms of probabilities."""

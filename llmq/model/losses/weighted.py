@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.loss import Rows
 from llmq.ops import cross_entropy
+from llmq.options.options import TrainConfig
 
 
 class Weighted(TokenCrossEntropy):
@@ -16,6 +19,11 @@ class Weighted(TokenCrossEntropy):
     """
 
     inputs = ("scores",)
+
+    @classmethod
+    def guessing(cls, options: TrainConfig, outputs: int) -> float:
+        """Weights may be as large as they like."""
+        return inf
 
     def weights(self, rows: Rows) -> Tensor:
         """Those of the batch."""
