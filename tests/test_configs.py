@@ -19,7 +19,7 @@ def test_what_there_is():
     fine = {f"finetune-qwen2.5-{size}-{memory}gb" for size in SIZES for memory in (8, 12, 16, 24)}
     fine.remove("finetune-qwen2.5-7b-8gb")  # the embedding and the head alone leave too little
     pre = {f"pretrain-qwen2.5-{size}-4x4090" for size in SIZES[:2]} | {"pretrain-gpt2-124m"}
-    assert names == fine | pre
+    assert names == fine | pre | {f"prefer-qwen2.5-7b-{memory}gb" for memory in (12, 16, 24)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -42,7 +42,9 @@ def test_its_options_are_good(path: Path):
     assert given["train-file"] == "data/mine/train*.bin"
     assert config.from_scratch == path.stem.startswith("pretrain")
     assert f"llmq train --config configs/{path.name}\n" in path.read_text()
-    if path.stem.startswith("finetune"):
+    if path.stem.startswith("prefer"):
+        assert (config.loss, config.lora_rank) == ("dpo", 16)
+    if not path.stem.startswith("pretrain"):
         assert (config.packing, config.document_mask) == ("best-fit", True)
         assert f"--seq-len {config.seq_len}" in path.read_text()
         assert f"--tokenizer {config.model} " in path.read_text()

@@ -32,6 +32,7 @@ from llmq.run.trainer import Trainer
 from tests.models import VOCAB, exported, hf_model, trainer_for
 from tests.pairs_data import write_pairs
 from tests.runs import make_workplace, records, train
+from tests.test_lora import LORA, gradients, peft_model, tensors
 from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 T = 24
@@ -209,18 +210,32 @@ def test_weights_are_those_of_the_scores(tmp_path):
         trainer_of(data, "weighted", tmp_path)
 
 
-def test_adapters_have_the_model_as_reference(data, tmp_path):
-    """Their margins are those of the full model's formula, from the same scores."""
-    how = {"batch_size": 6, "lora_rank": 4, "learning_rate": 1e-2, "lr_schedule": "wsd"}
-    with trainer_of(data, "dpo", tmp_path, **how) as trainer:
-        first = trainer.step()
-        second = trainer.step()
-    assert first.loss == pytest.approx(np.log(2), rel=1e-5) and second.loss < first.loss
-    assert abs(first.numbers["margin"]) < 1e-4 < second.numbers["margin"]
-    logp, _ = answers(data, hf_model("qwen2"))
-    means = logp.mean(0).tolist()
-    found = [first.numbers[f"logp_{side}"] for side in ("chosen", "rejected")]
-    assert found == pytest.approx(means, rel=1e-5)
+def test_gradients_of_adapters_are_those_of_the_paper(data, tmp_path):
+    """Beside PEFT's, whose base is the reference: of each loss in the second step."""
+    labels = [True, False, False, True, True, False, True, True]
+    labelled = write_pairs(tmp_path / "labels.bin", LENGTHS, VOCAB, labels=labels)
+    forms = {case: formula for case, (options, formula) in CASES.items() if not options}
+    forms["kto"] = lambda *x: kto(*x, torch.tensor(labels), bad=1.0)
+    for loss, formula in forms.items():
+        path = labelled if loss == "kto" else data
+        how = {"batch_size": 6, "lr_schedule": "wsd", **LORA, "learning_rate": 1e-2, "warmup": 0}
+        with trainer_of(path, loss, tmp_path / loss, **how) as trainer:
+            first = trainer.step()
+            model = peft_model("qwen2", trainer)
+            second, ours = trainer.step(), tensors(trainer, trainer.gradients())
+        with torch.no_grad(), model.disable_adapter():
+            reference, _ = answers(path, model)
+        logp, count = answers(path, model)
+        losses = formula(logp, reference, count)
+        losses.sum().backward()
+        np.testing.assert_allclose(second.loss, losses.mean().item(), rtol=LOSS_RTOL)
+        for name, wanted in gradients(model, 1).items():
+            scale = max(np.linalg.norm(wanted), 1e-3 * second.norm * len(losses))
+            assert np.linalg.norm(ours[name] - wanted) <= 2 * GRADIENT_RTOL * scale, (loss, name)
+        assert second.loss < first.loss
+        if loss == "dpo":
+            assert first.loss == pytest.approx(np.log(2), rel=1e-5)
+            assert abs(first.numbers["margin"]) < 1e-4 < second.numbers["margin"]
 
 
 # ------------------------------------------------------------------------------------------------

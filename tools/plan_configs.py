@@ -35,7 +35,7 @@ def predicted(path: Path) -> str:
     """The block of comments of a file."""
     text = path.read_text()
     words = re.search(r"^# Card: (.+)$", text, re.MULTILINE)[1]
-    name = re.search(r"^model: (?:Qwen/)?(.+)$", text, re.MULTILINE)[1]
+    name = re.search(r"^model: (?:Qwen/)?(.+?)(?:-Instruct)?$", text, re.MULTILINE)[1]
     config, model = make_config({"model": name, "from-scratch": True}, path), preset(name)
     where = target(
         config.validate_with(model), model, None, None, words, DESKTOP_BYTES, search=True

@@ -26,7 +26,7 @@ from llmq.run import score
 
 VOCAB = 151936
 WARM, TIMED = 2, 4  # steps
-BATCHES = 6  # of a teacher
+BATCHES = 4  # of a teacher
 TEACHER = {
     **{"hidden-size": 8192, "num-heads": 64, "num-kv-heads": 8, "intermediate-size": 29568},
     **{"base-dtype": "nf4", "seq-len": 2048, "batch-size": 8, "lmhead-chunks": 16},
