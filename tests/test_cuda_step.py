@@ -62,7 +62,7 @@ def same(one, other):
 @pytest.fixture(params=CONFIGS)
 def path(request, tmp_path):
     # Rounding would choose other experts, were not all of them active.
-    all_active = {"num_experts_per_tok": 4 if request.param == "mixtral" else 5}
+    all_active = {"num_experts_per_tok": {"mixtral": 4, "gpt_oss": 8}.get(request.param, 5)}
     changed = all_active if request.param in WITH_EXPERTS else {}
     hf_model(request.param, **changed).save_pretrained(tmp_path)
     return tmp_path
