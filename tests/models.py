@@ -65,7 +65,7 @@ CONFIGS = {
     ),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
         **_SHARED, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=3,
-        moe_intermediate_size=40, shared_expert_intermediate_size=72,
+        moe_intermediate_size=48, shared_expert_intermediate_size=80,
     ),
     "olmoe": lambda: transformers.OlmoeConfig(
         **_SHARED, pad_token_id=None, num_experts=5, num_experts_per_tok=2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,7 @@ from llmq.options.adapters import Adapters
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
 from llmq.run.idle_experts import IdleExperts
+from llmq.runtime.plan_device import Work
 from llmq.state.params import weight_table
 from tests.models import (
     exported,
@@ -28,6 +30,7 @@ from tests.models import (
     trainer_for,
 )
 from tests.test_document_mask import batch_of, load_with_row
+from tests.test_fp8 import FP8, check_gradients, first_step
 from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 
@@ -290,9 +293,55 @@ def test_adapters_of_experts_change_no_bit_with_memory_or_ranks():
 
 
 @pytest.mark.parametrize(
+    "name, options",
+    [
+        ("qwen3_moe", {"gradient_dtype": "e5m2"}),
+        ("qwen2_moe", {"fp8_recipe": "delayed"}),
+    ],
+)
+def test_fp8_gradients_of_experts_are_close_to_f32(tmp_path, name, options):
+    """All experts are active, or rounding would choose others. test_fp8.py says why the bounds."""
+    hf_model(name, num_experts_per_tok=5).save_pretrained(tmp_path)
+    want, reference = first_step(tmp_path, 24, ())
+    got, ours = first_step(tmp_path, 24, tuple((FP8 | options).items()))
+    assert abs(got.loss - want.loss) < 0.01 * want.loss
+    check_gradients(ours, reference, 0.98)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fp8_recipe": "delayed"},
+        {"lora_rank": 8, "lora_targets": "q,experts", "base_dtype": "e4m3"},
+    ],
+    ids=["trained", "adapters"],
+)
+def test_fp8_experts_change_no_bit_with_memory_or_ranks(options):
+    path, options = exported("qwen2_moe"), FP8 | options
+    want, weights = steps(path, **options)
+    changes = [{"recompute_swiglu": True}, {"shard_weights": True, "recompute_block": True}]
+    for change in changes:
+        got, same = steps(path, **options, **change)
+        assert got == want, change
+        assert all(np.array_equal(weights[n], same[n]) for n in weights), change
+
+
+def test_experts_multiply_codes_forward_and_back():
+    with trainer_for(exported("qwen3_moe"), **FP8) as trainer:
+        (micro_step, _), *_ = trainer.plan.micro_steps
+    kinds = [work.kind.name for work in micro_step if isinstance(work, Work)]
+    grouped = Counter(kind.split("/")[0] for kind in kinds if kind.endswith("/grouped"))
+    assert grouped == {"matmul_fp8": 2 * 4, "matmul": 2 * 2}  # of two layers
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
-        ({"matmul-dtype": "e4m3"}, "no e4m3 product for experts yet: use bf16"),
+        ({"matmul-dtype": "int8"}, "no int8 product for these experts: use bf16"),
+        (
+            {"matmul-dtype": "e4m3", "fp8-recipe": "delayed", "mlp-dtype": "e4m3"},
+            "--mlp-dtype: products of experts write no codes",
+        ),
         ({"lora-rank": 2, "lora-targets": "up"}, "Qwen3MoeForCausalLM has no up"),
         (
             {"lora-rank": 4, "lora-targets": "experts"},

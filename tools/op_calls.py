@@ -805,7 +805,7 @@ def expert_rows_calls(rows: int, C: int, E: int, top_k: int) -> list[Call]:
     back = {"place": place.reshape(rows, top_k), "weights": shares, "y": y}
     return [
         Call("sort", expert_rows.sort_rows, sort | {"starts": Spec((E + 1,), I32)}),
-        Call("gather", expert_rows.gather_rows, {"out": y, "x": x, "order": order, "top_k": top_k}),
+        Call("gather", expert_rows.gather_rows, {"out": y, "x": x, "place": back["place"]}),
         Call("combine", expert_rows.combine, back | {"out": x}),
         Call(
             "combine backward",

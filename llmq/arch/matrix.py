@@ -160,6 +160,11 @@ class Matrix(Module):
     fused: Part | None = None
 
     @property
+    def of_experts(self) -> bool:
+        """Whether it is a matrix of each of several experts."""
+        return len(self.shape) == 3
+
+    @property
     def used(self) -> int:
         """Elements that multiply each token."""
         return self.active * prod(self.shape[-2:])

@@ -6,7 +6,7 @@
 //   rows_count             counts the choices of each expert, by blocks of CHUNK of them
 //   rows_scan              adds the counts up, by experts, then blocks: where each one's start
 //   rows_place             each block places its own, of which its warps take 32 at a time
-//   rows_gather            out[r] = x[order[r] / top_k]
+//   rows_gather            out[place[s, k]] = x[s]
 //   rows_combine           out[s] = sum over k of weights[s, k] * y[place[s, k]] [+ addend[s]]
 //   rows_combine_backward  at r = place[s, k]: d_weights[s, k] = d_y[r] . y[r]
 //                          d_y[r] *= weights[s, k], weighted[r] = weights[s, k] * y[r]
@@ -18,9 +18,9 @@
 //          weighted, weights and order of rows_sum, and weights and addend of rows_combine may be
 //          null, addend may be out, weighted may be y. counts: I32 (blocks, E).
 // Launch   256 threads. count, place: a block for each `chunk` = 2048 choices. scan: one block of
-//          1024. gather: a warp a row. combine: a warp for 256 columns of a row. combine_backward: a
+//          1024. gather: a warp for 2 KiB of a row. combine: a warp for 256 columns of a row. combine_backward: a
 //          warp a choice. sum: (C / 256, E) blocks.
-// Cost     gather: out written, x read from the L2 cache top_k times. combine: y read once, four rows
+// Cost     gather: x read and out written once. combine: y read once, four rows
 //          in flight together. combine_backward: y and d_y read, d_y and weighted written once.
 // Needs    0 <= chosen < E <= 512; top_k at most 32. scalars' seed, step and micro_step, if a BF16 sum
 //          is added to.
@@ -123,24 +123,27 @@ rows_place(i32* __restrict__ order, i32* __restrict__ place, const i32* __restri
     }
 }
 
+// A warp has 2 KiB of a row, and writes them wherever it goes: a row is read once.
 extern "C" __global__ void __launch_bounds__(THREADS)
-rows_gather(Q* __restrict__ out, const Q* __restrict__ x, const i32* __restrict__ order, i32 n, i32 C,
-            i32 top_k) {
-    constexpr int UNROLL = 4;  // 16 bytes each
-    const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (r >= n) { return; }
-    const int units = C * (int)sizeof(Q) / 16;
-    const uint4* const row = reinterpret_cast<const uint4*>(x) + (i64)(order[r] / top_k) * units;
-    uint4* const to = reinterpret_cast<uint4*>(out) + r * units;
-    for (int start = threadIdx.x % 32; start < units; start += UNROLL * 32) {
-        uint4 part[UNROLL];
+rows_gather(Q* __restrict__ out, const Q* __restrict__ x, const i32* __restrict__ place, i32 rows,
+            i32 C, i32 top_k) {
+    constexpr int UNITS = 4;  // of a lane, 16 bytes each
+    const int units = C * (int)sizeof(Q) / 16, pieces = (units + 32 * UNITS - 1) / (32 * UNITS);
+    const i64 warp = (i64)blockIdx.x * WARPS + threadIdx.x / 32, s = warp / pieces;
+    if (s >= rows) { return; }
+    const int first = warp % pieces * 32 * UNITS + threadIdx.x % 32;
+    const uint4* const row = reinterpret_cast<const uint4*>(x) + s * units;
+    uint4 part[UNITS];
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            if (start + u * 32 < units) { part[u] = row[start + u * 32]; }
-        }
+    for (int u = 0; u < UNITS; ++u) {
+        if (first + u * 32 < units) { part[u] = row[first + u * 32]; }
+    }
+#pragma unroll 4
+    for (int k = 0; k < top_k; ++k) {
+        uint4* const to = reinterpret_cast<uint4*>(out) + (i64)place[s * top_k + k] * units;
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-            if (start + u * 32 < units) { to[start + u * 32] = part[u]; }
+        for (int u = 0; u < UNITS; ++u) {
+            if (first + u * 32 < units) { to[first + u * 32] = part[u]; }
         }
     }
 }

@@ -1,6 +1,7 @@
 // grouped.cu -- products of rows that are sorted by expert, each expert's with its own matrix.
 //
-//   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e] + addend[r]
+//   grouped_product   out[r] = x[r] @ w[e]^T (TRANS_B = 1) or x[r] @ w[e], + bias[e] + addend[r];
+//                     of fp8 codes the product times scale_x * scale_w
 //   grouped_gradient  d_w[e] = or += d_y^T @ x over the rows of e, rounded before it is added
 //
 // Rows [starts[e], starts[e + 1]) are expert e's: how many, the device alone knows. There are as many
@@ -10,13 +11,14 @@
 // gradient has a block for each tile of each expert's matrix.
 //
 // Data     x: T (R, K). w: T (E, N, K) with TRANS_B, else (E, K, N). out, d_y: T (R, N). d_w: G (E, N,
-//          K). bias: T (E, N) or null. addend: T (R, N) or null, may be out. All 16-byte aligned, and so are rows. starts: I32 (E + 1),
-//          ascending from 0 to R.
-// Launch   128 threads, STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
+//          K). bias: T (E, N) or null. addend: T (R, N) or null, may be out. All 16-byte aligned, and
+//          so are rows. starts: I32 (E + 1), ascending from 0 to R. In the product x may be A and w B,
+//          which are T or fp8; scale_x, scale_w: F32 (1), of the latter.
+// Launch   128 threads, of codes 256; STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
 //          gradient: one for each 128 x 128 of d_w.
 // Cost     2 R N K FLOPs. A tile reads 128 rows of both operands; one that is not full costs as much as
 //          a full one: half a tile an expert, on the average.
-// Needs    compute capability 8.0. scalars' seed, step and micro_step, if a BF16 sum is added to.
+// Needs    compute capability 8.0, of fp8 8.9. scalars' seed, step and micro_step, if a BF16 sum is added to.
 // Same name  llmq/ops/grouped.py  llmq/ref/grouped.py  tests/ops/test_grouped.py
 #include "common.cuh"
 
@@ -30,9 +32,11 @@
 #include "product_sm80.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
-using Forward = Sm80Mainloop<T, 2, 2, 64, STAGES, false, !TRANS_B>;
+// Of codes a warp has half the columns: their sums are added up, for which there must be registers.
+constexpr bool CODES = sizeof(A) == 1;
+using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B>;
 using Gradient = Sm80Mainloop<T, 2, 2, 64, STAGES, true, true>;
-constexpr int TILE = Forward::ROWS, THREADS = Forward::THREADS;  // as many columns
+constexpr int TILE = Forward::ROWS;  // as many columns
 
 // Rows [row, end) of all and columns from `column` on, of one expert.
 struct Tile {
@@ -77,16 +81,17 @@ struct Tiles {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-grouped_product(T* out, const T* __restrict__ x, const T* __restrict__ w,
-                const T* __restrict__ bias, const T* addend, const i32* __restrict__ starts, i32 R,
-                i32 N, i32 K, i32 E) {
+extern "C" __global__ void __launch_bounds__(Forward::THREADS, CODES ? 1 : 2)
+grouped_product(T* out, const A* __restrict__ x, const B* __restrict__ w, const f32* scale_x,
+                const f32* scale_w, const T* __restrict__ bias, const T* addend,
+                const i32* __restrict__ starts, i32 R, i32 N, i32 K, i32 E) {
     extern __shared__ __align__(128) char shared[];
+    const float scale = CODES ? *scale_x * *scale_w : 1.0f;
     Tiles tiles{starts, E, (N + TILE - 1) / TILE};
     Tile tile;
     for (i64 number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
-        const T* const matrix = w + (i64)tile.expert * N * K;
-        const T* const right = matrix + (TRANS_B ? (i64)tile.column * K : tile.column);
+        const B* const matrix = w + (i64)tile.expert * N * K;
+        const B* const right = matrix + (TRANS_B ? (i64)tile.column * K : tile.column);
         Forward::Sums sum = {};
         Forward::run(sum, shared, {x + (i64)tile.row * K, K, tile.end - tile.row},
                      {right, TRANS_B ? K : N, N - tile.column}, K);
@@ -98,7 +103,7 @@ grouped_product(T* out, const T* __restrict__ x, const T* __restrict__ w,
                 if (addend) { result = *reinterpret_cast<const Four<T>*>(addend + at); }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float x = four[i];
+                    float x = CODES ? four[i] * scale : four[i];
                     if (bias) { x += to_f32(bias[(i64)tile.expert * N + c + i]); }
                     if (addend) { x += to_f32(result.v[i]); }
                     result.v[i] = from_f32<T>(x);
@@ -109,7 +114,7 @@ grouped_product(T* out, const T* __restrict__ x, const T* __restrict__ w,
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(Gradient::THREADS, 2)
 grouped_gradient(G* d_w, const T* __restrict__ d_y, const T* __restrict__ x,
                  const StepScalars* __restrict__ scalars, const i32* __restrict__ starts, i32 R,
                  i32 N, i32 K, i32 E, i32 accumulate, u32 salt) {

@@ -3,8 +3,8 @@
 //   d[e] = accumulate ? round(d[e] + bf16(x)) : bf16(x)      x = a^T @ b over the rows of e, in F32
 //
 // The sum is rounded stochastically, by the random number of the element, as matmul_gradient.cuh has
-// it. Both operands have K, the rows, outside. As pingpong_sm90.cuh has it, but that each tile has steps of its
-// own, and that the last one may have rows of the next expert: in shared memory they become zeros.
+// it. Both operands have K, the rows, outside. As pingpong_sm90.cuh has it, but that each tile has steps
+// of its own, and that one of them may have rows of the next expert: in shared memory they become zeros.
 //
 // Data     a: bf16 (K, M). b: bf16 (K, N). d: bf16 (experts, M, N). starts: I32 (experts + 1), from 0 to
 //          K. scalars: seed, step and micro_step, if something is added.
@@ -43,16 +43,23 @@ struct Product : Base {
         }
     }
 
+    // Steps of a tile. The first one has the rows that are no whole step, and are the last ones.
+    static __device__ __forceinline__ int steps_of(const Tile& tile) {
+        return (tile.count + STEP_ROWS - 1) / STEP_ROWS;
+    }
+
     __device__ __forceinline__ void load(const Work& work, const Operands& from) const {
         Ring ring(RING_STAGES);  // the first wait for an empty stage is over at once
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
+            const int last = (steps_of(tile) - 1) * STEP_ROWS, rest = tile.count % STEP_ROWS;
 #pragma unroll 1
             for (int k = 0; k < tile.count; k += STEP_ROWS, ring.next()) {
                 const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
-                load_pair<true>(stage, arrived, from.left, from.right, tile.first + k, tile,
+                const int row = rest == 0 ? k : k == 0 ? last : k - STEP_ROWS;
+                load_pair<true>(stage, arrived, from.left, from.right, tile.first + row, tile,
                                 work.rank, 0);
             }
         }
@@ -67,14 +74,25 @@ struct Product : Base {
         int n = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters, ++n) {
             const Tile tile(t, work);
-            const int count = tile.count, steps = (count + STEP_ROWS - 1) / STEP_ROWS;
+            const int steps = steps_of(tile);
             if (n % CONSUMERS == me) {
                 store.prefetch(tile, thread);
                 Sums d;
+#pragma unroll
+                for (int i = 0; i < HALVES_OF_TILE * SUMS; ++i) { d[i / SUMS][i % SUMS] = 0.0f; }
                 Ring ring(before);
+                if (tile.count % STEP_ROWS != 0) {  // while the other one multiplies
+                    barrier_wait(full + 8 * ring.stage, ring.parity);
+                    clear(stages + ring.stage * STAGE_BYTES, tile.count % STEP_ROWS);
+                    barrier_arrive(arrived + 8 * me);
+                    barrier_wait(arrived + 8 * me, cleared);
+                    cleared ^= 1;
+                }
                 barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
-                multiply_rows(d, ring, count, me, cleared);
+                const SharedAddress last = Base::multiply_steps<true>(d, ring, 0, steps);
                 barrier_arrive(turn + 8 * (me ^ 1));
+                wgmma_wait<0>();
+                if (steps > 0) { Base::release(last); }
                 store(Tile(t, work), d, thread / 32 * 16, chunks + warp * CHUNK_BYTES);
             }
             before += steps;
@@ -82,36 +100,6 @@ struct Product : Base {
     }
 
 private:
-    // d = the sum over so many rows.
-    __device__ __forceinline__ void multiply_rows(Sums& d, Ring& ring, int count, int me,
-                                                  u32& cleared) const {
-#pragma unroll
-        for (int i = 0; i < HALVES_OF_TILE * SUMS; ++i) { d[i / SUMS][i % SUMS] = 0.0f; }
-        SharedAddress last = empty;
-        int k = 0;
-#pragma unroll 1
-        for (; k + STEP_ROWS <= count; k += STEP_ROWS, ring.next()) {
-            barrier_wait(full + 8 * ring.stage, ring.parity);
-            multiply<bf16, bf16, true, true>(d, stages + ring.stage * STAGE_BYTES, 0, SLICES, 1);
-            wgmma_wait<1>();
-            if (k > 0) { release(last); }
-            last = empty + 8 * ring.stage;
-        }
-        wgmma_wait<0>();
-        if (k > 0) { release(last); }
-        if (k < count) {
-            const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
-            barrier_wait(full + 8 * ring.stage, ring.parity);
-            clear(stage, count - k);
-            barrier_arrive(arrived + 8 * me);
-            barrier_wait(arrived + 8 * me, cleared);
-            cleared ^= 1;
-            multiply<bf16, bf16, true, true>(d, stage, 0, SLICES, 1);
-            wgmma_wait<0>();
-            release(empty + 8 * ring.stage);
-        }
-    }
-
     // Rows from `valid` on of a stage's boxes, which this warpgroup alone reads in this block.
     static __device__ __forceinline__ void clear(SharedAddress stage, int valid) {
         for (int at = valid * LINE + threadIdx.x % 128 * 16; at < BOX_BYTES; at += 128 * 16) {

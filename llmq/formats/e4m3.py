@@ -59,8 +59,9 @@ class E4m3(Format):
 
     formats: of codes, by name of a layer's tensor. products: ids of those that products write.
     outs: those of the gradients of halves' outputs. limits: the largest finite value of each
-    tensor's format, by its id. adapted: ids of the tensors that adapters multiply as they are; None
-    where there are none, and gradients of matrices need transposed codes.
+    tensor's format, by its id. whole: ids of the tensors that are read as they are, too: by
+    adapters, by routers, and for the gradients of experts. turned: ids of those whose transposed
+    codes the gradients of other matrices need.
     """
 
     weights, makes_codes = E4M3, True
@@ -75,21 +76,13 @@ class E4m3(Format):
         self.products: list[str] = []
         self.outs: set[str] = set()
         self.limits: dict[str, float] = {}
+        self.whole: set[str] = set()
+        self.turned = {HEAD}
         for layer in range(config.num_layers):
             self._add_layer(config, layer, coded=options.mlp_dtype == "e4m3")
+            self._add_readers(config, options, layer)
         if options.head_dtype == "e4m3":
             self.formats[HEAD], self.limits[HEAD] = E4M3, E4M3_MAX
-        self.adapted = None
-        if not options.freezes_model:  # which multiply tensors
-            self.kept_codes = E4M3
-        else:
-            self.adapted = frozenset(
-                id_of(layer, name)
-                for layer in range(config.num_layers)
-                for matrix in config.matrices(layer)
-                if matrix.key in needed_inputs(config, options, layer)
-                for name in (matrix.input, matrix.gradient)
-            )
         if not self.delayed:
             self.scales = Scales(self.dev, self.limits)
             return
@@ -97,7 +90,7 @@ class E4m3(Format):
         name, dtype = "d_residual", self.gradient_dtype
         q = self.dev.alloc(f"{name}.q", self.shape, dtype, "Activations")
         q_t = None
-        if self.adapted is None:
+        if self.turned & self.outs:
             q_t = self.dev.alloc(f"{name}.q_t", self.shape[::-1], dtype, "Activations")
         self._half_gradient = (q, q_t)
 
@@ -121,9 +114,22 @@ class E4m3(Format):
         self.formats |= names
         self.limits |= {id_of(layer, name): MAX[dtype] for name, dtype in names.items()}
 
-    def _keeps(self, tensor_id: str) -> bool:
-        """Whether the tensor is wanted beside its codes."""
-        return self.adapted is not None and tensor_id in self.adapted
+    def _add_readers(self, config: ModelConfig, options: TrainConfig, layer: int) -> None:
+        needed, adapts = needed_inputs(config, options, layer), options.freezes_model
+        for half in config.halves(layer):
+            if any(module.kind == "router" for module in half.modules):
+                self.whole.add(id_of(layer, half.norm))
+            for matrix in half.matrices:
+                x, d_y = (id_of(layer, name) for name in (matrix.input, matrix.gradient))
+                if matrix.of_experts:
+                    self.whole.add(x)
+                elif not adapts:
+                    self.turned |= {x, d_y}
+                if matrix.key in needed and (adapts or matrix.of_experts):
+                    self.whole |= {x, d_y}
+
+    def kept_codes(self, tensor_id: str) -> DType | None:
+        return None if tensor_id in self.whole else E4M3
 
     def _codes(
         self,
@@ -137,10 +143,9 @@ class E4m3(Format):
         """Scratch for codes (rows, features) and (features, rows), as far as they are needed."""
         name = tensor_id.rpartition(".")[2]
         dtype, q, q_t = self.formats[name], None, None
-        transposed = transposed and (self.adapted is None or tensor_id == HEAD)
         if product:
             q = temps.enter_context(self.dev.scratch(f"{name}.q", shape, dtype))
-        if transposed:
+        if transposed and tensor_id in self.turned:
             q_t = temps.enter_context(self.dev.scratch(f"{name}.q_t", shape[::-1], dtype))
         return q, q_t
 
@@ -168,7 +173,7 @@ class E4m3(Format):
     # -- inputs ----------------------------------------------------------------------------------
 
     def input(self, temps: ExitStack, x: Activation, write: Write) -> Operand:
-        kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
+        kept = x.place(self.dev, temps) if x.tensor_id in self.whole else None
         q, _ = self._codes(temps, x.tensor_id, x.shape, transposed=False)
         if self._known:
             write(self._direct(x.tensor_id, kept, q, x.codes))
@@ -187,7 +192,7 @@ class E4m3(Format):
     def input_again(
         self, temps: ExitStack, x: Activation, write: Write, *, product: bool
     ) -> Operand:
-        kept = x.place(self.dev, temps) if self._keeps(x.tensor_id) else None
+        kept = x.place(self.dev, temps) if x.tensor_id in self.whole else None
         q, q_t = self._codes(temps, x.tensor_id, x.shape, product=product)
         codes = self.scales.fp8_out_again(x.tensor_id, q, q_t) if q or q_t else None
         write(OutputForms(kept, None, codes))
@@ -276,7 +281,7 @@ class E4m3(Format):
         both: bool = True,
         settles: bool = False,
     ) -> Operand:
-        keeps = self._keeps(tensor_id)
+        keeps = tensor_id in self.whole
         known = self._known or (settles and self.products)
         if (keeps and not both) or not known:
             return super().gradient(temps, tensor_id, write, shape=shape, out=out)

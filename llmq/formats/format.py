@@ -88,8 +88,6 @@ class Format:
     makes_codes = False
     """Whether codes of inputs are made before products, so that a product that is computed again
     needs its input made again."""
-    kept_codes: DType | None = None
-    """The format of transposed codes that are kept of inputs, where no product needs them again."""
     scales = NoScales()
     fast: frozenset[str] = frozenset()
 
@@ -116,6 +114,11 @@ class Format:
         salt: a number of this weight's own, where operands are rounded stochastically.
         """
         return a, b
+
+    def kept_codes(self, tensor_id: str) -> DType | None:
+        """The format of transposed codes, if they are enough to keep of an input that no product
+        needs again."""
+        return None
 
     def result_dtype(self, name: str) -> DType:
         """The format of what a product writes for a kernel behind it: mlp_up, d_mlp_act."""

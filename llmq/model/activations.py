@@ -144,8 +144,9 @@ class HalfLayer:
         it for weights' gradients alone. per_row: how many rows it has of each of the stream's."""
         shape, tensor, codes = (self.rows * per_row, features), None, None
         dtype = dtype or self._dtype
-        if kept and may_be_codes and self._format.kept_codes is not None:
-            codes = self.alloc(f"{name}_t", *shape[::-1], dtype=self._format.kept_codes)
+        coded = self._format.kept_codes(self.id_of(name)) if may_be_codes else None
+        if kept and coded is not None:
+            codes = self.alloc(f"{name}_t", *shape[::-1], dtype=coded)
         elif kept:
             tensor = self.alloc(name, *shape, dtype=dtype)
         return Activation(self.index, name, shape, dtype, tensor, codes)

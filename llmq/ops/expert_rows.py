@@ -17,6 +17,7 @@ THREADS, SCAN_THREADS = 256, 1024
 MAX_EXPERTS = 512
 CHUNK = 2048  # choices that a block sorts
 WIDTH, SLICE = 8, 32 * 8  # columns of a lane and of a warp
+PIECE_BYTES = 32 * 4 * VECTOR_BYTES  # of a row that a warp of GATHER has
 MAX_CHOICES = 32
 
 COUNT = Kernel(
@@ -33,7 +34,7 @@ PLACE = Kernel(
 GATHER = Kernel(
     "expert_rows.cu",
     "rows_gather",
-    args="Q* out, const Q* x, const i32* order, i32 n, i32 C, i32 top_k",
+    args="Q* out, const Q* x, const i32* place, i32 rows, i32 C, i32 top_k",
 )
 COMBINE = Kernel(
     "expert_rows.cu",
@@ -83,23 +84,24 @@ def sort_rows(dev: Device, order: Tensor, place: Tensor, starts: Tensor, chosen:
         dev.launch(PLACE, blocks, THREADS, (order, place, chosen, counts, R, E, CHUNK))
 
 
-def gather_rows(dev: Device, out: Tensor, x: Tensor, order: Tensor, top_k: int) -> None:
-    """out[r] = x[order[r] // top_k]. Its backward is `combine` without weights.
+def gather_rows(dev: Device, out: Tensor, x: Tensor, place: Tensor) -> None:
+    """out[place[s, k]] = x[s]. Its backward is `combine` without weights.
 
     Args (X is BF16, F32 or fp8 codes):
         out    out  X   (R, C)   R = S * top_k; C a multiple of 8, of codes 16
         x      in   X   (S, C)
-        order  in   I32 (R,)     as sort_rows has it
+        place  in   I32 (S, top_k)  as sort_rows has it
 
-    Cost:    out written; x read once, and from the L2 cache where it stays there.
+    Cost:    x read, out written once.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "gather_rows"
     S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in (E4M3, E5M2) else WIDTH)
+    top_k = _choices(op, S, place)
     expect(op, "out", out, x.dtype, (S * top_k, C))
-    expect(op, "order", order, I32, (S * top_k,))
-    n = S * top_k
-    dev.launch(GATHER, ceil_div(n, THREADS // WARP), THREADS, (out, x, order, n, C, top_k))
+    warps = S * ceil_div(C * x.dtype.itemsize, PIECE_BYTES)
+    args = (out, x, place, S, C, top_k)
+    dev.launch(GATHER, ceil_div(warps, THREADS // WARP), THREADS, args)
 
 
 def combine(

@@ -6,9 +6,9 @@ whatever was chosen: blocks look for their tiles by themselves.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_matrix
+from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_matrix, expect_operands
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -20,8 +20,8 @@ BLOCKS = 2  # of a multiprocessor
 PRODUCT = Kernel(
     "grouped.cu",
     "grouped_product",
-    args="T* out, const T* x, const T* w, const T*? bias, const T*? addend, const i32* starts, "
-    "i32 R, i32 N, i32 K, i32 E",
+    args="T* out, const A* x, const B* w, const f32*? scale_x, const f32*? scale_w, "
+    "const T*? bias, const T*? addend, const i32* starts, i32 R, i32 N, i32 K, i32 E",
 )
 _GRADIENT_ARGS = (
     "const T* d_y, const T* x, const i32* scalars, const i32* starts, "
@@ -36,6 +36,8 @@ def grouped_matmul(
     x: Tensor,
     w: Tensor,
     starts: Tensor,
+    scale_x: Tensor | None = None,
+    scale_w: Tensor | None = None,
     *,
     trans_b: bool = False,
     bias: Tensor | None = None,
@@ -43,34 +45,40 @@ def grouped_matmul(
 ) -> None:
     """out[r] = x[r] @ op(w[e]) [+ bias[e]] [+ addend[r]], r in [starts[e], starts[e + 1]).
 
-    Sums are F32, and rounded once.
+    Sums are F32, of codes those of 64 products, times scale_x * scale_w; they are rounded once.
 
     Args (X is BF16 or F32; N and K multiples of 16 bytes):
-        out     out  X   (R, N)
-        x       in   X   (R, K)
-        w       in   X   (E, K, N)   with trans_b (E, N, K)
-        starts  in   I32 (E + 1,)    ascending from 0 to R; any expert may have no rows
-        bias    in   X   (E, N)      or None
-        addend  in   X   (R, N)      or None; may be out
+        out      out  X   (R, N)      BF16 of codes
+        x        in   X   (R, K)      or E4M3, E5M2
+        w        in   X   (E, K, N)   with trans_b (E, N, K); or E4M3, E5M2 with trans_b
+        starts   in   I32 (E + 1,)    ascending from 0 to R; any expert may have no rows
+        scale_x  in   F32 (1,)        of codes, else None
+        scale_w  in   F32 (1,)
+        bias     in   X   (E, N)      or None
+        addend   in   X   (R, N)      or None; may be out
 
     Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "grouped_matmul"
-    (R, N), K = _expect(op, "out", out, "x", x)
     E = starts.size - 1
-    expect(op, "w", w, x.dtype, (E, N, K) if trans_b else (E, K, N))
+    if scale_x is None and scale_w is None:  # which codes must have
+        (R, N), K = _expect(op, "out", out, "x", x)
+        expect(op, "w", w, x.dtype, (E, N, K) if trans_b else (E, K, N))
+    else:
+        (R, N), K = _expect_codes(op, out, x, w, scale_x, scale_w, trans_b)
     expect(op, "starts", starts, I32, (E + 1,))
     if bias is not None:
-        expect(op, "bias", bias, x.dtype, (E, N))
+        expect(op, "bias", bias, out.dtype, (E, N))
     if addend is not None:
-        expect(op, "addend", addend, x.dtype, (R, N))
+        expect(op, "addend", addend, out.dtype, (R, N))
     tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # no routing has more
+    codes = x.dtype in (E4M3, E5M2)
     dev.launch(
         PRODUCT,
-        min(tiles, BLOCKS * dev.spec.num_sms),
-        THREADS,
-        (out, x, w, bias, addend, starts, R, N, K, E),
+        min(tiles, (BLOCKS // 2 if codes else BLOCKS) * dev.spec.num_sms),
+        2 * THREADS if codes else THREADS,
+        (out, x, w, scale_x, scale_w, bias, addend, starts, R, N, K, E),
         consts={"STAGES": STAGES, "TRANS_B": int(trans_b)},
         smem=STAGES * STAGE_BYTES,
         cost=_cost((R, N, K), x, out, trans_b=trans_b, addend=addend is not None),
@@ -117,6 +125,30 @@ def _expect(op: str, wide: str, y: Tensor, name: str, x: Tensor) -> tuple[tuple[
     multiple = VECTOR_BYTES // y.dtype.itemsize
     if N % multiple or K % multiple:
         raise ValueError(f"{op}: N and K must be multiples of {multiple}, got {(N, K)}")
+    return (R, N), K
+
+
+def _expect_codes(
+    op: str,
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    scale_x: Tensor | None,
+    scale_w: Tensor | None,
+    trans_b: bool,
+) -> tuple[tuple[int, int], int]:
+    """The same of codes."""
+    expect_matrix(op, "out", out, (BF16,))
+    (R, N), K = out.shape, x.shape[-1]
+    if not trans_b:
+        raise ValueError(f"{op}: codes of w must be (E, N, K), with trans_b")
+    E = w.shape[0]
+    expect(op, "x", x, None, (R, K))
+    expect(op, "w", w, None, (E, N, K))
+    flat = w.view(E * N, K)
+    expect_operands(op, x, flat, scale_x, scale_w, dtypes=(E4M3, E5M2), codes=(E4M3, E5M2))
+    if N * out.dtype.itemsize % VECTOR_BYTES or K % VECTOR_BYTES:
+        raise ValueError(f"{op}: N must be a multiple of 8 and K of 16 with codes, got {(N, K)}")
     return (R, N), K
 
 

@@ -197,20 +197,26 @@ def product(
 def grouped_product(
     dev: Device,
     out: Tensor,
-    x: Tensor,
-    w: Tensor,
+    x: Operand,
+    w: Operand,
     starts: Tensor,
     *,
     trans_b: bool = False,
     bias: Tensor | None = None,
     addend: Tensor | None = None,
+    fast: bool = False,
 ) -> None:
-    """The product of rows that are sorted by expert, as `grouped.grouped_matmul` has it."""
-    taken_route = taken(dev, "grouped", Sizes(*out.shape, x.shape[1], x.dtype, out.dtype))
-    if taken_route is None or addend is not None:
-        grouped.grouped_matmul(dev, out, x, w, starts, trans_b=trans_b, bias=bias, addend=addend)
+    """The product of rows that are sorted by expert, as `grouped.grouped_matmul` has it: of
+    tensors, or of codes. fast: as of `product`."""
+    terms = _Terms(dev, x, w, False, trans_b, None, bias, addend, fast)
+    left, right, scales = terms.left, terms.right, terms.scales
+    sizes = Sizes(*out.shape, left.shape[1], left.dtype, out.dtype)
+    if taken(dev, "grouped", sizes, fast=fast) is None or addend is not None:
+        how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias, "addend": addend}
+        grouped.grouped_matmul(dev, out, left, right, starts, *scales, **how)
     else:
-        matmul_fused.grouped(dev, out, x, w, starts, transposed=not trans_b, bias=bias)
+        how = {"transposed": not trans_b, "bias": bias}
+        matmul_fused.grouped(dev, out, left, right, starts, *scales, **how)
 
 
 def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:

@@ -87,11 +87,6 @@ def _uses_turns(dev: Device, sizes: Sizes) -> bool:
     return sizes.K >= MIN_DEPTH and used >= LEAST_USED and filled >= LEAST_FILLED
 
 
-def _not_measured(dev: Device, sizes: Sizes) -> bool:
-    """No GPU has run it yet: only LLMQ_FUSED takes it."""
-    return False
-
-
 MANY_COLUMNS, MOST_IDLE = 8192, 2400
 MIN_DEPTH = 4096
 # The share of the turns of all clusters that is work, and of the tiles' elements that are there.
@@ -139,12 +134,15 @@ ROUTES = {
         faster=_uses_turns,
         exact=True,
     ),
+    # Beside the kernel for all cards since Ampere: tools/gemm_gate.py --grouped.
     "grouped": Route(
         kernel="matmul_grouped",
-        a=(BF16,),
+        a=(BF16, E4M3, E5M2),
         out=BF16,
         aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4),  # K: of 64
-        faster=_not_measured,
+        least=64,  # adapters have fewer
+        fast=True,
+        bias=True,
         exact=True,
     ),
     "grouped_grad": Route(
@@ -152,7 +150,6 @@ ROUTES = {
         a=(BF16,),
         out=BF16,
         aligned=lambda s: (2 * s.M, 2 * s.N),
-        faster=_not_measured,
         exact=True,
     ),
     # Fewer rows would leave cores idle in the last turn, and gain less than launches cost.

@@ -503,9 +503,17 @@ REFUSED_WITH_MODEL = (
         "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
     ),
     *refused(
+        "mlp_dtype",
+        lambda v, o, model: v == "e4m3" and model.experts is not None,
+        "--mlp-dtype: products of experts write no codes: use {model_dtype}",
+    ),
+    *refused(
         "matmul_dtype",
-        lambda v, o, model: v != o.model_dtype and model.experts is not None,
-        "--matmul-dtype: there is no {value} product for experts yet: use {model_dtype}",
+        lambda v, o, model: (
+            model.experts is not None
+            and (v == "int8" or (v == "e4m3" and model.experts.alpha is not None))
+        ),
+        "--matmul-dtype: there is no {value} product for these experts: use {model_dtype}",
     ),
     *refused(
         "matmul_dtype",

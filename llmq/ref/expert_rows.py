@@ -46,9 +46,10 @@ def rows_place(
 
 
 def rows_gather(
-    out: np.ndarray, x: np.ndarray, order: np.ndarray, n: int, C: int, top_k: int
+    out: np.ndarray, x: np.ndarray, place: np.ndarray, rows: int, C: int, top_k: int
 ) -> None:
-    np.take(x, order // top_k, axis=0, out=out, mode="clip")
+    for places in place.T:
+        out[places] = x
 
 
 def rows_combine(

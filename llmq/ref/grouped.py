@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmq.ref.common import compute, store_gradient
+from llmq.ref.common import compute, decode_fp8, store_gradient
 
 # rows, N, K, experts
 CASES = {
@@ -29,6 +29,8 @@ def grouped_product(
     out: np.ndarray,
     x: np.ndarray,
     w: np.ndarray,
+    scale_x: np.ndarray | None,
+    scale_w: np.ndarray | None,
     bias: np.ndarray | None,
     addend: np.ndarray | None,
     starts: np.ndarray,
@@ -40,10 +42,13 @@ def grouped_product(
     trans_b: int,
 ) -> None:
     """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, where e has the
-    row."""
+    row. Codes are multiplied as they are, and their sums by both scales."""
+    values = compute if scale_x is None else decode_fp8
     for e, rows in _groups(starts):
-        matrix = compute(w[e])
-        total = compute(x[rows]) @ (matrix.T if trans_b else matrix)
+        matrix = values(w[e])
+        total = values(x[rows]) @ (matrix.T if trans_b else matrix)
+        if scale_x is not None:
+            total *= scale_x[0] * scale_w[0]
         if bias is not None:
             total += compute(bias[e])
         if addend is not None:

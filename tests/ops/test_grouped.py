@@ -1,9 +1,11 @@
 """Products of sorted rows on a device against the reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.tensor import Accumulator
 from llmq.ops import grouped as op
 from llmq.ref.grouped import CASES
@@ -49,6 +51,29 @@ def test_grouped_matmul(dev, rng, R, N, K, E, trans_b, dtype):
     np.testing.assert_array_equal(run(dev, add, arrays)["addend"], whole)
     alone = compared(dev, call, arrays | {"bias": None, "addend": None})["out"]
     assert (whole != alone).any()
+
+
+@pytest.mark.parametrize("x, w", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
+def test_grouped_matmul_of_codes(dev, rng, x, w):
+    if 0 < dev.spec.capability < 89:
+        pytest.skip("this GPU does not multiply fp8 codes")
+    R, N, K, E = 300, 136, 176, 7
+    arrays = {
+        "out": np.full((R, N), np.nan, BF16.numpy),
+        "x": eighths(rng, (R, K), x),
+        "w": eighths(rng, (E, N, K), w),
+        "starts": starts_of(rng, R, E),
+        "scale_x": np.full(1, 0.5, np.float32),
+        "scale_w": np.full(1, 4.0, np.float32),
+        "bias": eighths(rng, (E, N), BF16),
+    }
+    got = compared(dev, partial(op.grouped_matmul, trans_b=True), arrays)["out"]
+    plain = {"x": BF16, "w": BF16, "scale_x": None, "scale_w": None}
+    arrays |= {n: None if d is None else arrays[n].astype(d.numpy) for n, d in plain.items()}
+    arrays["x"] *= BF16.numpy.type(2)
+    np.testing.assert_array_equal(
+        run(dev, partial(op.grouped_matmul, trans_b=True), arrays)["out"], got
+    )
 
 
 def gradient_arrays(rng, R, N, K, E, target, dtype):

@@ -864,30 +864,22 @@ def test_grouped_on_all_multiprocessors(hopper, rng, dtype, transposed):
 
 
 def test_where_grouped_is_taken():
-    """Only where it is asked for, as it was not measured."""
+    def route(K, N=1536, M=16384, dtype=BF16, dev=None, fast=False):
+        sizes = Sizes(M, N, K, dtype, F32 if dtype == F32 else BF16)
+        return taken(dev or PlanDevice(H100), "grouped", sizes, fast=fast)
 
-    def route(K, N=1536, M=16384, dtype=BF16, dev=None):
-        return taken(dev or asked("matmul_grouped"), "grouped", Sizes(M, N, K, dtype, dtype))
-
-    assert route(2048) and route(768, 2048)
-    assert not route(2048, dtype=F32) and not route(2056)
-    assert not any(route(2048, dev=dev) for dev in (PlanDevice(H100), *devices_without()))
+    assert route(2048) and route(768, 2048) and route(2048, dtype=E4M3, fast=True)
+    assert not route(2048, dtype=F32) and not route(2056) and not route(2048, dtype=E4M3)
+    assert not any(route(2048, dev=dev) for dev in devices_without())
 
 
 def test_where_gradients_are_grouped():
     def route(M=1536, N=2048, dtype=BF16, out=BF16, dev=None):
-        dev = dev or asked("matmul_grouped_gradient")
-        return taken(dev, "grouped_grad", Sizes(M, N, 131072, dtype, out))
+        return taken(dev or PlanDevice(H100), "grouped_grad", Sizes(M, N, 131072, dtype, out))
 
     assert route() and route(N=768)
     assert not route(out=F32) and not route(dtype=F32) and not route(M=1540)
-    assert not any(route(dev=dev) for dev in (PlanDevice(H100), *devices_without()))
-
-
-def asked(kernel):
-    dev = PlanDevice(H100)
-    dev.fused = frozenset({kernel})
-    return dev
+    assert not any(route(dev=dev) for dev in devices_without())
 
 
 def test_wrong_grouped_arguments():

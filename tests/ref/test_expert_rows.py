@@ -53,14 +53,14 @@ def test_gather_and_combine_equal_torch(with_addend):
     back.backward(d)
 
     got = np.full((S * top_k, C), np.nan)
-    ref.rows_gather(got, x.detach().numpy(), order, S * top_k, C, top_k)
+    ref.rows_gather(got, x.detach().numpy(), place, S, C, top_k)
     np.testing.assert_array_equal(got, rows.detach().numpy())
     out = np.full((S, C), np.nan)
     addend = more.numpy() if with_addend else None
     ref.rows_combine(out, got, place, w.detach().numpy(), addend, S, C, top_k)
     np.testing.assert_allclose(out, back.detach().numpy(), rtol=1e-13, atol=1e-14)
     d_rows, d_w = np.full_like(got, np.nan), np.full((S, top_k), np.nan)
-    ref.rows_gather(d_rows, d.numpy(), order, S * top_k, C, top_k)
+    ref.rows_gather(d_rows, d.numpy(), place, S, C, top_k)
     weighted, arrays = np.full_like(got, np.nan), (got, place, w.detach().numpy())
     ref.rows_combine_backward(d_rows, d_w, weighted, *arrays, S, C, top_k)
     np.testing.assert_array_equal(weighted[place], w.detach().numpy()[..., None] * got[place])

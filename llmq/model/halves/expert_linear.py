@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 
+from llmq.base.operand import Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
+from llmq.formats.format import BACKWARD, FORWARD
 from llmq.model.activations import HalfLayer
 from llmq.model.halves.half import Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
@@ -32,6 +34,7 @@ class ExpertLinear:
     def __init__(self, shared: Shared, rows: int):
         """rows: R."""
         self.dev, adapters = shared.dev, adapters_of(shared.options)
+        self.fast = shared.operands.fast
         every = all_adapted(shared.config, adapters) if adapters is not None else ()
         self._adapted = {(layer, m.key): m for layer, m in every if m.groups > 1}
         widest = max((m.rank * _parts_of(m) for m in self._adapted.values()), default=0)
@@ -42,14 +45,14 @@ class ExpertLinear:
             )
 
     def forward(
-        self, here: HalfLayer, key: str, y: Tensor, x: Tensor, starts: Tensor, w: BlockWeights
+        self, here: HalfLayer, key: str, y: Tensor, x: Operand, starts: Tensor, w: BlockWeights
     ) -> None:
         """y (R, out), of x (R, in), with a bias if there is one."""
-        bias = biases_of(w, key)
-        grouped_product(self.dev, y, x, w[key], starts, trans_b=True, bias=bias)
+        how = {"bias": biases_of(w, key), "fast": FORWARD in self.fast}
+        grouped_product(self.dev, y, x, w[key], starts, trans_b=True, **how)
         a, b = w.adapters(key)
         if a is not None:
-            with self._hidden(x, a, starts) as h, self._expanded(here, key, b) as whole:
+            with self._hidden(tensor_of(x), a, starts) as h, self._expanded(here, key, b) as whole:
                 grouped_product(self.dev, y, h, whole, starts, trans_b=True, addend=y)
 
     def input_gradient(
@@ -57,15 +60,16 @@ class ExpertLinear:
         here: HalfLayer,
         key: str,
         d_x: Tensor | None,
-        d_y: Tensor,
+        d_y: Operand,
         starts: Tensor,
         w: BlockWeights,
     ) -> None:
         """d_x (R, in), if it is wanted, from d_y (R, out)."""
         a, b = w.adapters(key)
         if d_x is not None:
-            grouped_product(self.dev, d_x, d_y, w[key], starts)
+            grouped_product(self.dev, d_x, d_y, w[key], starts, fast=BACKWARD in self.fast)
         if a is not None:
+            d_y = tensor_of(d_y)
             d_h = self._d_hidden_of(here, key, d_y)
             with self._expanded(here, key, b) as whole:
                 grouped_product(self.dev, d_h, d_y, whole, starts)
@@ -73,7 +77,7 @@ class ExpertLinear:
                 grouped_product(self.dev, d_x, d_h, _by_expert(a, starts), starts, addend=d_x)
 
     def trains(self, g: BlockGrads, key: str) -> bool:
-        """Whether weight_gradients needs x."""
+        """Whether weight_gradients needs x and d_y as tensors."""
         return key in g or g.adapters(key)[0] is not None
 
     def weight_gradients(

@@ -18,14 +18,14 @@ A weight stands behind `experts_down`, but backward reads no output of it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, DType
-from llmq.base.operand import Operand
+from llmq.base.operand import Fp8, Operand, OutputForms, tensor_of
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
@@ -65,13 +65,13 @@ class ExpertsInputs(NamedTuple):
     """The tensors that backward needs. x: (S, C), None where no gradient needs it. up: (R, 2F).
     shared_up: (S, 2Fs), where there is a shared expert."""
 
-    x: Tensor | None
+    x: Operand | None
     up: Tensor
     shared_up: Tensor | None
 
 
 class _Activation(NamedTuple):
-    """forward(dev, out, up), backward(dev, d_up, d_out, up)."""
+    """forward(dev, up, to), backward(dev, d_act, up, to); to: forms of what they write."""
 
     forward: Callable[..., None]
     backward: Callable[..., None]
@@ -80,10 +80,17 @@ class _Activation(NamedTuple):
 def _activation(config: ModelConfig) -> _Activation:
     its = config.experts
     if its.alpha is None:
-        return _Activation(swiglu.forward, swiglu.backward)
+        return _Activation(
+            lambda dev, up, to: swiglu.forward(dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8),
+            lambda dev, d_act, up, to: swiglu.backward(
+                dev, to.out, d_act, up, abs_max=to.abs_max, fp8=to.fp8
+            ),
+        )
     how = {"alpha": its.alpha, "limit": its.limit}
-    both = (clamped_swiglu.forward, clamped_swiglu.backward)
-    return _Activation(*(partial(each, **how) for each in both))
+    return _Activation(
+        lambda dev, up, to: clamped_swiglu.forward(dev, to.out, up, **how),
+        lambda dev, d_act, up, to: clamped_swiglu.backward(dev, to.out, d_act, up, **how),
+    )
 
 
 class ExpertsHalf:
@@ -91,7 +98,7 @@ class ExpertsHalf:
 
     def __init__(self, shared: Shared):
         self.dev, self.routers, options = shared.dev, Linear(shared.dev), shared.options
-        self.activation = _activation(shared.config)
+        self.activation, self.operands = _activation(shared.config), shared.operands
         rows = options.batch_size * options.local_seq_len * shared.config.experts.active
         self.linear = ExpertLinear(shared, rows)
         shares = shared.config.experts.shared_size is not None
@@ -124,15 +131,16 @@ class ExpertsHalf:
     def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
         """here.out from x (S, C)."""
         dev, kept, out = self.dev, here.kept, here.out.out
-        self._multiply_router(kept.router_logits, w, x)
+        self._multiply_router(kept.router_logits, w, tensor_of(x))
         how = {"renormalize": here.spec.sizes["renormalize"]}
         if frame.keep and self.balance is not None:
             how["sums"] = self.balance.sums(here.index)
         route(dev, kept.chosen, kept.weights, kept.router_logits, **how)
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
-        up, act = (each.place(dev, frame.temps) for each in (kept.up, kept.act))
+        up = kept.up.place(dev, frame.temps)
         self._multiply_up(here, w, x, up)
-        self.activation.forward(dev, act, up)
+        write = partial(self.activation.forward, dev, up)
+        act = self.operands.input(frame.temps, kept.act, write)
         with self._sorted("expert_out", kept, out) as y:
             self.linear.forward(here, "experts_down", y, act, kept.starts, w)
             combine(dev, out, y, kept.place, kept.weights)
@@ -172,10 +180,14 @@ class ExpertsHalf:
         keys = {key for module in here.spec.modules for key in module.keys}
         if d_x is None and not keys & g.keys():
             return
+        x = x and tensor_of(x)
         with ExitStack() as temps:
             d_weights = self._scratch(temps, "d_expert_weights", kept.weights.shape, F32)
-            self._backward_down(here, w, g, up, d_out, d_weights)
-            self._backward_up(here, w, g, x, up, d_x)
+            write = partial(self._backward_down, here, w, g, up, d_out, d_weights)
+            d_up = self.operands.gradient(
+                temps, here.id_of("d_expert_up"), write, shape=up.shape, out=up
+            )
+            self._backward_up(here, w, g, x, d_up, d_x)
             self._backward_router(here, w, g, x, d_out, d_weights, d_x)
 
     def _backward_down(
@@ -186,25 +198,29 @@ class ExpertsHalf:
         up: Tensor,
         d_out: Tensor,
         d_weights: Tensor,
+        to: OutputForms,
     ) -> None:
-        """up becomes its gradient; d_weights (S, K) is that of the weights."""
+        """`to` is the gradient of up (may be up); d_weights (S, K) is that of the weights."""
         dev, kept = self.dev, here.kept
         with ExitStack() as temps:
             act = kept.act.place(dev, temps)
             if kept.act.tensor is None:
-                self.activation.forward(dev, act, up)
-            d_y = temps.enter_context(self._sorted("d_expert_out", kept, d_out))
-            d_act = self._scratch(temps, "d_expert_act", act.shape, act.dtype)
-            gather_rows(dev, d_y, d_out, kept.order, here.spec.sizes["active"])
-            self.linear.input_gradient(here, "experts_down", d_act, d_y, kept.starts, w)
+                self.activation.forward(dev, up, OutputForms(act))
             trains = self.linear.trains(g, "experts_down")
+            d_rows = self.operands.of_tensor(
+                temps, here.out_id, d_out, measured=True, transposed=True
+            )
+            d_y = temps.enter_context(self._gathered(here, "d_expert_out", d_rows, whole=trains))
+            d_act = self._scratch(temps, "d_expert_act", act.shape, act.dtype)
+            self.linear.input_gradient(here, "experts_down", d_act, d_y, kept.starts, w)
             how = (kept.place, kept.weights, act if trains else None)
             combine_backward(dev, d_act, d_weights, act, *how)
             if trains:
-                self.linear.weight_gradients(here, "experts_down", d_y, act, kept.starts, w, g)
+                whole = tensor_of(d_y)
+                self.linear.weight_gradients(here, "experts_down", whole, act, kept.starts, w, g)
             weighed = (kept.weights, kept.order)
             self.linear.bias_gradients(here, "experts_down", d_y, kept.starts, g, *weighed)
-            self.activation.backward(dev, up, d_act, up)
+            self.activation.backward(dev, d_act, up, to)
 
     def _backward_up(
         self,
@@ -212,7 +228,7 @@ class ExpertsHalf:
         w: BlockWeights,
         g: BlockGrads,
         x: Tensor | None,
-        d_up: Tensor,
+        d_up: Operand,
         d_x: Tensor | None,
     ) -> None:
         """d_x, if it is wanted: with a shared expert, it is added to what is there."""
@@ -225,9 +241,9 @@ class ExpertsHalf:
                 combine(dev, d_x, d_rows, kept.place, addend=of_shared)
         self.linear.bias_gradients(here, "experts_up", d_up, kept.starts, g)
         if self.linear.trains(g, "experts_up"):
-            with self._sorted("expert_x", kept, x) as rows:
-                gather_rows(dev, rows, x, kept.order, here.spec.sizes["active"])
-                self.linear.weight_gradients(here, "experts_up", d_up, rows, kept.starts, w, g)
+            whole = tensor_of(d_up)
+            with self._gathered(here, "expert_x", x) as rows:
+                self.linear.weight_gradients(here, "experts_up", whole, rows, kept.starts, w, g)
 
     def _backward_router(
         self,
@@ -261,11 +277,29 @@ class ExpertsHalf:
                 convert(self.dev, bias, w.bias("router"))
             matmul(self.dev, logits, x, w["router"], trans_b=True, bias=bias)
 
-    def _multiply_up(self, here: HalfLayer, w: BlockWeights, x: Tensor, up: Tensor) -> None:
-        kept = here.kept
-        with self._sorted("expert_x", kept, x) as rows:
-            gather_rows(self.dev, rows, x, kept.order, here.spec.sizes["active"])
-            self.linear.forward(here, "experts_up", up, rows, kept.starts, w)
+    def _multiply_up(self, here: HalfLayer, w: BlockWeights, x: Operand, up: Tensor) -> None:
+        adapted = w.adapters("experts_up")[0] is not None
+        with self._gathered(here, "expert_x", x, whole=adapted) as rows:
+            self.linear.forward(here, "experts_up", up, rows, here.kept.starts, w)
+
+    @contextmanager
+    def _gathered(
+        self, here: HalfLayer, name: str, x: Operand, *, whole: bool = True
+    ) -> Iterator[Operand]:
+        """The sorted rows of x. whole: of codes, the tensor too."""
+        place, codes, rows = here.kept.place, None, None
+        with ExitStack() as temps:
+            if isinstance(x, Fp8):
+                codes = temps.enter_context(self._sorted(f"{name}.q", here.kept, x.codes))
+                gather_rows(self.dev, codes, x.codes, place)
+            if codes is None or whole:
+                source = tensor_of(x)
+                rows = temps.enter_context(self._sorted(name, here.kept, source))
+                gather_rows(self.dev, rows, source, place)
+            if codes is None:
+                yield rows
+            else:
+                yield Fp8(source=rows, codes=codes, transposed=None, scale=x.scale)
 
     def _sorted(self, name: str, kept: _Kept, like: Tensor) -> AbstractContextManager[Tensor]:
         """Scratch of R rows as wide as another tensor."""

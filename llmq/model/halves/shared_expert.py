@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import F32, I32
+from llmq.base.operand import Operand, OutputForms, tensor_of
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation
 from llmq.model.activations import HalfLayer
@@ -43,6 +44,7 @@ class SharedExpert:
 
     def __init__(self, shared: Shared):
         self.dev, self.linear, self.routers = shared.dev, shared.linear, Linear(shared.dev)
+        self.operands = shared.operands
         rows = shared.options.batch_size * shared.options.local_seq_len
         # Each row is its own only choice.
         self._places = self.dev.alloc("shared_places", (rows, 1), I32, "Activations")
@@ -60,25 +62,32 @@ class SharedExpert:
         )
 
     def forward(
-        self, frame: Frame, here: HalfLayer, kept: SharedKept, w: BlockWeights, x: Tensor
+        self, frame: Frame, here: HalfLayer, kept: SharedKept, w: BlockWeights, x: Operand
     ) -> None:
         """Adds to here.out, from x (S, C)."""
         dev, out = self.dev, here.out.out
-        matmul(dev, kept.gate_logits, x, w["shared_gate"], trans_b=True)
+        matmul(dev, kept.gate_logits, tensor_of(x), w["shared_gate"], trans_b=True)
         route(dev, self._chosen, kept.gate, kept.gate_logits, **_SIGMOID)
         up, act = (each.place(dev, frame.temps) for each in (kept.up, kept.act))
         self.linear.forward(here.index, "shared_up", up, x, w)
         swiglu.forward(dev, act, up)
-        with (
-            dev.scratch("shared_act.gated", act.shape, act.dtype) as gated,
-            dev.scratch("shared_out", out.shape, out.dtype) as y,
-        ):
+        with ExitStack() as temps:
+            gated = temps.enter_context(dev.scratch("shared_act.gated", act.shape, act.dtype))
+            y = temps.enter_context(dev.scratch("shared_out", out.shape, out.dtype))
             combine(dev, gated, act, self._places, kept.gate)
-            self.linear.forward(here.index, "shared_down", y, gated, w)
+            operand = self.operands.of_tensor(
+                temps, kept.act.tensor_id, gated, measured=False, transposed=False
+            )
+            self.linear.forward(here.index, "shared_down", y, operand, w)
             add(dev, out, out, y)
 
     def up_again(
-        self, temps: ExitStack, here: HalfLayer, kept: SharedKept, w: BlockWeights, x: Tensor | None
+        self,
+        temps: ExitStack,
+        here: HalfLayer,
+        kept: SharedKept,
+        w: BlockWeights,
+        x: Operand | None,
     ) -> Tensor:
         """up (S, 2Fs), kept or computed again."""
         up = kept.up.place(self.dev, temps)
@@ -96,25 +105,36 @@ class SharedExpert:
         kept: SharedKept,
         w: BlockWeights,
         g: BlockGrads,
-        x: Tensor | None,
+        x: Operand | None,
         up: Tensor,
         d_out: Tensor,
         d_x: Tensor | None,
     ) -> None:
         """d_x (S, C), if it is wanted, and the weights' gradients; overwrites up."""
-        dev, linear, layer = self.dev, self.linear, here.index
+        dev, linear, layer, operands = self.dev, self.linear, here.index, self.operands
         with ExitStack() as temps:
             act = kept.act.place(dev, temps)
             if kept.act.tensor is None:
                 swiglu.forward(dev, act, up)
             d_act = temps.enter_context(dev.scratch("d_shared_act", act.shape, act.dtype))
             d_gate = temps.enter_context(dev.scratch("d_shared_gate", kept.gate.shape, F32))
-            linear.input_gradient(layer, "shared_down", d_act, d_out, w, g)
+            d_y = operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
+            linear.input_gradient(layer, "shared_down", d_act, d_y, w, g)
             combine_backward(dev, d_act, d_gate, act, self._places, kept.gate, weighted=act)
-            linear.weight_gradients(layer, "shared_down", g, None, d_out, act)
-            swiglu.backward(dev, up, d_act, up)
-            linear.input_gradient(layer, "shared_up", d_x, up, w, g)
-            linear.weight_gradients(layer, "shared_up", g, None, up, x)
+            again = operands.of_tensor_again(temps, kept.act.tensor_id, act, product=False)
+            linear.weight_gradients(layer, "shared_down", g, None, d_y, again)
+
+            def write(to: OutputForms) -> None:
+                swiglu.backward(dev, to.out, d_act, up, abs_max=to.abs_max, fp8=to.fp8)
+
+            d_up = operands.gradient(
+                temps, here.id_of("d_shared_up"), write, shape=up.shape, out=up
+            )
+            linear.input_gradient(layer, "shared_up", d_x, d_up, w, g)
+            if x is not None:
+                x, norm = tensor_of(x), here.norm.out.tensor_id
+                again = operands.of_tensor_again(temps, norm, x, product=False)
+                linear.weight_gradients(layer, "shared_up", g, None, d_up, again)
             gate = w["shared_gate"]
             shape = kept.gate.shape
             d_logits = temps.enter_context(dev.scratch("d_gate_logits", shape, gate.dtype))
