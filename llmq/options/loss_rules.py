@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmq.options.rule import Rule, default, idle, refused
+from llmq.options.rule import Options, Rule, default, idle, refused
 
 
 def _by_loss(name: str, values: dict[str, Any], **more: Any) -> Rule:
@@ -12,7 +12,17 @@ def _by_loss(name: str, values: dict[str, Any], **more: Any) -> Rule:
     return default(name, lambda o: values.get(o.loss), lambda v, o: o.loss in values, **more)
 
 
+def trains_score(o: Options) -> bool:
+    """Whether there is a score head; also before it is implied."""
+    return o.head == "score" or o.loss == "reward"
+
+
 LOSS_RULES = (
+    default(
+        "head",
+        lambda o: "score" if trains_score(o) else "lm",
+        help="lm, if not given; with --loss reward score",
+    ),
     default(
         "num_labels",
         lambda o: 1 if o.loss == "reward" else 2,

@@ -39,7 +39,7 @@ from llmq.options.conditions import (
     wrong_for_experts,
     wrong_parts,
 )
-from llmq.options.loss_rules import LOSS_RULES
+from llmq.options.loss_rules import LOSS_RULES, trains_score
 from llmq.options.optimizer_rules import OPTIMIZER_RULES
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
@@ -68,11 +68,6 @@ def _adapters_default(name: str, value: Callable[[Options], Any], **more: Any) -
 
 IMPLIED = (
     default(
-        "head",
-        lambda o: "score" if o.loss == "reward" else "lm",
-        help="lm, if not given; with --loss reward score",
-    ),
-    default(
         "master_dtype",
         lambda o: "fp32" if o.wants_adapters else o.model_dtype,  # adapters are small
         help=f"{_AS_MODEL}, with adapters fp32",
@@ -100,7 +95,7 @@ IMPLIED = (
     default("base_dtype", lambda o: o.model_dtype, lambda v, o: o.freezes_model, help=_AS_MODEL),
     _adapters_default(
         "train",
-        lambda o: ("head",) if o.head == "score" else ("new-rows",) if o.add_tokens else (),
+        lambda o: ("head",) if trains_score(o) else ("new-rows",) if o.add_tokens else (),
         help="with --add-tokens new-rows, with --head score head, if not given",
     ),
     # 8-bit codes of adapters' bases are multiplied as they are.
