@@ -237,10 +237,18 @@ struct Sm90Mainloop {
     __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
                                                             Ring& ring, int first_row,
                                                             int count) const {
+        return multiply_steps<ADD>(d, ring, first_row, count, [](int) {});
+    }
+    // there(k) is called when step k's tiles are there.
+    template <bool ADD, int COUNT, class There>
+    __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
+                                                            Ring& ring, int first_row, int count,
+                                                            There there) const {
         SharedAddress before = empty;
 #pragma unroll 1
         for (int k = 0; k < count; ++k, ring.next()) {
             barrier_wait(full + 8 * ring.stage, ring.parity);
+            there(k);
             multiply<Left, Right, RIGHT_OUTSIDE, LEFT_OUTSIDE>(
                 d, stages + ring.stage * STAGE_BYTES, first_row, SLICES, ADD ? 1 : k);
             wgmma_wait<1>();
