@@ -388,6 +388,21 @@ COMMANDS = [
         "report.plot.run_plot",
         (([Path("pyproject.toml"), Path("README.md")], None, "hours", True, False), {}),
     ),
+    (
+        "sweep-lr --data d --depth 3 --rates 4 --out o.json --lr 0.1",
+        "bench.sweep_lr.run_sweep_lr",
+        (
+            (
+                {
+                    "train-file": ("d/train*.bin",),
+                    "eval-file": "split",
+                    "learning-rate": "0.1",
+                },
+            ),
+            {"depth": 3, "rates": 4, "out": Path("o.json")},
+        ),
+    ),
+    ("recipe --hours 1 --card h100 --host-memory 9GiB", "plan.recipe_report.run_recipe", None),
     ("top README.md --once", "run.top.run_top", ((Path("README.md"),), {"once": True})),
     (
         "watch README.md --tensorboard t --wandb p --interval 0",

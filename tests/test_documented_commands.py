@@ -34,7 +34,7 @@ PAGES = [
     *(ROOT / "docs" / f"{name}.md" for name in (
         "fine-tuning", "lora", "preferences", "data", "models", "checkpoints", "export", "planning",
         "optimizer", "experts", "delta", "memory", "formats", "multi-gpu", "multi-machine", "logs",
-        "evaluation", "python", "speed", "sweeps", "rig",
+        "evaluation", "python", "speed", "sweeps", "rig", "recipe",
     )),
 ]  # fmt: skip
 WRITTEN_FOR = {"decisions", "extending", "walkthrough"}  # people who change llmq
@@ -53,6 +53,8 @@ ELSEWHERE = {
     "kill -USR1 PID": "tests/test_keeping.py",
     "llmq rig": "tests/test_rig.py",
     "PYTHONPATH=. tools/": "tests/test_tools.py",
+    "llmq recipe --hours 24 --card h100 --data data/mine --rates": "tests/test_recipe.py",
+    "llmq recipe --hours 24 --card h100 --data data/corpus": "tests/test_recipe.py",
 }
 
 # By a pattern of a whole command, what a part of it becomes; all of them, in this order.
@@ -87,6 +89,8 @@ SHORTER = [
     (r"^llmq bench --config", "$", " --timed-steps 1 --repeats 1"),
     (r"^llmq top", "$", " --once"),
     (r"^llmq watch", "$", " --interval 0"),
+    (r"^llmq recipe", "--hours 24", "--hours 0.03 --num-layers 2 --hidden-size 128 --seq-len 64"),
+    (r"^llmq sweep-lr", "$", f" {TINY} --rates 3 --depth 1"),
 ]  # fmt: skip
 
 

@@ -55,10 +55,11 @@ class _Part(NamedTuple):
         return {*self.options, *itertools.chain.from_iterable(self.zips)}
 
 
-def read_runs(given: Mapping[str, Any], file: Path | None) -> list[Row]:
+def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = False) -> list[Row]:
     """The options of every run, each once.
 
-    given: from the command line; wins. file: YAML, TOML or JSON with options of all runs, and
+    given: from the command line; wins. trains: on data, for losses; else on random tokens, where
+    options of data are refused. file: YAML, TOML or JSON with options of all runs, and
     under `runs` a list of mappings with those of each, which win over the shared ones. A list as a
     value stands for one run with each of its elements; under `zip` lists go together element by
     element; `where` says which of these runs are made. Raises ConfigError.
@@ -81,7 +82,7 @@ def read_runs(given: Mapping[str, Any], file: Path | None) -> list[Row]:
         why = f"none of the {excluded} runs meets `where`" if excluded else "it has an empty list"
         raise ConfigError(f"--config: {file}: {why}, so there is nothing to run")
     for options in expanded:
-        _check(options, several=len(expanded) > 1)
+        _check(options, several=len(expanded) > 1, trains=trains)
     unique: dict[Hashable, Row] = {}
     for options in expanded:
         unique.setdefault(identity(options), options)
@@ -170,9 +171,9 @@ def _defaults() -> TrainConfig:
     return TrainConfig()
 
 
-def _check(options: Row, *, several: bool) -> None:
+def _check(options: Row, *, several: bool, trains: bool) -> None:
     """ConfigError for a run that cannot be made, before any is."""
-    for key in options:
+    for key in () if trains else options:
         if key in _WITHOUT_EFFECT:
             raise ConfigError(f"--{key}: has no effect on a benchmark, leave it out")
     if options.get("from-scratch"):
@@ -183,7 +184,7 @@ def _check(options: Row, *, several: bool) -> None:
         if not several:
             raise
         raise ConfigError(f"{error} (run {_spelled(options)})") from None
-    if config.vocab_size == AUTO:
+    if config.vocab_size == AUTO and not trains:
         raise ConfigError("--vocab-size: auto needs token files, and tokens are random here")
 
 

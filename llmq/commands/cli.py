@@ -26,10 +26,12 @@ from llmq.commands import (
     merge,
     plan,
     plot,
+    recipe,
     rig,
     sample,
     score,
     show,
+    sweep_lr,
     tokenize,
     top,
     train,
@@ -93,6 +95,8 @@ app.command(cls=Command)(watch.watch)
 app.command(cls=Command)(top.top)
 app.command(cls=TrainCommand)(bench.bench)
 app.command(cls=Command)(rig.rig)
+app.command(cls=TrainCommand)(recipe.recipe)
+app.command(cls=TrainCommand)(sweep_lr.sweep_lr)
 
 
 @cache

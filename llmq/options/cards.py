@@ -68,6 +68,12 @@ class Card:
         return self.bf16 * (4 if "GeForce" in self.name or "GB10" in self.name else 2)
 
     @property
+    def power(self) -> float | None:
+        """Watts that it is sold to draw at most; None where the sheet leaves that to a laptop."""
+        plain = self.name.removeprefix("NVIDIA ")
+        return _POWER.get(plain) or _POWER.get(_without_size(plain))
+
+    @property
     def size(self) -> int:
         """The memory that it is sold with, in GB."""
         return next(size for size in _SIZES if size >= self.memory)
@@ -204,6 +210,29 @@ _SCALED: dict[str, tuple[int, int, float, float, float, tuple[str, int]]] = {
     "RTX 3000 Ada Generation Laptop GPU": (36, 2159, 7.6, 256, _PCIE4_X8, _RTX_6000_ADA),
     "RTX 2000 Ada Generation Laptop GPU": (24, 2360, 7.6, 256, _PCIE4_X8, _RTX_6000_ADA),
 }
+
+# The power limit that a card is sold with, in W; an H100 draws 99 % of it in training.
+_POWER = {
+    "H100 80GB HBM3": 700, "H100 PCIe": 350, "H200": 700, "GH200 480GB": 900, "GH200 120GB": 900,
+    "B200": 1000, "A100-SXM4-80GB": 400, "A100-SXM4-40GB": 400, "A100 80GB PCIe": 300,
+    "A100-PCIE-80GB": 300, "A100-PCIE-40GB": 250, "L40S": 350, "L40": 300, "L4": 72, "A40": 300,
+    "GeForce RTX 5090": 575, "GeForce RTX 5080": 360, "GeForce RTX 5070 Ti": 300,
+    "GeForce RTX 5070": 250, "GeForce RTX 5060 Ti": 180, "GeForce RTX 5060": 145,
+    "GeForce RTX 4090": 450, "GeForce RTX 4080 SUPER": 320, "GeForce RTX 4080": 320,
+    "GeForce RTX 4070 Ti SUPER": 285, "GeForce RTX 4070 Ti": 285, "GeForce RTX 4070 SUPER": 220,
+    "GeForce RTX 4070": 200, "GeForce RTX 4060 Ti": 165, "GeForce RTX 4060": 115,
+    "GeForce RTX 3090 Ti": 450, "GeForce RTX 3090": 350, "GeForce RTX 3080 Ti": 350,
+    "GeForce RTX 3080": 320, "GeForce RTX 3080 12GB": 350, "GeForce RTX 3070 Ti": 290,
+    "GeForce RTX 3070": 220, "GeForce RTX 3060 Ti": 200, "GeForce RTX 3060": 170,
+    "GeForce RTX 3050": 130, "GeForce RTX 3050 6GB": 70, "RTX A6000": 300, "RTX A5500": 230,
+    "RTX A5000": 230, "RTX A4500": 200, "RTX A4000": 140, "RTX A2000": 70,
+    "RTX 6000 Ada Generation": 300, "RTX 5880 Ada Generation": 285, "RTX 5000 Ada Generation": 250,
+    "RTX 4500 Ada Generation": 210, "RTX 4000 Ada Generation": 130, "RTX 2000 Ada Generation": 70,
+    "RTX PRO 6000 Blackwell Server Edition": 600,
+    "RTX PRO 6000 Blackwell Workstation Edition": 600,
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 300, "RTX PRO 4000 Blackwell": 140,
+    "GB10": 140,
+}  # fmt: skip
 
 MEASURED = "measured on this card"
 PUBLISHED = "from llm.q's published speeds on this card"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +91,25 @@ def read_option_file(file: Path) -> dict[str, Any]:
     return content
 
 
-def save_options(file: Path, config: TrainConfig) -> None:
+def save_options(
+    file: Path,
+    config: TrainConfig,
+    *,
+    flag: str = "--save-config",
+    head: Sequence[str] = (),
+    notes: Mapping[str, str] | None = None,
+) -> None:
     """Write a configuration as YAML, with a comment for each option, also for those not set.
 
     Set are those without which it would be another configuration; options of one command, such as
-    --continue, are left out. ConfigError for another kind of file, and where one is there that says
-    something else: it may have been edited.
+    --continue, are left out. flag: that named the file. head: lines that stand above all. notes: by
+    field, what stands above an option in the place of its help; then only what is set is written.
+    ConfigError for another kind of file, and where one is there that says something else: it may
+    have been edited.
     """
     if file.suffix not in YAML_SUFFIXES:
-        raise ConfigError(f"--save-config: writes YAML, so '{file}' must end in .yaml or .yml")
-    content = _as_yaml(config)
+        raise ConfigError(f"{flag}: writes YAML, so '{file}' must end in .yaml or .yml")
+    content = _as_yaml(config, head, notes)
     if file.exists():
         with disk_errors(file):
             check_readable(file)
@@ -108,24 +117,25 @@ def save_options(file: Path, config: TrainConfig) -> None:
         if same:
             return
         raise ConfigError(
-            f"--save-config: '{file}' holds other options: delete it, or choose another name"
+            f"{flag}: '{file}' holds other options: delete it, or choose another name"
         )
     with disk_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, content)
 
 
-def _as_yaml(config: TrainConfig) -> str:
+def _as_yaml(config: TrainConfig, head: Sequence[str], notes: Mapping[str, str] | None) -> str:
     given, defaults = fewest_values(config), TrainConfig()
-    lines, group = [_HEAD], None
+    lines, group = ["".join(f"# {line}".rstrip() + "\n" for line in head) or _HEAD], None
     for name, option in OPTIONS.items():
-        if name in ONCE:
+        if name in ONCE or (notes is not None and name not in given):
             continue
         if option.group != group:
             group = option.group
             lines.append(f"# {f' {group} ':-^{_WIDTH - 2}}\n")
         choices = f" ({', '.join(option.choices)})" if option.choices else ""
-        lines += [f"# {line}" for line in textwrap.wrap(option.help + choices, _WIDTH - 2)]
+        text = (notes or {}).get(name) or option.help + choices
+        lines += [f"# {line}" for line in textwrap.wrap(text, _WIDTH - 2)]
         value, mark = (given[name], "") if name in given else (getattr(defaults, name), "#")
         lines.append(f"{mark}{option.flags[0]}:{_scalar(value)}\n")
     return "\n".join(lines)

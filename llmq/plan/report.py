@@ -345,8 +345,21 @@ def choose(
 ) -> TrainConfig:
     """The fastest configuration that fits into this machine: `llmq train --auto`.
 
-    given: options that keep their values. reserve: bytes that stay free of each GPU's memory that
-    is free now, None for what --reserve says. Raises OutOfMemory if there is none.
+    given: options that keep their values. reserve: as target_here has it. Raises OutOfMemory if
+    there is none.
+    """
+    where = target_here(config, model, reserve)
+    found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
+    print("\n".join(fit_report(found, where, shown=1)))
+    print()
+    return found.candidates[0].config
+
+
+def target_here(config: TrainConfig, model: ModelConfig, reserve: int | None = None) -> PlanTarget:
+    """This machine, as --device and --gpus mean it.
+
+    reserve: bytes that stay free of each GPU's memory that is free now, None for what --reserve
+    says.
     """
     machine = choose_machine(config.device, config.gpus)
     check_machine(config, model, machine)
@@ -363,7 +376,7 @@ def choose(
         reserve = kept_free(machine.spec.name, free, reserve, drives_display=display)
         limits = replace(limits, device=min(limits.device, free - reserve))
     on_gpus = machine.kind == "cuda"
-    where = PlanTarget(
+    return PlanTarget(
         spec=machine.spec,
         backend=attention_backend(config, model, machine),
         limits=limits,
@@ -371,7 +384,3 @@ def choose(
         reserve=reserve,
         card=rig_card(card_of(machine.spec), machine.world_size) if on_gpus else None,
     )
-    found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
-    print("\n".join(fit_report(found, where, shown=1)))
-    print()
-    return found.candidates[0].config

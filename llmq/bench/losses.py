@@ -1,0 +1,116 @@
+"""Final losses of many short runs, in one process: sweeps of rates, and of a scaling law.
+
+Runs that differ in rates and length only are made by one trainer, one after the other from the same
+first weights on the same data, so that a run of seconds does not wait for its start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmq.base.errors import ConfigError
+from llmq.base.files import write_file
+from llmq.base.json_file import read_json
+from llmq.bench.sweep_file import Row, identity
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.run.loaders import move_loaders
+from llmq.run.model_of_run import model_of_run
+from llmq.run.tokenizers import agreed_tokenizer
+from llmq.run.trainer import Trainer
+from llmq.state.params import parameter_count
+
+_RATES = ("muon_lr", "lr_embedding", "lr_head", "lr_vectors")  # captured over --learning-rate
+_BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
+
+
+def measure_losses(rows: list[Row], out: Path, *, seconds: float = 0) -> list[dict[str, Any]]:
+    """Train each row, as sweep_file.read_runs gives them, and return the records of all that are
+    done, in the order of `rows`.
+
+    out: the report, which grows with each run; what it holds is not made again. seconds: after
+    which no run is begun, 0: all are. A run whose loss is no number any more ends there, and its
+    `loss` is None. Raises ConfigError where the report is of another device or tokenizer.
+    """
+    report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
+    done = {identity(run["options"]): run for run in report["runs"]}
+    groups: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        if identity(row) not in done:
+            groups.setdefault(_shared(make_config(row)), []).append(row)
+    end = time.monotonic() + (seconds or math.inf)
+    for group in groups.values():
+        if time.monotonic() > end:
+            break
+        config = make_config(group[0])
+        model, model_dir = model_of_run(config)
+        tokenizer = agreed_tokenizer(config, model_dir)
+        with Trainer.from_config(config.validate_with(model), model, model_dir, tokenizer) as made:
+            of = {"device": made.dev.spec.name, "tokenizer": tokenizer and tokenizer.fingerprint}
+            for key, value in of.items():
+                if report[key] not in (None, value):
+                    raise ConfigError(f"--out: {out} is of {key} {report[key]}, and not of {value}")
+            report |= of
+            for row in group:
+                if time.monotonic() > end:
+                    break
+                record = {"options": row} | _run(made, make_config(row))
+                report["runs"].append(record)
+                done[identity(row)] = record
+                write_file(out, json.dumps(report, indent=1) + "\n")
+                print(told(record), flush=True)
+    return [done[identity(row)] for row in rows if identity(row) in done]
+
+
+def told(record: dict[str, Any]) -> str:
+    """A run for people."""
+    loss = "diverged" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    return (
+        f"{record['parameters'] / 1e6:7.2f}M parameters, {record['tokens'] / 1e6:7.1f}M tokens, "
+        f"{record['optimizer']} at {record['learning_rate']:.3g}: {loss}, {record['seconds']:.1f} s"
+    )
+
+
+def _shared(config: TrainConfig) -> TrainConfig:
+    """The options that runs of one trainer have in common: rates only by their quotients."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    quotients = {name: getattr(config, name) for name in _RATES}
+    quotients = {name: v and v / config.learning_rate for name, v in quotients.items()}
+    return replace(config, learning_rate=1.0, **quotients, **{n: defaults[n] for n in _BY_STEP})
+
+
+def _run(trainer: Trainer, config: TrainConfig) -> dict[str, Any]:
+    """The record of one run, from the first weights and the start of the data."""
+    start = time.monotonic()
+    trainer.restart()
+    move_loaders(trainer.train_loaders, {})
+    ticket, trained = None, math.nan
+    for step in range(config.steps):
+        trainer.advance_epoch_if_needed()
+        rate = config.rate(step, config.steps)
+        before, ticket = ticket, trainer.enqueue_step(lr=rate)
+        if before is not None:
+            trained = trainer.result(before).loss
+            if not math.isfinite(trained):
+                break
+    trained = trainer.result(ticket).loss
+    finite = math.isfinite(trained)
+    found = trainer.validate(config.eval_num_steps).loss if finite else math.nan
+    return {
+        "optimizer": config.optimizer,
+        "parameters": parameter_count(trainer.model),
+        "width": trainer.model.hidden_size,
+        "tokens": config.steps * trainer.plan.tokens,
+        "tokens_per_step": trainer.plan.tokens,
+        "learning_rate": config.learning_rate,
+        "train_loss": trained if finite else None,
+        "loss": found if math.isfinite(found) else None,
+        "seconds": round(time.monotonic() - start, 2),
+    }

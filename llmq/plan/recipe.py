@@ -1,0 +1,376 @@
+"""The options of a run for so many hours: size, tokens, batch, rates, formats; and what it reaches.
+
+`llmq recipe` searches sizes, optimizers and formats for the lowest loss by a scaling law. How many
+tokens the hours pay for says the fastest plan that fits, of each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError
+from llmq.base.json_file import read_json
+from llmq.options.options import TrainConfig
+from llmq.options.sizes import SIZES, resized
+from llmq.plan.disk import disk_use
+from llmq.plan.estimate import Estimate
+from llmq.plan.fit import PRODUCT, Fit
+from llmq.plan.law import Law
+from llmq.plan.memory import OutOfMemory
+from llmq.plan.shrink import FP8, changed
+from llmq.plan.target import PlanTarget
+from llmq.state.params import parameter_count
+from llmq.state.placement import place, table_of
+
+BASE = "Qwen3-0.6B"
+"""The preset whose architecture recipes have: RMSNorm of queries and keys bears high rates."""
+DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 36, 40, 48)
+WIDTH = 64  # channels for each block, as in nanochat: one number says the size
+
+START, START_OFF = 14.0, 7.0  # seconds to the first step: 8 of a small model, 21 of a large one
+DISK = 1e9  # bytes per second of the last checkpoint and the model; a slow disk takes longer
+RIG_ERROR = 0.05  # of steps that are predicted by a rig's own rates (docs/planning.md)
+TRIED_ERROR = 0.02  # of steps that were timed: clocks fall while a card becomes warm
+ROUNDS = 3  # of speed by tokens a step, and tokens a step by speed
+VALIDATIONS, VALIDATION_SHARE = 20, 0.02  # how many at most, and of the time at most
+VALIDATION_TOKENS = 1 << 19  # of each
+FORWARD = 1 / 3  # of a step's time for its tokens
+WARMUP = 0.03  # of the steps
+CHECKPOINT_MINUTES = 30
+DELAYED = FP8 | {"fp8_recipe": "delayed"}
+FP8_LOSS = 1.002  # with delayed scales after 540 steps (docs/speed.md): 0.07 and 0.21 % more
+
+# Li et al., arXiv:2503.04715, for AdamW: N without embeddings, D in tokens.
+BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571
+RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
+MOST_RATE = 0.004  # what the formula says of models smaller than its own is higher
+# How the best rate changes with the width: AdamW's as 1 / width (Yang et al., arXiv:2203.03466);
+# a change by Muon has the same singular values at any width, times 0.2 sqrt(width) with match-rms.
+# And with the root of the tokens of a step (Malladi et al., arXiv:2205.10287).
+WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5}
+
+CHOSEN = {"steps", "epochs", "max_hours"}
+"""Options that follow from the hours, so that they cannot be given."""
+
+
+def sizes_of(depth: int) -> dict[str, int]:
+    """The sizes, by field, of a model of so many blocks."""
+    width = WIDTH * depth
+    head = 128 if width >= 1024 and width % 128 == 0 else 64
+    return {
+        "hidden_size": width,
+        "intermediate_size": -(-8 * width // (3 * 64)) * 64,
+        "num_layers": depth,
+        "num_heads": width // head,
+        "num_kv_heads": width // head,
+        "head_dim": head,
+    }
+
+
+class Rates(NamedTuple):
+    """The best rate that `llmq sweep-lr` has found, at which width, with so many tokens a step.
+    source: for the user."""
+
+    rate: float
+    width: int
+    tokens_per_step: int
+    optimizer: str
+    source: str
+
+    def at(self, width: int, tokens_per_step: int) -> float:
+        """The rate at another width, with other steps."""
+        by_width = (self.width / width) ** WIDTH_EXPONENTS[self.optimizer]
+        return self.rate * by_width * math.sqrt(tokens_per_step / self.tokens_per_step)
+
+
+def read_rates(file: Path) -> Rates:
+    """The result of `llmq sweep-lr`. Raises ConfigError."""
+    try:
+        found = read_json(file)
+        names = ("rate", "width", "tokens_per_step", "optimizer")
+        return Rates(*(found[name] for name in names), source=f"'{file}'")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--rates: '{file}' is not of llmq sweep-lr ({error})") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The wish for a recipe.
+
+    laws: by optimizer. train_tokens, eval_tokens: that the files have, None without files.
+    tokenizer: fingerprint of theirs. pace: the time of a step that was tried, over the predicted
+    one; None: none was tried.
+    """
+
+    hours: float
+    laws: dict[str, Law]
+    rates: Rates | None = None
+    train_tokens: int | None = None
+    eval_tokens: int = 0
+    tokenizer: str | None = None
+    pace: float | None = None
+
+    @property
+    def unique(self) -> float:
+        """Tokens that are there before they are repeated."""
+        return math.inf if self.train_tokens is None else self.train_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A run, and what is predicted of it.
+
+    seconds: by what they go into. loss, loss_error: in nats a token by the law, and the part by
+    which it may be off; step_error: that of a step's time. notes: reasons of options, by field.
+    """
+
+    config: TrainConfig
+    model: ModelConfig
+    where: PlanTarget
+    need: Estimate
+    law: Law
+    seconds: dict[str, float]
+    loss: float
+    loss_error: float
+    step_error: float
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        return parameter_count(self.model)
+
+    @property
+    def tokens(self) -> int:
+        return self.config.steps * self.need.tokens
+
+    @property
+    def time(self) -> float:
+        """Seconds of everything."""
+        return sum(self.seconds.values())
+
+    @property
+    def time_error(self) -> float:
+        """The part of the time by which it may be off."""
+        steady = self.time - self.seconds["start"] - self.seconds["saving"]
+        return math.hypot(self.step_error * steady, START_OFF, self.seconds["saving"]) / self.time
+
+    @property
+    def joules(self) -> float | None:
+        """Energy of the GPUs at their power limit; None where that is not known."""
+        watts = self.where.card.power
+        return None if watts is None else watts * self.time * self.where.world_size
+
+
+def batch_tokens(tokens: float) -> float:
+    """Tokens of a step, for a run of so many."""
+    factor, exponent = BATCH
+    return factor * tokens**exponent
+
+
+def published_rate(parameters: float, tokens: float) -> float:
+    """The learning rate. parameters: without embeddings."""
+    factor, of_size, of_tokens = RATE
+    return min(factor * parameters**of_size * tokens**of_tokens, MOST_RATE)
+
+
+class Search:
+    """The search for one machine and what is wanted."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: ModelConfig,
+        fixed: frozenset[str],
+        where: Callable[[TrainConfig, ModelConfig], PlanTarget],
+        wanted: Wanted,
+    ):
+        """config, model: as given; fixed: names of options that keep their values. where: the
+        machine, for a run."""
+        self.config, self.model, self.fixed = config, model, fixed
+        self.where, self.wanted = where, wanted
+        self.tried: list[Recipe] = []
+        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings"} & fixed
+        self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
+
+    def best(self) -> Recipe:
+        """The recipe with the lowest loss. Raises OutOfMemory or ConfigError if there is none."""
+        found, place = [], None
+        for optimizer in self._optimizers():
+            plain = self._climb({"optimizer": optimizer}, place)
+            if plain is None:
+                continue
+            place = plain[1]
+            found.append(plain[0])
+            coarser = {"optimizer": optimizer} | DELAYED
+            if not {*DELAYED} & self.fixed and plain[0].where.card.fp8:
+                faster = self._climb(coarser, place)
+                found += [] if faster is None else [faster[0]]
+        if not found:
+            raise OutOfMemory("no model fits with these options, and trains in these hours", [])
+        return min(found, key=lambda recipe: recipe.loss)
+
+    def tried_at(self, recipe: Recipe, step_seconds: float) -> Recipe:
+        """The same model and step, with as many steps as there is time for if one takes so long."""
+        self.wanted = replace(self.wanted, pace=step_seconds / recipe.need.time.total)
+        made = self._of(recipe.config, recipe.model, recipe.where, recipe.need)
+        if made is None:
+            raise ConfigError("--hours: are too few for one step, which was timed")
+        return made
+
+    def _optimizers(self) -> list[str]:
+        if "optimizer" in self.fixed:
+            return [self.config.optimizer]
+        return list(self.wanted.laws)
+
+    def _climb(self, change: dict[str, Any], start: int | None) -> tuple[Recipe, int] | None:
+        """The best size with these options, and its place among shapes: from size to size as long
+        as the loss falls. start: where to begin."""
+        known: dict[int, Recipe | None] = {}
+
+        def loss(place: int) -> float:
+            if place not in known:
+                known[place] = self._made(self.shapes[place] | change)
+                self.tried += [] if known[place] is None else [known[place]]
+            return math.inf if known[place] is None else known[place].loss
+
+        place, best = None, self._guess() if start is None else start
+        while best > 0 and math.isinf(loss(best)):  # too large for the memory or for the hours
+            best -= 1
+        while place != best:
+            place = best
+            near = range(max(place - 1, 0), min(place + 2, len(self.shapes)))
+            best = min(near, key=lambda n: (loss(n), n != place))
+        return None if known[best] is None else (known[best], best)
+
+    def _guess(self) -> int:
+        """The size to begin with: 20 tokens for each parameter, at a third of the card's peak."""
+        if len(self.shapes) == 1:
+            return 0
+        where = self.where(self.config, self.model)
+        flops = 0.35e12 * where.card.bf16 * where.world_size * 3600 * self.wanted.hours
+        counts = [parameter_count(resized(self.model, shape)) for shape in self.shapes]
+        return min(range(len(counts)), key=lambda n: abs(math.log(flops / (120 * counts[n] ** 2))))
+
+    def _made(self, change: dict[str, Any]) -> Recipe | None:
+        """The recipe with these fields; None if they do not fit, or not into the hours."""
+        shape = {name: value for name, value in change.items() if name in SIZES}
+        model = resized(self.model, shape)
+        config = changed(self.config, change).validate_with(model)
+        where = self.where(config, model)
+        planner = where.planner(model)
+        guess = 0.35e12 * where.card.bf16 * where.world_size / (6 * parameter_count(model))
+        tokens, before = guess * 3600 * self.wanted.hours, 0
+        for _ in range(ROUNDS):
+            sequences = self._sequences(config, tokens, where.world_size)
+            if sequences == before:
+                break
+            base = replace(config, batch_size=sequences, grad_accumulation=1)
+            found = Fit(base, planner, where.limits, self.fixed).found()
+            if not found:
+                return None
+            before, tokens = sequences, found[0].need.speed * 3600 * self.wanted.hours
+        return self._of(found[0].config, model, where, found[0].need)
+
+    def _sequences(self, config: TrainConfig, tokens: float, ranks: int) -> int:
+        """Sequences of a rank and step: a power of two, or as given."""
+        if PRODUCT & self.fixed:
+            return config.batch_size * config.grad_accumulation
+        exact = batch_tokens(tokens) / (config.seq_len * ranks)
+        return 2 ** max(round(math.log2(exact)), 0)
+
+    def _of(
+        self, config: TrainConfig, model: ModelConfig, where: PlanTarget, need: Estimate
+    ) -> Recipe | None:
+        """The recipe of options that fit; None if the hours are too few for a step."""
+        config, seconds = self._timed(config, model, where, need)
+        if config.steps < 1:
+            return None
+        wanted = self.wanted
+        law = wanted.laws.get(config.optimizer) or next(iter(wanted.laws.values()))
+        parameters, tokens = parameter_count(model), config.steps * need.tokens
+        loss = law.loss(parameters, tokens, wanted.unique)
+        rate, of_rate = self._rate(config, model, tokens, need.tokens)
+        own = {
+            "learning_rate": rate,
+            "warmup": max(round(WARMUP * config.steps), 1),
+            "lr_schedule": "linear",
+            "final_lr_fraction": 0.0,
+        }
+        if config.optimizer == "muon" and config.muon_scale == "match-rms":
+            own["muon_lr"] = rate
+        own = {name: value for name, value in own.items() if name not in self.fixed}
+        made = Recipe(
+            config=changed(config, own),
+            model=model,
+            where=where,
+            need=need,
+            law=law,
+            seconds=seconds,
+            loss=loss * (FP8_LOSS if config.is_fp8 else 1),
+            loss_error=law.error(parameters, tokens, wanted.tokenizer),
+            step_error=self._step_error(where),
+            notes={"learning_rate": of_rate} if "learning_rate" in own else {},
+        )
+        hours = round(wanted.hours * (1 + 2 * made.time_error) + 0.005, 2)
+        return replace(made, config=replace(made.config, max_hours=hours))
+
+    def _timed(
+        self, config: TrainConfig, model: ModelConfig, where: PlanTarget, need: Estimate
+    ) -> tuple[TrainConfig, dict[str, float]]:
+        """The config with as many steps as there is time for, with validations and checkpoints;
+        and the seconds of each."""
+        wanted = self.wanted
+        step = need.time.total * (wanted.pace or 1.0)
+        speed = need.tokens / step
+        shards = config.shards(where.world_size, where.network.machines)
+        disk = disk_use(config, model, place(config, table_of(config, model, shards), shards))
+        one = need.tokens // config.grad_accumulation
+        batches = max(VALIDATION_TOKENS // one, 1)
+        validation = FORWARD * min(batches * one, wanted.eval_tokens) / speed
+        last = FORWARD * wanted.eval_tokens / speed
+        saving = (disk.checkpoint + disk.model) / DISK
+        left = 3600 * wanted.hours - START - last - saving
+        often = int(min(VALIDATION_SHARE * left / max(validation, step), VALIDATIONS))
+        often = often if validation else 0
+        saves = int(left // (60 * CHECKPOINT_MINUTES))
+        left -= often * validation + saves * disk.checkpoint / DISK
+        steps = max(int(left / step), 0)
+        own: dict[str, Any] = {"steps": steps, "epochs": None}
+        own |= {"eval_every_n_steps": -(-steps // (often + 1)) if often else 0}
+        own |= {"eval_num_steps": batches, "ckpt_interval": 0}
+        own |= {"ckpt_every_minutes": float(CHECKPOINT_MINUTES if saves else 0)}
+        own = {name: v for name, v in own.items() if name not in self.fixed or name in CHOSEN}
+        seconds = {"start": START, "steps": steps * step, "validation": often * validation + last}
+        seconds |= {"saving": saving + saves * disk.checkpoint / DISK}
+        return replace(config, **own), seconds
+
+    def _step_error(self, where: PlanTarget) -> float:
+        """The part of a step's time by which it may be off on this machine."""
+        if self.wanted.pace is not None:
+            return TRIED_ERROR
+        error = where.card.error_of(where.world_size)
+        return RIG_ERROR if error is None else error
+
+    def _rate(
+        self, config: TrainConfig, model: ModelConfig, tokens: int, step: int
+    ) -> tuple[float, str]:
+        """The learning rate, and the reason of it. tokens: of the run; step: of a step."""
+        rates = self.wanted.rates
+        if rates is not None and rates.optimizer == config.optimizer:
+            why = (
+                f"The best of {rates.source} at {rates.width} channels, by width and tokens a step"
+            )
+            return round_rate(rates.at(model.hidden_size, step)), why
+        inner = parameter_count(model) - model.vocab_size * model.hidden_size
+        why = "By the published law of arXiv:2503.04715; `llmq sweep-lr` measures it"
+        return round_rate(published_rate(inner, tokens)), why
+
+
+def round_rate(rate: float) -> float:
+    """Three digits: more is nothing that is known."""
+    return float(f"{rate:.3g}")

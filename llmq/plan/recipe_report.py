@@ -1,0 +1,240 @@
+"""`llmq recipe`: for which machine and data, what is printed, and the file of options."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.errors import ConfigError
+from llmq.data.identity import tokenizers_of_files
+from llmq.data.tokens import open_token_files
+from llmq.options.cards import CARDS
+from llmq.options.option_file import save_options
+from llmq.options.options import TrainConfig
+from llmq.plan.law import read_laws
+from llmq.plan.recipe import CHOSEN, Recipe, Search, Wanted, read_rates
+from llmq.plan.report import target_here
+from llmq.plan.target import PlanTarget, target
+
+JOULES_PER_KWH = 3.6e6
+POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws
+FAR = 3.0  # times as large as what a law was fitted to
+
+
+def run_recipe(
+    config: TrainConfig,
+    model: ModelConfig,
+    fixed: frozenset[str],
+    *,
+    hours: float,
+    data: bool,
+    card: str | None = None,
+    card_file: Path | None = None,
+    host_memory: int | None = None,
+    reserve: int | None = None,
+    law: Path | None = None,
+    rates: Path | None = None,
+    price: float | None = None,
+    kwh_price: float | None = None,
+    timed: Callable[[TrainConfig], float] | None = None,
+    out: Path = Path("recipe.yaml"),
+    json: bool = False,
+) -> TrainConfig:
+    """Choose the options of a run of so many hours, print what they give, and write them to `out`.
+
+    config, model: with the options of `fixed` as given. data: whether the training files are there.
+    card, card_file, host_memory, reserve: as run_plan has them; without the first two it is this
+    machine. law, rates: files of tools/scaling_law.py and `llmq sweep-lr`. price: of a GPU's hour,
+    kwh_price: of electricity. timed: gives the seconds of a step, which then count instead of the
+    plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no ground.
+    """
+    for name in sorted(CHOSEN & fixed):
+        raise ConfigError(f"--{name.replace('_', '-')}: follows from --hours, leave it out")
+    asked = card is not None or card_file is not None
+
+    def where(config: TrainConfig, model: ModelConfig) -> PlanTarget:
+        if asked:
+            given = (None, host_memory, card, reserve)
+            return target(config, model, *given, search=True, card_file=card_file)
+        return _known(target_here(config, model, reserve))
+
+    read = None if rates is None else read_rates(rates)
+    wanted = Wanted(
+        hours=hours, laws=read_laws(law), rates=read, **(_of_data(config) if data else {})
+    )
+    search = Search(config, model, fixed, where, wanted)
+    best = search.best()
+    if timed is not None:
+        best = search.tried_at(best, timed(best.config))
+    record = recipe_record(best, search, price, kwh_price)
+    if json:
+        print(json_module.dumps(record, indent=2))
+    else:
+        print("\n".join(recipe_report(best, record)))
+    head = [f"Written by `llmq recipe --hours {hours:g}`: `llmq train --config {out}` trains it."]
+    save_options(
+        out, best.config, flag="--out", head=[*head, *_promise(best, record)], notes=_notes(best)
+    )
+    return best.config
+
+
+def _known(where: PlanTarget) -> PlanTarget:
+    """This machine, if anything is known of its speed. Raises ConfigError."""
+    if where.card is None:
+        raise ConfigError(
+            "--card: nothing is known of the speed of a CPU: name the card to plan for"
+        )
+    if where.card.measured is None and where.card.name not in CARDS:
+        raise ConfigError(
+            f"there is no promise for a {where.card.name}, which no table has: run `llmq rig`, "
+            "which measures it, or name a card that is as fast as --card"
+        )
+    return where
+
+
+def _of_data(config: TrainConfig) -> dict[str, Any]:
+    """The fields of Wanted that the token files decide."""
+    train = sum(file.num_tokens for file in open_token_files(config.train_patterns))
+    held = 0
+    if config.splits:
+        held = round(config.eval_fraction * train)
+        train -= held
+    elif config.validates:
+        held = sum(file.num_tokens for file in open_token_files([config.eval_pattern]))
+    made = {m for pattern in config.train_patterns for _, m in tokenizers_of_files(pattern)}
+    one = made.pop() if len(made) == 1 else None
+    fingerprint = None if one is None else one.fingerprint
+    return {"train_tokens": train, "eval_tokens": held, "tokenizer": fingerprint}
+
+
+# ------------------------------------------------------------------------------------------------
+# Reports
+
+
+def recipe_record(
+    best: Recipe, search: Search, price: float | None, kwh_price: float | None
+) -> dict[str, Any]:
+    """For programs. Numbers that may be off have their `error` beside them, a part of them."""
+    wanted, ranks = search.wanted, best.where.world_size
+    energy = best.joules and best.joules / JOULES_PER_KWH
+    costs = [] if price is None else [price * ranks * best.time / 3600]
+    costs += [] if kwh_price is None or energy is None else [kwh_price * energy]
+    unique = wanted.train_tokens
+    tried = {(r.parameters, r.config.optimizer, r.config.matmul_dtype): r for r in search.tried}
+    return {
+        "card": best.where.card.name,
+        "gpus": ranks,
+        "source": best.where.card.source,
+        "parameters": best.parameters,
+        "tokens": best.tokens,
+        "passes": None if unique is None else best.tokens / unique,
+        "tokens_per_step": best.need.tokens,
+        "steps": best.config.steps,
+        "tokens_per_second": best.tokens / best.seconds["steps"],
+        "predicted_tokens_per_second": best.need.speed,
+        "timed": search.wanted.pace is not None,
+        "learning_rate": best.config.learning_rate,
+        "loss": best.loss,
+        "loss_error": best.loss_error,
+        "law": best.law.source,
+        "beyond": best.law.beyond(best.parameters, best.tokens),
+        "seconds": best.time,
+        "seconds_of": best.seconds,
+        "seconds_error": best.time_error,
+        "max_hours": best.config.max_hours,
+        "kwh": energy,
+        "kwh_error": best.time_error + POWER_ERROR,
+        "cost": sum(costs) if costs else None,
+        "device_bytes": best.need.device,
+        "tried": [
+            {"parameters": key[0], "optimizer": key[1], "matmul_dtype": key[2]}
+            | {"tokens": r.tokens, "loss": r.loss}
+            for key, r in sorted(tried.items())
+        ],
+    }
+
+
+def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
+    """For people."""
+    config, model, step = best.config, best.model, f"{best.need.tokens:,}"
+    passes = record["passes"]
+    pace = best.tokens / best.seconds["steps"] / best.need.speed
+    timed = "" if record["timed"] is False else f", as timed here; {pace:.2f} times the plan's"
+    of_data = "" if passes is None else f", {passes:.2f} passes over the data"
+    shape = f"{model.num_layers} blocks of {model.hidden_size} channels"
+    formats = config.matmul_dtype if config.is_fp8 else config.model_dtype
+    lines = [
+        "[Recipe]",
+        f"  Card:        {record['gpus']} x {record['card']}, {record['source']}",
+        f"  Model:       {best.parameters / 1e6:,.1f}M parameters, {shape}, "
+        f"{model.vocab_size:,} ids",
+        f"  Data:        {best.tokens / 1e6:,.0f}M tokens{of_data}",
+        f"  Step:        {config.batch_size} x {config.grad_accumulation} sequences of "
+        f"{config.seq_len} on each GPU, {step} tokens; {config.steps:,} steps",
+        f"  Optimizer:   {config.optimizer} at {config.learning_rate:g}, products in {formats}",
+        f"  Speed:       {record['tokens_per_second']:,.0f} tokens/s "
+        f"± {100 * best.step_error:.0f} %{timed}",
+        *_promise(best, record),
+        "",
+        "Others by the same law:",
+    ]
+    for other in record["tried"]:
+        lines.append(
+            f"  {other['parameters'] / 1e6:10,.1f}M  {other['tokens'] / 1e6:10,.0f}M tokens  "
+            f"{other['optimizer']}, {other['matmul_dtype']}: loss {other['loss']:.4f}"
+        )
+    return lines
+
+
+def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
+    """Lines that say what it reaches, how long it takes, and what that costs."""
+    percent = {name: 100 * record[f"{name}_error"] for name in ("loss", "seconds", "kwh")}
+    parts = ", ".join(f"{name} {_time(s)}" for name, s in record["seconds_of"].items() if s)
+    lines = [
+        f"  Loss:        {best.loss:.3f} ± {percent['loss']:.1f} % (nats a token)",
+        f"  By the law:  {record['law']}",
+        f"  Time:        {_time(record['seconds'])} ± {percent['seconds']:.1f} %: {parts}",
+    ]
+    if record["beyond"] > FAR:
+        lines.insert(
+            2, f"               {record['beyond']:.0f} times beyond what that was fitted to"
+        )
+    if record["kwh"] is None:
+        return [*lines, "  Energy:      not known: this card has no power limit of its own"]
+    told = f"{record['kwh']:.3g} kWh ± {percent['kwh']:.0f} %"
+    lines.append(f"  Energy:      {told}, the GPUs alone at their power limit")
+    if record["cost"] is not None:
+        lines.append(f"  Cost:        {record['cost']:,.2f} ± {percent['seconds']:.0f} %")
+    return lines
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.2f} h"
+
+
+def _notes(best: Recipe) -> dict[str, str]:
+    """The reason of each option that was chosen, by field."""
+    config, model = best.config, best.model
+    law = f"the lowest loss of all sizes that was found by {best.law.source}"
+    return {
+        "model": "The architecture, of which the sizes below are the recipe's",
+        "hidden_size": f"{best.parameters / 1e6:,.1f}M parameters have {law}",
+        "steps": f"{best.tokens / 1e6:,.0f}M tokens, as many as there is time for",
+        "batch_size": "The fastest division of a step's tokens that fits, by the plan",
+        "grad_accumulation": f"{best.need.tokens:,} tokens a step: 0.58 D^0.571 for D tokens, "
+        "arXiv:2503.04715, as a power of two",
+        "warmup": "A thirtieth of the steps",
+        "lr_schedule": "To zero in a line, which wins at a fixed length (arXiv:2502.15938)",
+        "max_hours": "A seat belt: a run that is later than the promise and twice its error ends "
+        "with a checkpoint",
+        "eval_every_n_steps": "Validations take at most 2 % of the time",
+        "matmul_dtype": "fp8 is faster by more than its numbers cost"
+        if config.is_fp8
+        else "The format of products",
+        "vocab_size": f"As many ids as the data have: {model.vocab_size:,}",
+    } | best.notes

@@ -1,0 +1,298 @@
+"""`llmq recipe`: what it chooses for the hours, what it promises, and where it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmq.base.errors import ConfigError
+from llmq.bench.sweep_file import read_runs
+from llmq.commands.cli import _run
+from llmq.commands.common import load_run
+from llmq.data.tokenize import tokenize
+from llmq.options.cards import CARDS, card_of, find_card, is_laptop
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
+from llmq.options.sizes import given_sizes, resized
+from llmq.plan import recipe_report
+from llmq.plan.law import PUBLISHED, Constants, Law, Range
+from llmq.plan.recipe import (
+    BASE,
+    DEPTHS,
+    Rates,
+    Search,
+    Wanted,
+    batch_tokens,
+    published_rate,
+    read_rates,
+    sizes_of,
+)
+from llmq.plan.target import target
+from llmq.runtime.device import DeviceSpec
+from llmq.state.params import parameter_count
+
+LAW = Law(
+    source="a law for tests",
+    constants=Constants(1.5, 300.0, 700.0, 0.34, 0.34),
+    resampled=(Constants(1.5, 310.0, 700.0, 0.34, 0.34), Constants(1.5, 290.0, 700.0, 0.34, 0.34)),
+    off=0.005,
+    tokenizer="bytes",
+    parameters=Range(1e6, 6e7),
+    tokens=Range(1e7, 2e8),
+)
+HOURS = 0.05
+PLAIN = {"matmul_dtype", "optimizer"}  # fixed, so that only sizes are searched
+STEP = {"batch-size": 8, "grad-accumulation": 1}  # given, so that few micro-batches are planned
+
+
+def search(hours=HOURS, *, depths=(3, 4, 5, 6), given=None, fixed=PLAIN, **wanted):
+    own = {"model": BASE, "from-scratch": True, "seq-len": 512, "gpus": 1, "vocab-size": 8192}
+    config = make_config(own | (given or {}))
+    model = resized(preset(BASE), given_sizes(config))
+
+    def where(config, model):
+        return target(config, model, None, None, "h100", None, search=True)
+
+    made = Search(
+        config, model, frozenset(fixed), where, Wanted(hours=hours, laws={"adamw": LAW}, **wanted)
+    )
+    if len(made.shapes) > 1:
+        made.shapes = [sizes_of(depth) for depth in depths]
+    return made
+
+
+@pytest.fixture(scope="module")
+def found():
+    made = search(train_tokens=1 << 40, eval_tokens=500_000, tokenizer="bytes")
+    return made, made.best()
+
+
+def test_the_best_size_has_the_lowest_loss_of_its_neighbours(found):
+    made, best = found
+    by_size = {recipe.parameters: recipe.loss for recipe in made.tried}
+    assert best.loss == min(by_size.values())
+    sizes = [parameter_count(resized(made.model, shape)) for shape in made.shapes]
+    place = sizes.index(best.parameters)
+    assert {*sizes[max(place - 1, 0) : place + 2]} <= by_size.keys()
+    assert best.loss == LAW.loss(best.parameters, best.tokens)
+    assert len(by_size) > 1
+
+
+def test_the_hours_are_filled_and_not_exceeded(found):
+    _, best = found
+    left = 3600 * HOURS - best.time
+    assert 0 <= left < 2 * best.need.time.total
+    assert best.seconds["steps"] == best.config.steps * best.need.time.total
+    assert best.seconds["validation"] < 0.04 * best.time
+    error = best.time_error
+    assert 0.04 < error < 0.1  # the card's 5 %, and seconds of the start
+    assert best.config.max_hours > HOURS * (1 + error)
+
+
+def test_the_rest_follows_from_the_tokens(found):
+    _, best = found
+    config = best.config
+    assert 0.7 < best.need.tokens / batch_tokens(best.tokens) < 1.5
+    inner = best.parameters - 8192 * best.model.hidden_size
+    assert math.isclose(config.learning_rate, published_rate(inner, best.tokens), rel_tol=0.01)
+    assert (config.lr_schedule, config.final_lr_fraction) == ("linear", 0)
+    assert config.warmup == round(0.03 * config.steps)
+    assert config.steps / 21 <= config.eval_every_n_steps <= config.steps
+    assert best.loss_error == LAW.error(best.parameters, best.tokens, "bytes")
+
+
+def test_what_is_given_stays():
+    given = {"hidden-size": 256, "num-layers": 2, "head-dim": 64, "num-heads": 4}
+    given |= {"num-kv-heads": 4, "intermediate-size": 512, "learning-rate": 0.5, "warmup": 7}
+    given |= {"batch-size": 6, "grad-accumulation": 2}
+    fixed = PLAIN | {name.replace("-", "_") for name in given}
+    best = search(given=given, fixed=fixed).best()
+    assert (best.model.num_layers, best.model.hidden_size) == (2, 256)
+    assert (best.config.learning_rate, best.config.warmup) == (0.5, 7)
+    assert best.config.batch_size * best.config.grad_accumulation == 12
+
+
+def test_formats_and_optimizers_are_weighed_by_the_loss(monkeypatch):
+    """The better optimizer wins, and has a rate of its own; fp8 has the loss that it costs."""
+    made = search(0.03, depths=(10,), given=STEP, fixed={"batch_size"})
+    better = replace(LAW, constants=LAW.constants._replace(E=0.5))
+    made.wanted = replace(made.wanted, laws={"adamw": LAW, "muon": better})
+    best = made.best().config
+    assert best.optimizer == "muon" and best.muon_lr == best.learning_rate
+    tried = {(r.config.optimizer, r.config.is_fp8): r for r in made.tried}
+    assert len(tried) == 4
+    fp8 = tried["adamw", True]
+    assert fp8.loss == 1.002 * LAW.loss(fp8.parameters, fp8.tokens)
+
+
+def test_a_step_that_was_tried_counts_instead_of_the_plan():
+    made = search(depths=(3,), given=STEP, fixed=PLAIN | {"batch_size"})
+    planned = made.best()
+    faster = made.tried_at(planned, 0.8 * planned.need.time.total)
+    assert 1.2 < faster.config.steps / planned.config.steps < 1.3
+    assert 0 <= 3600 * HOURS - faster.time < planned.need.time.total
+    assert faster.time_error < planned.time_error
+    assert faster.loss < planned.loss and faster.config.batch_size == planned.config.batch_size
+    with pytest.raises(ConfigError, match="too few for one step"):
+        made.tried_at(planned, 1e6)
+
+
+def test_a_measured_rate_goes_by_width(tmp_path):
+    rates = Rates(0.008, 256, 16384, "adamw", "")
+    assert rates.at(1024, 16384) == 0.002 and rates.at(1024, 65536) == 0.004
+    assert rates._replace(optimizer="muon").at(1024, 16384) == 0.004
+    found = {"rate": 0.008, "width": 256, "optimizer": "adamw", "tokens_per_step": 4096}
+    (tmp_path / "r.json").write_text(json.dumps(found))
+    best = search(
+        depths=(4,), given=STEP, fixed=PLAIN | {"batch_size"}, rates=read_rates(tmp_path / "r.json")
+    ).best()
+    assert best.config.learning_rate == 0.008 and "r.json" in best.notes["learning_rate"]
+    (tmp_path / "r.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not of llmq sweep-lr"):
+        read_rates(tmp_path / "r.json")
+
+
+def test_sizes_rise_and_are_what_products_like():
+    counts = [parameter_count(resized(preset(BASE), sizes_of(depth))) for depth in DEPTHS]
+    assert counts == sorted(counts)
+    for depth in DEPTHS:
+        sizes = sizes_of(depth)
+        assert sizes["num_heads"] * sizes["head_dim"] == sizes["hidden_size"] == 64 * depth
+        assert sizes["intermediate_size"] % 64 == 0
+
+
+def test_the_sweep_for_the_law_has_the_shapes_of_recipes():
+    """benchmarks/h100/h100_law.yaml; by the plan it takes less than six minutes on an H100."""
+    file = Path(__file__).parents[1] / "benchmarks" / "h100" / "h100_law.yaml"
+    rows = read_runs({"vocab-size": 8192}, file, trains=True)
+    speeds, seconds = {}, 0.0
+    for row in rows:
+        config = make_config(row)
+        sizes = given_sizes(config)
+        of_depth = sizes_of(config.num_layers)
+        assert {name: sizes[name] for name in of_depth} == of_depth
+        if config.num_layers not in speeds:
+            model = resized(preset(BASE), sizes)
+            where = target(config, model, None, None, "h100", None, search=True)
+            speeds[config.num_layers] = where.planner(model).estimate(config).time.total
+        seconds += config.steps * speeds[config.num_layers]
+    assert len(speeds) == 6 and len(rows) == 17
+    assert seconds < 300
+
+
+def test_published_constants_have_the_values_of_their_paper():
+    """Li et al., arXiv:2503.04715: 1.79 N^-0.713 D^0.307, and 0.58 D^0.571."""
+    assert math.isclose(batch_tokens(1e10), 0.58 * 10**5.71)
+    assert math.isclose(published_rate(1e9, 1e11), 1.79 * 10 ** (11 * 0.307 - 9 * 0.713))
+    assert published_rate(1e6, 1e12) == 0.004
+
+
+def test_cards_have_the_power_that_they_are_sold_with():
+    assert find_card("h100").power == 700 and find_card("4060 ti 8gb").power == 165
+    assert {card.name for card in CARDS.values() if not card.power} == {
+        card.name for card in CARDS.values() if is_laptop(card.name)
+    }
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+SIZES = "--hidden-size 128 --num-layers 2 --num-heads 2 --num-kv-heads 2 --head-dim 64"
+SIZES += " --intermediate-size 384 --matmul-dtype bf16 --seq-len 512"
+SIZES += " --batch-size 8 --grad-accumulation 1"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("\n".join(f"{n} and {n * n}" for n in range(3000)))
+    tokenize(["a.txt"], tokenizer="bytes", out="data", eval_fraction=0.1)
+    return tmp_path
+
+
+def test_the_file_is_the_run_that_was_promised(folder, capsys):
+    """It is read without a warning, and gives the options that were printed."""
+    args = f"recipe --hours 0.03 --card h100 --data data --price 3 --kwh-price 0.5 {SIZES} --json"
+    assert _run([*args.split(), "--out", "r.yaml"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    config, model, _, fields = load_run({}, Path("r.yaml"), trains=True)
+    assert capsys.readouterr().err == ""
+    assert parameter_count(model) == record["parameters"]
+    assert config.steps == record["steps"] and config.learning_rate == record["learning_rate"]
+    assert config.steps * record["tokens_per_step"] == record["tokens"]
+    assert config.max_hours == record["max_hours"] > 0.03
+    assert config.eval_file == "data/eval*.bin" and "hidden_size" in fields
+    assert record["law"] == PUBLISHED.source and record["loss_error"] == 0.25
+    hours, kwh = record["seconds"] / 3600, record["kwh"]
+    assert math.isclose(kwh, 0.7 * hours) and math.isclose(record["cost"], 3 * hours + 0.5 * kwh)
+    assert record["passes"] > 1
+    text = Path("r.yaml").read_text()
+    assert text.count("# To zero in a line") == 1 and "± 25.0 %" in text
+    assert _run([*args.replace("0.03", "0.04").split(), "--out", "r.yaml"]) == 2
+    assert "--out: 'r.yaml' holds other options" in capsys.readouterr().err
+
+
+def test_people_read_what_it_will_take(folder, capsys):
+    assert _run(f"recipe --hours 0.1 --card 4090 {SIZES}".split()) == 0
+    out = capsys.readouterr().out
+    for text in ("1 x NVIDIA GeForce RTX 4090", "Others by the same law", "kWh ± ", "± 11"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("--card h100 --steps 5", "--steps: follows from --hours"),
+        ("--card 9999", "no card is known as"),
+        ("--device cpu", "nothing is known of the speed of a CPU"),
+        ("--card h100 --run", "--run: trains on this machine"),
+        ("--run", "--run: on which data?"),
+        ("--card h100 --measure", "--measure: tries a step on this machine"),
+        ("--card h100 --data data --train-file x", "--data: says which files, leave out"),
+        (
+            "--card h100 --model x --no-from-scratch",
+            "--from-scratch: a recipe begins with random weights",
+        ),
+    ],
+)
+def test_what_it_refuses(folder, capsys, args, said):
+    assert _run(["recipe", "--hours", "0.1", *args.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_there_is_no_promise_for_a_card_that_nobody_knows(monkeypatch):
+    """Neither the table nor a rig; with a rig's rates there is one."""
+    spec = DeviceSpec(name="NVIDIA RTX 9999", capability=120, num_sms=100, memory=16 << 30)
+    config = make_config({"model": BASE, "from-scratch": True})
+    here = target(config, preset(BASE), 16 << 30, None, "4090", None, search=True)
+    unknown = replace(here, card=card_of(spec))
+    with pytest.raises(ConfigError, match=r"no promise for a NVIDIA RTX 9999.*llmq rig"):
+        recipe_report._known(unknown)
+    measured = replace(unknown, card=replace(unknown.card, measured=object()))
+    assert recipe_report._known(measured) is measured
+    assert recipe_report._known(here) is here
+
+
+def test_run_trains_what_was_written(folder, monkeypatch):
+    """--run, on a machine that says it is an H100: the plan is one, the run is left to train's
+    tests."""
+    where = lambda config, model, reserve: target(  # noqa: E731
+        config, model, None, None, "h100", reserve, search=True
+    )
+    monkeypatch.setattr(recipe_report, "target_here", where)
+    started = []
+    monkeypatch.setattr("llmq.run.loop.run_training", lambda *args: started.append(args))
+    seconds = {"status": "ok", "result": {"step_seconds": [0.02, 0.01, 0.015]}}
+    tried = []
+    monkeypatch.setattr("llmq.bench.child.run_child", lambda o, *_: tried.append(o) or seconds)
+    assert _run(f"recipe --hours 0.03 --data data {SIZES} --run --out a.yaml".split()) == 0
+    ((config, model, _, _),) = started
+    assert 80 < config.steps * 0.015 < 108 and tried[0]["hidden-size"] == 128
+    json.dumps(tried)  # it goes to another process
+    monkeypatch.setattr("llmq.bench.child.run_child", lambda *_: {"status": "hung", "message": "x"})
+    assert _run(f"recipe --hours 0.03 --data data {SIZES} --out b.yaml".split()) == 2
+    assert not Path("b.yaml").exists()
+    assert config.steps > 0 and config.max_hours > 0.03 and model.hidden_size == 128
