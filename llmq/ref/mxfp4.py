@@ -20,7 +20,8 @@ LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 """Values of codes; a fourth bit is the sign."""
 _SIGNED = np.concatenate([LEVELS, -LEVELS])
 _PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
-"""Values of a byte's two codes."""
+_PAIRS = _PAIRS.view(np.uint64)[:, 0]
+"""The values of a byte's two codes, taken as one number, which is faster."""
 
 
 def mxfp4_encode(codes: np.ndarray, exponents: np.ndarray, x: np.ndarray, n: int) -> None:
@@ -46,7 +47,7 @@ def mxfp4_encode(codes: np.ndarray, exponents: np.ndarray, x: np.ndarray, n: int
 
 def mxfp4_decode(out: np.ndarray, codes: np.ndarray, exponents: np.ndarray, n: int) -> None:
     """out = level * 2^(exponent - 127), which BF16 holds exactly."""
-    values = _PAIRS[codes].reshape(-1, BLOCK)
+    values = _PAIRS[codes].view(np.float32).reshape(-1, BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):  # an exponent of 255 makes no number
         values *= np.exp2(exponents.astype(np.float32) - BIAS)[:, None]
     out[...] = values.reshape(out.shape)
