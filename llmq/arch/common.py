@@ -109,6 +109,8 @@ class Architecture:
     pad_token_id: int | None = None
     """It holds if the config does not say."""
 
+    own_fields: tuple[str, ...] = ()
+    """Fields of a model that only some architectures have, and this one has."""
     modules: Mapping[str, tuple[str, ...]]
     """By parameter: the Hugging Face modules whose rows, in this order, make it up; {}: layer."""
     transposed = False
@@ -226,7 +228,8 @@ class Architecture:
     def fixed(self, model: Any) -> dict[str, Any]:
         """Fields that a model of this architecture must have, given its other fields."""
         names = "windowed_layers local_rope_theta query_pre_attn_scalar experts delta".split()
-        return self.kinds(model.qkv_bias, model.mlp_bias) | dict.fromkeys(names)
+        others = dict.fromkeys(name for name in names if name not in self.own_fields)
+        return self.kinds(model.qkv_bias, model.mlp_bias) | others
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
         """The two halves of a block, in order; they may differ from layer to layer."""

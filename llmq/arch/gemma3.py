@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind, get, reject, size
-from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every, layers_by_type
+from llmq.arch.common import GgufKind, get, reject
+from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every
 from llmq.base.errors import ConfigError
 
 
@@ -35,8 +35,10 @@ class Gemma3(RopeFamily):
     qkv_bias = None
     o_bias = None
     head_dim = 256
+    own_fields = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar")
     windowed = True
     sliding_window = 4096
+    full_every = 6
     rope_kinds = ("linear",)
     bos_token_id = 2
     eos_token_id = 1
@@ -65,29 +67,15 @@ class Gemma3(RopeFamily):
         local = get(rope, WINDOWED, dict, None) or {}
         reject(local, "rope_type", "default")
         defaults = {"rope_theta": 1e6, "tie_word_embeddings": True}
-        own = ("hidden_act", "layer_types", "rope_parameters")
+        own = ("hidden_act", "rope_parameters")
         shared = {name: value for name, value in hf.items() if name not in own}
         fields = super().read_sizes(defaults | shared | {"rope_parameters": rope.get(FULL)})
         scalar = get(hf, "query_pre_attn_scalar", int, 256)
         theta = get(hf, "rope_local_base_freq", float, 1e4)
         return fields | {
-            "windowed_layers": self._windowed_layers(hf, fields["num_layers"]),
             "local_rope_theta": get(local, "rope_theta", float, theta),
             "query_pre_attn_scalar": None if scalar == fields["head_dim"] else scalar,
         }
-
-    def _windowed_layers(self, hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-        """Read layer_types; older files have the distance of layers without a window."""
-        windowed = layers_by_type(hf)
-        if windowed is None:
-            every = size(hf, "sliding_window_pattern") if "sliding_window_pattern" in hf else 6
-            return all_but_every(every, num_layers)
-        return windowed
-
-    def fixed(self, model: Any) -> dict[str, Any]:
-        """The model says which layers have a window, and their angles."""
-        own = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar")
-        return {name: value for name, value in super().fixed(model).items() if name not in own}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """Windows and positions of both kinds of layers."""
@@ -102,8 +90,6 @@ class Gemma3(RopeFamily):
             "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
-            "sliding_window": model.sliding_window or model.max_positions,
-            "layer_types": [WINDOWED if window else FULL for window in windowed],
             "rope_local_base_freq": local,
             "rope_parameters": {
                 FULL: fields["rope_parameters"],

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmq.arch.common import get
 from llmq.arch.experts import WithExperts
-from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, all_but_every, layers_by_type
+from llmq.arch.rope_family import RopeFamily
 from llmq.arch.rope_scaling import FIRST
 
 
@@ -24,8 +24,10 @@ class GptOss(WithExperts, RopeFamily):
     o_bias = None
     head_dim = 64
     norm_eps = 1e-5
-    sliding_window = 128
+    own_fields = ("windowed_layers",)
     windowed = True
+    sliding_window = 128
+    full_every = 2
     count_names = ("num_local_experts",)
     own_size = False
     renormalized = True
@@ -36,33 +38,19 @@ class GptOss(WithExperts, RopeFamily):
     }
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Read too which layers have the window, and the activation of experts."""
+        """Read the activation of experts too."""
         defaults = {"attention_bias": True, "rope_theta": 150000.0}
         if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
             defaults["rope_scaling"] = {"rope_type": "yarn", "factor": 32.0, "truncate": False,
                                         FIRST: 4096}  # fmt: skip
-        given = {name: value for name, value in hf.items() if name != "layer_types"}
-        found = super().read_sizes(defaults | given)
-        windowed = layers_by_type(hf)
-        if windowed is None:
-            windowed = all_but_every(2, found["num_layers"])
+        found = super().read_sizes({**defaults, **hf})
         activation = {
             "alpha": get(hf, "swiglu_alpha", float, 1.702),
             "limit": get(hf, "swiglu_limit", float, 7.0),
         }
-        its = replace(found["experts"], **activation)
-        return found | {"windowed_layers": windowed, "experts": its}
-
-    def fixed(self, model: Any) -> dict[str, Any]:
-        """The model says which layers have a window."""
-        return {k: v for k, v in super().fixed(model).items() if k != "windowed_layers"}
+        return found | {"experts": replace(found["experts"], **activation)}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With windows and the activation of experts."""
-        windowed = model.windowed_layers or (True,) * model.num_layers
-        return super().write_sizes(model) | {
-            "sliding_window": model.sliding_window or model.max_positions,
-            "layer_types": [WINDOWED if window else FULL for window in windowed],
-            "swiglu_alpha": model.experts.alpha,
-            "swiglu_limit": model.experts.limit,
-        }
+        """With the activation of experts."""
+        its = {"swiglu_alpha": model.experts.alpha, "swiglu_limit": model.experts.limit}
+        return super().write_sizes(model) | its

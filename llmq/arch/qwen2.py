@@ -18,6 +18,7 @@ class Qwen2(RopeFamily):
     label = "Qwen2"
     gguf = GgufKind("qwen2")
     qkv_bias = True
+    own_fields = ("windowed_layers",)
     own_tokenizer_class = True
     sliding_window = 4096
     max_window_layers = 28
@@ -43,10 +44,6 @@ class Qwen2(RopeFamily):
         if window >= size(hf, "max_position_embeddings"):
             return {}
         return {"sliding_window": window, "windowed_layers": None if all(layers) else layers}
-
-    def fixed(self, model: Any) -> dict[str, Any]:
-        """The model says which layers have a window."""
-        return {k: v for k, v in super().fixed(model).items() if k != "windowed_layers"}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """With the window: its first layer, as transformers 4 reads it, and all layers."""

@@ -46,6 +46,7 @@ class Qwen35(RopeFamily):
     qkv_bias = None
     o_bias = None
     head_dim = 256
+    own_fields = ("delta",)
     rope_kinds = ("linear", "yarn")
     partial_rotary = True
     modules = RopeFamily.modules | DELTA_MODULES
@@ -68,10 +69,6 @@ class Qwen35(RopeFamily):
             field: size({name: default} | own, name) for field, (name, default) in _SIZES.items()
         }
         return found | {"delta": DeltaNet(**sizes, layers=layers) if any(layers) else None}
-
-    def fixed(self, model: Any) -> dict[str, Any]:
-        """The model says which layers are delta nets."""
-        return {name: value for name, value in super().fixed(model).items() if name != "delta"}
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """With delta nets."""

@@ -24,6 +24,9 @@ class RopeFamily(Architecture):
     """sliding_window of the config is that of all layers."""
     sliding_window: int | None = None
     """It holds if the config does not say."""
+    full_every: int | None = None
+    """Each layer may have the window or not; if the config does not say which have, each so-manieth
+    has none. None: all layers are alike."""
     rope_kinds: tuple[str, ...] = tuple(KINDS)
     """How positions may be stretched."""
     partial_rotary = False
@@ -79,9 +82,16 @@ class RopeFamily(Architecture):
     def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """The window of attention, and which layers have it: all or none.
 
-        One that is as long as the positions is none.
+        One that is as long as the positions is none. Older files than those with layer_types have
+        the distance of layers without a window.
         """
-        if any(kind != FULL for kind in get(hf, "layer_types", list, None) or ()):
+        layers = {}
+        if self.full_every is not None:
+            older = "sliding_window_pattern"
+            every = size(hf, older) if older in hf else self.full_every
+            of_each = layers_by_type(hf) or all_but_every(every, size(hf, "num_hidden_layers"))
+            layers["windowed_layers"] = of_each
+        elif any(kind != FULL for kind in get(hf, "layer_types", list, None) or ()):
             raise ConfigError(f"config.json: layer_types: only {FULL!r} is supported")
         if not self.windowed:
             reject(hf, "use_sliding_window", False, None)
@@ -91,7 +101,7 @@ class RopeFamily(Architecture):
         if window is not None and window <= 0:
             raise ConfigError(f"config.json: sliding_window: must be positive, got {window}")
         shorter = window is not None and window < size(hf, "max_position_embeddings")
-        return {"sliding_window": window if shorter else None}
+        return {"sliding_window": window if shorter else None, **layers}
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """Positions may be stretched only as transformers does for this architecture."""
@@ -127,6 +137,10 @@ class RopeFamily(Architecture):
             fields["attention_bias"] = model.qkv_bias
         if self.mlp_bias is None:
             fields["mlp_bias"] = model.mlp_bias
+        if self.full_every is not None:
+            windowed = model.windowed_layers or (True,) * model.num_layers
+            fields["sliding_window"] = model.sliding_window or model.max_positions
+            fields["layer_types"] = [WINDOWED if window else FULL for window in windowed]
         return fields
 
 
