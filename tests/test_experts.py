@@ -223,7 +223,8 @@ def test_a_new_model_learns():
 def test_adapters_stand_beside_frozen_experts():
     """Frozen experts may be codes of any format, which are decoded; the router is none of them."""
     batch = random_batch(np.random.default_rng(6), T=32)
-    for base, model in (("fp32", "fp32"), ("nf4", "fp32"), ("e4m3", "bf16"), ("int8", "bf16")):
+    bases = (("fp32", "fp32"), ("nf4", "fp32"), ("mxfp4", "fp32"), ("e4m3", "bf16"))
+    for base, model in (*bases, ("int8", "bf16")):
         options = {"lora_rank": 4, "lora_targets": "q,v", "base_dtype": base, "seq_len": 32}
         options |= {"model_dtype": model, "matmul_dtype": model}
         with trainer_for(exported("qwen3_moe"), **options) as trainer:
