@@ -19,6 +19,7 @@ from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
 from llmq.ops import nf4
 from llmq.ref import nf4 as ref
 from llmq.ref.quantize import LEAST_ABS_MAX
+from llmq.runtime.kernel import ceil_div
 
 
 class _Run(NamedTuple):
@@ -57,57 +58,57 @@ class Nf4(Format):
         return lies
 
     def piece(self, matrix: Frozen) -> int:
-        return piece_of(max(run.size for run in _runs(matrix)))
+        return piece_of(max(run.size * run.count for run in _runs(matrix)))
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
         self._levels = self.dev.alloc("nf4_levels", (nf4.NUM_LEVELS,), F32, "Quants")
         self.dev.upload(self._levels, ref.scale_levels())
 
     def encode(self, made: Encoder) -> None:
-        largest = [
-            self._module(made, number, module, run)
-            for number, run in enumerate(_runs(made.matrix))
-            for module in range(run.count)
-        ]
+        largest = [self._run(made, number, run) for number, run in enumerate(_runs(made.matrix))]
         # Each block has an element of level 1 or -1: the largest scale is the largest value.
         scale = max(LEAST_ABS_MAX, *largest) / np.float32(E4M3_MAX)
         self.dev.upload(made.number(1), np.array([scale], np.float32))
         made.put("scale", made.number(1), 0)
 
-    def _module(self, made: Encoder, number: int, module: int, run: _Run) -> np.float32:
-        """Returns the largest scale. Scales wait here for their mean, which is that of all.
+    def _run(self, made: Encoder, number: int, run: _Run) -> np.float32:
+        """Returns the largest scale. Scales wait here for their means, each of a module."""
+        dev, (first, size, count) = self.dev, run
+        _, blocks, groups = nf4.sizes(size)
+        found = np.zeros((count, blocks), np.float32)
+        for start, n in made.pieces(count * size):
+            half, some, _ = nf4.sizes(n)
+            codes, scales = made.codes.rows(0, half), made.scales.rows(0, some)
+            nf4.quantize(dev, codes, scales, made.read(first + start, n))
+            made.put(f"codes.{number}", codes, start // 2)
+            found.reshape(-1)[start // ref.BLOCK :][:some] = dev.download(scales)
+        means = np.array([row.mean(dtype=np.float64) for row in found], np.float32)
+        for module in range(count):
+            before = module * blocks, module * groups
+            self._scales(made, number, before, found[module], means[module : module + 1])
+            made.put(f"mean.{number}", made.number(0), module * F32.itemsize)
+        return ref.largest_scale(found, means)
 
-        number: of the run. module: of it.
-        """
-        dev, size = self.dev, run.size
-        first, found = run.first + module * size, np.zeros(size // ref.BLOCK, np.float32)
-        before = [module * each for each in nf4.sizes(size)]
-        for start, count in made.pieces(size):
-            half, blocks, _ = nf4.sizes(count)
-            codes, scales = made.codes.rows(0, half), made.scales.rows(0, blocks)
-            nf4.quantize(dev, codes, scales, made.read(first + start, count))
-            made.put(f"codes.{number}", codes, before[0] + start // 2)
-            found[start // ref.BLOCK :][:blocks] = dev.download(scales)
-        mean, largest = made.number(0), np.float32(0)
-        dev.upload(mean, found.mean(dtype=np.float64, keepdims=True).astype(np.float32))
-        made.put(f"mean.{number}", mean, module * F32.itemsize)
-        for start, count in made.pieces(size):
-            _, blocks, num_groups = nf4.sizes(count)
-            codes, scales = made.codes.rows(0, blocks), made.scales.rows(0, blocks)
-            groups, block = made.groups.rows(0, num_groups), start // ref.BLOCK
-            dev.upload(scales, found[block : block + blocks])
-            nf4.quantize_scales(dev, codes, groups, scales, mean, self._levels)
-            made.put(f"scale_codes.{number}", codes, before[1] + block)
-            group = before[2] + block // ref.GROUP
+    def _scales(
+        self,
+        made: Encoder,
+        number: int,
+        before: tuple[int, int],
+        scales: np.ndarray,
+        mean: np.ndarray,
+    ) -> None:
+        """Codes of a module's scales. before: blocks and groups of the modules in front of it."""
+        dev, step = self.dev, made.scales.size // ref.GROUP * ref.GROUP or scales.size
+        dev.upload(made.number(0), mean)
+        for start in range(0, scales.size, step):
+            part = scales[start : start + step]
+            given, codes = made.scales.rows(0, part.size), made.codes.rows(0, part.size)
+            groups = made.groups.rows(0, ceil_div(part.size, ref.GROUP))
+            dev.upload(given, part)
+            nf4.quantize_scales(dev, codes, groups, given, made.number(0), self._levels)
+            made.put(f"scale_codes.{number}", codes, before[0] + start)
+            group = before[1] + start // ref.GROUP
             made.put(f"groups.{number}", groups, group * F32.itemsize)
-            largest = max(largest, self._largest(codes, groups, mean))
-        return largest
-
-    def _largest(self, codes: Tensor, groups: Tensor, mean: Tensor) -> np.float32:
-        """The largest scale of these blocks, as it is decoded."""
-        codes, groups, mean = (self.dev.download(tensor) for tensor in (codes, groups, mean))
-        of_blocks = groups[np.arange(len(codes)) // ref.GROUP]
-        return np.abs(ref.scale_levels()[codes] * of_blocks + mean[0]).max()
 
     def decode(
         self, matrix: Frozen, kept: Mapping[str, Tensor], out: Tensor, scale: Tensor | None = None

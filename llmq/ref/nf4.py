@@ -76,6 +76,10 @@ def nf4_quantize(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, n: int) -
         codes[half] = pairs[:, 0] << 4 | pairs[:, 1]
 
 
+def _edges(levels: np.ndarray) -> np.ndarray:
+    return (levels[:-1] + levels[1:]) * np.float32(0.5)
+
+
 def nf4_quantize_scales(
     codes: np.ndarray,
     groups: np.ndarray,
@@ -86,13 +90,24 @@ def nf4_quantize_scales(
 ) -> None:
     """codes (count,) of scales less their mean, groups (ceil(count / 256),): the largest |…| of
     each group."""
-    edges = (levels[:-1] + levels[1:]) * np.float32(0.5)
     values = np.zeros(len(groups) * GROUP, np.float32)
     np.subtract(scales, mean[0], out=values[:count])
     values = values.reshape(-1, GROUP)
     groups[...] = np.abs(values).max(axis=1)
     values *= (np.float32(1) / np.maximum(groups, LEAST))[:, None]
-    codes[...] = np.searchsorted(edges, values.reshape(-1)[:count], side="left")
+    codes[...] = np.searchsorted(_edges(levels), values.reshape(-1)[:count], side="left")
+
+
+def largest_scale(scales: np.ndarray, means: np.ndarray) -> np.float32:
+    """The largest of modules' scales (modules, blocks) as they are decoded. A code grows with its
+    scale, so that those of a group's largest and smallest are enough."""
+    starts, levels = np.arange(0, scales.shape[1], GROUP), scale_levels()
+    values = scales - means[:, None]
+    ends = [end.reduceat(values, starts, axis=1) for end in (np.minimum, np.maximum)]
+    groups = np.maximum(*np.abs(ends))
+    factors = np.float32(1) / np.maximum(groups, LEAST)
+    codes = np.searchsorted(_edges(levels), ends * factors, side="left")
+    return np.abs(levels[codes] * groups + means[:, None]).max()
 
 
 def _decoded(
