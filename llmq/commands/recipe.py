@@ -37,6 +37,14 @@ Law = Annotated[
     typer.Option(metavar="FILE", help="Scaling law of tools/scaling_law.py, of your own data."),
 ]
 Rates = Annotated[Path | None, typer.Option(metavar="FILE", help="The result of `llmq sweep-lr`.")]
+Measure = Annotated[
+    bool | None,
+    typer.Option(
+        "--measure/--no-measure",
+        help="Try the recipe's step on this machine, some 20 seconds, and count with its time.",
+        show_default=False,
+    ),
+]
 Price = Annotated[float | None, typer.Option(min=0, help="What an hour of one GPU costs.")]
 KwhPrice = Annotated[float | None, typer.Option(min=0, help="What a kilowatt-hour costs.")]
 
@@ -85,14 +93,7 @@ def recipe(
     price: Price = None,
     kwh_price: KwhPrice = None,
     out: Annotated[Path, typer.Option(help="File of options to write.")] = Path("recipe.yaml"),
-    measure: Annotated[
-        bool | None,
-        typer.Option(
-            "--measure/--no-measure",
-            help="Try the recipe's step on this machine, some 20 seconds, and count with its time.",
-            show_default=False,
-        ),
-    ] = None,
+    measure: Measure = None,
     run: Annotated[bool, typer.Option("--run", help="Train it at once.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
