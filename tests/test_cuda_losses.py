@@ -10,6 +10,7 @@ from llmq.model.losses import LOSSES, Orpo, SimPo
 from tests.conftest import gpu_problem
 from tests.models import VOCAB, exported, trainer_for
 from tests.pairs_data import write_documents, write_pairs
+from tests.test_score_head import write_classes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +45,27 @@ def test_pairs(loss, tmp_path):
     half = results(loss, tmp_path, "cuda", model_dtype="bf16")
     np.testing.assert_allclose(half[0][0], cpu[0][0], rtol=0.02, atol=0.02)
     assert results(loss, tmp_path, "cuda", model_dtype="bf16", use_cuda_graphs=False) == half
+
+
+@pytest.mark.parametrize("loss", ["reward", "ce"])
+def test_score_heads(loss, tmp_path):
+    """The steps of rewards and of classes, in F32 as on the CPU, and in BF16 nearly."""
+    path = tmp_path / "train.bin"
+    if loss == "reward":
+        write_pairs(path, LENGTHS, VOCAB)
+    else:
+        write_classes(path, [9, 24, 14, 6, 30, 60, 3, 40], labels=3)
+    found = []
+    for device, dtype in (("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16")):
+        options = {"train_file": (str(path),), "eval_file": "none", "loss": loss, "head": "score"}
+        options |= {"num_labels": 1 if loss == "reward" else 3, "device": device, "seq_len": T}
+        options |= {"packing": "best-fit", "model_dtype": dtype, "lr_schedule": "wsd"}
+        with trainer_for(exported("qwen2"), **options, grad_accumulation=2) as trainer:
+            results = [trainer.step() for _ in range(3)]
+            assert trainer.usage == trainer.plan.usage
+        found.append([(r.loss, r.norm, r.numbers["accuracy"]) for r in results])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(found[2][0][0], found[0][0][0], rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("more", [{}, {"kd_mixture": 0.5, "kd_temperature": 2.0}])
