@@ -192,7 +192,7 @@ def test_a_run_that_is_killed_at_once_is_started_again_with_other_options(tmp_pa
     (tmp_path / "a.txt").write_text("some text")
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "discard_if_empty", lambda self: None)
-        patch.setattr(llmq.data.tokenize._Report, "update", Mock(side_effect=StopError))
+        patch.setattr(llmq.data.tokenize.Progress, "update", Mock(side_effect=StopError))
         with pytest.raises(StopError):
             run(tmp_path / "a.txt", out=tmp_path / "out", shard_tokens=5)
     assert {"tokenize.json", "train-001.bin"} <= set(os.listdir(tmp_path / "out"))

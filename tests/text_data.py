@@ -28,14 +28,14 @@ def run(*inputs, out, **kwargs):
 
 def interrupt_report(patch, number, error=KeyboardInterrupt):
     """Raise the error in place of the number-th report of progress from now on, once."""
-    update, reports = tokenize_module._Report.update, itertools.count(1)
+    update, reports = tokenize_module.Progress.update, itertools.count(1)
 
     def interrupted(report, *args):
         if next(reports) == number:
             raise error
         update(report, *args)
 
-    patch.setattr(tokenize_module._Report, "update", interrupted)
+    patch.setattr(tokenize_module.Progress, "update", interrupted)
 
 
 def ids(out, split="train"):
