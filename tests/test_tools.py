@@ -24,6 +24,7 @@ from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
 from tests.kept import kept
 from tests.rigs import card_file
+from tests.runs import make_workplace
 
 TOOLS = Path(__file__).parents[1] / "tools"
 MIB = 1 << 20
@@ -207,6 +208,32 @@ def test_profile_step_says_in_one_line_what_is_wrong(tool, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["profile_step.py", "--model", "tinny", "--device", "cpu"])
     with pytest.raises(SystemExit, match="error: --model: no preset is called 'tinny'"):
         tool("profile_step").run()
+
+
+def test_rate_sweep_compares_ways_at_their_best_rates_and_goes_on(tool, tmp_path, monkeypatch):
+    """Runs of a report that is there are not made again, and a way's runs differ in rates alone."""
+    monkeypatch.chdir(make_workplace(tmp_path))
+    Path("data/eval.bin").rename("data/eval-0.bin")
+    shared = "from-scratch: true\nmodel: model\ndevice: cpu\nmodel-dtype: fp32\nbatch-size: 2\n"
+    shared += "seq-len: 16\ngrad-accumulation: 1\nlearning-rate: [1.0e-2, 1.0e-3]\n"
+    Path("sweep.yaml").write_text(f"{shared}runs: [{{optimizer: adamw}}, {{optimizer: muon}}]\n")
+    flags = "sweep.yaml --data data --steps 8 --share 0.5 --out of/sweep".split()
+    for again in (False, True):
+        result = CliRunner().invoke(tool("rate_sweep").app, flags)
+        assert result.exit_code == 0, result.output
+        assert ("parameters" in result.output) == (not again)
+    runs = json.loads(Path("of/sweep.json").read_text())["runs"]
+    steps = [(r["optimizer"], r["learning_rate"], r["options"]["steps"]) for r in runs]
+    assert steps == [("adamw", 0.001, 8), ("adamw", 0.01, 8), ("muon", 0.001, 4), ("muon", 0.01, 4)]
+    text = Path("of/sweep.md").read_text()
+    assert "in 50% of its tokens" in text and "The best rate of" in text
+    assert Path("of/sweep.png").stat().st_size > 10_000
+    for run, (*_, length) in zip(runs, steps, strict=True):
+        *course, end = json.loads((Path("of/sweep") / run["log"]).read_text())
+        assert [r["step"] for r in course] == [*range(length)] and end["loss"] == run["loss"]
+        # The same first weights and data, whatever was made before.
+        first = json.loads((Path("of/sweep") / runs[0]["log"]).read_text())[0]
+        assert course[0]["loss"] == first["loss"]
 
 
 def test_sensor_cost(tool, capsys):

@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Hashable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from llmq.base.json_file import read_json
 from llmq.bench.sweep_file import Row, identity
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
+from llmq.report.json_log import JsonLog
 from llmq.run.loaders import move_loaders
 from llmq.run.model_of_run import model_of_run
 from llmq.run.tokenizers import agreed_tokenizer
@@ -31,13 +33,17 @@ _RATES = ("muon_lr", "lr_embedding", "lr_head", "lr_vectors")  # captured over -
 _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
 
 
-def measure_losses(rows: list[Row], out: Path, *, seconds: float = 0) -> list[dict[str, Any]]:
+def measure_losses(
+    rows: list[Row], out: Path, *, seconds: float = 0, logs: Path | None = None
+) -> list[dict[str, Any]]:
     """Train each row, as sweep_file.read_runs gives them, and return the records of all that are
     done, in the order of `rows`.
 
     out: the report, which grows with each run; what it holds is not made again. seconds: after
-    which no run is begun, 0: all are. A run whose loss is no number any more ends there, and its
-    `loss` is None. Raises ConfigError where the report is of another device or tokenizer.
+    which no run is begun, 0: all are. logs: a folder that gets the courses of runs, as `llmq plot`
+    reads them; `log` of a record is the name there. A run whose loss is no number any more ends
+    there, and its `loss` is None. Raises ConfigError where the report is of another device or
+    tokenizer.
     """
     report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
     done = {identity(run["options"]): run for run in report["runs"]}
@@ -61,7 +67,7 @@ def measure_losses(rows: list[Row], out: Path, *, seconds: float = 0) -> list[di
             for row in group:
                 if time.monotonic() > end:
                     break
-                record = {"options": row} | _run(made, make_config(row))
+                record = {"options": row} | _run(made, make_config(row), logs)
                 report["runs"].append(record)
                 done[identity(row)] = record
                 write_file(out, json.dumps(report, indent=1) + "\n")
@@ -86,29 +92,40 @@ def _shared(config: TrainConfig) -> TrainConfig:
     return replace(config, learning_rate=1.0, **quotients, **{n: defaults[n] for n in _BY_STEP})
 
 
-def _run(trainer: Trainer, config: TrainConfig) -> dict[str, Any]:
+def _run(trainer: Trainer, config: TrainConfig, logs: Path | None) -> dict[str, Any]:
     """The record of one run, from the first weights and the start of the data."""
-    start = time.monotonic()
+    start, tokens = time.monotonic(), trainer.plan.tokens
     trainer.restart()
     move_loaders(trainer.train_loaders, {})
-    ticket, trained = None, math.nan
+    ticket, course = None, []
     for step in range(config.steps):
         trainer.advance_epoch_if_needed()
-        rate = config.rate(step, config.steps)
-        before, ticket = ticket, trainer.enqueue_step(lr=rate)
+        before, ticket = ticket, trainer.enqueue_step(lr=config.rate(step, config.steps))
         if before is not None:
-            trained = trainer.result(before).loss
-            if not math.isfinite(trained):
+            course.append(trainer.result(before))
+            if not math.isfinite(course[-1].loss):
                 break
-    trained = trainer.result(ticket).loss
+    course.append(trainer.result(ticket))
+    trained = course[-1].loss
     finite = math.isfinite(trained)
     found = trainer.validate(config.eval_num_steps).loss if finite else math.nan
-    return {
+    log = {}
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        log = {"log": f"{config.optimizer}-{config.learning_rate:g}-{config.steps}.json"}
+        (logs / log["log"]).unlink(missing_ok=True)
+        with closing(JsonLog(logs / log["log"])) as records:
+            for step, result in enumerate(course):
+                numbers = {"loss": result.loss, "norm": result.norm}
+                numbers["lr"] = config.rate(step, config.steps)
+                records.write("step", step, step_tokens=tokens, **numbers)
+            records.write("eval", len(course), loss=found)
+    return log | {
         "optimizer": config.optimizer,
         "parameters": parameter_count(trainer.model),
         "width": trainer.model.hidden_size,
-        "tokens": config.steps * trainer.plan.tokens,
-        "tokens_per_step": trainer.plan.tokens,
+        "tokens": config.steps * tokens,
+        "tokens_per_step": tokens,
         "learning_rate": config.learning_rate,
         "train_loss": trained if finite else None,
         "loss": found if math.isfinite(found) else None,

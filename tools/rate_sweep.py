@@ -1,0 +1,124 @@
+"""Compare final losses of several ways to train, each at its own best rate.
+
+    python tools/rate_sweep.py FILE --data DATA --steps N --out OUT [--share 0.75] [options]
+
+FILE is a sweep file as of `llmq bench`. Runs that differ in their rates only are one way, and a
+trainer makes them one after the other from the same first weights on the same data. The first way
+has N steps, the others `--share` of them, with a schedule of their own: so the last lines say
+whether these reach its best loss in that part of the tokens. Options of `llmq train` win over FILE.
+
+DATA has train*.bin and eval*.bin. OUT.md is the table, OUT.json its numbers, OUT/ the runs' logs,
+and OUT.png the curves of each way's best run, by `llmq plot`. With an OUT.json that is there, runs
+that it has are not made again: a sweep that was cut goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmq.base.errors import ConfigError, LlmqError
+from llmq.base.files import write_file
+from llmq.base.json_file import read_json
+from llmq.bench.losses import measure_losses
+from llmq.bench.sweep_file import Row, read_runs
+from llmq.commands.common import TrainCommand, train_options
+from llmq.report.plot import run_plot
+
+RATE = "learning-rate"
+WARMUP = 20  # a run's steps over those of its warm-up, where nobody says these
+Records = list[dict[str, Any]]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
+    """Runs by what tells their way from the others, each in the order of its rates."""
+    ways: dict[str, list[Row]] = {}
+    keys = sorted({key for row in rows for key in row} - {RATE})
+    differ = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
+    for row in rows:
+        ways.setdefault(" ".join(str(row.get(key, "-")) for key in differ) or "all", []).append(row)
+    return {way: sorted(of, key=lambda row: float(row[RATE])) for way, of in ways.items()}
+
+
+def best_of(runs: Records) -> dict[str, Any]:
+    """The run with the lowest loss."""
+    return min(runs, key=lambda run: math.inf if run["loss"] is None else run["loss"])
+
+
+def table(ways: dict[str, Records], share: float) -> list[str]:
+    """The losses of all runs, and whether a share of the tokens was enough for the others."""
+    lines = ["| way | tokens | rate | evaluation loss | seconds |", f"|{' --- |' * 5}"]
+    best = {way: best_of(runs) for way, runs in ways.items()}
+    for way, runs in ways.items():
+        for run in runs:
+            loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
+            loss = f"**{loss}**" if run is best[way] else loss
+            tokens, rate = f"{run['tokens'] / 1e6:.2f}M", f"{run['learning_rate']:g}"
+            lines.append(f"| {way} | {tokens} | {rate} | {loss} | {run['seconds']:.1f} |")
+    lines.append("")
+    first, *others = best
+    for way in others:
+        losses = best[way]["loss"], best[first]["loss"]
+        if None not in losses:
+            gap = losses[0] - losses[1]
+            verb = "reaches" if gap <= 0 else "does not reach"
+            told = f"{way} {verb} {first}'s best loss in {share:.0%} of its tokens"
+            lines.append(f"{told} ({gap:+.4f}).")
+    ends = [way for way, runs in ways.items() if best[way] in (runs[0], runs[-1])]
+    return [*lines, *(f"The best rate of {way} is at an end of its rates." for way in ends)]
+
+
+@app.command(cls=TrainCommand)
+@train_options
+def main(
+    given: dict[str, Any],
+    file: Annotated[Path, typer.Argument(help="The sweep file.")],
+    data: Annotated[Path, typer.Option(help="Folder with train*.bin and eval*.bin.")],
+    out: Annotated[Path, typer.Option(help="Results, without an ending.")],
+    share: Annotated[float, typer.Option(help="Of the steps, of all ways but the first.")] = 1.0,
+) -> None:
+    """Compare final losses of several ways to train, each at its own best rate."""
+    steps = int(given.pop("steps", -1))
+    if steps < 1:
+        raise ConfigError("--steps: how long is a run of the first way?")
+    own = {"train-file": str(data / "train*.bin"), "eval-file": str(data / "eval*.bin")}
+    ways = ways_of(read_runs(own | {"vocab-size": "auto"} | given, file, trains=True))
+    rows: list[Row] = []
+    for number, (way, of) in enumerate(ways.items()):
+        length = round(steps * share) if number else steps
+        ways[way] = [{"warmup": length // WARMUP} | row | {"steps": length} for row in of]
+        rows += ways[way]
+    report = out.with_suffix(".json")
+    report.parent.mkdir(parents=True, exist_ok=True)
+    runs = measure_losses(rows, report, logs=out)
+    found = {way: [run for run in runs if run["options"] in of] for way, of in ways.items()}
+    lines = [
+        f"# {' and '.join(ways)}: {runs[0]['parameters'] / 1e6:.0f}M parameters, "
+        f"{read_json(report)['device']}",
+        "",
+        f"`{' '.join(['tools/rate_sweep.py', *sys.argv[1:]])}`",
+        "",
+        *table(found, share),
+    ]
+    write_file(out.with_suffix(".md"), "\n".join(lines) + "\n")
+    print("\n".join(lines[4:]))
+    best = [out / best_of(of)["log"] for of in found.values()]
+    run_plot(best, out.with_suffix(".png"), "tokens", overwrite=True)
+
+
+def run() -> None:
+    """The command, with errors of its user in one line."""
+    try:
+        app()
+    except LlmqError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    run()
