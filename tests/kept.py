@@ -23,6 +23,10 @@ def kept_reports() -> list[Path]:
     return [path for path in paths if "invocations" in json.loads(path.read_text())]
 
 
+# Defaults that adapters did not have yet when the reports were made.
+_EARLIER = {"recompute-swiglu": False, "recompute-norm": False, "lmhead-chunks": 1}
+
+
 def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
     """The runs that succeeded on a GPU: each one's report's name, the device, the run with its
     date."""
@@ -32,5 +36,8 @@ def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
         device = (report["machine"] or {}).get("device")
         if device:
             runs = [run for run in report["runs"] if run["status"] == "ok"]
+            for run in runs:
+                if "lora-rank" in run["options"] and "recompute-block" not in run["options"]:
+                    run["options"] = _EARLIER | run["options"]
             found += [(path.stem, device, run | {"date": date_of(report, run)}) for run in runs]
     return found

@@ -323,9 +323,9 @@ def test_where_more_is_within_products(card, options, per_layer):
     """Adapters, or the activation beside a product."""
     config, entries = entries_of(card, options)
     del entries["matmul_gradient"]
-    large = config.gpus == 1 and (config.seq_len == 4096 or "gpt2" in config.model)
-    bf16 = config.model_dtype == "bf16"
-    assert entries.pop("matmul_exp", 0) == (large and bf16 and card is H100)  # of logits
+    bf16, alone = config.model_dtype == "bf16", config.gpus == 1
+    parts = config.lmhead_chunks * (alone and bf16 and card is H100)
+    assert entries.pop("matmul_exp", 0) == parts  # of logits
     assert {name: entries[name] for name in FUSED if entries[name]} == {
         name: 2 * count for name, count in per_layer.items()
     }

@@ -49,14 +49,18 @@ def tensors(trainer, values) -> dict[str, np.ndarray]:
     return found
 
 
-def peft_model(name: str, trainer) -> peft.PeftModel:
+def peft_model(name: str, trainer, **more) -> peft.PeftModel:
     """With the adapters of the trainer."""
     config = peft.LoraConfig(
         r=4, lora_alpha=6, use_rslora=True, target_modules=targets(name),
-        fan_in_fan_out=name == "gpt2",
+        fan_in_fan_out=name == "gpt2", **more,
     )  # fmt: skip
     model = peft.get_peft_model(hf_model(name), config)
     state = {n: torch.from_numpy(x) for n, x in tensors(trainer, trainer.weights()).items()}
+    if not trainer.config.is_quantized:  # magnitudes begin as theirs do
+        begun = {_own_name(n): x for n, x in model.named_parameters() if "magnitude" in n}
+        for key, value in begun.items():
+            torch.testing.assert_close(state[key], value.detach(), rtol=1e-5, atol=0)  # F32 sums
     loaded = peft.set_peft_model_state_dict(model, state)
     assert not loaded.unexpected_keys
     assert not [key for key in loaded.missing_keys if "lora_" in key]
@@ -74,10 +78,15 @@ def take_weights(model: peft.PeftModel, trainer) -> None:
             module.weight.copy_(torch.from_numpy(np.ascontiguousarray(stored)))
 
 
+def _own_name(parameter: str) -> str:
+    """Its name in PEFT's files."""
+    return parameter.replace(".default", "").replace("magnitude_vector.weight", "magnitude_vector")
+
+
 def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
     """The gradients of the sum of losses, by the names of PEFT's files."""
     return {
-        name.replace(".default", ""): p.grad.numpy() * tokens
+        _own_name(name): p.grad.numpy() * tokens
         for name, p in model.named_parameters()
         if p.requires_grad
     }
@@ -87,19 +96,33 @@ def gradients(model: peft.PeftModel, tokens: int) -> dict[str, np.ndarray]:
 CODED = [("qwen2", "e4m3"), ("phi3", "nf4"), ("olmo2", "nf4"), ("gpt2", "int8"), ("qwen3", "nf4")]
 
 
-@pytest.mark.parametrize("name, base", [*((name, None) for name in MODELS), *CODED])
-def test_equals_peft(name, base):
-    with trainer_for(exported(name), **LORA, base_dtype=base) as trainer:
-        model = peft_model(name, trainer)
+# With magnitudes, on every base.
+DORA = [("phi3", None), ("gpt2", None), ("qwen2", "nf4"), ("qwen3", "e4m3"), ("olmo2", "int8")]
+
+
+@pytest.mark.parametrize(
+    "name, base, dora",
+    [
+        *((name, None, False) for name in MODELS),
+        *((*each, False) for each in CODED),
+        *((*each, True) for each in DORA),
+    ],
+)
+def test_equals_peft(name, base, dora):
+    with trainer_for(exported(name), **LORA, base_dtype=base, lora_dora=dora) as trainer:
+        model = peft_model(name, trainer, use_dora=dora)
         if base is not None:
             with torch.no_grad():
                 take_weights(model, trainer)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         trained = [p for _, p in named]
-        groups = [{"params": [p for n, p in named if f"lora_{x}" in n]} for x in "AB"]
+        groups = [{"params": [p for n, p in named if f"lora_{x}" in n]} for x in "ABm"]
+        groups[2]["weight_decay"] = 0.0  # of magnitudes
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
-        for step, batch in enumerate(batches()):
-            for group, factor in zip(optimizer.param_groups, (1, LORA["lora_plus"]), strict=True):
+        for step, batch in enumerate(batches()[: 4 if dora else None]):
+            for group, factor in zip(
+                optimizer.param_groups, (1, LORA["lora_plus"], 1), strict=True
+            ):
                 group["lr"] = factor * trainer.learning_rate(step)
             loss = torch_loss(model, [batch])
             optimizer.zero_grad()
@@ -131,7 +154,8 @@ def logits(model, inputs) -> np.ndarray:
         ("phi3", {"lora_targets": "gate,up", "train": "norms"}),
         ("gpt2", {"lora_targets": "o", "train": "norms,embeddings"}),
         ("gemma3", {}),
-        ("qwen3_5", {}),
+        ("qwen3_5", {"lora_dora": True}),
+        ("qwen3", {"lora_targets": "q,v,gate", "lora_dora": True}),
     ],
 )
 def test_files_are_those_of_peft(tmp_path, name, options):
@@ -166,7 +190,7 @@ def test_files_are_those_of_peft(tmp_path, name, options):
 
 MEMORY = {
     "recompute": {"recompute_block": True},
-    "recompute_parts": {"recompute_att": True, "recompute_swiglu": True, "recompute_norm": True},
+    "keep_more": {"recompute_att": True, "recompute_swiglu": False, "recompute_norm": False},
     "ffn": {"recompute_ffn": True},
     "offload": {
         "offload_residual": True, "offload_opt_m": True, "offload_opt_v": True,
@@ -308,6 +332,31 @@ def test_resume(tmp_path, gpus):
             assert [one.step(step).loss for step in steps[2:]] == pytest.approx(want, abs=1e-5)
 
 
+def test_magnitudes(tmp_path):
+    """They go on from checkpoints, are the same on two ranks, and are merged as PEFT does it."""
+    options = {"lora_rank": 3, "lora_dora": True, "lora_targets": "q,v,up", "learning_rate": 1e-2}
+    steps = [[tuple(x[i : i + 1] for x in batch) for i in (0, 1)] for batch in batches()[:4]]
+    alone = {"batch_size": 1, "grad_accumulation": 2}
+    with trainer_for(exported("qwen3"), **options, **alone) as trainer:
+        for step in steps[:2]:
+            trainer.step(step)
+        path = trainer.save(tmp_path / "saved")
+        trainer.export(tmp_path / "out")
+        want = [trainer.step(step).loss for step in steps[2:]]
+    ranks = {"gpus": 2, "batch_size": 1, "zero_level": 3}
+    with trainer_for(exported("qwen3"), **options, **ranks) as trainer:
+        trainer.load(path)
+        # F32 sums over ranks in another order.
+        assert [trainer.step(step).loss for step in steps[2:]] == pytest.approx(want, abs=1e-5)
+    with pytest.raises(LlmqError, match="was made with --lora-dora"):
+        trainer_for(exported("qwen3"), **options | {"lora_dora": False}).load(path)
+    merge_adapter(str(exported("qwen3")), tmp_path / "out", tmp_path / "merged", "fp32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    theirs = peft.PeftModel.from_pretrained(hf_model("qwen3"), tmp_path / "out").merge_and_unload()
+    for name, value in theirs.state_dict().items():
+        np.testing.assert_allclose(model.state_dict()[name], value, atol=1e-6, err_msg=name)
+
+
 def test_checkpoint_of_another_base(tmp_path):
     with trainer_for(exported("qwen3"), lora_rank=3) as trainer:
         path = trainer.save(tmp_path / "ckpt")
@@ -339,6 +388,10 @@ def test_checkpoint_of_another_base(tmp_path):
         ({"lora_rank": 4, "train": "head"}, "--train: the head is the embedding"),
         ({"lora_targets": "q"}, "--lora-targets: needs --lora-rank"),
         ({"train": "norms"}, "--train: needs --lora-rank"),
+        (
+            {"lora_rank": 4, "lora_dora": True, "lora_dropout": 0.1},
+            "--lora-dora: has no --lora-dropout",
+        ),
         ({"lora_rank": 4, "lora_dropout": 1.0}, "--lora-dropout: must be less than 1"),
         ({"lora_rank": 4, "lora_plus": 0.0}, "--lora-plus: must be greater than 0"),
         (
@@ -384,7 +437,7 @@ def test_wrong_adapters(tmp_path):
     with pytest.raises(ConfigError, match=r"--lora-rank=8: .* has --lora-rank=4: leave it out"):
         trainer_for(exported("qwen3"), adapter=tmp_path, lora_rank=8)
     content = json.loads((tmp_path / "adapter_config.json").read_text())
-    for name, value in (("use_dora", True), ("bias", "some"), ("peft_type", "IA3")):
+    for name, value in (("use_qalora", True), ("bias", "some"), ("peft_type", "IA3")):
         (tmp_path / "adapter_config.json").write_text(json.dumps(content | {name: value}))
         with pytest.raises(LlmqError, match=name):
             trainer_for(exported("qwen3"), adapter=tmp_path)

@@ -163,7 +163,8 @@ def test_one_rule_is_enough():
     )
     rules = Rules((*RULES.table, *table))
     plain = TrainConfig().normalized()
-    formats = {name: getattr(plain, name) for name in OPTIONS if name.endswith("_dtype")}
+    implied = ("lmhead_chunks", *(name for name in OPTIONS if name.endswith("_dtype")))
+    formats = {name: getattr(plain, name) for name in implied}
     with pytest.raises(ConfigError, match=r"^--cups: 5 cups are more than --batch-size 4$"):
         rules.check(Kettle(cups=5, **formats))
     rules.check(Kettle(cups=4, **formats))

@@ -175,7 +175,18 @@ def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
     whole = bf16(rows, padded_columns(len(spans), rank))
     args = {"whole": whole, "b": bf16(sum(stop - start for start, stop in spans), rank)}
     args |= {"spans": spans, "scales": [2.0] * len(spans)}
-    return [Call("expand", adapter.expand, args), Call("collect", adapter.collect, args)]
+    K, tokens, vector = 3584, 4096, f32(rows, value=1.0)
+    normed = args | {"out": vector, "w": bf16(rows, K), "a": bf16(whole.shape[1], K)}
+    del normed["whole"]
+    x = bf16(tokens, rows)
+    columns = {"out": x, "x": x, "norms": vector}
+    return [
+        Call("expand", adapter.expand, args),
+        Call("collect", adapter.collect, args),
+        Call("norms", adapter.norms, normed),
+        Call("scale", adapter.scale, columns | {"magnitudes": vector}),
+        Call("magnitude_gradient", adapter.magnitude_gradient, columns | {"y": x}),
+    ]
 
 
 def adapter_backward_calls(rows: int, N: int, rank: int, *edges: int) -> list[Call]:

@@ -22,11 +22,18 @@ class Adapters:
     hidden: (M, R). made: computes hidden, for as long as the context that it returns, whose value
     is the tail: (N, R), or (R, N) where b is not transposed. added: adds the second product
     (M, N) to out, where an operation of its own (dropout) does that; None: it is summed as it is.
+    finished: what becomes of the sum in out before an epilogue (DoRA); None: nothing.
     """
 
     hidden: Tensor
     made: Callable[[], AbstractContextManager[Tensor]]
     added: Callable[[Tensor, Tensor], None] | None = None
+    finished: Callable[[Tensor], None] | None = None
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one kernel may compute both products."""
+        return self.added is None and self.finished is None
 
 
 def _as_it_lies(out: Tensor, multiply: Callable[[Result], None]) -> Result:

@@ -63,6 +63,12 @@ def merged_reader(
             with np.errstate(over="ignore", invalid="ignore"):  # which is said below
                 product = b[done : done + stop - start, own] @ a[rows]
                 rows_of[start:stop] += np.float32(scale) * product
+                if adapters.dora:
+                    magnitudes = adapter(by_key[param.block, f"{param.key}_m"])[start:stop]
+                    norms = np.linalg.norm(rows_of[start:stop], axis=1)
+                    factors = np.ones_like(norms)
+                    np.divide(magnitudes, norms, out=factors, where=norms > 0)
+                    rows_of[start:stop] *= factors[:, None]
             done += stop - start
         if not all_finite(weight):
             raise ModelError(

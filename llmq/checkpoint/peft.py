@@ -42,7 +42,7 @@ from llmq.state.adapter_rows import NEW_ROWS, PEFT_PREFIX, SLABS, token_tables
 from llmq.state.params import Param, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
-_UNKNOWN = ("use_dora", "layer_replication", "lora_bias", "use_qalora")
+_UNKNOWN = ("layer_replication", "lora_bias", "use_qalora")
 _UNKNOWN += ("alora_invocation_tokens", "use_bdlora", "velora_config")
 _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 _NOT_AS_EXPECTED = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError)
@@ -379,6 +379,7 @@ class AdapterFiles(HfWeights):
             rs=bool(content.get("use_rslora")),
             ranks=tuple((pattern, int(rank)) for pattern, rank in ranks.items()),
             alphas=tuple((pattern, float(alpha)) for pattern, alpha in alphas.items()),
+            dora=bool(content.get("use_dora")),
         )
         if adapted_modules(model, found).keys() == here.keys():
             return found

@@ -124,6 +124,7 @@ def _peft_config(
         "r": adapters.rank,
         "lora_alpha": _number(adapters.alpha),
         "use_rslora": adapters.rs,
+        "use_dora": adapters.dora,
         "rank_pattern": dict(adapters.ranks),
         "alpha_pattern": {pattern: _number(alpha) for pattern, alpha in adapters.alphas},
         "layers_to_transform": layers,

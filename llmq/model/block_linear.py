@@ -7,8 +7,8 @@
 Whether both terms are one product, or one with what follows, is for `ops/product.py` to say.
 
 A is (R, in_features) and B (out_features, R), scaling included: the adapters of rows of a matrix,
-as `ops/adapter.py` makes one of them. h is small and kept. W, which is not trained, has no product
-of its own for a gradient.
+as `ops/adapter.py` makes one of them, and explains magnitudes (DoRA), for which y is made once more
+in backward. h is small and kept. W, which is not trained, has no product of its own for a gradient.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
+from llmq.base.dtypes import F32
 from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
 from llmq.base.operand import Operand, Result, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
@@ -26,6 +27,7 @@ from llmq.formats.format import BACKWARD, FORWARD, Format
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, adapter_backward, reduce
+from llmq.ops import bias as bias_op
 from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
@@ -36,11 +38,13 @@ from llmq.runtime.device import Device
 
 
 class _Parts(NamedTuple):
-    """The parts of one matrix of one block. salt: of its dropout. hidden: h (rows, R)."""
+    """The parts of one matrix of one block. salt: of its dropout. hidden: h (rows, R). norms: F32
+    (out_features,), of rows that have magnitudes; None without those."""
 
     matrix: Adapted
     salt: int
     hidden: Tensor
+    norms: Tensor | None
 
 
 class BlockLinear:
@@ -79,7 +83,10 @@ class BlockLinear:
             hidden = dev.alloc(
                 f"{name}_hidden.{layer}", (self._rows, width), format.dtype, "Activations"
             )
-            self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden)
+            norms = None
+            if adapters.dora:
+                norms = dev.alloc(f"{name}_norms.{layer}", matrix.shape[:1], F32, "Activations")
+            self._parts[layer, name] = _Parts(matrix, len(self._parts), hidden, norms)
             widest = max(widest, width)
         # One matrix at a time: its gradients follow its input's.
         self._d_hidden = dev.alloc("d_hidden", (self._rows * widest,), format.dtype, "Activations")
@@ -87,6 +94,8 @@ class BlockLinear:
     def accepts_addend(self, layer: int, key: str, out: Tensor) -> bool:
         """Whether forward takes an addend for an `out` like this one."""
         parts, features = self._parts.get((layer, key)), self._matrices[layer, key].shape[1]
+        if parts is not None and parts.norms is not None:
+            return False
         hidden, fast = parts and parts.hidden, FORWARD in self.format.fast
         return accepts_addend(self.dev, out, self.format.multiplied, features, hidden, fast=fast)
 
@@ -106,14 +115,32 @@ class BlockLinear:
         addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
         no product writes codes.
         """
-        adapters, parts = None, self._parts.get((layer, key))
+        adapters, parts, bias = None, self._parts.get((layer, key)), w.bias(key)
         if parts is not None:
-            made = partial(self._tail, parts, x, *w.adapters(key))
-            adapters = Adapters(parts.hidden, made)
+            made, finished = partial(self._tail, parts, x, *w.adapters(key)), None
+            if parts.norms is not None:
+                self._measure(parts, key, w)
+                finished = partial(self._scale, parts, w.magnitudes(key), bias)
+                bias = None
+            adapters = Adapters(parts.hidden, made, finished=finished)
         product(
-            self.dev, out, bias=w.bias(key), adapters=adapters, addend=addend, epilogue=epilogue,
+            self.dev, out, bias=bias, adapters=adapters, addend=addend, epilogue=epilogue,
             **self.linear.how(FORWARD, x, w[key]),
         )  # fmt: skip
+
+    def _measure(self, parts: _Parts, key: str, w: BlockWeights) -> None:
+        (a, b), matrix = w.adapters(key), parts.matrix
+        adapter.norms(self.dev, parts.norms, w[key], a, b, matrix.spans, matrix.scales)
+
+    def _scale(self, parts: _Parts, magnitudes: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        adapter.scale(self.dev, out, out, parts.norms, magnitudes, bias)
+
+    def begin_magnitudes(self, layer: int, w: BlockWeights) -> None:
+        """Magnitudes of a layer's rows become the rows' norms."""
+        for (of_layer, key), parts in self._parts.items():
+            if of_layer == layer:
+                self._measure(parts, key, w)
+                self.dev.copy(w.magnitudes(key), parts.norms)
 
     @contextmanager
     def _tail(self, parts: _Parts, x: Operand, a: Tensor, b: Tensor) -> Iterator[Tensor]:
@@ -139,16 +166,29 @@ class BlockLinear:
         d_x: None where nobody wants it.
         """
         adapters, parts = None, self._parts.get((layer, key))
-        if parts is not None and d_x is None:
-            self._output_gradients(key, parts, d_out, w, g)
-        if d_x is None:
+        with self._of_sum(parts, key, d_out, w) as d_out:
+            if parts is not None and d_x is None:
+                self._output_gradients(key, parts, d_out, w, g)
+            if d_x is None:
+                return
+            if parts is not None:
+                made = partial(self._tail_backward, key, parts, d_out, w, g)
+                added = partial(self._dropout, parts, add=True) if self._probability else None
+                adapters = Adapters(self._d_hidden_of(parts), made, added)
+            how = self.linear.how(BACKWARD, d_out, w[key], self._numbers[layer, key])
+            product(self.dev, d_x, adapters=adapters, epilogue=epilogue, **how)
+
+    @contextmanager
+    def _of_sum(
+        self, parts: _Parts | None, key: str, d_out: Operand, w: BlockWeights
+    ) -> Iterator[Operand]:
+        """The gradient of the sum of both products: d_out, of rows with magnitudes in scratch."""
+        if parts is None or parts.norms is None:
+            yield d_out
             return
-        if parts is not None:
-            made = partial(self._tail_backward, key, parts, d_out, w, g)
-            added = partial(self._dropout, parts, add=True) if self._probability else None
-            adapters = Adapters(self._d_hidden_of(parts), made, added)
-        how = self.linear.how(BACKWARD, d_out, w[key], self._numbers[layer, key])
-        product(self.dev, d_x, adapters=adapters, epilogue=epilogue, **how)
+        with self.dev.scratch("d_sum", d_out.shape, d_out.dtype) as d_sum:
+            adapter.scale(self.dev, d_sum, d_out, parts.norms, w.magnitudes(key))
+            yield d_sum
 
     @contextmanager
     def _tail_backward(
@@ -167,13 +207,14 @@ class BlockLinear:
         self,
         layer: int,
         key: str,
+        w: BlockWeights,
         g: BlockGrads,
         d_bias: Accumulator | None,
         d_out: Operand,
         x: Operand | None,
     ) -> None:
         """Compute the gradients of the weight, of the bias as far as d_bias asks for it, and of the
-        adapters' A.
+        adapters' A and magnitudes.
 
         Follows input_gradient. x: None where it is not needed.
         """
@@ -185,6 +226,18 @@ class BlockLinear:
         d_hidden, (d_a, _) = self._d_hidden_of(parts), g.adapters(key)
         with self._dropped(parts, tensor_of(x)) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
+        d_magnitudes = g.magnitudes(key)
+        if d_magnitudes is None:
+            return
+        # The sum is made again: what is kept of it is rounded, rotated, or added to the stream.
+        with (
+            self.dev.scratch("sum", d_out.shape, d_out.dtype) as both,
+            self._expanded(parts, w.adapters(key)[1]) as tail,
+        ):
+            self.linear.forward(both, x, w[key])
+            matmul(self.dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
+            adapter.magnitude_gradient(self.dev, both, both, d_out, parts.norms)
+            bias_op.backward(self.dev, d_magnitudes, both)
 
     def _output_gradients(
         self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads

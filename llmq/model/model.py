@@ -103,6 +103,15 @@ class Model:
         self.head.forward(HeadWeights(**weights.get("head")), last.between, last.branch)
         weights.release("head")
 
+    def begin_magnitudes(self) -> None:
+        """The magnitudes of adapted rows (DoRA) become the norms of the weights' rows."""
+        self.weights.start_micro_step(stale=False)
+        for layer in self._layers:
+            name = f"layers.{layer}"
+            self.weights.gather(name)
+            self.blocks.linear.begin_magnitudes(layer, BlockWeights(self.weights.get(name)))
+            self.weights.release(name)
+
     def token_losses(self, targets: Tensor) -> None:
         """Per-token losses after `forward`, without gradients."""
         slab, _ = self._head_slab

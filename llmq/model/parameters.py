@@ -29,8 +29,8 @@ class BlockParameters(dict[str, T]):
 
     Matrices are (out_features, in_features); biases (out_features,). Norms around the halves are
     (C,): ln1, ln2, of what goes into a half, and ln1_post, ln2_post, of what the half before has
-    put out. KEY_a, KEY_b are of adapters, as `state/adapter_rows.py` says. A parameter that does
-    not exist, or is not needed, or is frozen, lacks its key: `get` gives None.
+    put out. KEY_a, KEY_b, KEY_m are of adapters, as `state/adapter_rows.py` says. A parameter that
+    does not exist, or is not needed, or is frozen, lacks its key: `get` gives None.
     """
 
     def bias(self, key: str) -> T | None:
@@ -40,6 +40,10 @@ class BlockParameters(dict[str, T]):
     def adapters(self, key: str) -> tuple[T | None, T | None]:
         """A and B of a matrix."""
         return self.get(f"{key}_a"), self.get(f"{key}_b")
+
+    def magnitudes(self, key: str) -> T | None:
+        """Those of a matrix's rows (DoRA)."""
+        return self.get(f"{key}_m")
 
 
 class HeadParameters(NamedTuple, Generic[T]):

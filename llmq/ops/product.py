@@ -137,7 +137,7 @@ class _Terms(NamedTuple):
         if isinstance(self.b, Int8 | Rounded):
             return None
         adapters, left, right = self.adapters, self.left, self.right
-        if adapters is not None and (adapters.added or adapters.hidden.dtype != BF16):
+        if adapters is not None and not (adapters.at_once and adapters.hidden.dtype == BF16):
             return None
         last = self.trans_b or isinstance(self.b, Fp8)
         M, K = left.shape[::-1] if self.trans_a and left is self.a else left.shape
@@ -333,10 +333,12 @@ def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
     with adapters.made() as tail:
         if adapters.added is None:
             matmul(dev, out, hidden, tail, trans_b=terms.trans_b, accumulate=True)
-            return
-        with dev.scratch("d_dropped", out.shape, out.dtype) as second:
-            matmul(dev, second, hidden, tail, trans_b=terms.trans_b)
-            adapters.added(out, second)
+        else:
+            with dev.scratch("d_dropped", out.shape, out.dtype) as second:
+                matmul(dev, second, hidden, tail, trans_b=terms.trans_b)
+                adapters.added(out, second)
+    if adapters.finished is not None:
+        adapters.finished(out)
 
 
 def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:

@@ -152,13 +152,14 @@ ROUTES = {
         aligned=lambda s: (2 * s.M, 2 * s.N),
         exact=True,
     ),
-    # Fewer rows would leave cores idle in the last turn, and gain less than launches cost.
+    # Fewer tiles would leave cores idle in the last turn, and gain less than launches cost.
     "exp": Route(
         kernel="matmul_exp",
         a=(BF16,),
         aligned=lambda s: (2 * s.N, 2 * s.K),
-        rows=2048,
+        rows=512,
         least=8192,
+        faster=lambda dev, s: s.M * s.N >= 2048 * 8192,
         any_gpu=True,
         exact=False,  # exponentials are rounded, and not the gradient
     ),

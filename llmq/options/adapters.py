@@ -30,7 +30,8 @@ class Adapters:
     targets: some of LORA_TARGETS, or a regular expression that names of modules match as a whole.
     train: some of LORA_PARTS. layers: those that have adapters, as `layer_set` reads them. alpha:
     of the scaling, as `rs` says. ranks, alphas: other ones of modules whose names end with what
-    matches a pattern, PEFT's rank_pattern and alpha_pattern; the first that matches holds.
+    matches a pattern, PEFT's rank_pattern and alpha_pattern; the first that matches holds. dora:
+    whether adapted rows have magnitudes that are trained, PEFT's use_dora.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Adapters:
     rs: bool = False
     ranks: tuple[tuple[str, int], ...] = ()
     alphas: tuple[tuple[str, float], ...] = ()
+    dora: bool = False
 
     @property
     def uniform(self) -> bool:
@@ -133,6 +135,7 @@ def adapters_of(config: Options) -> Adapters | None:
         rs=config.lora_scaling == "rs",
         ranks=numbers_of(config.lora_rank_pattern, int),
         alphas=numbers_of(config.lora_alpha_pattern, float),
+        dora=config.lora_dora,
     )
 
 

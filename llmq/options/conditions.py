@@ -25,6 +25,22 @@ from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, numbers_of
 from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
+CHUNK_ROWS = 512  # of the LM head's products, with which they still fill a GPU
+
+
+def parts_of_logits(o: Options) -> int:
+    """The number of parts in which logits are made if nobody says.
+
+    A head that is not trained has no gradient to add up, so that parts cost nothing as long as
+    each has rows enough.
+    """
+    parts, trained = 1, {"embeddings", "head", *NEW_PARTS}
+    if o.wants_adapters and trained.isdisjoint(o.train or ()):
+        while o.micro_tokens % (2 * parts * CODES_MULTIPLE) == 0 and (
+            o.micro_tokens >= 2 * parts * CHUNK_ROWS
+        ):
+            parts *= 2
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +304,11 @@ def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
                 found = {"module": part.module.rpartition(".")[2], "rank": rank, "way": way}
                 return found | {"rows": rows, "columns": columns}
     return None
+
+
+def adapts_experts(o: Options, model: ModelConfig) -> bool:
+    """Whether matrices of experts have adapters."""
+    return any(matrix.groups > 1 for _, matrix in all_adapted(model, adapters_of(o)))
 
 
 def wrong_parts(o: Options, model: ModelConfig) -> str | None:

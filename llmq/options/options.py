@@ -479,8 +479,10 @@ class TrainConfig(Derived):
     # --------------------------------------------------------------------------------------------
     # Memory
 
-    recompute_swiglu: bool = switch(_MEMORY, "In backward, compute the activation of the MLP again")
-    recompute_norm: bool = switch(_MEMORY, "In backward, compute the norms again")
+    recompute_swiglu: bool | None = option(
+        _MEMORY, None, "In backward, compute the activation of the MLP again"
+    )
+    recompute_norm: bool | None = option(_MEMORY, None, "In backward, compute the norms again")
     recompute_ffn: bool = switch(_MEMORY, "In backward, compute the MLP again")
     recompute_qkv: bool = switch(_MEMORY, "In backward, compute queries, keys and values again")
     recompute_att: bool = switch(_MEMORY, "In backward, compute attention again")
@@ -491,7 +493,9 @@ class TrainConfig(Derived):
         "Layers that recompute, such as 0-11,20; all: every layer",
         parse=parse_layers,
     )
-    lmhead_chunks: int = option(_MEMORY, 1, "Parts in which logits are made; divides B*T", min=1)
+    lmhead_chunks: int | None = option(
+        _MEMORY, None, "Parts in which logits are made; divides B*T", min=1
+    )
     attn_bwd_chunks: int = option(
         _MEMORY,
         1,
@@ -708,6 +712,10 @@ class TrainConfig(Derived):
         (),
         "Other numerators of the scaling, as --lora-rank-pattern",
         parse=parse_numbers,
+    )
+    lora_dora: bool = switch(
+        ADAPTERS_GROUP,
+        "Train the magnitude of each adapted row of the model beside its direction (DoRA)",
     )
     lora_dropout: float | None = option(
         ADAPTERS_GROUP,

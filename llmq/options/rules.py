@@ -1,33 +1,30 @@
 """The rules of all options: what they imply, what is refused, and what has no effect, and why.
 
-One table, in the order in which errors and warnings are looked for; `loss_rules.py` and
-`optimizer_rules.py` have the parts about these, `savers.py` that which says what may be tried.
-`rule.py` says what a rule is, and evaluates them. A condition gets the option's value `v`, the
-options `o`, and the fact that the rule is about (`conditions.py`).
+One table, in the order in which errors and warnings are looked for; `adapter_rules.py`,
+`loss_rules.py` and `optimizer_rules.py` have the parts about these, `savers.py` that which says
+what may be tried. `rule.py` says what a rule is, and evaluates them. A condition gets the option's
+value `v`, the options `o`, and the fact that the rule is about (`conditions.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from llmq.base.layers import layer_set
-from llmq.options.adapters import multiplied_sizes
+from llmq.options.adapter_rules import (
+    ADAPTER_DEFAULTS,
+    ADAPTERS_REFUSED,
+    ADAPTERS_REFUSED_WITH_MODEL,
+)
 from llmq.options.conditions import (
+    CHUNK_ROWS,
     CODES_MULTIPLE,
     both,
     decodes,
-    divided_modules,
     draws,
     error,
-    idle_pattern,
     instead_of_fp8,
-    lacking_targets,
-    not_multiple,
     offloads_optimizer,
+    parts_of_logits,
     rounds,
-    too_small_for_rank,
-    uncoded_base,
     uncoded_product,
     undivided_gradients,
     untrained_rows,
@@ -36,21 +33,17 @@ from llmq.options.conditions import (
     why_no_mirrors,
     why_weights_stay,
     writes,
-    wrong_for_experts,
     wrong_parts,
 )
-from llmq.options.loss_rules import LOSS_RULES, trains_score
+from llmq.options.loss_rules import LOSS_RULES
 from llmq.options.optimizer_rules import OPTIMIZER_RULES
 from llmq.options.option_types import (
-    ADAPTERS_GROUP,
     FP8_DTYPES,
-    QUANTIZED,
     SIZES_GROUP,
     SPLIT,
-    numbers_of,
     split_weights,
 )
-from llmq.options.rule import REFUSE, Options, Rule, Rules, default, idle, refused, switches
+from llmq.options.rule import REFUSE, Rule, Rules, default, idle, refused, switches
 from llmq.options.savers import SAME_BITS, SAVERS
 
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
@@ -60,10 +53,6 @@ FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
 _INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
 _AS_MODEL = "as --model-dtype if not given"
-
-
-def _adapters_default(name: str, value: Callable[[Options], Any], **more: Any) -> Rule:
-    return default(name, value, lambda v, o: o.has_adapters, **more)
 
 
 IMPLIED = (
@@ -77,27 +66,7 @@ IMPLIED = (
         lambda o: "fp32" if o.wants_adapters else o.model_dtype,
         help=f"{_AS_MODEL}, with adapters fp32",
     ),
-    # PEFT's users have these; PiSSA's authors a scaling of 1 and a tenth of the rate.
-    _adapters_default(
-        "lora_alpha",
-        lambda o: float(o.lora_rank) * (1 if o.lora_init == "pissa" else 2),
-        help="twice --lora-rank if not given, with --lora-init pissa as --lora-rank",
-    ),
-    default(
-        "learning_rate",
-        lambda o: (2e-5 if o.lora_init == "pissa" else 2e-4) if o.wants_adapters else 1e-5,
-        help="1e-5 if not given, with adapters 2e-4, with --lora-init pissa 2e-5",
-    ),
-    _adapters_default("lora_targets", lambda o: "all", help="all if not given"),
-    _adapters_default("lora_dropout", lambda o: 0.0, help="0 if not given"),
-    _adapters_default("lora_scaling", lambda o: "standard", help="standard, if not given"),
-    _adapters_default("lora_init", lambda o: "zero", help="zero, if not given"),
-    default("base_dtype", lambda o: o.model_dtype, lambda v, o: o.freezes_model, help=_AS_MODEL),
-    _adapters_default(
-        "train",
-        lambda o: ("head",) if trains_score(o) else ("new-rows",) if o.add_tokens else (),
-        help="with --add-tokens new-rows, with --head score head, if not given",
-    ),
+    *ADAPTER_DEFAULTS,
     # 8-bit codes of adapters' bases are multiplied as they are.
     default(
         "matmul_dtype",
@@ -106,6 +75,7 @@ IMPLIED = (
             (o.wants_adapters or o.only_scores)
             and o.model_dtype == "bf16"
             and o.base_dtype in ("e4m3", "int8")
+            and not o.lora_dora
         ),
     ),
     default("matmul_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
@@ -127,6 +97,20 @@ IMPLIED = (
     ),
     switches("recompute_att", "recompute_qkv", help="implies --recompute-qkv"),
     switches("recompute_ffn", "recompute_swiglu", help="implies --recompute-swiglu"),
+    # Adapters alone read these in backward. Beside products of 16 bits it costs nearly nothing.
+    *(
+        default(
+            name,
+            lambda o: o.wants_adapters and o.matmul_dtype == o.model_dtype,
+            help="if not given on with adapters, unless products are of 8 bits",
+        )
+        for name in ("recompute_swiglu", "recompute_norm")
+    ),
+    default(
+        "lmhead_chunks",
+        parts_of_logits,
+        help=f"1 if not given, with adapters as many as leave {CHUNK_ROWS} tokens of each",
+    ),
     switches("zero_level", "shard_gradients", when=lambda v, o: v >= 2),
     switches("zero_level", "shard_weights", when=lambda v, o: v >= 3),
     # The default validation files are of the default training data.
@@ -333,62 +317,7 @@ REFUSED = (
         "--new-data: needs --continue",
         help="With --continue:",
     ),
-    *refused(
-        "adapter",
-        lambda v, o: v is not None and o.from_scratch,
-        "--adapter: needs the model that it adapts, not --from-scratch",
-    ),
-    *refused(
-        "lora_init",
-        lambda v, o: v == "pissa" and o.adapter is not None,
-        "--lora-init: pissa does not go with --adapter, whose adapters have begun already",
-    ),
-    *refused(
-        "lora_init",
-        lambda v, o: v == "pissa" and o.from_scratch,
-        "--lora-init: pissa takes the adapters from a model that was trained, not from the random "
-        "one of --from-scratch",
-    ),
-    Rule(
-        group=ADAPTERS_GROUP,
-        effect=REFUSE,
-        when=lambda v, o: not o.wants_adapters and not o.only_scores,
-        text="{flag}: needs --lora-rank",
-    ),
-    *refused(
-        "lora_rank_pattern lora_alpha_pattern",
-        lambda v, o: any(not number for _, number in numbers_of(v, float)),
-        "{flag}: must be greater than 0, got {value}",
-    ),
-    *refused(
-        "lora_rank_pattern",
-        lambda v, o: error(numbers_of, v, int),
-        "{flag}: a rank is a whole number, got {value}",
-    ),
-    *refused(
-        "lora_rank_pattern lora_alpha_pattern",
-        lambda v, o: v and o.lora_init == "pissa",
-        "{flag}: --lora-init pissa has one rank and one scaling",
-    ),
-    *refused(
-        "lora_dropout",
-        lambda v, o: v is not None and v >= 1,
-        "--lora-dropout: must be less than 1, got {value}",
-    ),
-    *refused(
-        "lora_alpha lora_plus",
-        lambda v, o: v is not None and v <= 0,
-        "{flag}: must be greater than 0, got {value}",
-    ),
-    *refused(
-        "base_dtype",
-        lambda v, o: (
-            o.freezes_model
-            and v not in (allowed := (o.model_dtype, *QUANTIZED))
-            and " or ".join(allowed)
-        ),
-        "--base-dtype: {value} does not go with --model-dtype {model_dtype}, use {found}",
-    ),
+    *ADAPTERS_REFUSED,
     *refused(
         "measure_scaling",
         lambda v, o: v and o.debug_time_breakdown,
@@ -442,56 +371,7 @@ REFUSED_WITH_MODEL = (
         f"--head-dtype: e4m3 needs multiples of {CODES_MULTIPLE}, but --lmhead-chunks "
         "{lmhead_chunks} leaves {chunk_tokens} tokens for a chunk",
     ),
-    *refused(
-        "adapter",
-        lambda v, o, model: v is not None and not o.has_adapters,
-        "--adapter: is not read here: give --lora-rank instead",
-    ),
-    *refused(
-        "lora_layers",
-        lambda v, o, model: o.has_adapters and error(layer_set, v, model.num_layers),
-        "--lora-layers: {found}",
-    ),
-    *refused(
-        "lora_targets",
-        lambda v, o, model: divided_modules(o, model),
-        "{found}",
-    ),
-    *refused(
-        "lora_targets",
-        lambda v, o, model: lacking_targets(o, model),
-        "--lora-targets: {model.architecture} has no {found}",
-    ),
-    *refused(
-        "lora_rank_pattern lora_alpha_pattern",
-        lambda v, o, model: idle_pattern(o, model, v),
-        "{flag}: no module with adapters is called {found}",
-    ),
-    *refused("lora_targets", lambda v, o, model: wrong_for_experts(o, model), "{found}"),
-    *refused(
-        "lora_rank",
-        lambda v, o, model: too_small_for_rank(o, model),
-        "--lora-rank: {found[rank]} is larger than the matrix of {found[module]}, {found[rows]} x "
-        "{found[columns]}: {found[way]}",
-    ),
-    *refused(
-        "base_dtype",
-        lambda v, o, model: (
-            o.is_quantized and v == "int8" and not_multiple(multiplied_sizes(model), 16)
-        ),
-        "--base-dtype: int8 needs multiples of 16, but the {found[0]} is {found[1]}",
-    ),
-    *refused(
-        "base_dtype",
-        lambda v, o, model: o.is_quantized and v == "mxfp4" and model.experts is None,
-        "--base-dtype: mxfp4 is for experts, which {model.architecture} has not: use nf4",
-    ),
-    *refused(
-        "base_dtype",
-        lambda v, o, model: uncoded_base(o, model),
-        "--base-dtype: {value} needs matrices of multiples of {found[2]} elements, that of "
-        "{found[0]} has {found[1]}",
-    ),
+    *ADAPTERS_REFUSED_WITH_MODEL,
     *refused(
         "mlp_dtype",
         lambda v, o, model: v == "e4m3" and not model.gated,
@@ -737,7 +617,7 @@ IDLE_ALONE = (
 IDLE_WITH_MODEL = (
     *idle(
         "recompute_norm",
-        lambda v, o, model: not o.recompute_block and not model.arch.pre_norm,
+        lambda v, o, model: not (o.recompute_block or o.has_adapters) and not model.arch.pre_norm,
         "--recompute-norm has no effect: this model keeps no norm's output",
     ),
 )

@@ -103,9 +103,10 @@ SAVERS = (
     _saver("round", _set("e4m3", "opt_m_dtype", "opt_v_dtype")),
     _saver("round", {"base_dtype": "nf4"}, lambda v, o: o.freezes_model),
     _saver("round", _set("bf16", "model_dtype", "grad_accum_dtype", "master_dtype")),
-    # These take memory for speed, and are off unless they are asked for.
+    # These take memory for speed, which only those who ask for it get.
     _saver("fast", _set(True, "persistent_quants")),
     _saver("fast", _set(True, "persistent_quants", "offload_quants")),
+    _saver("fast", _set(False, "recompute_swiglu", "recompute_norm"), lambda v, o: o.has_adapters),
     # Formats of 8 bits that may be faster: of products, beside them of the head, and of others.
     _saver("products", _FP8),
     _saver("head", {"head_dtype": "e4m3"}),

@@ -1,4 +1,5 @@
-"""Reference of low-rank adapters' B: into the one matrix that a product takes, and back."""
+"""Reference of low-rank adapters' B: into the one matrix that a product takes, and back; and of the
+norms and magnitudes of adapted rows (DoRA)."""
 
 from __future__ import annotations
 
@@ -80,3 +81,47 @@ def adapter_collect(
     scales = (scale0, scale1, scale2, scale3)
     for of_whole, its_columns, of_b, scale in _blocks(rank, scales, *spans):
         parts[:, of_b] = compute(wholes[:, of_whole, its_columns]) * scale
+
+
+def adapter_norms(
+    norms: np.ndarray,
+    w: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    scale0: float,
+    scale1: float,
+    scale2: float,
+    scale3: float,
+    rank: int,
+    rows: int,
+    K: int,
+    *spans: int,
+) -> None:
+    """norms (rows,) = |w + its scale * B A| of each row of w (rows, K) in a span, elsewhere 0."""
+    norms[...] = 0
+    scales = (scale0, scale1, scale2, scale3)
+    for of_w, of_a, of_b, scale in _blocks(rank, scales, *spans):
+        sums = compute(w[of_w]) + (scale * compute(b[of_b])) @ compute(a[of_a])
+        norms[of_w] = np.sqrt((sums * sums).sum(axis=1))
+
+
+def adapter_columns(
+    out: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray | None,
+    norms: np.ndarray,
+    magnitudes: np.ndarray | None,
+    bias: np.ndarray | None,
+    rows: int,
+    columns: int,
+) -> None:
+    """out (rows, columns) = x * magnitudes / norms + bias, x + bias where norms are 0; with y
+    x * y / norms, and 0 there."""
+    there = norms > 0
+    factors = np.ones_like(norms) if magnitudes is None else magnitudes.copy()
+    np.divide(factors, norms, out=factors, where=there)
+    factors[~there] = 0 if y is not None else 1
+    product = compute(x) * factors
+    if y is not None:
+        product = product * compute(y)
+    out[...] = product if bias is None else product + compute(bias)

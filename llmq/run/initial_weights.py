@@ -59,6 +59,7 @@ def with_adapter(config: TrainConfig, model: ModelConfig) -> TrainConfig:
         "lora_rank_pattern": texts_of(adapters.ranks),
         "lora_alpha_pattern": texts_of(adapters.alphas),
         "lora_scaling": "rs" if adapters.rs else "standard",
+        "lora_dora": adapters.dora,
         "train": adapters.train,
     }
     if not isinstance(adapters.targets, str):
@@ -190,7 +191,7 @@ class InitialWeights:
     def check_checkpoint(self, reader: CheckpointReader) -> None:
         """LlmqError if a checkpoint has other adapters, or adapters of another model."""
         names = ("lora_rank", "lora_targets", "lora_rank_pattern", "lora_layers", "lora_init")
-        names += ("train",)
+        names += ("train", "lora_dora")
         saved = {name: reader.manifest.options.get(name) for name in names}
         before = TrainConfig(**{n: v for n, v in saved.items() if v}).normalized()
         for name in saved:

@@ -126,11 +126,18 @@ class Rank:
 
         fresh = (self.step.config, self.step.options.seed)
         self.step.weights.load(noted, fresh, elements and noted_elements)
-        self.step.optimizer.begin_average(self.step.weights)
+        self._begin()
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
         """Random weights."""
         self.step.weights.init(model, seed, zero_projections=zero_projections)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin what follows from the first weights: averages, magnitudes of adapters (DoRA)."""
+        options = self.step.options
+        if options.lora_dora and options.adapter is None:
+            self.step.model.begin_magnitudes()
         self.step.optimizer.begin_average(self.step.weights)
 
     def exchange_average(self, *, back: bool) -> None:

@@ -14,22 +14,28 @@ PEFT_PREFIX = "base_model.model."
 
 OF_ROWS = ".token_adapter.trainable_tokens_delta"
 """Names of rows of a table that are trained alone end so, as PEFT's TrainableTokensLayer has it."""
+MAGNITUDES = "lora_m"
+"""Slab of the magnitudes of adapted rows, which are in F32: they are divided by norms of F32."""
 NEW_ROWS = "new_rows"
 """Slab and key of the rows of embedding and LM head that are trained alone."""
 
 
 def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tuple]]:
-    """By slab, "lora_a", "lora_b" and, where they are trained, the new rows: (block, key, full
-    name, shape, kind, init, hf parts, first row).
+    """By slab, "lora_a", "lora_b", with DoRA "lora_m" and, where they are trained, the new rows:
+    (block, key, full name, shape, kind, init, hf parts, first row).
 
     The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
     `padded_columns` says; their B (rows of all, rank) do, too. rank: the largest of the matrix.
+    Magnitudes (out_features,) are where the matrix has its rows; they begin as the rows' norms, of
+    which nobody here knows anything.
     """
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
     for layer, matrix in all_adapted(config, adapters):
         a, b = _rows(matrix, layer)
         slabs["lora_a"].append(a)
         slabs["lora_b"].append(b)
+        if adapters.dora:
+            slabs.setdefault(MAGNITUDES, []).append(_magnitudes(matrix, layer))
     if config.new_tokens is not None and not {*NEW_PARTS}.isdisjoint(adapters.train):
         slabs[NEW_ROWS] = _new_rows(config, of_head="new-rows" in adapters.train)
     return slabs
@@ -81,6 +87,21 @@ def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
     )
 
 
+def _magnitudes(matrix: Adapted, layer: int) -> tuple:
+    parts = tuple(
+        HfPart(
+            name=f"{PEFT_PREFIX}{part.module}.lora_magnitude_vector",
+            start=start,
+            stop=stop,
+            swapped=part.swapped,
+        )
+        for part, start, stop, _, _ in matrix.parts
+    )
+    block, key, shape = f"layers.{layer}", matrix.key, matrix.shape[:1]
+    full = f"model.{block}.{key}.lora_magnitude_vector"
+    return block, f"{key}_m", full, shape, "vector", "zero", parts
+
+
 SLABS = {"norms": "norms", "embeddings": "embed", "head": "head"}
 SLABS |= dict.fromkeys(NEW_PARTS, NEW_ROWS)
 SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
@@ -89,4 +110,5 @@ SLABS |= dict.fromkeys(("biases", "adapted-biases"), "biases")
 
 def trained_slabs(adapters: Adapters) -> set[str]:
     """Names of the slabs that are trained; the model may lack some."""
-    return {"lora_a", "lora_b"} | {SLABS[part] for part in adapters.train}
+    own = {"lora_a", "lora_b"} | ({MAGNITUDES} if adapters.dora else set())
+    return own | {SLABS[part] for part in adapters.train}

@@ -28,7 +28,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.options.adapters import Adapters, all_adapted
 from llmq.runtime.arena import align_up
-from llmq.state.adapter_rows import NEW_ROWS, OF_ROWS, PEFT_PREFIX, adapter_rows
+from llmq.state.adapter_rows import MAGNITUDES, NEW_ROWS, OF_ROWS, PEFT_PREFIX, adapter_rows
 
 ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byte vectors
 
@@ -192,7 +192,7 @@ def planes(matrix: Tensor) -> list[Tensor]:
     return [matrix.rows(i, i + 1).view(*matrix.shape[1:]) for i in range(matrix.shape[0])]
 
 
-SHARED = ("vectors", "norms", "biases", "lora_a", "lora_b", NEW_ROWS)
+SHARED = ("vectors", "norms", "biases", "lora_a", "lora_b", MAGNITUDES, NEW_ROWS)
 """Slabs of which several blocks have parameters."""
 
 
@@ -250,8 +250,8 @@ def weight_table(
 ) -> tuple[Slab, ...]:
     """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied).
 
-    With adapters also "lora_a" and "lora_b", and where norms are trained beside them, "norms",
-    biases, "biases", or new rows, "new_rows".
+    With adapters also "lora_a" and "lora_b", with DoRA "lora_m", and where norms are trained beside
+    them, "norms", biases, "biases", or new rows, "new_rows".
     """
     rows = [r for block, ms in _modules(config).items() for m in ms for r in _rows(block, m)]
     groups: dict[str, list[tuple]] = {}

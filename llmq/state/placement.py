@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, DType, parse_dtype
+from llmq.base.dtypes import E4M3, F32, DType, parse_dtype
 from llmq.base.tier import TIERS
 from llmq.formats import FORMATS
 from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.runtime.mesh import Mesh
-from llmq.state.adapter_rows import trained_slabs
+from llmq.state.adapter_rows import MAGNITUDES, trained_slabs
 from llmq.state.params import Slab, weight_table
 from llmq.state.rules import kept, rule_class
 
@@ -205,6 +205,8 @@ def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool
     if slab.is_block and config.is_quantized:
         return _place_base(config, slab, shards)
     dtype, differs = parse_dtype(config.model_dtype), config.own_master
+    if slab.name == MAGNITUDES:
+        dtype, differs = F32, False
     coded = FORMATS[config.matmul_dtype].weights if slab.is_block else None
     streams = slab.is_block and config.streams_weights(shards)
     updates_another = config.has_masters(shards) if slab.is_block else differs

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.adapter import adapter_collect, adapter_expand
+from llmq.ref.adapter import adapter_collect, adapter_columns, adapter_expand, adapter_norms
 
 
 def test_products_are_those_of_each_adapter(rng):
@@ -37,3 +37,24 @@ def test_groups_are_matrices_of_their_own(rng):
     back = np.empty_like(b).reshape(-1, rank)
     adapter_collect(back, at_once, *rest)
     np.testing.assert_array_equal(back, 0.25 * b.reshape(-1, rank))
+
+
+def test_magnitudes_and_their_gradient(rng):
+    """The sum of y * g has this gradient, where y = x * m / norms and the norms are constants."""
+    w, a, b = (rng.normal(size=shape) for shape in ((8, 5), (8, 5), (6, 3)))
+    norms, rest = np.full(8, np.nan), (2.0, 0.0, 0.0, 0.0, 3, 8, 5, 1, 7, 0, 0, 0, 0, 0, 0)
+    adapter_norms(norms, w, a, b, *rest)
+    want = np.linalg.norm(w[1:7] + 2 * b @ a[:3], axis=1)
+    np.testing.assert_allclose(norms, [0, *want, 0])
+    x, g, m = rng.normal(size=(4, 8)), rng.normal(size=(4, 8)), rng.uniform(1, 2, 8)
+
+    def total(m):
+        y = np.empty_like(x)
+        adapter_columns(y, x, None, norms, m, None, 4, 8)
+        return (y * g).sum()
+
+    terms = np.empty_like(x)
+    adapter_columns(terms, g, x, norms, None, None, 4, 8)
+    step = 1e-6 * np.eye(8)
+    found = [(total(m + e) - total(m - e)) / 2e-6 for e in step]
+    np.testing.assert_allclose(terms.sum(axis=0), found, atol=1e-8)

@@ -107,6 +107,10 @@ class Gguf(ExportFormat):
                 f"--format gguf: {', '.join(source.adapters.train)} were trained beside the "
                 "adapters, which a GGUF file of adapters cannot hold: add --merge"
             )
+        if source.adapters is not None and source.adapters.dora:
+            raise LlmqError(
+                "--format gguf: a file of adapters has no magnitudes (--lora-dora): add --merge"
+            )
         if source.adapters is not None and len(_alphas(source)) > 1:
             raise LlmqError(
                 "--format gguf: a GGUF file of adapters has one numerator of their scalings, these "

@@ -281,7 +281,7 @@ class AttentionHalf:
                 )  # fmt: skip
             d_product, d_bias = self._backward_positions(temps, here, w, g, qk_raw, d_qkv, d_gate)
             self.linear.input_gradient(here.index, "qkv", d_x, d_product, w, g)
-            self.linear.weight_gradients(here.index, "qkv", g, d_bias, d_product, inputs.x)
+            self.linear.weight_gradients(here.index, "qkv", w, g, d_bias, d_product, inputs.x)
 
     def _backward_positions(
         self,

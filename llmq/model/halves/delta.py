@@ -185,7 +185,7 @@ class DeltaHalf:
             )
             self.linear.input_gradient(here.index, "delta_in", d_x, d_product, w, g)
             self.linear.weight_gradients(
-                here.index, "delta_in", g, g.bias("delta_in"), d_product, inputs.x
+                here.index, "delta_in", w, g, g.bias("delta_in"), d_product, inputs.x
             )
 
     def _scratch(self, temps: ExitStack, name: str, like: Tensor) -> Tensor:

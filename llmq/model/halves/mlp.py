@@ -125,7 +125,7 @@ class MlpHalf:
                 temps, tensor_id, write, shape=shape, out=out, bias=bias, settles=True
             )
             self.linear.input_gradient(here.index, "up", d_x, d_mlp_up, w, g)
-            self.linear.weight_gradients(here.index, "up", g, g.bias("up"), d_mlp_up, inputs.x)
+            self.linear.weight_gradients(here.index, "up", w, g, g.bias("up"), d_mlp_up, inputs.x)
 
     def _backward_down(
         self,
@@ -165,4 +165,4 @@ class MlpHalf:
                 mlp_act = self.operands.input_again(temps, here.kept.mlp_act, write, product=False)
             else:
                 write(NOWHERE)
-            self.linear.weight_gradients(here.index, "down", g, g.bias("down"), d_down, mlp_act)
+            self.linear.weight_gradients(here.index, "down", w, g, g.bias("down"), d_down, mlp_act)

@@ -62,4 +62,4 @@ class Output:
         with ExitStack() as temps:
             d_o = self.operands.of_tensor(temps, here.out_id, d_out, measured=True, transposed=True)
             self.linear.input_gradient(here.index, self.key, d_x, d_o, w, g)
-            self.linear.weight_gradients(here.index, self.key, g, g.bias(self.key), d_o, operand)
+            self.linear.weight_gradients(here.index, self.key, w, g, g.bias(self.key), d_o, operand)

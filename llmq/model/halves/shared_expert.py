@@ -122,7 +122,7 @@ class SharedExpert:
             linear.input_gradient(layer, "shared_down", d_act, d_y, w, g)
             combine_backward(dev, d_act, d_gate, act, self._places, kept.gate, weighted=act)
             again = operands.of_tensor_again(temps, kept.act.tensor_id, act, product=False)
-            linear.weight_gradients(layer, "shared_down", g, None, d_y, again)
+            linear.weight_gradients(layer, "shared_down", w, g, None, d_y, again)
 
             def write(to: OutputForms) -> None:
                 swiglu.backward(dev, to.out, d_act, up, abs_max=to.abs_max, fp8=to.fp8)
@@ -134,7 +134,7 @@ class SharedExpert:
             if x is not None:
                 x, norm = tensor_of(x), here.norm.out.tensor_id
                 again = operands.of_tensor_again(temps, norm, x, product=False)
-                linear.weight_gradients(layer, "shared_up", g, None, d_up, again)
+                linear.weight_gradients(layer, "shared_up", w, g, None, d_up, again)
             gate = w["shared_gate"]
             shape = kept.gate.shape
             d_logits = temps.enter_context(dev.scratch("d_gate_logits", shape, gate.dtype))
