@@ -230,6 +230,34 @@ def test_rope_factors_are_those_of_transformers(tmp_path):
     np.testing.assert_allclose(plain / factors, inverse.numpy(), rtol=1e-6)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 16.0}
+YARN["original_max_position_embeddings"] = 16
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONG |= {"partial_rotary_factor": 1.0}
+LONG |= {"long_factor": [2.0, 3.0, 4.0, 5.5] * 2, "short_factor": [1.0, 1.25, 1.5, 2.0] * 2}
+
+
+def test_positions_are_stretched_as_the_converter_says_it(tmp_path):
+    hf_model("qwen2", rope_parameters=YARN).save_pretrained(tmp_path / "yarn")
+    export(tmp_path / "yarn", tmp_path / "y.gguf", to="gguf")
+    expected = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
+    expected |= {"yarn_beta_fast": 16.0, "yarn_beta_slow": 1.0}
+    found = fields(tmp_path / "y.gguf")
+    assert {key: found[f"qwen2.rope.scaling.{key}"] for key in expected} == expected
+    more = {"rope_parameters": LONG, "original_max_position_embeddings": 16}
+    hf_model("phi3", **more).save_pretrained(tmp_path / "long")
+    export(tmp_path / "long", tmp_path / "l.gguf", to="gguf")
+    found = fields(tmp_path / "l.gguf")
+    assert found["phi3.rope.scaling.type"] == "longrope"
+    assert found["phi3.rope.scaling.original_context_length"] == 16
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "long")
+    _, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    assert found["phi3.rope.scaling.attn_factor"] == pytest.approx(factor)
+    stored = tensors(tmp_path / "l.gguf")
+    for name in ("long", "short"):
+        np.testing.assert_array_equal(stored[f"rope_factors_{name}.weight"], LONG[f"{name}_factor"])
+
+
 # ------------------------------------------------------------------------------------------------
 # Adapters
 
@@ -291,6 +319,14 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     refused(exported("olmoe"), out, "no OLMoE with fewer keys than queries")
     refused(exported("qwen3_moe"), out, "no Qwen3-MoE of which some layers have an MLP")
     refused(exported("qwen2_moe", norm_topk_prob=True), out, "norm_topk_prob must be False")
+    for name, more, message in (
+        ("qwen2", {"attention_factor": 2.0}, "has an attention factor of 1.13863, this model 2"),
+        ("qwen2", {"truncate": False}, "no yarn without truncate"),
+        ("qwen2", {"rope_type": "dynamic"}, "no Qwen2 with positions stretched as dynamic"),
+        ("mistral", LONG, "no Mistral with positions stretched as longrope"),
+    ):
+        hf_model(name, rope_parameters=YARN | more).save_pretrained(tmp_path / message)
+        refused(tmp_path / message, out, message)
     refused(source("qwen2"), out, "--dtype: gguf is .* got 'nf4'", dtype="nf4")
     refused(source("qwen2"), out, "is no folder of adapters", merge=True)
     refused(tmp_path / "none", out, "no complete checkpoint")

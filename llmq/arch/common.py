@@ -31,7 +31,7 @@ class GgufKind:
     name: its own there. pairs: rows of queries and keys are stored in pairs that RoPE turns
     together. windows: they are known; else it attends to all positions. heads: all of a layer may
     be wider or narrower than the hidden size. grouped: queries may share keys. renormalize: weights
-    of a token's experts have the sum 1 (see `Experts`).
+    of a token's experts have the sum 1 (see `Experts`). longrope: positions may be stretched so.
     """
 
     name: str
@@ -40,6 +40,7 @@ class GgufKind:
     heads: bool = False
     grouped: bool = True
     renormalize: bool = False
+    longrope: bool = False
 
 
 class Architecture:

@@ -15,7 +15,7 @@ class Phi3(RopeFamily):
     name = "Phi3ForCausalLM"
     model_type = "phi3"
     label = "Phi3"
-    gguf = GgufKind("phi3")
+    gguf = GgufKind("phi3", longrope=True)
     kv_heads_may_lack = True
     norm_eps = 1e-5
     windowed = True

@@ -22,6 +22,7 @@ import numpy as np
 from llmq.arch.common import GgufKind
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
@@ -42,7 +43,7 @@ _WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8}
 or for the value that is as far from 0 on the other side a whole one, and the scale's rounding."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 22  # values that a thread encodes at once
-_ROPE_KINDS = (None, "linear", "llama3")
+_ROPE_KINDS = (None, "linear", "llama3", "yarn")
 _PLAIN = ("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "_inp_shexp.weight")
 """Tensors whose names end so are F32 in every format."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -83,9 +84,7 @@ class Gguf(ExportFormat):
             raise LlmqError("--format gguf: models with a score head are not written")
         if _kind_of(model) is None:
             raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
-        kind = None if model.rope_scaling is None else model.rope_scaling.kind
-        if kind not in _ROPE_KINDS:
-            raise LlmqError(f"--format gguf: positions stretched as {kind!r} are not written yet")
+        _check_positions(model)
         if model.query_pre_attn_scalar not in (None, _own_scalar(model)):
             raise LlmqError(
                 f"--format gguf: query_pre_attn_scalar {model.query_pre_attn_scalar} cannot be "
@@ -139,6 +138,26 @@ class Gguf(ExportFormat):
 def _kind_of(model: ModelConfig) -> GgufKind | None:
     """How the model's own architecture is in GGUF files; a relative is another one there."""
     return vars(type(model.arch)).get("gguf")
+
+
+def _check_positions(model: ModelConfig) -> None:
+    """LlmqError where llama.cpp stretches positions otherwise, or not at all."""
+    scaling = model.rope_scaling
+    kind = None if scaling is None else scaling.kind
+    if kind not in _ROPE_KINDS and not (kind == "longrope" and _kind_of(model).longrope):
+        raise LlmqError(
+            f"--format gguf: llama.cpp has no {model.arch.label} with positions stretched as {kind}"
+        )
+    if kind != "yarn":
+        return
+    usual = RopeScaling(kind=kind, factor=scaling.factor).attention(0)
+    if abs(scaling.attention(0) - usual) > 1e-6 * usual:
+        raise LlmqError(
+            f"--format gguf: with yarn:{scaling.factor:g} llama.cpp has an attention factor of "
+            f"{usual:.6g}, this model {scaling.attention(0):.6g}"
+        )
+    if not scaling.truncate:
+        raise LlmqError("--format gguf: llama.cpp has no yarn without truncate")
 
 
 def _check_experts(source: Source) -> None:
@@ -248,15 +267,18 @@ def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray
     return made
 
 
-def _rope_factors(model: ModelConfig) -> np.ndarray | None:
-    """F32 (Hd/2,): what frequencies are divided by, where no number of the metadata says it."""
-    if model.rope_scaling is None or model.rope_scaling.kind != "llama3":
-        return None
-    both = (
-        inverse_frequencies(model.head_dim, model.rope_theta, s) for s in (None, model.rope_scaling)
-    )
+def _rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
+    """F32 (rotary channels / 2,) by name: what frequencies are divided by, where no number of the
+    metadata says it."""
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "longrope":
+        both = {"long": scaling.long_factor, "short": scaling.short_factor}
+        return {f"rope_factors_{n}.weight": np.array(x, np.float32) for n, x in both.items()}
+    if scaling is None or scaling.kind != "llama3":
+        return {}
+    both = (inverse_frequencies(model.head_dim, model.rope_theta, s) for s in (None, scaling))
     plain, stretched = both
-    return plain / stretched
+    return {"rope_freqs.weight": plain / stretched}
 
 
 def _metadata(writer: Any, source: Source, dtype: str) -> None:
@@ -306,9 +328,17 @@ def _positions(writer: Any, model: ModelConfig) -> None:
     if model.local_rope_theta is not None:
         writer.add_rope_freq_base_swa(model.local_rope_theta)
     scaling = model.rope_scaling
-    if scaling is not None and scaling.kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    if scaling is not None and scaling.kind != "llama3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling.kind))
+    if scaling is not None and scaling.kind in ("linear", "yarn"):
         writer.add_rope_scaling_factor(scaling.factor)
+    if scaling is not None and scaling.kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_positions)
+    if scaling is not None and scaling.kind == "yarn":
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+    if scaling is not None and scaling.kind == "longrope":
+        writer.add_rope_scaling_attn_factors(scaling.attention(model.max_positions))
     if model.sliding_window is not None:
         writer.add_sliding_window(model.sliding_window)
         windows = [model.window_of(layer) is not None for layer in range(model.num_layers)]
@@ -335,9 +365,10 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
     gguf = _library()
     writer = gguf.GGUFWriter(None, _kind_of(source.model).name)
     _metadata(writer, source, dtype)
-    tensors, factors = _tensors(source, dtype), None
-    if source.adapters is None and (factors := _rope_factors(source.model)) is not None:
-        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    tensors = _tensors(source, dtype)
+    factors = _rope_factors(source.model) if source.adapters is None else {}
+    for name, values in factors.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for tensor in (tensor for each in tensors.values() for tensor in each):
         kind = gguf.GGMLQuantizationType[tensor.kind]
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -348,8 +379,8 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    if factors is not None:
-        writer.write_tensor_data(_Data(factors))
+    for values in factors.values():
+        writer.write_tensor_data(_Data(values))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for param, each in tensors.items():
             values = param.by_row(source.read(param))
@@ -405,8 +436,9 @@ def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:
                 _agrees(tensor, rows[piece], found.data[piece]) for piece in _pieces(tensor)
             ):
                 raise LlmqError(f"'{shown}': {tensor.name} is not what was written: write it again")
-    if stored.keys() - {"rope_freqs.weight"}:
-        raise LlmqError(f"'{shown}' holds {min(stored)}, which was not written: write it again")
+    unknown = stored.keys() - _rope_factors(source.model).keys()
+    if unknown:
+        raise LlmqError(f"'{shown}' holds {min(unknown)}, which was not written: write it again")
 
 
 def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
