@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -382,10 +382,22 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
     for values in factors.values():
         writer.write_tensor_data(_Data(values))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for param, each in tensors.items():
-            values = param.by_row(source.read(param))
-            for tensor in each:
+        for param, values in _read_ahead(source, tensors):
+            for tensor in tensors[param]:
                 writer.write_tensor_data(_Data(_encoded(pool, tensor, tensor.made(values))))
+
+
+def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param, np.ndarray]]:
+    """Parameters with their rows; the next one is read while one is encoded and written."""
+    with ThreadPoolExecutor(1) as reader:
+        coming: list[tuple[Param, Future[np.ndarray]]] = []
+        for param in params:
+            coming.append((param, reader.submit(source.read, param)))
+            if len(coming) > 1:
+                first, values = coming.pop(0)
+                yield first, first.by_row(values.result())
+        for last, values in coming:
+            yield last, last.by_row(values.result())
 
 
 def _pieces(tensor: _Tensor) -> list[slice]:
@@ -425,9 +437,9 @@ def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:
     """Read the file back; LlmqError unless each tensor is there as it was, or within rounding."""
     gguf = _library()
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    for param, each in _tensors(source, dtype).items():
-        values = param.by_row(source.read(param))
-        for tensor in each:
+    tensors = _tensors(source, dtype)
+    for param, values in _read_ahead(source, tensors):
+        for tensor in tensors[param]:
             found = stored.pop(tensor.name, None)
             shape = None if found is None else tuple(reversed(found.shape.tolist()))
             same = shape == tensor.shape and found.tensor_type.name == tensor.kind
