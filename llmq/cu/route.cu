@@ -17,8 +17,8 @@
 // in 2^-32, squares of log-sum-exp in 2^-20, and rows whose logits are not finite.
 //
 // Data     logits: F32 (rows, E), d_logits: D (rows, E). chosen, weights, d_weights: (rows, top_k).
-//          bias: F32 (E) or null. of_experts: F32 (rows, E) or null, is added to d_weights. counted: I32 (rows) or null; negative: does not count. sums, totals:
-//          I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (4). PER_LANE: E / 32, rounded up.
+//          bias: F32 (E) or null. of_experts: F32 (rows, E) or null, is added to d_weights.
+//          sums, totals: I64 (layers, 2 E + 4). factors: F32 (E + 1). losses: F64 (4). PER_LANE: E / 32, rounded up.
 // Launch   route, route_backward: 256 threads, up to 8 rows a block, over which route loops.
 //          route_balance: one block of 256 threads.
 // Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
@@ -140,7 +140,7 @@ struct Seen {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32* __restrict__ logits,
-      const f32* __restrict__ bias, const i32* __restrict__ counted, i32 rows, i32 E, i32 top_k,
+      const f32* __restrict__ bias, i32 rows, i32 E, i32 top_k,
       f32 scale) {
     constexpr int MOST = 32 * PER_LANE;
     __shared__ u64 shared[SUMS ? 2 * MOST : 1];
@@ -177,14 +177,13 @@ route(i32* __restrict__ chosen, f32* __restrict__ weights, i64* sums, const f32*
             if (lane == k) { mine = expert; }
         }
         const Shares shares(x, row, mine, top_k);
-        const bool counts = SUMS && (!counted || counted[r] >= 0);
         if (lane < top_k) {
             chosen[r * top_k + lane] = mine;
             weights[r * top_k + lane] =
                 (RENORMALIZE ? shares.value / shares.sum : shares.value) * scale;
-            if (counts) { atomicAdd(shared + mine, (u64)1); }
+            if (SUMS) { atomicAdd(shared + mine, (u64)1); }
         }
-        if (counts) { seen.add_row(x); }
+        if (SUMS) { seen.add_row(x); }
     }
     if (SUMS) {
         u64* const to = reinterpret_cast<u64*>(sums);
@@ -201,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 3)
 route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
                const f32* __restrict__ of_experts, const f32* __restrict__ logits,
                const i32* __restrict__ chosen, const f32* __restrict__ factors,
-               const i32* __restrict__ counted, i32 rows, i32 E, i32 top_k, f32 scale) {
+               i32 rows, i32 E, i32 top_k, f32 scale) {
     constexpr bool BY_P = !BY_SIGMOID && !RENORMALIZE;  // weights are probabilities of all experts
     const int lane = threadIdx.x % 32;
     const i64 r = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -221,8 +220,7 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
     if (BY_SIGMOID) { g *= 1.0f - shares.value; }
 
     // By expert: d is the gradient itself, of_p that of its probability.
-    const bool counts = FACTORS && (!counted || counted[r] >= 0);
-    const float of_lse = counts ? x.lse() * factors[E] : 0.0f;
+    const float of_lse = FACTORS ? x.lse() * factors[E] : 0.0f;
     float d[PER_LANE] = {}, of_p[PER_LANE] = {}, p[PER_LANE], inner = 0.0f;
     for (int k = 0; k < top_k; ++k) {
         const int expert = __shfl_sync(ALL, mine, k);
@@ -238,7 +236,7 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
         for (int i = 0; i < PER_LANE; ++i) {
             const int e = lane + 32 * i;
             p[i] = x.exponential(x.x[i], e < E) * one;
-            if (counts && e < E) { of_p[i] += factors[e]; }
+            if (FACTORS && e < E) { of_p[i] += factors[e]; }
             inner += of_p[i] * p[i];
         }
         inner = warp_sum(inner);
@@ -246,7 +244,7 @@ route_backward(D* __restrict__ d_logits, const f32* __restrict__ d_weights,
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int e = lane + 32 * i;
-        if (counts) { d[i] += p[i] * of_lse; }
+        if (FACTORS) { d[i] += p[i] * of_lse; }
         if (FACTORS || BY_P) { d[i] += p[i] * (of_p[i] - inner); }
         if (e < E) { d_logits[r * E + e] = from_f32<D>(d[i]); }
     }

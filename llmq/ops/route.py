@@ -36,14 +36,13 @@ ROUTE = Kernel(
     "route.cu",
     "route",
     args="i32* chosen, f32* weights, inout i64*? sums, const f32* logits, const f32*? bias, "
-    "const i32*? counted, i32 rows, i32 E, i32 top_k, f32 scale",
+    "i32 rows, i32 E, i32 top_k, f32 scale",
 )
 BACKWARD = Kernel(
     "route.cu",
     "route_backward",
     args="D* d_logits, const f32* d_weights, const f32*? of_experts, const f32* logits, "
-    "const i32* chosen, const f32*? factors, const i32*? counted, i32 rows, i32 E, i32 top_k, "
-    "f32 scale",
+    "const i32* chosen, const f32*? factors, i32 rows, i32 E, i32 top_k, f32 scale",
 )
 BALANCE = Kernel(
     "route.cu",
@@ -64,7 +63,6 @@ def route(
     scale: float = 1.0,
     bias: Tensor | None = None,
     sums: Tensor | None = None,
-    counted: Tensor | None = None,
 ) -> None:
     """Choose top_k experts for each row. NaN in a row is nobody's choice, and makes it NaN.
 
@@ -74,17 +72,16 @@ def route(
         logits   in     F32 (S, E)      E at most 512, top_k at most 32
         kind                            "softmax" or "sigmoid": what s is
         bias     in     F32 (E,)        or None; decides about the choice, not about weights
-        sums     inout  I64 (2 E + 4,)  or None; is added, of rows that count: rows by expert,
+        sums     inout  I64 (2 E + 4,)  or None; is added: rows by expert,
                                         probabilities by expert in 2^-32, rows, entropies in 2^-32,
                                         lse^2 in 2^-20, rows whose logits are not finite, which
                                         probabilities, entropies and squares leave out
-        counted  in     I32 (S,)        or None; a row counts where it is not negative, as targets
 
     Cost:    logits read once. Sums are integers: the same in any order.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or kind.
     """
     op = "route"
-    S, E, top_k = _check(op, kind, logits, chosen, counted)
+    S, E, top_k = _check(op, kind, logits, chosen)
     expect(op, "weights", weights, F32, (S, top_k))
     if bias is not None:
         expect(op, "bias", bias, F32, (E,))
@@ -92,7 +89,7 @@ def route(
         expect(op, "sums", sums, I64, (sums_size(E),))
     consts = _consts(kind, E, renormalize) | {"SUMS": int(sums is not None)}
     blocks = min(ceil_div(S, THREADS // WARP), BLOCKS * dev.spec.num_sms)
-    args = (chosen, weights, sums, logits, bias, counted, S, E, top_k, scale)
+    args = (chosen, weights, sums, logits, bias, S, E, top_k, scale)
     dev.launch(ROUTE, blocks, THREADS, args, consts=consts)
 
 
@@ -108,7 +105,6 @@ def route_backward(
     scale: float = 1.0,
     of_experts: Tensor | None = None,
     factors: Tensor | None = None,
-    counted: Tensor | None = None,
 ) -> None:
     """d_logits from the gradients of the weights, and of both losses where there are factors.
 
@@ -124,7 +120,7 @@ def route_backward(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or kind.
     """
     op = "route_backward"
-    S, E, top_k = _check(op, kind, logits, chosen, counted)
+    S, E, top_k = _check(op, kind, logits, chosen)
     expect_float(op, "d_logits", d_logits)
     expect(op, "d_logits", d_logits, None, (S, E))
     expect(op, "d_weights", d_weights, F32, (S, top_k))
@@ -133,7 +129,7 @@ def route_backward(
     if factors is not None:
         expect(op, "factors", factors, F32, (E + 1,))
     consts = _consts(kind, E, renormalize) | {"FACTORS": int(factors is not None)}
-    args = (d_logits, d_weights, of_experts, logits, chosen, factors, counted, S, E, top_k, scale)
+    args = (d_logits, d_weights, of_experts, logits, chosen, factors, S, E, top_k, scale)
     blocks = ceil_div(S, THREADS // WARP)
     dev.launch(BACKWARD, blocks, THREADS, args, consts=consts)
 
@@ -180,9 +176,7 @@ def balance(
     dev.launch(BALANCE, 1, THREADS, args)
 
 
-def _check(
-    op: str, kind: str, logits: Tensor, chosen: Tensor, counted: Tensor | None
-) -> tuple[int, int, int]:
+def _check(op: str, kind: str, logits: Tensor, chosen: Tensor) -> tuple[int, int, int]:
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if len(logits.shape) != 2 or len(chosen.shape) != 2:
@@ -196,8 +190,6 @@ def _check(
         raise ValueError(
             f"{op}: at most {MAX_EXPERTS} experts and {min(E, WARP)} of a row, got {E} and {top_k}"
         )
-    if counted is not None:
-        expect(op, "counted", counted, I32, (S,))
     return S, E, top_k
 
 

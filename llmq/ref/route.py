@@ -62,7 +62,6 @@ def route(
     sums: np.ndarray | None,
     logits: np.ndarray,
     bias: np.ndarray | None,
-    counted: np.ndarray | None,
     rows: int,
     E: int,
     top_k: int,
@@ -81,9 +80,8 @@ def route(
     weights[...] = (values / total if renormalize else values) * weights.dtype.type(scale)
     if sums is None:
         return
-    at = slice(None) if counted is None else counted >= 0
-    p, lse, x = p[at], lse[at], compute(logits)[at]
-    sums[:E] += np.bincount(chosen[at].reshape(-1), minlength=E)
+    x = compute(logits)
+    sums[:E] += np.bincount(chosen.reshape(-1), minlength=E)
     finite = np.isfinite(lse)
     sums[2 * E] += len(lse)
     sums[2 * E + 3] += np.count_nonzero(~finite)
@@ -105,7 +103,6 @@ def route_backward(
     logits: np.ndarray,
     chosen: np.ndarray,
     factors: np.ndarray | None,
-    counted: np.ndarray | None,
     rows: int,
     E: int,
     top_k: int,
@@ -133,9 +130,8 @@ def route_backward(
     else:
         np.put_along_axis(of_p, chosen, g, axis=1)
     if factors is not None:
-        at = slice(None) if counted is None else counted >= 0
-        of_p[at] += factors[:E]
-        d[at] += p[at] * (lse[at] * factors[E])[:, None]
+        of_p += factors[:E]
+        d += p * (lse * factors[E])[:, None]
     if factors is not None or not (by_sigmoid or renormalize):
         d += p * (of_p - np.add.reduce(of_p * p, axis=1, keepdims=True))
     d_logits[...] = d

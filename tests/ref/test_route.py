@@ -20,12 +20,12 @@ def torch_route(logits, top_k, kind, renormalize, scale, bias=None):
     return chosen, weights * scale
 
 
-def routed(logits, top_k, kind, renormalize, scale=1.0, bias=None, sums=None, counted=None):
+def routed(logits, top_k, kind, renormalize, scale=1.0, bias=None, sums=None):
     rows, E = logits.shape
     chosen = np.full((rows, top_k), -1, np.int32)
     weights = np.full((rows, top_k), np.nan, logits.dtype)
     how = {"by_sigmoid": kind == "sigmoid", "renormalize": renormalize}
-    ref.route(chosen, weights, sums, logits, bias, counted, rows, E, top_k, scale, **how)
+    ref.route(chosen, weights, sums, logits, bias, rows, E, top_k, scale, **how)
     return chosen, weights
 
 
@@ -46,7 +46,7 @@ def test_choice_weights_and_gradient_equal_torch(kind, renormalize, rows, E, top
     how = {"by_sigmoid": kind == "sigmoid", "renormalize": renormalize}
     of_experts = np.random.default_rng(9).normal(size=logits.shape)
     d = d - np.take_along_axis(of_experts, chosen, axis=1)
-    sizes = (None, None, rows, E, top_k, 2.5)
+    sizes = (None, rows, E, top_k, 2.5)
     ref.route_backward(d_logits, d, of_experts, logits, chosen, *sizes, **how)
     np.testing.assert_allclose(d_logits, want_gradient.numpy(), rtol=1e-11, atol=1e-14)
 
@@ -70,21 +70,17 @@ def test_ties_go_to_the_lowest_number_and_nan_to_nobody():
     assert np.isnan(weights[2:]).all() and np.isfinite(weights[:2]).all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind, renormalize", [("softmax", False), ("softmax", True)])
-def test_losses_and_their_gradients_equal_transformers(kind, renormalize, masked):
+def test_losses_and_their_gradients_equal_transformers(kind, renormalize):
     """Over two layers of one micro-batch, for a mean over 30 targets."""
     rng = np.random.default_rng(3)
     L, rows, E, top_k, aux, z = 2, 50, 12, 3, 0.01, 0.003
     logits, d = rng.normal(size=(L, rows, E)), rng.normal(size=(rows, top_k))
-    counted = np.where(rng.uniform(size=rows) < 0.7, 1, -1).astype(np.int32) if masked else None
     targets = np.where(np.arange(rows) < 30, 5, -1).astype(np.int32)
-    seen = np.ones(rows, bool) if counted is None else counted >= 0
 
     layers = [torch.tensor(x, requires_grad=True) for x in logits]
-    mask = torch.tensor(seen)[None] if masked else None
-    want_aux = load_balancing_loss_func(tuple(layers), E, top_k, mask)
-    lse = torch.cat([torch.logsumexp(x, dim=-1)[torch.tensor(seen)] for x in layers])
+    want_aux = load_balancing_loss_func(tuple(layers), E, top_k)
+    lse = torch.cat([torch.logsumexp(x, dim=-1) for x in layers])
     want_z = (lse**2).mean()
     total = 30 * (aux * want_aux + z * want_z)
     for x in layers:
@@ -93,12 +89,10 @@ def test_losses_and_their_gradients_equal_transformers(kind, renormalize, masked
 
     sums = np.zeros((L, ref.sums_size(E)), np.int64)
     chosen = [
-        routed(x, top_k, kind, renormalize, 1.0, None, s, counted)[0]
+        routed(x, top_k, kind, renormalize, 1.0, None, s)[0]
         for x, s in zip(logits, sums, strict=True)
     ]
-    np.testing.assert_array_equal(
-        sums[1, :E], np.bincount(chosen[1][seen].reshape(-1), minlength=E)
-    )
+    np.testing.assert_array_equal(sums[1, :E], np.bincount(chosen[1].reshape(-1), minlength=E))
     factors, losses = np.full(E + 1, np.nan), np.ones(4)
     totals = np.ones_like(sums)
     before = sums.copy()
@@ -106,15 +100,15 @@ def test_losses_and_their_gradients_equal_transformers(kind, renormalize, masked
     np.testing.assert_array_equal(totals, before + 1)
     assert not sums.any()
     # Probabilities are summed in units of 2^-32, squares in 2^-20.
-    routers = torch.stack(layers)[:, torch.tensor(seen)]
+    routers = torch.stack(layers)
     entropy = torch.distributions.Categorical(logits=routers).entropy().mean()
-    loads = [np.bincount(c[seen].reshape(-1), minlength=E) for c in chosen]
-    want = [want_aux.item(), want_z.item(), entropy.item(), np.max(loads) / seen.sum()]
+    loads = [np.bincount(c.reshape(-1), minlength=E) for c in chosen]
+    want = [want_aux.item(), want_z.item(), entropy.item(), np.max(loads) / rows]
     np.testing.assert_allclose((losses - 1) / 30, want, rtol=1e-6)
     for x, c, layer in zip(logits, chosen, layers, strict=True):
         d_logits = np.full_like(x, np.nan)
         how = {"by_sigmoid": False, "renormalize": renormalize}
-        ref.route_backward(d_logits, d, None, x, c, factors, counted, rows, E, top_k, 1.0, **how)
+        ref.route_backward(d_logits, d, None, x, c, factors, rows, E, top_k, 1.0, **how)
         # Transformers divides the rows of experts in F32.
         np.testing.assert_allclose(d_logits, layer.grad.numpy(), rtol=1e-6, atol=1e-9)
 
