@@ -19,6 +19,7 @@ from llmq.ref.mxfp4 import BLOCK, mxfp4_encode
 from llmq.state.params import weight_table
 from tests.models import exported, hf_model, random_batch, torch_gradients, torch_loss, trainer_for
 from tests.test_experts import steps
+from tests.test_fp8 import FP8
 from tests.test_model import GRADIENT_RTOL, LOSS_RTOL, pieces
 
 SIZES = {"intermediate_size": 32}  # whole blocks of codes
@@ -44,13 +45,14 @@ def test_experts_without_a_token_have_no_gradient(tmp_path):
     assert idle >= 4 * 2 * (64 - 48)
 
 
-def test_memory_and_recomputation_change_no_bit():
+@pytest.mark.parametrize("formats", [{"model_dtype": "bf16"}, FP8 | {"fp8_recipe": "delayed"}])
+def test_memory_and_recomputation_change_no_bit(formats):
     path = exported("gpt_oss")
-    want, weights = steps(path, model_dtype="bf16")
+    want, weights = steps(path, **formats)
     changes = [{"recompute_att": True, "recompute_ffn": True}, {"recompute_block": True}]
     changes[1] |= {"offload_residual": True, "offload_opt_m": True, "shard_weights": True}
     for change in changes:
-        got, same = steps(path, model_dtype="bf16", **change)
+        got, same = steps(path, **formats, **change)
         assert got == want, change
         assert all(np.array_equal(weights[n], same[n]) for n in weights), change
     # A sink has moved, and so has a bias of each kind.

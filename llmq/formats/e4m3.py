@@ -127,6 +127,8 @@ class E4m3(Format):
                     self.turned |= {x, d_y}
                 if matrix.key in needed and (adapts or matrix.of_experts):
                     self.whole |= {x, d_y}
+                if matrix.of_experts and matrix.bias:
+                    self.whole.add(d_y)
 
     def kept_codes(self, tensor_id: str) -> DType | None:
         return None if tensor_id in self.whole else E4M3

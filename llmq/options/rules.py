@@ -384,11 +384,8 @@ REFUSED_WITH_MODEL = (
     ),
     *refused(
         "matmul_dtype",
-        lambda v, o, model: (
-            model.experts is not None
-            and (v == "int8" or (v == "e4m3" and model.experts.alpha is not None))
-        ),
-        "--matmul-dtype: there is no {value} product for these experts: use {model_dtype}",
+        lambda v, o, model: v == "int8" and model.experts is not None,
+        "--matmul-dtype: there is no {value} product for experts: use {model_dtype}",
     ),
     *refused(
         "matmul_dtype",

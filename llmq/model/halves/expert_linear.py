@@ -48,7 +48,7 @@ class ExpertLinear:
         self, here: HalfLayer, key: str, y: Tensor, x: Operand, starts: Tensor, w: BlockWeights
     ) -> None:
         """y (R, out), of x (R, in), with a bias if there is one."""
-        how = {"bias": biases_of(w, key), "fast": FORWARD in self.fast}
+        how = {"bias": biases_of(w, key, starts.size - 1), "fast": FORWARD in self.fast}
         grouped_product(self.dev, y, x, w[key], starts, trans_b=True, **how)
         a, b = w.adapters(key)
         if a is not None:
@@ -162,10 +162,10 @@ class ExpertLinear:
         return matrix.spans[:n], matrix.scales[:n], matrix.groups
 
 
-def biases_of(w: BlockWeights, key: str) -> Tensor | None:
-    """Those of all experts (E, out), if there are some."""
+def biases_of(w: BlockWeights, key: str, count: int) -> Tensor | None:
+    """Those of so many experts (E, out), if there are some."""
     bias = w.bias(key)
-    return bias and bias.view(w[key].shape[0], bias.size // w[key].shape[0])
+    return bias and bias.view(count, bias.size // count)
 
 
 def _parts_of(matrix: Adapted) -> int:

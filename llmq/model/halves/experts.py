@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, DType
@@ -34,11 +34,13 @@ from llmq.model.halves.half import Frame, Shared
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import clamped_swiglu, swiglu
+from llmq.ops import clamped_swiglu, quantize, swiglu
+from llmq.ops.abs_max import abs_max
 from llmq.ops.convert import convert
 from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
 from llmq.ops.matmul import matmul
 from llmq.ops.route import route, route_backward
+from llmq.runtime.device import Device
 
 
 class _Kept(NamedTuple):
@@ -86,11 +88,35 @@ def _activation(config: ModelConfig) -> _Activation:
                 dev, to.out, d_act, up, abs_max=to.abs_max, fp8=to.fp8
             ),
         )
-    how = {"alpha": its.alpha, "limit": its.limit}
+    how = (its.alpha, its.limit)
     return _Activation(
-        lambda dev, up, to: clamped_swiglu.forward(dev, to.out, up, **how),
-        lambda dev, d_act, up, to: clamped_swiglu.backward(dev, to.out, d_act, up, **how),
+        lambda dev, up, to: _written(
+            dev, (up.shape[0], up.shape[1] // 2), to, clamped_swiglu.forward, up, *how
+        ),
+        lambda dev, d_act, up, to: _written(
+            dev, up.shape, to, clamped_swiglu.backward, d_act, up, *how
+        ),
     )
+
+
+def _written(
+    dev: Device,
+    shape: tuple[int, int],
+    to: OutputForms,
+    operation: Callable[..., None],
+    x: Tensor,
+    *rest: Any,
+) -> None:
+    """Do an operation that writes a tensor alone, and make the other forms of it."""
+    with ExitStack() as temps:
+        out = to.out
+        if out is None:
+            out = temps.enter_context(dev.scratch("expert_tensor", shape, x.dtype))
+        operation(dev, out, x, *rest)
+        if to.fp8 is not None:
+            quantize.scaled(dev, out, to.fp8, abs_max=to.abs_max)
+        elif to.abs_max is not None:
+            abs_max(dev, to.abs_max, out)
 
 
 class ExpertsHalf:
@@ -210,16 +236,17 @@ class ExpertsHalf:
             d_rows = self.operands.of_tensor(
                 temps, here.out_id, d_out, measured=True, transposed=True
             )
-            d_y = temps.enter_context(self._gathered(here, "d_expert_out", d_rows, whole=trains))
+            whole = trains or g.bias("experts_down") is not None
+            d_y = temps.enter_context(self._gathered(here, "d_expert_out", d_rows, whole=whole))
             d_act = self._scratch(temps, "d_expert_act", act.shape, act.dtype)
             self.linear.input_gradient(here, "experts_down", d_act, d_y, kept.starts, w)
             how = (kept.place, kept.weights, act if trains else None)
             combine_backward(dev, d_act, d_weights, act, *how)
+            d = tensor_of(d_y)
             if trains:
-                whole = tensor_of(d_y)
-                self.linear.weight_gradients(here, "experts_down", whole, act, kept.starts, w, g)
+                self.linear.weight_gradients(here, "experts_down", d, act, kept.starts, w, g)
             weighed = (kept.weights, kept.order)
-            self.linear.bias_gradients(here, "experts_down", d_y, kept.starts, g, *weighed)
+            self.linear.bias_gradients(here, "experts_down", d, kept.starts, g, *weighed)
             self.activation.backward(dev, d_act, up, to)
 
     def _backward_up(
@@ -239,9 +266,9 @@ class ExpertsHalf:
             if d_x is not None:
                 of_shared = None if self.shared is None else d_x
                 combine(dev, d_x, d_rows, kept.place, addend=of_shared)
-        self.linear.bias_gradients(here, "experts_up", d_up, kept.starts, g)
+        whole = tensor_of(d_up)
+        self.linear.bias_gradients(here, "experts_up", whole, kept.starts, g)
         if self.linear.trains(g, "experts_up"):
-            whole = tensor_of(d_up)
             with self._gathered(here, "expert_x", x) as rows:
                 self.linear.weight_gradients(here, "experts_up", whole, rows, kept.starts, w, g)
 
@@ -258,7 +285,7 @@ class ExpertsHalf:
         """Adds to d_x, if it is wanted."""
         dev, logits, chosen = self.dev, here.kept.router_logits, here.kept.chosen
         how = {"renormalize": here.spec.sizes["renormalize"], "factors": self.balance.factors}
-        biases = biases_of(w, "experts_down")
+        biases = biases_of(w, "experts_down", logits.shape[1])
         with ExitStack() as temps:
             d_logits = self._scratch(temps, "d_router_logits", logits.shape, w["router"].dtype)
             if biases is not None:
