@@ -18,10 +18,10 @@ from llmq.data.tokenize import tokenize
 SMALL = {
     "model": "tiny-qwen3",
     "vocab-size": "auto",
-    "hidden-size": 32,
+    "hidden-size": 64,
     "num-heads": 1,
     "num-kv-heads": 1,
-    "head-dim": 32,
+    "head-dim": 64,
     "intermediate-size": 64,
     "num-layers": 1,
     "model-dtype": "fp32",
@@ -55,8 +55,9 @@ def _product(given):
         yield given | {"learning-rate": rate}
 
 
-def test_a_run_of_a_sweep_is_the_run_by_itself(data, tmp_path, monkeypatch):
+def test_a_run_of_a_sweep_is_the_run_by_itself(device, data, tmp_path, monkeypatch):
     """Rates and lengths share a trainer, and each of their losses is that of a run of its own."""
+    data = data | {"device": device}
     opened, open_one = [], Trainer.from_config.__func__
     by_config = classmethod(lambda cls, *args: opened.append(1) or open_one(cls, *args))
     monkeypatch.setattr(Trainer, "from_config", by_config)

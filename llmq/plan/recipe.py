@@ -36,6 +36,7 @@ START, START_OFF = 14.0, 7.0  # seconds to the first step: 8 of a small model, 2
 DISK = 1e9  # bytes per second of the last checkpoint and the model; a slow disk takes longer
 RIG_ERROR = 0.05  # of steps that are predicted by a rig's own rates (docs/planning.md)
 TRIED_ERROR = 0.02  # of steps that were timed: clocks fall while a card becomes warm
+GUESS = 0.35e12  # of a peak in TFLOP/s: FLOP/s that a search begins with
 ROUNDS = 3  # of speed by tokens a step, and tokens a step by speed
 VALIDATIONS, VALIDATION_SHARE = 20, 0.02  # how many at most, and of the time at most
 VALIDATION_TOKENS = 1 << 19  # of each
@@ -194,6 +195,7 @@ class Search:
         self.config, self.model, self.fixed = config, model, fixed
         self.where, self.wanted = where, wanted
         self.tried: list[Recipe] = []
+        self._flops = 0.0  # a second, of the last plan: the next one begins with as many
         chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings"} & fixed
         self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
 
@@ -248,11 +250,11 @@ class Search:
         return None if known[best] is None else (known[best], best)
 
     def _guess(self) -> int:
-        """The size to begin with: 20 tokens for each parameter, at a third of the card's peak."""
+        """The size to begin with: 20 tokens for each parameter."""
         if len(self.shapes) == 1:
             return 0
         where = self.where(self.config, self.model)
-        flops = 0.35e12 * where.card.bf16 * where.world_size * 3600 * self.wanted.hours
+        flops = GUESS * where.card.bf16 * where.world_size * 3600 * self.wanted.hours
         counts = [parameter_count(resized(self.model, shape)) for shape in self.shapes]
         return min(range(len(counts)), key=lambda n: abs(math.log(flops / (120 * counts[n] ** 2))))
 
@@ -263,8 +265,9 @@ class Search:
         config = changed(self.config, change).validate_with(model)
         where = self.where(config, model)
         planner = where.planner(model)
-        guess = 0.35e12 * where.card.bf16 * where.world_size / (6 * parameter_count(model))
-        tokens, before = guess * 3600 * self.wanted.hours, 0
+        flops = self._flops or GUESS * where.card.bf16 * where.world_size
+        count, before = 6 * parameter_count(model), 0
+        tokens = flops / count * 3600 * self.wanted.hours
         for _ in range(ROUNDS):
             sequences = self._sequences(config, tokens, where.world_size)
             if sequences == before:
@@ -273,7 +276,8 @@ class Search:
             found = Fit(base, planner, where.limits, self.fixed).found()
             if not found:
                 return None
-            before, tokens = sequences, found[0].need.speed * 3600 * self.wanted.hours
+            before, speed = sequences, found[0].need.speed
+            self._flops, tokens = speed * count, speed * 3600 * self.wanted.hours
         return self._of(found[0].config, model, where, found[0].need)
 
     def _sequences(self, config: TrainConfig, tokens: float, ranks: int) -> int:
