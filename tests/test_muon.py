@@ -189,6 +189,18 @@ def test_singular_values_become_one(rng, shape):
             assert np.linalg.norm(made - (u * inner) @ v) < 0.1 * np.linalg.norm(made)
 
 
+@pytest.mark.parametrize("shape", [(24, 80), (80, 24)])
+def test_rows_get_one_length(rng, shape):
+    """That of exact changes on average; the directions of rows stay."""
+    matrix = rng.normal(size=shape) * np.geomspace(1, 10, shape[0])[:, None]
+    plain, made = (change(matrix, muon_normalize_rows=on) for on in (False, True))
+    lengths = np.linalg.norm(made, axis=1, keepdims=True)
+    want = 0.2 * max(shape) ** 0.5 * (min(shape) / shape[0]) ** 0.5
+    np.testing.assert_allclose(lengths, want, rtol=2.0**-8)
+    plain /= np.linalg.norm(plain, axis=1, keepdims=True)
+    assert np.abs(plain - made / lengths).max() < 2.0**-7
+
+
 def test_nothing_changes_by_nothing():
     assert not change(np.zeros((8, 24))).any()
 

@@ -160,6 +160,7 @@ def test_defaults_of_known_flags():
         "pref-normalize": None,
         "pref-sft": None,
         "ema": 0.0,
+        "muon-normalize-rows": False,
         "offload-ema": False,
         "kd-top-k": 64,
         "kd-mixture": 0.0,

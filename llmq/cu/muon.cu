@@ -5,6 +5,7 @@
 //   squares     partials[i] = sums of squares of the elements of matrix i
 //   normalize   out[i] = x[i] / (max(bf16(norm of x[i]), 1e-7) * margin)
 //   diagonal    x[i] += value * identity
+//   rows        x = length * x / max(norm of x, 1e-7) for each row
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //               cautious: the second term only where change and param have the same sign
 //
@@ -12,11 +13,12 @@
 //          null; work BF16 or null; change, x, out BF16; n elements, of propose and apply
 //          n % 128 == 0. first: element of the slab. Of squares and normalize x are matrices of n
 //          elements, one after another, n % 8 == 0 if there are several, out may be x; of diagonal
-//          they are square. partials: F64, equally many of each matrix.
+//          they are square, of rows they have `columns`. partials: F64, equally many of each matrix.
 // Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a row
-//          of blocks for each matrix. diagonal: 256 threads, one for each number.
+//          of blocks for each matrix. diagonal: 256 threads, one for each number. rows: 256 threads,
+//          a block for each row.
 // Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
-//          matrix. diagonal: a sector of memory for each number.
+//          matrix. diagonal: a sector of memory for each number. rows: the second reading is of L2.
 // Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing.
 // Same name  llmq/ops/muon.py  llmq/ref/muon.py  tests/ops/test_muon.py
 #include "moments.cuh"
@@ -111,6 +113,20 @@ muon_diagonal(bf16* __restrict__ x, f32 value, i32 side, i32 count) {
     if (i >= count * side) { return; }
     bf16* const number = x + ((i64)i / side * side + i % side) * side + i % side;
     *number = __float2bfloat16(to_f32(*number) + value);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+muon_rows(bf16* __restrict__ x, f32 length, i32 columns) {
+    __shared__ f64 shared[32];
+    bf16* const row = x + (i64)blockIdx.x * columns;
+    f64 total = 0.0;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+        total += to_f32(row[i]) * to_f32(row[i]);
+    }
+    const float factor = length / fmaxf((float)sqrt(block_sum(total, shared)), 1e-7f);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+        row[i] = __float2bfloat16(to_f32(row[i]) * factor);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(128)

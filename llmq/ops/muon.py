@@ -35,6 +35,7 @@ DIAGONAL = Kernel(
     "muon_diagonal",
     args="sparse inout bf16* x, f32 value, i32 side, i32 count",
 )
+ROWS = Kernel("muon.cu", "muon_rows", args="inout bf16* x, f32 length, i32 columns")
 APPLY = Kernel(
     "muon.cu",
     "muon_apply",
@@ -126,6 +127,20 @@ def diagonal(dev: Device, x: Tensor, value: float) -> None:
         (x, value, side, count),
         cost=Cost(flops=numbers),
     )
+
+
+def rows(dev: Device, x: Tensor, length: float) -> None:
+    """Each row gets this length, unless it is 0.
+
+    Args (contiguous):
+        x  inout  BF16 (count, rows, columns)
+
+    Cost:    reads and writes x; one launch.
+    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
+    """
+    _expect_matrices("x", x)
+    columns, cost = x.shape[2], Cost(flops=3 * x.size)
+    dev.launch(ROWS, x.size // columns, MATRIX_THREADS, (x, length, columns), cost=cost)
 
 
 def apply(

@@ -72,7 +72,7 @@ OPTIMIZER_RULES = (
         "--final-lr-fraction has no effect with --lr-schedule wsd",
     ),
     *idle(
-        "muon_lr muon_momentum muon_scale muon_coefficients cautious_decay",
+        "muon_lr muon_momentum muon_scale muon_coefficients muon_normalize_rows cautious_decay",
         lambda v, o: o.optimizer != "muon",
         "{given} has no effect without --optimizer muon",
     ),

@@ -295,6 +295,9 @@ class TrainConfig(Derived):
         "Muon: the polynomials of its five steps; polar-express: singular values end closer to 1",
         choices=("jordan", "polar-express"),
     )
+    muon_normalize_rows: bool = switch(
+        _OPTIMIZER, "Muon: give all rows of a matrix's change the same length"
+    )
     cautious_decay: bool = switch(
         _OPTIMIZER, "Muon: decay only weights that the change makes smaller, too"
     )

@@ -86,6 +86,14 @@ def muon_diagonal(x: np.ndarray, value: float, side: int, count: int) -> None:
         numbers[...] = numbers.astype(np.float32) + np.float32(value)
 
 
+def muon_rows(x: np.ndarray, length: float, columns: int) -> None:
+    """Rows of one length."""
+    for row in x.reshape(-1, columns):
+        values = row.astype(np.float32)
+        norm = np.float32(np.sqrt(np.square(values).sum(dtype=np.float64)))
+        row[...] = values * (np.float32(length) / np.maximum(norm, LEAST_NORM))
+
+
 def muon_apply(
     param: np.ndarray,
     work: np.ndarray | None,

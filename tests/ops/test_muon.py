@@ -93,6 +93,18 @@ def test_normalize(dev, rng, case, size):
         np.testing.assert_allclose(made, want, rtol=2.0**-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("case", [(2, 24, 144), (1, 3, 7)], ids=["two", "ragged"])
+def test_rows(dev, rng, case):
+    """A row of zeros stays one."""
+    x = rng.normal(size=case).astype(BF16.numpy)
+    x[0, 1], x[0, 2] = 0, x[0, 2] * 1e-3
+    got = assert_same(dev, partial(muon.rows, length=3.0), {"x": x})["x"].astype(np.float64)
+    lengths = np.linalg.norm(got, axis=2)
+    assert lengths[0, 1] == 0
+    # BF16 has 8 significant bits: each number is off by at most 2^-8 of it.
+    np.testing.assert_allclose(np.delete(lengths.ravel(), 1), 3.0, rtol=2.0**-8)
+
+
 def test_diagonal(dev, rng):
     x = rng.normal(size=(3, 24, 24)).astype(BF16.numpy)
     got = assert_same(dev, partial(muon.diagonal, value=2.5), {"x": x})["x"]
@@ -145,7 +157,7 @@ def test_checks_and_traffic():
         "change.size": lambda: propose(dev, make("change", BF16, 64), grad, m, scalars),
         "first": lambda: propose(dev, change, grad, m, scalars, first=64),
         "grad": lambda: propose(dev, change, make("grad", F32, 128), m, scalars),
-        "x": lambda: muon.normalize(dev, change, change),
+        "x": lambda: muon.rows(dev, change, 1.0),
         "size": lambda: muon.normalize(dev, *[make("x", BF16, 42).view(2, 3, 7)] * 2),
     }.items():
         with pytest.raises(ValueError, match=f"muon: .*{name} must"):

@@ -182,4 +182,6 @@ class _Iteration:
             operands = (x, own) if rows > columns else (own, x)
             added = {"addend": x, "beta": beside * times} if beside else {}
             matmul_batch(self.dev, out, *operands, alpha=times, **added)
+            if last and self.options.muon_normalize_rows:
+                muon.rows(self.dev, out, times * sqrt(self.side / rows))
             self.pairs[i] = out, x
