@@ -63,7 +63,9 @@ def ways(bench: Bench, case: Case, dtype: DType) -> tuple[Ways, tuple[Tensor, Te
         scales = (bench.scale(), bench.scale())
         return {
             "dense": partial(matmul_fp8, bench.dev, other, a, one, *scales, fast_accumulation=True),
-            "hopper": partial(matmul_fused.grouped, bench.dev, out, a, b, starts, *scales),
+            "hopper": partial(
+                matmul_fused.grouped, bench.dev, out, a, b, starts, None, None, *scales
+            ),
         }, None
     generic = partial(grouped.grouped_matmul, bench.dev, other, a, b, starts, trans_b=last)
     return {

@@ -3,7 +3,7 @@
 // As Work and Tile of product_sm90.cuh: each expert's rows have pairs of tiles of their own, times its
 // matrix. If there are at most 128 rows in the last pair, its two blocks have these, and neighbouring
 // columns: half a tile of an expert's rows is none, on the average. Right has all matrices below each
-// other, each of `apart` rows. A block counts the tiles of the experts before each one once, and looks
+// other, each of `apart` rows, and so has the tail, of `tail_apart`. A block counts the tiles of the experts before each one once, and looks
 // for its own in between. Tiles of an expert go down its rows first: these and its matrix stay in L2.
 //
 // With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix. Those with
@@ -16,17 +16,18 @@ constexpr int MOST_EXPERTS = 512;
 #if GROUPED == 1
 struct Work {
     const i32 *starts, *before;  // before: of each expert, in shared memory
-    int experts, columns, tiles, width, apart, cluster, clusters;
+    int experts, columns, tiles, width, apart, tail_apart, cluster, clusters;
     u32 rank;
 
     // By all threads of the block. starts: (experts + 1). all_columns: of a result.
     __device__ __forceinline__ Work(const i32* starts, int experts, int all_columns, int width,
-                                    int apart)
+                                    int apart, int tail_apart)
         : starts(starts),
           experts(experts),
           columns((all_columns + width - 1) / width),
           width(width),
           apart(apart),
+          tail_apart(tail_apart),
           cluster(blockIdx.x / 2),
           clusters(gridDim.x / 2),
           rank(cluster_rank()) {
@@ -66,7 +67,7 @@ private:
 // end: of the expert's rows, of which a tile may have others. beside: the other block has the same
 // rows.
 struct Tile {
-    int row, column, right, expert, end;
+    int row, column, right, tail, expert, end;
     bool beside;
 
     __device__ __forceinline__ Tile(int t, const Work& work) {
@@ -78,7 +79,7 @@ struct Tile {
         }
         const int rest = t - work.before[expert], start = work.starts[expert];
         end = work.starts[expert + 1];
-        right = expert * work.apart;
+        right = expert * work.apart, tail = expert * work.tail_apart;
         const int pairs = Work::pairs(end - start), last = rest - pairs * work.columns;
         beside = last >= 0;
         if (beside) {
@@ -126,7 +127,7 @@ struct Work {
 
 // first, count: the rows that are summed over.
 struct Tile {
-    static constexpr int right = 0;
+    static constexpr int right = 0, tail = 0;
     int row, column, expert, first, count;
 
     __device__ __forceinline__ Tile(int t, const Work& work) {

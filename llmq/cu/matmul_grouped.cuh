@@ -3,7 +3,8 @@
 //   out[r] = x[r] [+ bias[e]]     x: the sum of matmul_fused.cu, rounded once; e: who has row r
 //
 // Data     b: each expert's (N, K) below each other, with B_K_OUTSIDE (K, N), where K is a multiple of
-//          64. out: bf16 (M, N). bias: bf16 (experts, N), with BIAS. starts: I32 (experts + 1), where
+//          64. tail: the same of (N, R) or (R, N), of TAIL_ROWS = R, whose last box may have rows of the
+//          next expert's: h has zeros there. out: bf16 (M, N). bias: bf16 (experts, N), with BIAS. starts: I32 (experts + 1), where
 //          the rows of each one start, from 0 to M. At most 512 experts.
 // Cost     A cluster has 256 rows of one expert, or 128 and twice the columns: 64 rows of an expert's
 //          tiles are none, on the average. Results go from a chunk of 16 rows to memory by plain stores, because other
@@ -73,4 +74,5 @@ struct Epilogue {
 
 #define PARAMETERS bf16 *out, const bf16 *bias, const i32 *starts, i32 experts
 #define ARGUMENTS out, bias, N
-#define WORK starts, experts, N, Product::WIDTH, B_K_OUTSIDE ? K : N
+#define WORK \
+    starts, experts, N, Product::WIDTH, B_K_OUTSIDE ? K : N, TAIL_K_OUTSIDE ? TAIL_ROWS : N

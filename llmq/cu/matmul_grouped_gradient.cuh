@@ -64,7 +64,7 @@ struct Product : Base {
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 const int row = rest == 0 ? k : k == 0 ? last : k - STEP_ROWS;
-                load_pair<true>(stage, arrived, from.left, from.right, tile.first + row, tile,
+                load_pair<true>(stage, arrived, from.left, from.right, tile.first + row, tile, 0,
                                 work.rank, 0);
             }
         }

@@ -60,7 +60,7 @@ struct Work {
 
 // The place of tile t; the two blocks of a cluster have rows below each other.
 struct Tile {
-    static constexpr int right = 0;  // where its matrix begins, in rows of all
+    static constexpr int right = 0, tail = 0;  // where its matrices begin, in rows of all
     int row, column;
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int first = t / (work.group * work.pairs) * work.group;
@@ -77,7 +77,7 @@ struct Tile {
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_beside(SharedAddress stage, SharedAddress arrived,
                                             const TensorMap* left, const TensorMap* right, int k,
-                                            const Tile& tile, u32 rank, int apart) {
+                                            const Tile& tile, int matrix, u32 rank, int apart) {
     load_box_for(stage + rank * (LEFT_BYTES / 2), left, k, tile.row + rank * (TILE_ROWS / 2), arrived,
                  3);
     const SharedAddress to = stage + LEFT_BYTES;
@@ -87,28 +87,28 @@ __device__ __forceinline__ void load_beside(SharedAddress stage, SharedAddress a
 #pragma unroll
             for (int c = 0; c < TILE_BOXES; ++c) {
                 load_box(to + c * BOX * LINE + half * (BOX / 2 * LINE), right, tile.column + c * BOX,
-                         tile.right + k + half * (BOX / 2), arrived);
+                         matrix + k + half * (BOX / 2), arrived);
             }
         } else {
             load_box(to + half * (TILE_COLUMNS / 2 * LINE), right, k,
-                     tile.right + tile.column + half * apart, arrived);
+                     matrix + tile.column + half * apart, arrived);
         }
     }
 }
 #endif
 
 // Starts the copies of one pair of tiles: this block's of `left`, its half of `right` for both
-// blocks. apart: rows of `right` from the first block's half to the second one's; K inside. With K
+// blocks. matrix: the row of `right` that it begins with. apart: rows of `right` from the first block's half to the second one's; K inside. With K
 // outside the last box may have more columns than the tile, of which nothing is read.
 template <bool K_OUTSIDE>
 __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arrived,
                                           const TensorMap* left, const TensorMap* right, int k,
-                                          const Tile& tile, u32 rank, int apart) {
+                                          const Tile& tile, int matrix, u32 rank, int apart) {
     constexpr int HALF_BYTES = TILE_COLUMNS / 2 * LINE;
     barrier_expect(arrived, LEFT_BYTES + (K_OUTSIDE ? RIGHT_BYTES : 2 * HALF_BYTES));
 #if GROUPED == 1
     if (tile.beside) {
-        load_beside<K_OUTSIDE>(stage, arrived, left, right, k, tile, rank, apart);
+        load_beside<K_OUTSIDE>(stage, arrived, left, right, k, tile, matrix, rank, apart);
         return;
     }
 #endif
@@ -128,10 +128,10 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
 #pragma unroll
         for (int c = 0; c < TILE_BOXES; ++c) {
             load_box_for(to + c * BOX * LINE + rank * (BOX / 2 * LINE), right,
-                         tile.column + c * BOX, tile.right + k + rank * (BOX / 2), arrived, 3);
+                         tile.column + c * BOX, matrix + k + rank * (BOX / 2), arrived, 3);
         }
     } else {
-        load_box_for(to + rank * HALF_BYTES, right, k, tile.right + tile.column + rank * apart,
+        load_box_for(to + rank * HALF_BYTES, right, k, matrix + tile.column + rank * apart,
                      arrived, 3);
     }
 }
@@ -217,10 +217,10 @@ struct Sm90Mainloop {
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
                 if (k < steps) {
                     load_pair<RIGHT_OUTSIDE>(stage, arrived, from.left, from.right, k * STEP_K,
-                                             tile, work.rank, apart);
+                                             tile, tile.right, work.rank, apart);
                 } else {
                     load_pair<TAIL_OUTSIDE>(stage, arrived, from.h, from.tail,
-                                            (k - steps) * TAIL_K, tile, work.rank, apart);
+                                            (k - steps) * TAIL_K, tile, tile.tail, work.rank, apart);
                 }
             }
         }

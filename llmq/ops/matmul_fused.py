@@ -73,9 +73,10 @@ OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 
 @cache
 def _kernel(entry: str, own: str, *boxes: int) -> Kernel:
-    """own: its arguments beside the operands. boxes: the rows of a box of a, and of the half of a
-    tile of b and of tail; none: without the instructions of Hopper."""
-    a, b, h, tail = (f"[{rows}]" for rows in (*boxes[:2], 128, boxes[2])) if boxes else [""] * 4
+    """own: its arguments beside the operands. boxes: the rows of a box of a and of h, and of the
+    half of a tile of b and of tail; none: without the instructions of Hopper."""
+    rows = (*boxes[:2], *boxes[:1], *boxes[2:])
+    a, b, h, tail = (f"[{n}]" for n in rows) if boxes else [""] * 4
     return Kernel(
         "matmul_fused.cu",
         entry,
@@ -236,22 +237,26 @@ def grouped(
     a: Tensor,
     b: Tensor,
     starts: Tensor,
+    h: Tensor | None = None,
+    tail: Tensor | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     *,
     bias: Tensor | None = None,
     transposed: bool = False,
 ) -> None:
-    """out[r] = scale_a * scale_b * (a[r] @ b[e]^T) + bias[e] of rows that are sorted by expert.
+    """out[r] = scale_a * scale_b * (a[r] @ b[e]^T) + h[r] @ tail[e]^T + bias[e] of rows that are
+    sorted by expert.
 
     Args (beside those of all; at most 512 experts):
         out         out  BF16  (M,N)
         b           in         (E,N,K)
         starts      in   I32   (E+1,)   rows [starts[e], starts[e + 1]) are expert e's; from 0 to M
+        tail        in   BF16  (E,N,R)  or None, with h
         bias        in   BF16  (E,N)    or None
-        transposed                      BF16 b is (E,K,N), K a multiple of 64
+        transposed                      tail is (E,R,N), and BF16 b (E,K,N), K a multiple of 64
 
-    Cost:    2*M*N*K FLOPs; one launch.
+    Cost:    2*M*N*(K+R) FLOPs; one launch.
     """
     op = "matmul_grouped"
     expect_matrix(op, "out", out, (BF16,))
@@ -272,16 +277,25 @@ def grouped(
         )
     if bias is not None:
         expect(op, "bias", bias, BF16, (E, N))
-    p = _Product((a, flat, None, None, scale_a, scale_b), M, N, K, 0, outside, False)
+    R = 0 if h is None else h.shape[1]
+    if h is not None or tail is not None:
+        if h is None or tail is None or not 0 < R <= MAX_RANK:
+            raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+        expect(op, "h", h, BF16, (M, R))
+        expect(op, "tail", tail, BF16, (E, R, N) if transposed else (E, N, R))
+        tail = tail.view(E * tail.shape[1], tail.shape[2])
+    p = _Product((a, flat, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
     p.launch(
         dev,
         op,
         "bf16* out, const bf16*? bias, const i32* starts, i32 experts",
         (out, bias, starts, E),
-        product_cost((M, N, K), a.dtype, BF16, fast=True, epilogue="grouped", trans_b=not outside),
+        product_cost(
+            (M, N, K), a.dtype, BF16, fast=True, epilogue="grouped", trans_b=not outside, rank=R
+        ),
         threads=384,
         beside=8 * CHUNK,
-        consts={"BIAS": int(bias is not None), "GROUPED": 1},
+        consts={"BIAS": int(bias is not None), "GROUPED": 1, "TAIL_ROWS": R},
         count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
         a_rows=TILE_ROWS // 4,
     )

@@ -203,20 +203,24 @@ def grouped_product(
     *,
     trans_b: bool = False,
     bias: Tensor | None = None,
-    addend: Tensor | None = None,
+    adapters: tuple[Tensor, Tensor] | None = None,
     fast: bool = False,
 ) -> None:
     """The product of rows that are sorted by expert, as `grouped.grouped_matmul` has it: of
-    tensors, or of codes. fast: as of `product`."""
-    terms = _Terms(dev, x, w, False, trans_b, None, bias, addend, fast)
+    tensors, or of codes. adapters: h (R, r) and each expert's tail (E, N, r), or (E, r, N) without
+    trans_b, whose product is added. fast: as of `product`."""
+    terms = _Terms(dev, x, w, False, trans_b, None, bias, None, fast)
     left, right, scales = terms.left, terms.right, terms.scales
-    sizes = Sizes(*out.shape, left.shape[1], left.dtype, out.dtype)
-    if taken(dev, "grouped", sizes, fast=fast) is None or addend is not None:
-        how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias, "addend": addend}
-        grouped.grouped_matmul(dev, out, left, right, starts, *scales, **how)
-    else:
-        how = {"transposed": not trans_b, "bias": bias}
-        matmul_fused.grouped(dev, out, left, right, starts, *scales, **how)
+    rank = 0 if adapters is None else adapters[0].shape[1]
+    sizes = Sizes(*out.shape, left.shape[1], left.dtype, out.dtype, rank)
+    if taken(dev, "grouped", sizes, fast=fast) is not None:
+        operands = (left, right, starts, *(adapters or (None, None)), *scales)
+        matmul_fused.grouped(dev, out, *operands, transposed=not trans_b, bias=bias)
+        return
+    how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias}
+    grouped.grouped_matmul(dev, out, left, right, starts, *scales, **how)
+    if adapters is not None:
+        grouped.grouped_matmul(dev, out, *adapters, starts, trans_b=trans_b, addend=out)
 
 
 def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, starts: Tensor) -> None:

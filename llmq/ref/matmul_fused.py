@@ -130,16 +130,19 @@ def matmul_adapted(
 def matmul_grouped(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
     M: int, N: int, K: int, out: np.ndarray, bias: Array, starts: np.ndarray, experts: int,
-    *, b_k_outside: int = 0,
+    *, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> None:  # fmt: skip
-    """out (M,N) = x [+ bias[e] (N)]: of rows [starts[e], starts[e + 1]) with b[e]."""
+    """out (M,N) = x [+ bias[e] (N)]: of rows [starts[e], starts[e + 1]) with b[e] and tail[e]."""
     matrices = b.reshape(experts, *((K, N) if b_k_outside else (N, K)))
+    tails = None if tail is None else tail.reshape(experts, -1, tail.shape[1])
     for e in np.flatnonzero(np.diff(starts)):
         rows = slice(starts[e], starts[e + 1])
         sizes = rows.stop - rows.start, N, K
-        operands = (a[rows], matrices[e], None, None, scale_a, scale_b)
+        low = (None, None) if tail is None else (h[rows], tails[e])
+        operands = (a[rows], matrices[e], *low, scale_a, scale_b)
         of_expert = None if bias is None else bias[e]
-        matmul_adapted(*operands, *sizes, out[rows], of_expert, b_k_outside=b_k_outside)
+        how = {"b_k_outside": b_k_outside, "tail_k_outside": tail_k_outside}
+        matmul_adapted(*operands, *sizes, out[rows], of_expert, **how)
 
 
 def matmul_grouped_gradient(

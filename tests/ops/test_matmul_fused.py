@@ -815,9 +815,14 @@ def grouped_arrays(rng, case, a, b=None):
 @cases_of("matmul_grouped")
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_grouped(hopper, rng, case, dtype):
-    """Experts without rows, with a few and with several pairs of tiles."""
+    """Experts without rows, with a few and with several pairs of tiles; and adapters of one or two
+    steps."""
     call = partial(matmul_fused.grouped, transposed=case[-1])
-    compared(hopper, call, grouped_arrays(rng, case, dtype))
+    arrays = grouped_arrays(rng, case, dtype)
+    compared(hopper, call, arrays)
+    M, N, _, E, transposed = case
+    h, tail = ((M, 8), (E, 8, N)) if transposed else ((M, 72), (E, N, 72))
+    compared(hopper, call, arrays | {"h": whole(rng, BF16, *h), "tail": whole(rng, BF16, *tail)})
 
 
 def grouped_gradient(dev, d, scalars, accumulate=True, **tensors):
@@ -893,6 +898,7 @@ def test_wrong_grouped_arguments():
         ({"b": make(BF16, 64, 128)}, ValueError, "b must have 3 dimensions"),
         ({"b": make(BF16, 3, 128, 64)}, ValueError, r"b must have shape \(3, 64, 128\)"),
         ({"starts": make(I32, 3)}, ValueError, r"starts must have shape \(4,\)"),
+        ({"tail": make(BF16, 3, 64, 8)}, ValueError, "h must be .* with R from 1 to 128, got None"),
         ({"bias": make(BF16, 64)}, ValueError, r"bias must have shape \(3, 64\)"),
         (
             {"a": make(BF16, 16, 96), "b": make(BF16, 3, 96, 64), "transposed": True},

@@ -12,7 +12,7 @@ which is small, as is its product.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 
 from llmq.base.operand import Operand, tensor_of
@@ -49,11 +49,12 @@ class ExpertLinear:
     ) -> None:
         """y (R, out), of x (R, in), with a bias if there is one."""
         how = {"bias": biases_of(w, key, starts.size - 1), "fast": FORWARD in self.fast}
-        grouped_product(self.dev, y, x, w[key], starts, trans_b=True, **how)
         a, b = w.adapters(key)
-        if a is not None:
-            with self._hidden(tensor_of(x), a, starts) as h, self._expanded(here, key, b) as whole:
-                grouped_product(self.dev, y, h, whole, starts, trans_b=True, addend=y)
+        with ExitStack() as temps:
+            if a is not None:
+                h = temps.enter_context(self._hidden(tensor_of(x), a, starts))
+                how["adapters"] = h, temps.enter_context(self._expanded(here, key, b))
+            grouped_product(self.dev, y, x, w[key], starts, trans_b=True, **how)
 
     def input_gradient(
         self,
@@ -65,16 +66,14 @@ class ExpertLinear:
         w: BlockWeights,
     ) -> None:
         """d_x (R, in), if it is wanted, from d_y (R, out)."""
-        a, b = w.adapters(key)
-        if d_x is not None:
-            grouped_product(self.dev, d_x, d_y, w[key], starts, fast=BACKWARD in self.fast)
+        (a, b), how = w.adapters(key), {"fast": BACKWARD in self.fast}
         if a is not None:
-            d_y = tensor_of(d_y)
-            d_h = self._d_hidden_of(here, key, d_y)
+            d_h = self._d_hidden_of(here, key, tensor_of(d_y))
             with self._expanded(here, key, b) as whole:
-                grouped_product(self.dev, d_h, d_y, whole, starts)
-            if d_x is not None:
-                grouped_product(self.dev, d_x, d_h, _by_expert(a, starts), starts, addend=d_x)
+                grouped_product(self.dev, d_h, tensor_of(d_y), whole, starts)
+            how["adapters"] = d_h, _by_expert(a, starts)
+        if d_x is not None:
+            grouped_product(self.dev, d_x, d_y, w[key], starts, **how)
 
     def trains(self, g: BlockGrads, key: str) -> bool:
         """Whether weight_gradients needs x and d_y as tensors."""
