@@ -22,6 +22,7 @@ def runs(noise: float = 0.0) -> list[dict]:
         {
             "parameters": n,
             "tokens": d,
+            "unique": math.inf,
             "loss": TRUE.loss(n, d) * (1 + noise * rng.standard_normal()),
             "optimizer": "adamw",
         }

@@ -14,6 +14,7 @@ from llmq.bench.losses import measure_losses
 from llmq.bench.sweep_file import read_runs
 from llmq.bench.sweep_lr import lowest, run_sweep_lr
 from llmq.data.tokenize import tokenize
+from llmq.data.tokens import open_token_files
 
 SMALL = {
     "model": "tiny-qwen3",
@@ -45,6 +46,13 @@ def data(tmp_path_factory):
     return {"train-file": f"{folder}/train*.bin", "eval-file": "split", "eval-fraction": 0.1}
 
 
+def trained_tokens(data):
+    """Of the part for training, in whole steps of 32."""
+    (file,) = open_token_files([data["train-file"]])
+    sequences = (file.num_tokens - 1) // 16
+    return -(-(sequences - int(0.1 * sequences)) // 2) * 32
+
+
 def rows(data, **lists):
     given = SMALL | data | {name.replace("_", "-"): value for name, value in lists.items()}
     return [row for one in _product(given) for row in read_runs(one, None, trains=True)]
@@ -70,6 +78,7 @@ def test_a_run_of_a_sweep_is_the_run_by_itself(device, data, tmp_path, monkeypat
             assert run["train_loss"] == losses[-1]
             assert run["loss"] == alone.validate(2).loss
     assert [run["tokens"] for run in done] == [128, 128, 192]
+    assert {run["unique"] for run in done} == {trained_tokens(data)}
 
 
 def test_what_is_done_is_not_made_again(data, tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from llmq.base.errors import LlmqError
 from llmq.base.files import write_file
 from llmq.bench.losses import measure_losses
 from llmq.bench.sweep_file import read_runs
-from llmq.plan.law import LAYOUT, Constants
+from llmq.plan.law import LAYOUT, PASSES, Constants, worth
 
 EXPONENTS = (0.05, 1.2)  # that are searched
 GRID, ZOOMS = 24, 5  # points of an exponent, and how often the grid narrows to a third
@@ -103,10 +103,19 @@ def resampled(
     return found
 
 
+def arrays_of(runs: list[dict]) -> list[np.ndarray]:
+    """Parameters, tokens and losses, each (n,); tokens of further passes count as a law has it."""
+    tokens = [worth(run["tokens"], run["unique"], PASSES) for run in runs]
+    return [
+        np.array([run["parameters"] for run in runs], float),
+        np.array(tokens, float),
+        np.array([run["loss"] for run in runs], float),
+    ]
+
+
 def law_record(runs: list[dict]) -> dict:
     """The part of a law's file that is of one optimizer."""
-    arrays = [np.array([run[name] for run in runs], float) for name in ("parameters", "tokens")]
-    arrays.append(np.array([run["loss"] for run in runs]))
+    arrays = arrays_of(runs)
     if len(runs) < FEWEST:
         raise LlmqError(f"{len(runs)} runs are too few for five constants: make at least {FEWEST}")
     off = left_out(*arrays)
@@ -176,7 +185,7 @@ def _tell(name: str, runs: list[dict], record: dict) -> None:
     ahead = ", ".join(f"{100 * each:+.2f} %" for each in record["largest_by_others"])
     print(f"the largest, predicted by the others: {ahead}")
     for run in sorted(runs, key=lambda run: (run["parameters"], run["tokens"])):
-        found = law.loss(run["parameters"], run["tokens"])
+        found = law.loss(run["parameters"], worth(run["tokens"], run["unique"], PASSES))
         print(
             f"{run['parameters'] / 1e6:8.2f}M {run['tokens'] / 1e6:8.1f}M tokens: "
             f"{run['loss']:.4f}, law {found:.4f} ({100 * (found / run['loss'] - 1):+.2f} %)"
@@ -191,7 +200,8 @@ def _draw(runs: list[dict], laws: dict, picture: Path) -> None:
         sizes = sorted({run["parameters"] for run in runs if run["optimizer"] == name})
         for place, size in enumerate(sizes):
             own = [r for r in runs if r["parameters"] == size and r["optimizer"] == name]
-            points = np.array(sorted((run["tokens"], run["loss"]) for run in own))
+            points = np.stack(arrays_of(own)[1:], axis=1)
+            points = points[np.argsort(points[:, 0])]
             color = plt.cm.viridis(place / max(len(sizes) - 1, 1))
             axis.plot(*points.T, "o", color=color, label=f"{size / 1e6:.1f}M")
             line = np.geomspace(points[0, 0], points[-1, 0], 50)
