@@ -296,6 +296,7 @@ COMMANDS = [
                 "train_on": "assistant",
                 "chat_template": None,
                 "seq_len": None,
+                "weights": False,
                 "max_record": 64 << 20,
                 "record_seconds": 10.0,
             },

@@ -26,6 +26,12 @@ Format = Annotated[
         "pairs, labels, classes; auto: by their fields, but for labels and classes."
     ),
 ]
+EvalFraction = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
+]
+Weights = Annotated[
+    bool, typer.Option("--weights", help="Messages may have a weight between 0 and 1.")
+]
 TrainOn = Annotated[
     str, typer.Option(help="Of conversations: assistant, last, each (of its messages) or all.")
 ]
@@ -60,9 +66,7 @@ def tokenize(
     split: Split = None,
     field: Field = None,
     template: Template = None,
-    eval_fraction: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Part of the documents kept for validation.")
-    ] = 0.01,
+    eval_fraction: EvalFraction = 0.01,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens per file.")] = 100_000_000,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores.")] = None,
     special_tokens: SpecialTokens = "auto",
@@ -70,6 +74,7 @@ def tokenize(
     train_on: TrainOn = "assistant",
     chat_template: ChatTemplate = None,
     seq_len: SeqLen = None,
+    weights: Weights = False,
     max_record: MaxRecord = "64MiB",
     record_seconds: RecordSeconds = 10.0,
     add_tokens: AddTokens = None,
@@ -107,6 +112,7 @@ def tokenize(
             train_on=train_on,
             chat_template=chat_template,
             seq_len=seq_len,
+            weights=weights,
             max_record=size_of("--max-record", max_record),
             record_seconds=record_seconds,
         )

@@ -338,21 +338,24 @@ cross_entropy_forward(f32* __restrict__ losses, f32* __restrict__ lse, const T* 
 extern "C" __global__ void __launch_bounds__(1024)
 cross_entropy_stats(f64* __restrict__ stats, const f32* __restrict__ losses,
                     const f32* __restrict__ lse, const i32* __restrict__ targets, i64 n,
-                    i32 seq_len WEIGHTS_ARG) {
-    constexpr int LOSS = 0, TOKENS = 1, LOSS_1K = 6, TOKENS_1K = 7, LSE_SUM = 8, LSE_MAX = 9;
+                    i32 seq_len, i32 by_weight WEIGHTS_ARG) {
+    constexpr int LOSS = 0, COUNT = 1, LOSS_1K = 6, TOKENS_1K = 7, LSE_SUM = 8, LSE_MAX = 9;
+    constexpr int TOKENS = 10;
     __shared__ f64 shared[32];
     __shared__ float shared_max[32];
-    f64 loss = 0.0, tokens = 0.0, loss_1k = 0.0, tokens_1k = 0.0, lse_sum = 0.0;
+    f64 loss = 0.0, count = 0.0, tokens = 0.0, loss_1k = 0.0, tokens_1k = 0.0, lse_sum = 0.0;
     float lse_max = -INFINITY;
 #pragma unroll 4
     for (i64 i = threadIdx.x; i < n; i += 1024) {
         const float row_loss = losses[i] * WEIGHT_OF(i), row_lse = lse[i];
         if (targets[i] < 0) { continue; }
         const bool early = (u32)i % (u32)seq_len < 1024;
+        const float each = by_weight ? WEIGHT_OF(i) : 1.0f;
         loss += row_loss;
+        count += each;
         tokens += 1.0;
         loss_1k += early ? row_loss : 0.0f;
-        tokens_1k += early;
+        tokens_1k += early ? each : 0.0f;
         lse_sum += row_lse;
         lse_max = fmaxf(lse_max, row_lse);
     }
@@ -361,7 +364,8 @@ cross_entropy_stats(f64* __restrict__ stats, const f32* __restrict__ losses,
         if (threadIdx.x == 0) { stats[entry] += x; }
     };
     add(LOSS, loss);
-    add(TOKENS, tokens);
+    add(COUNT, count);
+    if (by_weight) { add(TOKENS, tokens); }
     add(LOSS_1K, loss_1k);
     add(TOKENS_1K, tokens_1k);
     add(LSE_SUM, lse_sum);

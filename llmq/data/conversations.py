@@ -60,6 +60,7 @@ _ROLES_OF_OTHERS = {
     "function_call": "assistant",
 }
 # Names under which data sets say whether a message is trained, and the values that they give.
+WEIGHT_PARTS = 200  # of 1: what weights are multiples of
 FLAGS = ("weight", "train", "training", "loss")
 _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
@@ -377,24 +378,42 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
             )
 
 
-def is_trained(message: Message, number: int) -> bool | None:
-    """Whether a message asks to be trained, by any of FLAGS; None if it does not say.
+def weight_of(message: Message, number: int) -> float | None:
+    """The weight that a message asks to be trained with, by any of FLAGS; None if it does not say.
 
-    number: the message's, from 1. DataError for a value that is neither yes nor no, or for two
-    flags that contradict each other.
+    number: the message's, from 1. DataError for a value that is none, or for two flags that
+    contradict each other.
     """
-    found = {}
+    found: dict[str, float] = {}
     for name in FLAGS:
         if (value := message.get(name)) is not None:
-            found[name] = _FLAG_VALUES.get(str(value).strip().lower())
-            if found[name] is None:
+            known = _FLAG_VALUES.get(str(value).strip().lower())
+            parts = value * WEIGHT_PARTS if name == "weight" and isinstance(value, float) else -1
+            if known is None and not (0 <= parts <= WEIGHT_PARTS and abs(parts % 1 - 0.5) > 0.499):
                 raise DataError(
                     f"message {number}: '{name}' is {value!r}: a message is trained (1, true) or "
-                    "not (0, false); there are no weights in between"
+                    f"not (0, false); 'weight' may also be a multiple of {1 / WEIGHT_PARTS} between"
                 )
+            found[name] = round(parts) / WEIGHT_PARTS if known is None else float(known)
     if len({*found.values()}) > 1:
         raise DataError(f"message {number}: {' and '.join(found)} contradict each other")
     return next(iter(found.values()), None)
+
+
+def is_trained(message: Message, number: int) -> bool | None:
+    """Whether a message asks to be trained, as `weight_of`."""
+    weight = weight_of(message, number)
+    return None if weight is None else weight > 0
+
+
+def check_whole(conversations: Sequence[Conversation], where: str) -> None:
+    """Raise DataError for a weight between 0 and 1."""
+    for number, message in (m for each in conversations for m in enumerate(each.messages, 1)):
+        if (weight := weight_of(message, number)) not in (None, 0, 1):
+            raise DataError(
+                f"{where}: message {number} has the weight {weight}: give --weights, and tokens "
+                "count as much as that"
+            )
 
 
 def unread(messages: Sequence[Message], names: Collection[str]) -> Iterator[str]:

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 
-from llmq.base.errors import DataError
+from llmq.base.errors import ConfigError, DataError
 from llmq.base.worker import Answer, Begin, Bounds, Worker, forks
 from llmq.data.chat_masks import Chat, Completion, token_mask
 from llmq.data.chat_template import text_of
-from llmq.data.conversations import CLASSES, TEXT, Conversation, RecordConversation
+from llmq.data.conversations import (
+    CLASSES,
+    FLAGS,
+    TEXT,
+    Conversation,
+    RecordConversation,
+    check_whole,
+    weight_of,
+)
 from llmq.data.documents import Block, DocumentPart, Position
 from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
@@ -24,6 +32,7 @@ from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
 # The end of a block in the input, and its ids for training and for evaluation.
 Encoded = tuple[Position, tuple[Ids, Ids]]
 
+UNWEIGHTED = ("last", "each", "all")  # values of --train-on
 _FORGED = (
     "have a control token written out in a message, which becomes that token, as in transformers"
 )
@@ -35,13 +44,28 @@ class Recipe:
 
     tokenizer: for load_tokenizer. wanted: the reader of records. added: ids before and behind
     each text, with or without the end of the text; conversations have none, completions do. chat:
-    renders conversations; None for texts.
+    renders conversations; None for texts. with_weights: which messages may have.
     """
 
     tokenizer: str
     wanted: RecordText | RecordConversation
     added: Added
     chat: Chat | Completion | None = None
+    with_weights: bool = False
+
+    def weighted(self) -> Recipe:
+        """With messages' weights; ConfigError for documents that are not whole conversations."""
+        if (
+            not self.is_chat
+            or self.in_pairs
+            or self.has_classes
+            or self.chat.train_on in UNWEIGHTED
+        ):
+            raise ConfigError(
+                "--weights: is for conversations of which all answers are trained in one document, "
+                "written by a chat template: leave it out"
+            )
+        return replace(self, with_weights=True)
 
     @property
     def with_masks(self) -> bool:
@@ -74,6 +98,7 @@ class Recipe:
             "special_tokens": [*self.added],
             "format": TEXT if is_text else self.wanted.form,
             "train_on": self.chat and self.chat.train_on,
+            **({"weights": True} if self.with_weights else {}),
             "chat_template": self.chat.template.fingerprint if self.is_chat else None,
         }
 
@@ -145,6 +170,8 @@ class Encoder:
         written = self.recipe.is_chat and conversations[0].text is None
         before, after = ([], []) if written else self._added
         label = conversations[0].label
+        if not self.recipe.with_weights:
+            check_whole(conversations, piece.where)
         if other is not None:
             (answer,) = self.recipe.wanted.of_json(other.text, other.where)
             conversations.append(conversations[0].answered_by(answer))
@@ -165,8 +192,11 @@ class Encoder:
         encoded = self.tokenizer.encode_with_offsets(texts)
         for number, ((_, spans), (ids, offsets)) in enumerate(zip(rendered, encoded, strict=True)):
             mask = token_mask(offsets, spans)
+            if self.recipe.with_weights:
+                mask = self._weights(conversations[0], chat, offsets, mask)
             ids = np.concatenate([before, ids, after]).astype(np.int32)
-            mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)]).astype(bool)
+            mask = np.concatenate([[whole] * len(before), mask, [True] * len(after)])
+            mask = mask if self.recipe.with_weights else mask.astype(bool)
             if self.recipe.has_classes:
                 ids, mask = np.append(ids, np.int32(label)), np.arange(len(ids) + 1) == len(ids)
             if not mask[self.recipe.in_pairs :].any():
@@ -175,6 +205,25 @@ class Encoder:
                 mask[0] = number == 0 if label is None else label
             parts.add(ids, mask if self.recipe.with_masks else None)
             parts.end()
+
+    def _weights(
+        self, conversation: Conversation, chat: Chat, offsets: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:
+        """The weight of each token, F32 (n,), of which the mask says whether it is trained: that of
+        its message."""
+        messages = conversation.messages
+        own = [weight_of(message, n) for n, message in enumerate(messages, 1)]
+        found = mask.astype(np.float32)
+        for weight in {w for w in own if w is not None and 0 < w < 1}:
+            alone = [
+                {**{k: v for k, v in m.items() if k not in FLAGS}, "weight": int(w == weight)}
+                for m, w in zip(messages, own, strict=True)
+            ]
+            if not any(m["weight"] and m["role"] == "assistant" for m in alone):
+                continue  # nothing of it is trained
+            ((_, spans),) = chat.texts(replace(conversation, messages=alone))
+            found[token_mask(offsets, spans)] = weight
+        return found
 
     def _forged(self, conversation: Conversation) -> str | None:
         """The first control token that a message writes out, perhaps without meaning it."""

@@ -71,6 +71,7 @@ class DataLoader:
         prefetch: int = 4,
         scores: Path | None = None,
         top_k: int = 0,
+        weights: bool = False,
         labels: int = 0,
         pad: int | None = None,
     ) -> None:
@@ -81,8 +82,8 @@ class DataLoader:
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
         sequences; None: llm.q's windows. scores: the folder with those of the files, if the loss
-        reads them; it may be filled before the first batch is asked for. top_k, labels, pad: as of
-        RowReader.
+        reads them; it may be filled before the first batch is asked for. top_k, weights, labels,
+        pad: as of RowReader.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -100,7 +101,8 @@ class DataLoader:
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64
         self.world_size, self.scores = world_size, scores
-        self._how = {"scores": scores, "top_k": top_k, "labels": labels, "pad": pad}
+        self._how = {"scores": scores, "top_k": top_k, "weights": weights}
+        self._how |= {"labels": labels, "pad": pad}
         self._drop_last, self._prefetch = drop_last, prefetch
         self._counts = self.data.plan.counts
         self._groups = [self._parts(count, world_size) for count in self._counts]

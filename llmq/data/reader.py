@@ -57,13 +57,15 @@ class RowReader:
         pairs: bool = False,
         scores: Path | None = None,
         top_k: int = 0,
+        weights: bool = False,
         labels: int = 0,
         pad: int | None = None,
     ) -> None:
         """paths: the files, as spans number them. document_mask: whether batches have starts.
         pairs: whether each span is a pair of documents, and batches say where the other one is.
         scores: the folder with what a reference thinks of each token, which batches then have.
-        top_k: how many probabilities of each; 0: that of the token itself. labels: of a score
+        top_k: how many probabilities of each; 0: that of the token itself. weights: whether
+        those of the token files are in the place of scores. labels: of a score
         head, which reads the last token of each document but those of id pad; targets are labels,
         which stand behind documents, of pairs 0. 0: targets are tokens.
         """
@@ -71,6 +73,7 @@ class RowReader:
         self.document_mask, self.pairs = document_mask, pairs
         self._scores, self._top_k = scores, top_k
         self._labels, self._pad = labels, pad
+        self._weights, self._has_scores = weights, weights or scores is not None
         self._open: OrderedDict[int, tuple[TokenFile, ScoreFile | None]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
@@ -82,7 +85,7 @@ class RowReader:
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
-        names = [PARTNER] * self.pairs + [SCORES] * (self._scores is not None)
+        names = [PARTNER] * self.pairs + [SCORES] * self._has_scores
         width = [2 * self._top_k] * (self._top_k > 0)
         shapes = {PARTNER: inputs.shape, SCORES: (*inputs.shape, *width)}
         more = {name: np.zeros(shapes[name], np.float32) for name in names}
@@ -167,7 +170,7 @@ class RowReader:
         counts: np.ndarray | None = None
         width = [2 * self._top_k] * (self._top_k > 0)
         shape = (len(tokens), *width)
-        scores = None if self._scores is None else np.zeros(shape, np.float32)
+        scores = np.zeros(shape, np.float32) if self._has_scores else None
         at = 0
         for span, size in zip(spans, sizes, strict=True):
             file, scored = self._file(span.file)
@@ -177,8 +180,9 @@ class RowReader:
                 # The bit of the target token itself decides, so that the first token of an answer
                 # is trained and the token after its end is not.
                 counts[at : at + size] = file.read_mask(span.start, size)
-            if scored is not None:
-                scores[at : at + size] = scored.read(span.start, size)
+            if scores is not None:
+                read = file.read_weights if self._weights else scored.read
+                scores[at : at + size] = read(span.start, size)
             at += size
         tokens = tokens.astype(np.int32, copy=False)
         bad = tokens.view(np.uint32) >= self.vocab_size  # a negative id is a large unsigned one

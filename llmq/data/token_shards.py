@@ -81,8 +81,8 @@ class Ids(NamedTuple):
     """A part of a split: token ids (n,) int32.
 
     ends: (k,) int64, how many tokens come before each end of a document. mask: (n,) bool, True
-    where a token is trained; None if the files have no masks. notes: what is to be said about
-    conversations, as the end of a sentence, each with where one of them is.
+    where a token is trained, or weights; None if the files have no masks. notes: what is to be said
+    about conversations, as the end of a sentence, each with where one of them is.
     """
 
     tokens: np.ndarray
@@ -103,12 +103,13 @@ class ShardWriter:
         tokens: int,
         *,
         with_masks: bool = False,
+        with_weights: bool = False,
         in_pairs: bool = False,
     ) -> None:
         """Go on behind `tokens` tokens, which the last saved state counts; drop what follows."""
         self.out, self.split, self.with_masks, self.in_pairs = out, split, with_masks, in_pairs
         self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
-        self.tokens = tokens
+        self.tokens, self.with_weights = tokens, with_weights
         self.documents = 0  # those that ended since then
         number, keep = divmod(tokens, shard_tokens)
         path = _shard(out, split, number)
@@ -127,6 +128,7 @@ class ShardWriter:
         return TokenWriter(
             *(_shard(self.out, self.split, number), self.vocab_size),
             with_masks=self.with_masks,
+            with_weights=self.with_weights,
             with_documents=True,
             in_pairs=self.in_pairs,
             with_checksums=True,

@@ -60,6 +60,7 @@ def tokenize(
     train_on: str = "assistant",
     chat_template: str | None = None,
     seq_len: int | None = None,
+    weights: bool = False,
     max_record: int = MAX_RECORD,
     record_seconds: float = 10.0,
 ) -> TokenizeSummary:
@@ -72,9 +73,9 @@ def tokenize(
     FORMATS. special_tokens: "auto" adds to a text what transformers' AutoTokenizer adds, and the
     end of the text unless it is among that; "none": only that end. chat_template: renders
     conversations, see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
-    longer documents. max_record: bytes of a record. record_seconds: see Bounds. Goes on where the
-    same arguments were interrupted. DataError or ConfigError for what the user can mend. Where
-    threads run, a script needs `if __name__ == "__main__":`.
+    longer documents. weights: messages may have some. max_record: bytes of a record.
+    record_seconds: see Bounds. Goes on where the same arguments were interrupted. DataError or
+    ConfigError for what the user can mend. With threads a script needs `if __name__ == "__main__"`.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
@@ -82,12 +83,11 @@ def tokenize(
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
     bounds = Bounds(seconds=record_seconds)
-    how = (special_tokens, train_on, chat_template)
+    how = (special_tokens, train_on, chat_template, weights)
     recipe, said, stop = _prepared(tokenizer, wanted, *how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
-    if recipe.in_pairs:
-        shard_tokens = _one_file(shard_tokens, warnings)
+    shard_tokens = _one_file(shard_tokens, warnings) if recipe.in_pairs else shard_tokens
     options |= {"shard_tokens": shard_tokens, "seed": seed, **recipe.record()}
     with locked(out / LOCK, "--out", out):
         manifest = open_manifest(out, options, sources, loaded, overwrite)
@@ -107,7 +107,7 @@ def _prepared(
     spec: str, wanted: RecordText | RecordConversation, *how: Any
 ) -> tuple[Recipe, list[str], int | None]:
     """The recipe, warnings, and the id that ends a turn of conversations, found where the files of
-    others can do no harm. how: special_tokens, train_on, --chat-template, and the bounds.
+    others can do no harm. how: special_tokens, train_on, --chat-template, weights, bounds.
 
     DataError for what cannot be loaded, or takes more than the bounds.
     """
@@ -115,7 +115,7 @@ def _prepared(
     prepare = partial(_prepare, spec, wanted, *options)
     if spec == ByteTokenizer.fingerprint and isinstance(wanted, RecordText):
         return prepare()
-    given = options[-1]
+    *_, given, _ = options
     what = f"the tokenizer '{spec}'" + (f" or the chat template '{given}'" if given else "")
     return in_worker(prepare, what, bounds)
 
@@ -126,10 +126,12 @@ def _prepare(
     special_tokens: str,
     train_on: str,
     given: str | None,
+    weights: bool,
 ) -> tuple[Recipe, list[str], int | None]:
     """given: --chat-template."""
     tokenizer = load_tokenizer(spec)
     recipe = _recipe(tokenizer, spec, wanted, special_tokens, train_on, given)
+    recipe = recipe.weighted() if weights else recipe
     stop = end_of_turn(recipe.chat.template, tokenizer) if recipe.is_chat else None
     if stop is not None and stop.text and tokenizer.fingerprint != ByteTokenizer.fingerprint:
         missing = lacking_tokens(recipe.chat.template, tokenizer)
@@ -273,6 +275,7 @@ def _run(
         split: ShardWriter(
             *(manifest.out, split, state["vocab_size"], options["shard_tokens"], done),
             with_masks=recipe.with_masks,
+            with_weights=recipe.with_weights,
             in_pairs=recipe.in_pairs,
         )
         for split, done in state["splits"].items()

@@ -5,10 +5,11 @@
           12     int32    bytes per token, 4
           16     int32    number of tokens n
           20     int32    vocabulary size
-          24     int32    1 = loss masks follow the tokens
+          24     int32    1 = loss masks follow the tokens, 2 = weights do
           28     filler   up to 1024 bytes: "*", then a newline
         1024     n int32  token ids; documents follow one another
     1024 + 4n    bits     only with masks: one bit per token, least significant first, 1 = train
+    1024 + 4n    n bytes  only with weights: each is a token's weight in 200ths, 0 = do not train
 
 Everything is little-endian. The mask bit of a token says whether *predicting that token* counts.
 While a file is written, its mask bits wait in a file of their own, `X.mask.partial` beside
@@ -30,6 +31,7 @@ import numpy as np
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, open_file, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, write_checksums
+from llmq.data.conversations import WEIGHT_PARTS
 from llmq.data.document_file import DocumentWriter, documents_path, partial_path
 from llmq.data.patterns import find_token_files
 from llmq.data.public_sets import maker
@@ -93,6 +95,34 @@ class MaskWriter:
         self.path.unlink(missing_ok=True)
 
 
+class WeightWriter(MaskWriter):
+    """Appends weights in the place of mask bits."""
+
+    def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
+        """keep: how many weights of the partial file to keep, or those weights themselves."""
+        self.path = partial_path(path)
+        count = keep if isinstance(keep, int) else 0
+        if count and (not self.path.exists() or self.path.stat().st_size < count):
+            raise DataError(f"'{self.path}' is missing or too short: start again with --overwrite")
+        with disk_errors(self.path):
+            self._file = open(self.path, "r+b" if count else "wb")  # noqa: SIM115 (kept open)
+            self._file.seek(count)
+            self._file.truncate()
+        if not isinstance(keep, int):
+            self.write(keep)
+
+    def write(self, mask: np.ndarray) -> None:
+        """Append weights (n,) from 0 to 1, or bits."""
+        with disk_errors(self.path):
+            self._file.write(np.rint(mask * np.float64(WEIGHT_PARTS)).astype(np.uint8).tobytes())
+
+    def sync(self) -> None:
+        """Force all weights to the disk."""
+        with disk_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
 # ------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +182,8 @@ def open_token_files(
 class TokenFile:
     """One checked token file, for one thread: to close it ends the reads of others.
 
-    path; version; num_tokens; vocab_size (0 = unknown); has_masks; num_bytes (of the whole file).
+    path; version; num_tokens; vocab_size (0 = unknown); has_masks; has_weights: which are masks,
+    too; num_bytes (of the whole file).
     checksums: those of its pieces, None without a `.sums` file. A piece is compared with its own
     when something in it is read for the first time in this process.
     """
@@ -161,6 +192,7 @@ class TokenFile:
         "_file",
         "checksums",
         "has_masks",
+        "has_weights",
         "num_bytes",
         "num_tokens",
         "path",
@@ -190,7 +222,7 @@ class TokenFile:
             )
         _, self.version, width, self.num_tokens, vocab_size, masks = _FIELDS.unpack_from(header)
         self.vocab_size = vocab_size if self.version == VERSION else 0
-        self.has_masks = masks == 1
+        self.has_masks, self.has_weights = masks in (1, 2), masks == 2
         self._check(width)
         self.checksums = Checksums.of(self.path)
 
@@ -212,7 +244,7 @@ class TokenFile:
             )
         expected = HEADER_BYTES + TOKEN_BYTES * self.num_tokens
         if self.has_masks:
-            expected += (self.num_tokens + 7) // 8
+            expected += self.num_tokens if self.has_weights else (self.num_tokens + 7) // 8
         if self.num_bytes != expected:
             state = "is truncated" if self.num_bytes < expected else "is too long"
             raise DataError(
@@ -235,11 +267,21 @@ class TokenFile:
         """Mask bits [start, start + count), (count,) bool: True where predicting it counts."""
         if not self.has_masks:
             return np.ones(count, bool)
+        if self.has_weights:
+            return self.read_weights(start, count) > 0
         first = start // 8
         packed = np.empty((start + count + 7) // 8 - first, np.uint8)
         self._read_into(HEADER_BYTES + TOKEN_BYTES * self.num_tokens + first, packed)
         bits = np.unpackbits(packed, bitorder="little")
         return bits[start - 8 * first :][:count].astype(bool)
+
+    def read_weights(self, start: int, count: int) -> np.ndarray:
+        """Weights [start, start + count), (count,) float32; mask bits in a file without."""
+        if not self.has_weights:
+            return self.read_mask(start, count).astype(np.float32)
+        codes = np.empty(count, np.uint8)
+        self._read_into(HEADER_BYTES + TOKEN_BYTES * self.num_tokens + start, codes)
+        return codes / np.float32(WEIGHT_PARTS)
 
     def sample(self) -> int:
         """CRC-32 of a few pieces at equal distances, which differs for other content."""
@@ -293,6 +335,7 @@ class TokenWriter:
         vocab_size: int,
         *,
         with_masks: bool = False,
+        with_weights: bool = False,
         with_documents: bool = False,
         in_pairs: bool = False,
         with_checksums: bool = False,
@@ -300,7 +343,8 @@ class TokenWriter:
     ) -> None:
         """keep_tokens: go on after that many tokens of a partial file that `suspend` left.
 
-        in_pairs: with documents, every two of them are a pair (`document_file`).
+        with_weights: masks are weights. in_pairs: with documents, every two of them are a pair
+        (`document_file`).
 
         with_documents, with_checksums: write the `.docs` and the `.sums` file, too; else those of
         an earlier file are removed.
@@ -309,10 +353,11 @@ class TokenWriter:
         self._documents: DocumentWriter | None = None
         self._masks: MaskWriter | None = None
         self.vocab_size = vocab_size
-        self.with_masks, self.with_checksums = with_masks, with_checksums
+        self.with_masks, self.with_checksums = with_masks or with_weights, with_checksums
+        self.with_weights = with_weights
         self.num_tokens = keep_tokens
         partial = partial_path(self.path)
-        if with_masks:
+        if self.with_masks:
             self._masks = self._open_masks(keep_tokens)
         with disk_errors(partial):
             self._file = open(partial, "r+b" if keep_tokens else "wb")  # noqa: SIM115 (kept open)
@@ -324,13 +369,12 @@ class TokenWriter:
             self._documents = DocumentWriter(documents_path(self.path), keep_tokens, in_pairs)
 
     def _open_masks(self, keep_tokens: int) -> MaskWriter:
-        path = mask_path(self.path)
+        path, kept = mask_path(self.path), keep_tokens
         if keep_tokens and not partial_path(path).exists():  # the token file was complete already
             complete = TokenFile(partial_path(self.path))
-            kept = complete.read_mask(0, keep_tokens)
+            kept = complete.read_weights(0, keep_tokens)
             complete.close()
-            return MaskWriter(path, kept)
-        return MaskWriter(path, keep_tokens)
+        return (WeightWriter if self.with_weights else MaskWriter)(path, kept)
 
     def _keep(self, tokens: int) -> None:
         length = HEADER_BYTES + TOKEN_BYTES * tokens
@@ -345,7 +389,8 @@ class TokenWriter:
 
     def _header(self) -> bytes:
         fields = _FIELDS.pack(
-            MAGIC, VERSION, TOKEN_BYTES, self.num_tokens, self.vocab_size, int(self.with_masks)
+            *(MAGIC, VERSION, TOKEN_BYTES, self.num_tokens, self.vocab_size),
+            self.with_masks + self.with_weights,
         )
         return fields.ljust(HEADER_BYTES - 1, b"*") + b"\n"
 
@@ -355,7 +400,8 @@ class TokenWriter:
         mask: np.ndarray | None = None,
         ends: np.ndarray | Sequence[int] = (),
     ) -> None:
-        """Append token ids (n,); mask (n,) bool, with_masks only, True = predicting it counts.
+        """Append token ids (n,); mask (n,) bool, with_masks only, True = predicting it counts, or
+        weights from 0 to 1 with_weights.
 
         ends: (k,) rising from 0 to n, with_documents only: how many of these tokens come before
         each end of a document. A document may go on in the next call.

@@ -35,7 +35,7 @@ ADD_STATS = Kernel(
     "cross_entropy.cu",
     "cross_entropy_stats",
     args="inout f64* stats, const f32* losses, const f32* lse, const i32* targets, "
-    "i64 n, i32 seq_len",
+    "i64 n, i32 seq_len, i32 by_weight",
 )
 
 
@@ -135,6 +135,8 @@ def stats(
     lse: Tensor,
     targets: Tensor,
     weights: Tensor | None = None,
+    *,
+    by_weight: bool = False,
 ) -> None:
     """Adds a micro-step to the statistics of the optimizer step, in F64 and in a fixed order.
 
@@ -147,17 +149,19 @@ def stats(
         lse      in     F32 (B, T)
         targets  in     I32 (B, T)   negative: masked
         weights  in     F32 (B, T)   of the losses; or None: all are 1
+        by_weight: count and tokens_1k are sums of weights; the statistic behind TOKEN_STATS is how
+            many targets there are
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "cross_entropy.stats"
-    expect_stats(op, stats, TOKEN_STATS)
+    expect_stats(op, stats, (*TOKEN_STATS, *["tokens"] * by_weight))
     if len(targets.shape) != 2:
         raise ValueError(f"{op}: targets must have shape (B, T), got {targets.shape}")
     expect(op, "targets", targets, I32, targets.shape)
     expect(op, "losses", losses, F32, targets.shape)
     expect(op, "lse", lse, F32, targets.shape)
-    args = (stats, losses, lse, targets, targets.size, targets.shape[1])
+    args = (stats, losses, lse, targets, targets.size, targets.shape[1], int(by_weight))
     if weights is not None:
         expect(op, "weights", weights, F32, targets.shape)
     launch_weighted(dev, ADD_STATS, 1, STATS_THREADS, args, {}, weights)

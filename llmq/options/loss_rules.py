@@ -69,6 +69,12 @@ LOSS_RULES = (
         "least 2",
     ),
     *refused(
+        "token_weights",
+        lambda v, o: v and (o.loss != "ce" or o.head == "score"),
+        "--token-weights: does not go with --loss {loss} --head {head}: give --no-token-weights, "
+        "and only whether a token is trained counts",
+    ),
+    *refused(
         "eval_task sample_prompt",
         lambda v, o: v and o.head == "score",
         "{flag}: a model with --head score predicts no tokens",
@@ -103,13 +109,13 @@ LOSS_RULES = (
     ),
     *refused(
         "head_dtype",
-        lambda v, o: o.loss != "ce" and v == "e4m3",
+        lambda v, o: (o.loss != "ce" or o.token_weights) and v == "e4m3",
         "--loss {loss}: an fp8 head rounds the weights of rows to within 1/8: use --head-dtype "
         "bf16",
     ),
     *refused(
         "z_loss",
-        lambda v, o: o.loss != "ce" and v > 0,
+        lambda v, o: (o.loss != "ce" or o.token_weights) and v > 0,
         "--z-loss: would be weighted as tokens are, of which --loss {loss} makes some less likely",
     ),
     *refused("pref_beta", lambda v, o: v == 0, "--pref-beta: must be more than 0"),

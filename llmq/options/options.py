@@ -364,6 +364,11 @@ class TrainConfig(Derived):
         "and kto score the data by the first weights if not given; of weighted each token's "
         "weight, of kd a teacher's --top-k",
     )
+    token_weights: bool = switch(
+        LOSS_GROUP,
+        "Weigh tokens as their messages are weighed in the token files; on if not given where "
+        "these have weights",
+    )
     pref_beta: float | None = option(LOSS_GROUP, None, "Beta of a loss of pairs", min=0)
     pref_gamma: float | None = option(LOSS_GROUP, None, "Margin of SimPO")
     pref_smoothing: float | None = option(

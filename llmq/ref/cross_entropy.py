@@ -101,18 +101,22 @@ def cross_entropy_stats(
     targets: np.ndarray,
     n: int,
     seq_len: int,
+    by_weight: int = 0,
     weights: np.ndarray | None = None,
 ) -> None:
     losses, lse = losses.reshape(-1, seq_len), lse.reshape(-1, seq_len)
     if weights is not None:
         losses = losses * weights.reshape(-1, seq_len)
     counted = targets.reshape(-1, seq_len) >= 0
+    each = counted * weights.reshape(-1, seq_len).astype(np.float64) if by_weight else counted
     named = dict.fromkeys(TOKEN_STATS, 0.0)
     named["loss"] = losses.sum(dtype=np.float64)
-    named["count"] = np.count_nonzero(counted)
+    named["count"] = each.sum()
     named["loss_1k"] = losses[:, :1024].sum(dtype=np.float64)
-    named["tokens_1k"] = np.count_nonzero(counted[:, :1024])
+    named["tokens_1k"] = each[:, :1024].sum()
     named["lse_sum"] = lse[counted].sum(dtype=np.float64)
+    if by_weight:
+        named["tokens"] = np.count_nonzero(counted)
     largest = TOKEN_STATS.index("lse_max")
     most = np.fmax.reduce(lse[counted], initial=stats[largest])
     stats[: len(named)] += list(named.values())

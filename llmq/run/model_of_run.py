@@ -105,20 +105,25 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
 
 
 def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole conversations in sequences where the training files hold some; {}: as for any data.
+    """Whole conversations in sequences where the training files hold some, and their weights; {}:
+    as for any data.
 
     values: what is given, by field name. Windows of the files would cut questions off answers.
     """
     patterns = values.get("train_file")
-    if not patterns or "packing" in values or values.get("document_mask") is False:
+    if not patterns:
         return {}
     try:
         files = open_token_files(split_weights(patterns)[0])
     except (ConfigError, DataError):  # whoever reads them will say it
         return {}
+    unweighted = "token_weights" in values or not any(file.has_weights for file in files)
+    found = {} if unweighted else {"token_weights": True}
+    if "packing" in values or values.get("document_mask") is False:
+        return found
     known = "document_separator" in values or all(documents_path(f.path).exists() for f in files)
     conversations = known and any(file.has_masks for file in files)
-    return {"packing": "best-fit"} if conversations else {}
+    return found | ({"packing": "best-fit"} if conversations else {})
 
 
 def _download(config: TrainConfig, weights: bool) -> None:

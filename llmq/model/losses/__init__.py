@@ -8,7 +8,7 @@ from llmq.model.losses.kd import Distillation
 from llmq.model.losses.loss import Loss
 from llmq.model.losses.preferences import Ipo, Kto, Orpo, Preferences, SimPo
 from llmq.model.losses.score import Classes, Reward
-from llmq.model.losses.weighted import Weighted
+from llmq.model.losses.weighted import MessageWeights, Weighted
 from llmq.options.options import TrainConfig
 
 LOSSES: dict[str, type[Loss]] = {
@@ -28,4 +28,6 @@ OF_SCORES: dict[str, type[Loss]] = {"ce": Classes, "reward": Reward}
 
 def loss_class(options: TrainConfig) -> type[Loss]:
     """The loss of a run."""
+    if options.token_weights:
+        return MessageWeights
     return (OF_SCORES if options.head == "score" else LOSSES)[options.loss]

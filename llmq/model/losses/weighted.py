@@ -1,8 +1,9 @@
-"""Cross-entropy of tokens, each times a weight of any sign from the data's scores."""
+"""Cross-entropy of tokens, each times a weight: of any sign from scores, or that of its message."""
 
 from __future__ import annotations
 
-from math import inf
+from collections.abc import Mapping
+from math import inf, nan
 
 from llmq.base.tensor import Tensor
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
@@ -33,3 +34,28 @@ class Weighted(TokenCrossEntropy):
         """One launch."""
         weights = self.inputs["scores"]
         cross_entropy.stats(self.dev, stats, rows.losses, rows.lse, rows.targets, weights)
+
+
+class MessageWeights(TokenCrossEntropy):
+    """Weights from 0 to 1 that messages have in the token files. The loss is a mean by weight: the
+    sum of weighted losses over that of weights, of all ranks and micro-batches. So is loss_1k.
+    """
+
+    sums = (*TokenCrossEntropy.sums, "tokens")
+    inputs = ("scores",)
+
+    def weights(self, rows: Rows) -> Tensor:
+        """Those of the batch."""
+        return self.inputs["scores"]
+
+    def add(self, stats: Tensor, rows: Rows) -> None:
+        """One launch."""
+        weights = self.inputs["scores"]
+        args = (rows.losses, rows.lse, rows.targets, weights)
+        cross_entropy.stats(self.dev, stats, *args, by_weight=True)
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """NaN without tokens."""
+        mean = sums["lse_sum"] / (sums["tokens"] or nan)
+        return super().numbers(sums) | {"lse_mean": mean}
