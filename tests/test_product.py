@@ -160,7 +160,7 @@ def test_gpus_before_and_after_hopper_choose_between_one_kernel_and_two(call, mo
     """Both have the same bits."""
     found = {}
     for name in ("two kernels", "one kernel"):
-        bench = Bench(monkeypatch, "")
+        bench = Bench(monkeypatch, "")  # as if LLMQ_FUSED were not set
         bench.dev.spec = replace(bench.dev.spec, capability=89)
 
         def choose(work, ways, kept=None, name=name):

@@ -174,7 +174,7 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     from a product, and its grid counts on all of them.
     """
     route = ROUTES.get(kind)
-    if dev.fused is not None and offered(dev, kind, sizes):
+    if dev.fused is not None and _is_generic(dev, kind, sizes):
         return route if route.kernel in dev.fused else None
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None
@@ -194,10 +194,12 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
 
 
 def offered(dev: Device, kind: str, sizes: Sizes) -> bool:
-    """Whether there is a kernel of ours that needs no instructions of Hopper.
+    """Whether a kernel of ours is to be timed beside two kernels (`Device.choose`)."""
+    return dev.fused is None and _is_generic(dev, kind, sizes)
 
-    GPUs differ in where it is faster than two kernels: `Device.choose` finds out.
-    """
+
+def _is_generic(dev: Device, kind: str, sizes: Sizes) -> bool:
+    """Whether there is a kernel of ours that needs no instructions of Hopper."""
     route, capability = ROUTES.get(kind), dev.spec.capability
     if route is None or capability in (CAPABILITY, HOST_SPEC.capability):
         return False

@@ -14,7 +14,7 @@ import shlex
 from importlib import metadata
 from types import SimpleNamespace
 
-from llmq.base.errors import LlmqError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.nvml import open_nvml
 
@@ -145,10 +145,27 @@ def device_spec(index: int) -> DeviceSpec:
         )
     return DeviceSpec(
         name=name,
-        capability=capability,
+        capability=min(capability, lowered(capability)),
         num_sms=properties["multiProcessorCount"],
         memory=properties["totalGlobalMem"],
     )
+
+
+def lowered(capability: int) -> int:
+    """LLMQ_CAPABILITY of the environment, for developers: as what GPU one chooses its kernels.
+
+    Raises ConfigError where it is no number.
+    """
+    text = os.environ.get("LLMQ_CAPABILITY") or str(capability)
+    if not text.isdecimal():
+        raise ConfigError(f"LLMQ_CAPABILITY: '{text}' is no number as 89, which means 8.9")
+    return int(text)
+
+
+def compute_capability(index: int) -> int:
+    """The real one of GPU `index`, times 10, for which kernels are compiled."""
+    properties = load().runtime.getDeviceProperties(index)
+    return 10 * properties["major"] + properties["minor"]
 
 
 def _version(number: int) -> str:

@@ -94,7 +94,7 @@ class CudaDevice(Device):
         self._sync_launches = os.environ.get("LLMQ_SYNC") == "1"
         self.use_graphs = graphs and not self._sync_launches
         self._tune = tune
-        self._kernels = CudaKernels(api, spec.capability)
+        self._kernels = CudaKernels(api, cuda_api.compute_capability(index))
         self._libraries: dict[str, Any] = {}
         self._choices: Choices | None = None
         self._errors = (api.runtime.CUDARuntimeError, api.DriverError)  # of launches

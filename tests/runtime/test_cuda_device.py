@@ -71,6 +71,16 @@ def test_spec(api):
         assert (device.spec.name, device.num_sms) == ("Fake GPU", 170)
 
 
+def test_a_gpu_that_chooses_as_an_older_one(api, monkeypatch):
+    """Its kernels are compiled for what it is."""
+    monkeypatch.setenv("LLMQ_CAPABILITY", "89")
+    with closing(CudaDevice(0, SIZES)) as device:
+        assert (device.spec.capability, device._kernels._capability) == (89, 90)
+    monkeypatch.setenv("LLMQ_CAPABILITY", "8.9")
+    with pytest.raises(LlmqError, match=r"LLMQ_CAPABILITY: '8\.9' is no number as 89"):
+        device_spec(0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
