@@ -155,7 +155,14 @@ def bf16_gradient(bench):
     return [stored]
 
 
-@pytest.mark.parametrize("call", [gradient, bf16_gradient])
+def glu_again(bench):
+    """A product of the same sizes as `glu`, without its activation."""
+    up, a, b = bench.empty(M, 2 * N), bench.tensor(M, K), bench.tensor(2 * N, K)
+    product(bench.dev, up, a, b, trans_b=True, epilogue=Activated(name="geglu", to=None))
+    return [up]
+
+
+@pytest.mark.parametrize("call", [gradient, bf16_gradient, glu, glu_again, glu_grad])
 def test_gpus_before_and_after_hopper_choose_between_one_kernel_and_two(call, monkeypatch):
     """Both have the same bits."""
     found = {}
@@ -163,10 +170,12 @@ def test_gpus_before_and_after_hopper_choose_between_one_kernel_and_two(call, mo
         bench = Bench(monkeypatch, "")  # as if LLMQ_FUSED were not set
         bench.dev.spec = replace(bench.dev.spec, capability=89)
 
-        def choose(work, ways, kept=None, name=name):
+        def choose(work, ways, kept=(), name=name):
             assert list(ways) == ["two kernels", "one kernel"]
             ways[name]()
             found[name] = work
+            # A product that is computed again has the bits of the first time.
+            assert call not in (glu, glu_again) or work == f"glu {M}x{N}x{K} bf16*bf16"
 
         with bench.dev.instead(choose=choose):
             made = call(bench)

@@ -55,10 +55,7 @@ template <class Base, int, class Policy = Boxes> struct Cooperative : Policy {
     template <class WorkOn>
     __device__ __forceinline__ void take_boxes(const Work& work, int me, WorkOn& work_on) const {
         constexpr int LINES = TILE_ROWS / UNITS_OF_BOX;
-        int t = blockIdx.x, rows = work.rows;
-        fill_boxes(Tile(t, work));
-        forget(t), forget(rows);  // or the place would be kept in registers, of which there are none
-        const Tile tile(t, {rows, work.columns, work.width});
+        const Tile tile = fill_boxes(work);
         work_on.begin();
 #pragma unroll 1
         for (int unit = me; unit < BOXES * UNITS_OF_BOX; unit += WARPS) {
@@ -67,8 +64,16 @@ template <class Base, int, class Policy = Boxes> struct Cooperative : Policy {
         }
     }
 
-    // The tile's product becomes what is in the boxes, when all warps have left those before.
-    __device__ __forceinline__ void fill_boxes(const Tile& tile) const {
+    // The block's tile, whose product becomes what is in the boxes.
+    __device__ __forceinline__ Tile fill_boxes(const Work& work) const {
+        int t = blockIdx.x, rows = work.rows;
+        multiply(Tile(t, work));
+        forget(t), forget(rows);  // or the place would be kept in registers, of which there are none
+        return Tile(t, {rows, work.columns, work.width});
+    }
+
+private:
+    __device__ __forceinline__ void multiply(const Tile& tile) const {
         const Operands& of = operands;
         constexpr bool A_OUTSIDE = Base::LEFT_OUTSIDE, B_OUTSIDE = Base::RIGHT_OUTSIDE;
         typename Base::Sums sum = {};

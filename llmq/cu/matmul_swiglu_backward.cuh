@@ -4,11 +4,12 @@
 //   d_out = bf16(x)
 //   d_up_gate, out = swiglu_backward(d_out, up_gate)        as in swiglu.cu, with the same bits
 //
-// While two warpgroups multiply a tile of d_out, seven warps compute what follows from the one
-// before, in units of 16 rows and 64 columns, a thread 4 rows and 8 columns. A unit's part of
-// up_gate is loaded one unit ahead, into registers, in lines of 128 bytes. Transposed codes meet in
-// shared memory, those of a box: with a unit of the next box, a warp copies an eighth of them, in
-// whole lines. Less than a line costs as much of the caches' time as a line.
+// Warps compute what follows from a tile of d_out in units of 16 rows and 64 columns, a thread 4 rows
+// and 8 columns. A unit's part of up_gate is loaded one unit ahead, into registers, in lines of 128
+// bytes. Transposed codes meet in shared memory, those of a box, and are copied in whole lines. Less
+// than a line costs as much of the caches' time as a line. On Hopper seven warps do that while two
+// warpgroups multiply the next tile, and with a unit of the next box a warp copies an eighth of the
+// codes of the one before; elsewhere all warps do it behind their tile, box after box.
 //
 // Data     N is F. d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu. D_UP_GATE: whether
@@ -23,11 +24,11 @@
 
 using Gate = GateOf<GELU>::Type;
 
-constexpr int WARPS = 7;  // of the epilogue
+constexpr int WARPS = CLUSTER == 1 ? 4 : 7;  // of the epilogue
 constexpr int UNIT_ROWS = 16;
 // Transposed codes of a box, of up and then of gate: a line of 128 bytes for each column, whose 16
-// bytes of unit u lie in place u ^ (column / 8). Two boxes take turns.
-constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = 2;
+// bytes of unit u lie in place u ^ (column / 8). On Hopper two boxes take turns.
+constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = CLUSTER;
 constexpr int BARRIER_BYTES = 512;  // not all of them are used
 
 struct Shape : Boxes {
@@ -79,6 +80,38 @@ struct Epilogue {
     uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
     // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
+#if CLUSTER == 1
+    __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
+        const Tile tile = product.fill_boxes(work);
+        lines = dynamic + Product::BOXES * Product::BOX_BYTES;
+        encoder.begin(scale);
+        Unit now(tile, me, M, F);
+        load(now);
+#pragma unroll 1
+        for (int unit = me; unit < UNITS; unit += WARPS) {
+            const Unit then(tile, min(unit + WARPS, UNITS - 1), M, F);
+            uint2 up_codes[4], gate_codes[4];
+            work_on(now, then, dynamic + now.box * Product::BOX_BYTES, up_codes, gate_codes);
+            if constexpr (TRANSPOSED) {
+                put_transposed(now, 0, up_codes, gate_codes);
+                if (unit % UNITS_OF_BOX >= UNITS_OF_BOX - WARPS) {  // the box is all there
+                    __syncthreads();
+                    const TransposedBox box{0, tile.row, tile.column + now.box * BOX};
+                    for (int part = me; part < UNITS_OF_BOX; part += WARPS) {
+                        copy_transposed(box, part);
+                    }
+                    __syncthreads();
+                }
+            }
+            now = then;
+        }
+        encoder.finish(saturated, abs_max);
+    }
+
+private:
+    __device__ __forceinline__ void wait(SharedAddress, u32) const {}
+    __device__ __forceinline__ void arrive(SharedAddress) const {}
+#else
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         const unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
         lines = dynamic + (product.boxes - shared_address(dynamic)) +
@@ -91,10 +124,7 @@ struct Epilogue {
         TransposedBox first{0, tile.row, tile.column};  // of the tile's boxes
         TransposedBox before{0, M, F};                  // the last one of the tile before
         Unit now(tile, unit, M, F);
-        if (now.inside) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) { load(now, i); }
-        }
+        load(now);
         for (int t = work.cluster; t < work.tiles; t += work.clusters, parity ^= 1) {
             const Tile next(t + work.clusters < work.tiles ? t + work.clusters : t, work);
 #pragma unroll 1
@@ -104,8 +134,7 @@ struct Epilogue {
                 barrier_wait(product.ready + 8 * now.box, parity);
                 uint2 up_codes[4], gate_codes[4];
                 work_on(now, then, boxes + now.box * Product::BOX_BYTES, up_codes, gate_codes);
-                __syncwarp();
-                if (threadIdx.x % 32 == 0) { barrier_arrive(product.taken + 8 * now.box); }
+                arrive(product.taken + 8 * now.box);
                 if constexpr (TRANSPOSED) {
                     put_transposed(now, first.turn + now.box, up_codes, gate_codes);
                     const TransposedBox last =
@@ -131,6 +160,21 @@ struct Epilogue {
     }
 
 private:
+    __device__ __forceinline__ void wait(SharedAddress barrier, u32 parity) const {
+        barrier_wait(barrier, parity);
+    }
+    __device__ __forceinline__ void arrive(SharedAddress barrier) const {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) { barrier_arrive(barrier); }
+    }
+#endif
+
+    __device__ __forceinline__ void load(const Unit& unit) {
+        if (unit.inside) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { load(unit, i); }
+        }
+    }
     __device__ __forceinline__ void load(const Unit& unit, int row) {
         const bf16* const from = up_gate + unit.place + (i64)row * 2 * F;
         up[row] = __ldcs(reinterpret_cast<const uint4*>(from));
@@ -176,13 +220,12 @@ private:
     __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const uint2 (&up_codes)[4],
                                                const uint2 (&gate_codes)[4]) const {
         const u32 buffer = turn % BUFFERS;
-        barrier_wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
+        wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
         unsigned char* const mine = lines + buffer * 2 * TRANSPOSED_BYTES + unit.octet * 8 * LINE +
                                     (unit.part ^ unit.octet) * 16 + unit.line % 16;
         put_octets(mine, up_codes);
         put_octets(mine + TRANSPOSED_BYTES, gate_codes);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) { barrier_arrive(coded + 8 * buffer); }
+        arrive(coded + 8 * buffer);
     }
 
     // Four rows of eight columns: four bytes into each of eight lines.
@@ -199,7 +242,7 @@ private:
     // From there to transposed (2F, M), of up and of gate the columns of octet `part`: eight lanes
     // have a line.
     __device__ __forceinline__ void copy_transposed(const TransposedBox& box, int part) const {
-        barrier_wait(coded + 8 * box.buffer(), box.parity());
+        wait(coded + 8 * box.buffer(), box.parity());
         const int lane = threadIdx.x % 32, word = lane % 8, c = part * 8 + lane / 8;
         const int row = box.row + 16 * word, column = box.column + c;
         if (row < M && column < F) {
@@ -214,8 +257,7 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) { store(to + (i64)(i / 2 * F + i % 2 * 4) * M, x[i]); }
         }
-        __syncwarp();
-        if (lane == 0) { barrier_arrive(drained + 8 * box.buffer()); }
+        arrive(drained + 8 * box.buffer());
     }
 
     static __device__ __forceinline__ u32 pair_of(const uint4& x, int i) {

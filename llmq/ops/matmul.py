@@ -223,7 +223,7 @@ def _choose(
     block_scaled = partial(_block_scaled, dev, operands, workspace, sizes)
     ways = {"per-tensor": per_tensor, "block-scaled": block_scaled}
     work = _work(*matrices, *types, *flags)
-    dev.choose(work, ways, kept=out if accumulate else None)
+    dev.choose(work, ways, kept=(out,) if accumulate else ())
 
 
 @cache  # the same few, launch after launch

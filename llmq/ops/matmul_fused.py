@@ -64,7 +64,11 @@ SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 32768, 
 # On other GPUs: kernels that there are, and formats of a; rows and columns of a tile, threads of a
 # block and bytes of a stage; the capabilities with 100 KiB for two blocks, and those that multiply
 # fp8 codes: before Ada none does, and between Ada and consumers' Blackwell in other instructions.
-GENERIC = {"matmul_gradient": (BF16, E4M3, E5M2)}
+GENERIC = {
+    "matmul_gradient": (BF16, E4M3, E5M2),
+    "matmul_swiglu": (BF16, E4M3),
+    "matmul_swiglu_backward": (BF16, E4M3, E5M2),
+}
 GENERIC_TILE, GENERIC_THREADS, GENERIC_STAGE = 128, 128, 16384
 SMALL_SHARED, GENERIC_FP8 = (86, 89, 120, 121), (89, 120, 121)
 LINE = 128  # bytes of K in a tile
@@ -150,7 +154,8 @@ class _Product(NamedTuple):
         which there are as many as it has place for. count: tiles of all results, where there are
         several of (M, N), or of other rows. a_rows: of a box of a."""
         N = self.N // (1 + paired)
-        generic = entry in GENERIC and not on_hopper(dev) and not self.rank
+        coded = (consts or {}).get("CODED", 0)
+        generic = entry in GENERIC and not (on_hopper(dev) or self.rank or coded)
         if generic:
             columns, threads, cluster, boxes = GENERIC_TILE, GENERIC_THREADS, 1, ()
             blocks = ceil_div(self.M, GENERIC_TILE) * ceil_div(N, columns // (1 + paired))
@@ -457,7 +462,8 @@ def swiglu(
 
     The bits are those of `adapted` (fp8: with fast accumulation), which rounds up_gate, and of
     `swiglu.forward`, which reads that. With gelu it is GeGLU. If up_gate are codes, the product is
-    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
+    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none. On other GPUs
+    than Hopper sums are F32, and up_gate has other bits.
 
     Args (a: BF16 or E4M3; N is 2F, the rows of up and then those of gate; M, F multiples of 16):
         up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None; or
@@ -472,8 +478,8 @@ def swiglu(
     codes, reads = None, out is not None or fp8 is not None
     if isinstance(up_gate, ProductCodes):
         codes, up_gate = up_gate, up_gate.codes
-    if not reads and (codes is None or up_gate is None):
-        raise TypeError(f"{op}: out, fp8 or codes as up_gate must be given, all are None")
+    if not reads and up_gate is None:
+        raise TypeError(f"{op}: out, fp8 or up_gate must be given, all are None")
     if b.shape[0] % 2:
         raise ValueError(f"{op}: b must have rows of up and of gate, got {b.shape}")
     p = _Product.of(op, a, b, h, tail, scale_a, scale_b, dtypes=(E4M3, BF16))

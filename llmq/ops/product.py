@@ -7,7 +7,7 @@ scratch that they need. Everybody else says what is computed, and never asks how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from llmq.ops import (
 from llmq.ops.common import num_sums
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ops.matmul_int8 import matmul_int8
-from llmq.ops.routes import Route, Sizes, offered, taken
+from llmq.ops.routes import Route, Sizes, taken, ways
 from llmq.runtime.device import Device
 
 Run = Callable[[], None]
@@ -121,16 +121,20 @@ class _Terms(NamedTuple):
         return None if route and self.bias is not None and not route.bias else route
 
     def choose(
-        self, kind: str, out: DType | None, two: Run, one: Run, kept: Tensor | None = None
+        self, kind: str, out: DType | None, two: Run, one: Run, *, kept: Iterable[Tensor | None]
     ) -> None:
         """Enqueue two kernels, or one where that is faster. kept: see Device.choose."""
-        ways, sizes = {"two kernels": two}, self.sizes(kind, out)
-        if sizes is not None and self.bias is None and offered(self.dev, kind, sizes):
-            ways["one kernel"] = one
-            M, N, K, a, *_ = sizes
-            self.dev.choose(f"{kind} {M}x{N}x{K} {a}*{self.right.dtype}", ways, kept)
-        else:
+        sizes, kernels = self.sizes(kind, out), {"two kernels": two, "one kernel": one}
+        if sizes is None or self.bias is not None:
             two()
+            return
+        taken = {name: kernels[name] for name in ways(self.dev, kind, sizes)}
+        if len(taken) == 1:
+            taken.popitem()[1]()
+            return
+        M, N, K, a, *_ = sizes
+        work = f"{kind} {M}x{N}x{K} {a.name}*{self.right.dtype.name}"
+        self.dev.choose(work, taken, tuple(x for x in kept if x is not None))
 
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Those that a route goes by; None: no kernel of ours has such operands."""
@@ -363,7 +367,7 @@ def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
     elif target.dtype == F32 or not out.accumulate:
         terms.library(target, accumulate=out.accumulate)
     else:
-        terms.choose("gradient", target.dtype, two, one, kept=target)
+        terms.choose("gradient", target.dtype, two, one, kept=[target])
 
 
 def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
@@ -392,40 +396,66 @@ def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Result | None) -> Non
 def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
     name, to = epilogue.name, epilogue.to
     route = terms.route("glu") if name in GATED else None
-    if to is None:
-        _alone(terms, route)(out)
-        return
-    if route is not None and out.ready:
-        out.result(out.kept, partial(_swiglu, terms, to, name))
-        return
     forward, _ = ACTIVATIONS[name]
-    with ExitStack() as temps:
-        up = out.result(out.place(temps), _alone(terms, route))
-        out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
+    if to is None:
+        two = partial(_alone(terms, route), out)
+        one = partial(_swiglu, terms, OutputForms(None), name, out)
+        has_both = route is None and name in GATED and not isinstance(out, ProductCodes)
+    else:
+        has_both = route is None and name in GATED and out.ready and not out.coded
+
+        def two() -> None:
+            with ExitStack() as temps:
+                up = out.result(out.place(temps), _alone(terms, route))
+                out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
+
+        def one() -> None:
+            out.result(out.kept, partial(_swiglu, terms, to, name))
+
+    if has_both:  # of the same work, so that what is computed again has the bits of the first time
+        terms.choose("glu", None, two, one, kept=_raised(to))
+    elif to is not None and route is not None and out.ready:
+        one()
+    else:
+        two()
+
+
+def _raised(to: OutputForms | None) -> tuple[Tensor | None, ...]:
+    """The tensors that a kernel adds to."""
+    return () if to is None else (to.abs_max, to.fp8 and to.fp8.saturated)
 
 
 def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> None:
     name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
     # Two kernels are faster if these are codes.
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
-    # With the activation's codes in it as well, one kernel takes longer than two.
-    if route is not None and again.fp8 is None:
+    _, backward = ACTIVATIONS[name]
+
+    def one() -> None:
         with terms.operands() as operands:
             matmul_fused.swiglu_backward(
                 terms.dev, to.out, **operands, up_gate=up, out=again.out,
                 gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8,
             )  # fmt: skip
-        return
-    _, backward = ACTIVATIONS[name]
-    with ExitStack() as temps:
-        # The activation may go where its gradient is, which is not needed again.
-        place = out.place(temps) if again.out is None else again.out
-        d_act = out.result(place, _alone(terms, route))
-        launch = partial(
-            backward, terms.dev, to.out, d_act, up,
-            abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
-        )  # fmt: skip
-        out.written(launch)
+
+    def two() -> None:
+        with ExitStack() as temps:
+            # The activation may go where its gradient is, which is not needed again.
+            place = out.place(temps) if again.out is None else again.out
+            d_act = out.result(place, _alone(terms, route))
+            launch = partial(
+                backward, terms.dev, to.out, d_act, up,
+                abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
+            )  # fmt: skip
+            out.written(launch)
+
+    # With the activation's codes in it as well, one kernel takes longer than two.
+    if again.fp8 is not None or name not in GATED or not isinstance(up, Tensor):
+        two()
+    elif route is not None:
+        one()
+    else:
+        terms.choose("glu_grad", None, two, one, kept=(up, *_raised(to)))
 
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:

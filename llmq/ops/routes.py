@@ -1,8 +1,8 @@
 """Rules of where a kernel of ours is taken for a product and what follows it.
 
 A route is a rule of device, formats and sizes, and no measurement: plans have the launches of runs.
-On other GPUs than Hopper some kernels are offered, which a device that tunes times beside two
-kernels; plans have the two kernels then. LLMQ_FUSED takes the place of the part of a rule that says
+On other GPUs than Hopper there are two ways for some products, which a device that tunes times;
+plans have the two kernels then. LLMQ_FUSED takes the place of the part of a rule that says
 what is faster (`Device.fused`).
 """
 
@@ -174,8 +174,6 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     from a product, and its grid counts on all of them.
     """
     route = ROUTES.get(kind)
-    if dev.fused is not None and _is_generic(dev, kind, sizes):
-        return route if route.kernel in dev.fused else None
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None
     if route.fast and sizes.a != BF16 and not fast:
@@ -193,19 +191,21 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     return route if all(size % MULTIPLE == 0 for size in route.aligned(sizes)) else None
 
 
-def offered(dev: Device, kind: str, sizes: Sizes) -> bool:
-    """Whether a kernel of ours is to be timed beside two kernels (`Device.choose`)."""
-    return dev.fused is None and _is_generic(dev, kind, sizes)
+def ways(dev: Device, kind: str, sizes: Sizes) -> tuple[str, ...]:
+    """The ways for a product that has no route: two kernels, or one that needs nothing of Hopper.
 
-
-def _is_generic(dev: Device, kind: str, sizes: Sizes) -> bool:
-    """Whether there is a kernel of ours that needs no instructions of Hopper."""
-    route, capability = ROUTES.get(kind), dev.spec.capability
-    if route is None or capability in (CAPABILITY, HOST_SPEC.capability):
-        return False
-    if sizes.a.itemsize == 1 and capability not in GENERIC_FP8:
-        return False
-    if sizes.rank or sizes.N % route.columns() or route.out not in (None, sizes.out):
-        return False
-    formats = matmul_fused.GENERIC.get(route.kernel, ())
-    return sizes.a in formats and all(size % MULTIPLE == 0 for size in route.aligned(sizes))
+    Where there are both, one is to be chosen (`Device.choose`): GPUs differ in what is faster.
+    """
+    route, capability, told = ROUTES.get(kind), dev.spec.capability, dev.fused
+    one = (
+        route is not None
+        and capability not in (CAPABILITY, HOST_SPEC.capability)
+        and sizes.a in matmul_fused.GENERIC.get(route.kernel, ())
+        and (sizes.a.itemsize > 1 or capability in GENERIC_FP8)
+        and not sizes.rank
+        and route.out in (None, sizes.out)
+        and sizes.N % route.columns() == 0
+        and all(size % MULTIPLE == 0 for size in route.aligned(sizes))
+        and (told is None or route.kernel in told)
+    )
+    return ("two kernels",) * (not one or told is None) + ("one kernel",) * one

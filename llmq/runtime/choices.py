@@ -30,7 +30,7 @@ class Choices:
         self._file = algorithm_file(cache_path)
         self.chosen: dict[str, str] = {}
 
-    def run(self, stream: int, work: str, ways: Ways, kept: Tensor | None) -> None:
+    def run(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> None:
         """Enqueue the work once. Its first time times every way on the stream, which synchronizes.
 
         Arguments as those of Device.choose. Raises RuntimeError inside a graph capture for work
@@ -41,7 +41,7 @@ class Choices:
             name = self.chosen[work] = self._choose(stream, work, ways, kept)
         ways[name]()
 
-    def _choose(self, stream: int, work: str, ways: Ways, kept: Tensor | None) -> str:
+    def _choose(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> str:
         key = f"{self._machine}, {work}: {' or '.join(ways)}"
         names = {name.encode(): name for name in ways}
         remembered = self._file.get(key)

@@ -279,7 +279,7 @@ class CublasLt:
             self._accumulate_fast(plan, choice.fast)
             self._run(stream, plan, choice.algorithm, operands)
 
-        kept = operands.out if plan.product.accumulate else None
+        kept = (operands.out,) if plan.product.accumulate else ()
         best = fastest(cuda, stream, candidates, run, self._lt.cuBLASLtError, kept)
         if best is None:
             raise Unsupported(self._no_algorithm(plan))

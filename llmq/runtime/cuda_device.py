@@ -167,7 +167,7 @@ class CudaDevice(Device):
         return self._libraries[name]
 
     def choose(
-        self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
+        self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
         if not self._tune:
             super().choose(work, ways)

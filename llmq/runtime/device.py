@@ -231,14 +231,14 @@ class Device(ABC):
     def _launch(self, launch: Launch) -> None: ...
 
     def choose(
-        self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
+        self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
         """Enqueue a piece of work in one of several ways, the first where nothing is timed.
 
         work: tells it from all other. ways: by name; each enqueues launches on the current stream,
-        and has all that it writes written over by any other, but for `kept`, what it adds to. A
-        CUDA device that tunes takes the fastest one, and the same ever after; it does without those
-        that raise Unsupported (llmq/runtime/choices.py).
+        and has all that it writes written over by any other, but for `kept`, what it adds to, or
+        reads. A CUDA device that tunes takes the fastest one, and the same ever after; it does
+        without those that raise Unsupported (llmq/runtime/choices.py).
         """
         next(iter(ways.values()))()
 

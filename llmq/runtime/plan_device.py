@@ -81,7 +81,7 @@ class PlanDevice(Device):
         self._chosen: set[tuple[str, int]] = set()  # work with several ways, and where on the stack
 
     def choose(
-        self, work: str, ways: dict[str, Callable[[], None]], kept: Tensor | None = None
+        self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
         """There is memory and code for all ways; the first one is what counts as launched."""
         first, *others = ways.values()

@@ -36,16 +36,16 @@ def fastest(
     candidates: Sequence[Candidate],
     run: Callable[[Candidate], None],
     refused: type[Exception],
-    kept: Tensor | None = None,
+    kept: Sequence[Tensor] = (),
 ) -> Candidate | None:
     """The candidate that takes the least time, the first of equals; None if all are refused.
 
     cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept:
     what a run adds to, which is as before afterwards. Waits for the stream.
     """
-    if kept is not None:
-        saved = np.empty(kept.nbytes, np.uint8)
-        cuda.memcpyAsync(saved.ctypes.data, kept.ptr, kept.nbytes, DEVICE_TO_HOST, stream)
+    saved = [np.empty(tensor.nbytes, np.uint8) for tensor in kept]
+    for copy, tensor in zip(saved, kept, strict=True):
+        cuda.memcpyAsync(copy.ctypes.data, tensor.ptr, tensor.nbytes, DEVICE_TO_HOST, stream)
     events = [cuda.eventCreate(), cuda.eventCreate()]
 
     def milliseconds(candidate: Candidate, count: int) -> float:
@@ -75,8 +75,8 @@ def fastest(
             )
     for event in events:
         cuda.eventDestroy(event)
-    if kept is not None:
-        cuda.memcpyAsync(kept.ptr, saved.ctypes.data, kept.nbytes, HOST_TO_DEVICE, stream)
+    for copy, tensor in zip(saved, kept, strict=True):
+        cuda.memcpyAsync(tensor.ptr, copy.ctypes.data, tensor.nbytes, HOST_TO_DEVICE, stream)
     cuda.streamSynchronize(stream)
     best = None
     for index, total in totals.items():

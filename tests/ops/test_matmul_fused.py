@@ -13,8 +13,8 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator
 from llmq.ops import matmul_fused, swiglu
-from llmq.ops.common import num_sums, tile_columns
-from llmq.ops.matmul import matmul_fp8
+from llmq.ops.common import CAPABILITY, num_sums, tile_columns
+from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ops.routes import Sizes, taken
 from llmq.ref.matmul_fused import CASES
 from llmq.runtime.machine import PLAN_SPEC
@@ -353,8 +353,11 @@ def test_gradient_overwrites(hopper, rng):
     check_gradient(hopper, rng, CASES["matmul_gradient"]["small"], accumulate=False)
 
 
+@pytest.mark.parametrize(
+    "generic", [80, 89, 120, pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 def test_gradient_without_hopper(generic, rng):
-    """Edges of tiles, and several of each block."""
+    """Edges of tiles; the stages that 164 and 100 KiB of shared memory have place for."""
     for case in small("matmul_gradient").values():
         check_gradient(generic, rng, case, BF16)
         if generic.spec.capability > 80:
@@ -458,7 +461,12 @@ def one(dev, up_gate, out, a, b, h, tail, scale_a, scale_b, abs_max, gelu=False,
 
 def two(dev, up_gate, out, a, b, h, tail, scale_a, scale_b, abs_max, gelu=False, **codes):
     """The operations that it replaces."""
-    matmul_fused.adapted(dev, up_gate, a, b, h, tail, scale_a, scale_b)
+    if dev.spec.capability == CAPABILITY:
+        matmul_fused.adapted(dev, up_gate, a, b, h, tail, scale_a, scale_b)
+    elif scale_a is None:
+        matmul(dev, up_gate, a, b, trans_b=True)
+    else:
+        matmul_fp8(dev, up_gate, a, b, scale_a, scale_b)
     swiglu.forward(dev, out, up_gate, gelu=gelu, abs_max=abs_max, fp8=fp8_of(**codes))
 
 
@@ -474,6 +482,16 @@ def check_swiglu(dev, arrays, *, gelu=False, left_out=()):
 def test_swiglu(hopper, rng, case, dtype, layout):
     M, F, *_ = case
     check_swiglu(hopper, up_arrays(rng, *case, dtype) | up_results(M, F, layout))
+
+
+def test_swiglu_without_hopper(generic, rng):
+    """Its codes in both layouts, and the product alone, as it is computed again."""
+    for M, F, K, _ in small("matmul_swiglu").values():
+        arrays = up_arrays(rng, M, F, K, 0, E4M3) | up_results(M, F, "both")
+        check_swiglu(generic, arrays, gelu=F < 100)
+        arrays = up_arrays(rng, M, F, K, 0, BF16) | up_results(M, F, None)
+        check_swiglu(generic, arrays)
+    check_swiglu(generic, arrays, left_out=["out", "abs_max"])
 
 
 def test_swiglu_of_low_gates_and_saturation(hopper, rng):
@@ -611,7 +629,7 @@ def test_wrong_arguments_of_swiglu():
     none, rows = {"up_gate": None}, "a must be a matrix with rows of a multiple of 16 bytes"
     codes = Fp8Out(tensor(E4M3, 48, 32), None, scale, tensor(I32, 1))
     refused(op, call, given, [
-        ({"out": None}, TypeError, "out, fp8 or codes as up_gate must be given"),
+        ({"out": None, "up_gate": None}, TypeError, "out, fp8 or up_gate must be given"),
         ({"up_gate": tensor(F32, 32, 96)}, TypeError, "up_gate must be BF16, got F32"),
         ({"out": given["up_gate"]}, ValueError, r"out must have shape \(32, 48\)"),
         ({"b": tensor(BF16, 95, 64)}, ValueError, "b must have rows of up and of gate"),
@@ -633,7 +651,7 @@ def test_wrong_arguments_of_swiglu():
     coded = fp8 | scales | {"up_gate": up, "out": None}
     call(**coded)
     refused(op, call, coded, [
-        ({"up_gate": up._replace(codes=None)}, TypeError, "out, fp8 or codes as up_gate must be"),
+        ({"up_gate": up._replace(codes=None)}, TypeError, "out, fp8 or up_gate must be"),
         ({"h": h, "tail": tail}, TypeError, "up_gate can be codes only of a product of fp8 codes"),
         (
             {"a": given["a"], "b": given["b"], "scale_a": None, "scale_b": None},
@@ -711,6 +729,16 @@ def test_swiglu_backward(hopper, rng):
     for case in small("matmul_swiglu_backward").values():
         want = check_backward(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=False)
         assert want["saturated"][0] > 7
+
+
+def test_backward_without_hopper(generic, rng):
+    """To codes in both layouts, and in place, with the activation."""
+    codes = {"tensor": False, "fp8": E5M2, "layout": "both", "out": False}
+    in_place = {"tensor": False, "fp8": None, "layout": None, "out": True, "in_place": True}
+    for case in small("matmul_swiglu_backward").values():
+        case = (*case[:3], 0)
+        check_backward(generic, rng, case, E5M2, **codes)
+        check_backward(generic, rng, case, BF16, abs_max=False, **in_place)
 
 
 LARGE = (2064, 4160, 1040, 0)  # several tiles of each cluster, in several groups of columns

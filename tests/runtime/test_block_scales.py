@@ -37,7 +37,7 @@ class Blackwell(HostDevice):
         self.lt = CublasLt("GPU", tune=True, library=library, **how)
         self.ways = Choices("GPU", **how)
 
-    def choose(self, work, ways, kept=None):
+    def choose(self, work, ways, kept=()):
         self.ways.run(STREAM, work, ways, kept)
 
     def launch(self, kernel, grid, block, args, **options):

@@ -29,7 +29,7 @@ class Machine:
         self.ran.append(name)
         self.clock += cost
 
-    def run(self, work="a product", kept=None, **costs):
+    def run(self, work="a product", kept=(), **costs):
         """The way that is taken at last."""
         ways = {name: partial(self.work, name, cost) for name, cost in costs.items()}
         self.choices.run(STREAM, work, ways, kept)
@@ -85,7 +85,7 @@ def test_two_ranks_that_time_at_once_take_what_is_published_first(process, tmp_p
         machine.work("a", 2.0)
 
     ways = {"a": meanwhile, "b": partial(machine.work, "b", 1.0)}
-    machine.choices.run(STREAM, "a product", ways, None)
+    machine.choices.run(STREAM, "a product", ways, ())
     assert machine.ran[-1] == other.ran[-1] == "a"
 
 
@@ -107,7 +107,7 @@ def test_what_is_added_to_is_added_to_once(process):
         total.numpy()[...] += 10
 
     ways = {"a": partial(add, "a", 2.0), "b": partial(add, "b", 1.0)}
-    machine.choices.run(STREAM, "a sum", ways, total)
+    machine.choices.run(STREAM, "a sum", ways, (total,))
     np.testing.assert_array_equal(total.numpy(), [10, 11, 12])
     assert machine.ran[-1] == "b"
 

@@ -169,8 +169,8 @@ class Choosing(LibraryDevice):
         super().__init__(library)
         self.taken, self.works = taken, []
 
-    def choose(self, work, ways, kept=None):
-        assert tuple(ways) == ("cudnn", "native") and kept is None
+    def choose(self, work, ways, kept=()):
+        assert tuple(ways) == ("cudnn", "native") and kept == ()
         self.works.append(work)
         ways[self.taken[work.split()[0].removeprefix("attention.")]]()
 
