@@ -91,6 +91,12 @@ def test_what_a_report_complains_of():
     )
     assert good.problem is None
     assert str(good.source) == "a T=bf16 N=4"
+    generic = good.source._replace(file="matmul_fused.cu", consts=(("CLUSTER", 1),))
+    two = replace(good, source=generic)
+    assert "512 threads need 131072 registers" in two.problem
+    two = replace(two, launch=Launch(128, 40 << 10))
+    assert two.problem is None
+    assert "needs 103424 bytes of" in replace(two, launch=Launch(128, 41 << 10)).problem
     for part, change, message in (
         ("resources", {"spilled": 8}, "spills 8 bytes"),
         ("resources", {"serialized": True}, "waits for each product"),

@@ -42,7 +42,7 @@ from llmq.state.weights import Weights
 # Multiprocessors of a typical card, and KiB of shared memory that one block may have.
 ARCHITECTURES = {80: (108, 163), 89: (128, 99), 90: (132, 227), 100: (148, 227), 120: (188, 99)}
 FP8, INT8 = {"matmul_dtype": "e4m3"}, {"matmul_dtype": "int8"}
-REGISTERS = 65536  # of a multiprocessor, on all of them
+REGISTERS, RESERVED = 65536, 1024  # of a multiprocessor, and bytes of shared memory of a block
 
 
 class Launch(NamedTuple):
@@ -284,6 +284,13 @@ class Report:
     resources: Resources
 
     @property
+    def blocks(self) -> int:
+        """How many must run on a multiprocessor together, where one hides the other's epilogue."""
+        file, _, _, consts = self.source
+        generic = file == "matmul_fused.cu" and ("CLUSTER", 1) in consts
+        return 2 if generic or file == "grouped.cu" else 1
+
+    @property
     def problem(self) -> str | None:
         """Why it may not be so; None if all is well."""
         r, limit = self.resources, ARCHITECTURES[self.capability][1] << 10
@@ -292,13 +299,14 @@ class Report:
         if r.serialized:
             return "waits for each product of a warpgroup at once"
         # Registers are handed out to warps in units of 256.
-        registers = -(-r.registers // 8) * 8 * (-(-self.launch.threads // 32) * 32)
+        threads = self.blocks * -(-self.launch.threads // 32) * 32
+        registers = -(-r.registers // 8) * 8 * threads
         if registers > REGISTERS:
-            return (
-                f"{self.launch.threads} threads need {registers} registers, there are {REGISTERS}"
-            )
-        if r.shared + self.launch.shared > limit:
-            return f"needs {r.shared + self.launch.shared} bytes of shared memory of {limit}"
+            return f"{threads} threads need {registers} registers, there are {REGISTERS}"
+        # Each block takes RESERVED bytes more, and the limit is that of one alone.
+        shared = self.blocks * (r.shared + self.launch.shared + RESERVED) - RESERVED
+        if shared > limit:
+            return f"needs {shared} bytes of shared memory of {limit}"
         return None
 
     def __str__(self) -> str:
