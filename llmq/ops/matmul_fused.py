@@ -276,19 +276,11 @@ def grouped(
     expect(op, "b", b, None, (E, K, N) if outside else (E, N, K))
     expect(op, "starts", starts, I32, (E + 1,))
     if E > MAX_EXPERTS or (outside and K % GROUPED_DEPTH):
-        raise ValueError(
-            f"{op}: at most {MAX_EXPERTS} experts, and K outside in multiples of {GROUPED_DEPTH}, "
-            f"got {E} and {K}"
-        )
+        limits = f"at most {MAX_EXPERTS} experts, and K outside in multiples of {GROUPED_DEPTH}"
+        raise ValueError(f"{op}: {limits}, got {E} and {K}")
     if bias is not None:
         expect(op, "bias", bias, BF16, (E, N))
-    R = 0 if h is None else h.shape[1]
-    if h is not None or tail is not None:
-        if h is None or tail is None or not 0 < R <= MAX_RANK:
-            raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
-        expect(op, "h", h, BF16, (M, R))
-        expect(op, "tail", tail, BF16, (E, R, N) if transposed else (E, N, R))
-        tail = tail.view(E * tail.shape[1], tail.shape[2])
+    tail, R = _tails(op, h, tail, (E, M, N), transposed)
     p = _Product((a, flat, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
     p.launch(
         dev,
@@ -304,6 +296,20 @@ def grouped(
         count=(ceil_div(M, TILE_ROWS) + E) * ceil_div(N, NARROW),  # no routing has more
         a_rows=TILE_ROWS // 4,
     )
+
+
+def _tails(
+    op: str, h: Tensor | None, tail: Tensor | None, sizes: tuple[int, int, int], transposed: bool
+) -> tuple[Tensor | None, int]:
+    """The tails of all experts below each other, and R. sizes: E, M, N."""
+    if h is None and tail is None:
+        return None, 0
+    if h is None or tail is None or len(h.shape) != 2 or not 0 < h.shape[1] <= MAX_RANK:
+        raise ValueError(f"{op}: h must be (M, R) with R from 1 to {MAX_RANK}, got {h!r}")
+    (E, M, N), R = sizes, h.shape[1]
+    expect(op, "h", h, BF16, (M, R))
+    expect(op, "tail", tail, BF16, (E, R, N) if transposed else (E, N, R))
+    return tail.view(E * tail.shape[1], tail.shape[2]), R
 
 
 def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts: Tensor) -> None:
