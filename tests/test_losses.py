@@ -47,7 +47,7 @@ def data(tmp_path_factory):
 
 
 def trained_tokens(data):
-    """Of the part for training, in whole steps of 32."""
+    """The tokens of the part for training, in whole steps of 32."""
     (file,) = open_token_files([data["train-file"]])
     sequences = (file.num_tokens - 1) // 16
     return -(-(sequences - int(0.1 * sequences)) // 2) * 32
