@@ -40,12 +40,13 @@ adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 s
     const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
     const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x, octets = columns / OCTET;
-    if (i / octets >= rows) { return; }
-    const i64 row = i / octets % period;
+    const u32 at = i / octets, height = period;  // divisions of 64 bits would take most of the time
+    if (at >= rows) { return; }
+    const i64 row = at % height;
     const T* from = nullptr;  // the row's elements of b, which stand in columns from `begin` on
     int begin = 0;
     f32 scale = 0.0f;
-    i64 before = i / octets / period * spans.count();  // rows of earlier spans
+    i64 before = at / height * spans.count();  // rows of earlier spans
 #pragma unroll
     for (int k = 0; k < MAX_SPANS; ++k) {
         if (row >= spans.start[k] && row < spans.stop[k]) {
