@@ -72,6 +72,7 @@ muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
     const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.x * blockDim.x;
     const i64 own = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     f64 total = 0.0;
+#pragma unroll 4  // loads are in flight together
     for (i64 i = own; i < vectors; i += stride) {
         const Vec<bf16> v = load_vec(x + i * Vec<bf16>::N);
         float sum = 0.0f;

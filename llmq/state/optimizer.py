@@ -33,7 +33,7 @@ from llmq.state.rules.rule import Part
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
-TOGETHER = 1 << 26  # elements of whole matrices that a rank transforms together, of several slabs
+TOGETHER = 1 << 27  # elements of whole matrices that a rank transforms together, of several slabs
 WEIGHTS = ("master", "work", AVERAGE.name)  # of what an update reads and writes
 
 
