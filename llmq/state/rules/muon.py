@@ -120,18 +120,27 @@ class _Iteration:
 
     def run(self, segments: tuple[int, ...]) -> None:
         """segments: how many steps follow from Gram matrices before these are made again."""
-        kind, count = self.options.muon_coefficients, sum(x.shape[0] for x, _ in self.pairs)
-        for i, (x, out) in enumerate(self.pairs):
-            into, other = (x, out) if len(segments) % 2 else (out, x)
-            muon.normalize(self.dev, into, x, margin=MARGIN[kind])
-            self.pairs[i] = into, other
-        steps = iter(COEFFICIENTS[kind])
+        count, full = sum(x.shape[0] for x, _ in self.pairs), max(segments) == 1
+        shapes = {x.shape for x, _ in self.pairs}
+        # Each lies alone, and all its products are with all of it: together they are packed.
+        packed = full and count > 1 and shapes == {(1, *self.pairs[0][0].shape[1:])}
+        steps = iter(COEFFICIENTS[self.options.muon_coefficients])
         with ExitStack() as temps:
-            names = ("gram", "polynomial", "spare", "total")[: 2 if max(segments) == 1 else 4]
-            gram, *others = (
-                temps.enter_context(self.dev.scratch(name, (count, self.side, self.side), BF16))
-                for name in names
-            )
+
+            def scratch(name: str, *shape: int) -> Tensor:
+                return temps.enter_context(self.dev.scratch(name, (count, *shape), BF16))
+
+            names = ("gram", "polynomial", "spare", "total")[: 2 if full else 4]
+            gram, *others = (scratch(name, self.side, self.side) for name in names)
+            apart = self.pairs
+            if packed:
+                x, out = (scratch(name, *apart[0][0].shape[1:]) for name in ("packed", "result"))
+                self._normalize(apart, [x.rows(i, i + 1) for i in range(count)])
+                self.pairs = [(x, out)]
+            else:
+                odd = len(segments) % 2
+                self.pairs = [(x, out) if odd else (out, x) for x, out in apart]
+                self._normalize(apart, [x for x, _ in self.pairs])
             for index, length in enumerate(segments):
                 for x, _, own in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
@@ -142,7 +151,16 @@ class _Iteration:
                     self._polynomial(by, gram, b, c)
                 else:
                     beside, by = 0.0, self._steps(gram, *others, some)
-                self._multiply(by, beside, last=index == len(segments) - 1)
+                last = index == len(segments) - 1
+                if last and packed:
+                    x = self.pairs[0][0]
+                    self.pairs = [(x.rows(i, i + 1), out) for i, (_, out) in enumerate(apart)]
+                self._multiply(by, beside, last=last)
+
+    def _normalize(self, pairs: list[tuple[Tensor, Tensor]], into: list[Tensor]) -> None:
+        margin = MARGIN[self.options.muon_coefficients]
+        for (x, _), to in zip(pairs, into, strict=True):
+            muon.normalize(self.dev, to, x, margin=margin)
 
     def _parts(self, squares: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """x, out, and those of the square matrices (count, side, side) that are theirs."""
