@@ -15,7 +15,6 @@ from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_o
 from llmq.commands.plan import CardFile, CardName
 from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
-from llmq.runtime.processes import refuse_several
 
 VOCABULARY = 32768  # where there are no data: as many as nanochat's tokenizer has
 
@@ -112,7 +111,6 @@ def recipe(
     files = files_of(data, given)
     has_data = bool(files) or "train-file" in given
     if run:
-        refuse_several("--run", "start `llmq train` with the file that is written")
         if elsewhere:
             raise ConfigError("--run: trains on this machine, and --card plans for another one")
         if not has_data:
