@@ -179,9 +179,8 @@ def _check_experts(source: Source) -> None:
             f"--format gguf: norm_topk_prob must be {kind.renormalize} for {model.arch.label}, as "
             "llama.cpp computes it"
         )
-    if source.adapters is not None and any(
-        _EXPERT.search(part.name) for param in _params(source) for part in param.hf
-    ):
+    adapted = all_adapted(model, source.adapters) if source.adapters is not None else ()
+    if any(matrix.groups > 1 for _, matrix in adapted):
         raise LlmqError("--format gguf: adapters of experts are not written: add --merge")
 
 
