@@ -102,6 +102,9 @@ def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTra
     config = CONFIGS[name]()
     config.update(changed)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
+    for module in model.modules():
+        if hasattr(module, "limit"):  # some versions of transformers have gpt-oss's fixed
+            module.limit = config.swiglu_limit
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
