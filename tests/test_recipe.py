@@ -141,6 +141,12 @@ def test_a_step_that_was_tried_counts_instead_of_the_plan():
         made.tried_at(planned, 1e6)
 
 
+def test_formats_that_do_not_go_with_what_is_given_are_not_tried():
+    made = search(depths=(3,), given=STEP | {"model-dtype": "fp32"}, fixed={"batch_size"})
+    assert made.best().config.matmul_dtype == "fp32"
+    assert {recipe.config.matmul_dtype for recipe in made.tried} == {"fp32"}
+
+
 def test_a_measured_rate_goes_by_width(tmp_path):
     rates = Rates(0.008, 256, 16384, "adamw", "")
     assert rates.at(1024, 16384) == 0.002 and rates.at(1024, 65536) == 0.004
@@ -250,6 +256,9 @@ def test_people_read_what_it_will_take(folder, capsys):
         ("--device cpu", "nothing is known of the speed of a CPU"),
         ("--card h100 --run", "--run: trains on this machine"),
         ("--run", "--run: on which data?"),
+        ("--card h100 --lora-rank 8", "--lora-rank: adapters need a trained model"),
+        ("--card h100 --loss dpo --packing none", "--loss: a scaling law says nothing of dpo"),
+        ("--card h100 --seq-len 6", "--seq-len: must be a multiple of 4"),
         ("--card h100 --measure", "--measure: tries a step on this machine"),
         ("--card h100 --data data --train-file x", "--data: says which files, leave out"),
         (

@@ -262,7 +262,12 @@ class Search:
         """The recipe with these fields; None if they do not fit, or not into the hours."""
         shape = {name: value for name, value in change.items() if name in SIZES}
         model = resized(self.model, shape)
-        config = changed(self.config, change).validate_with(model)
+        try:
+            config = changed(self.config, change).validate_with(model)
+        except ConfigError:
+            if self.tried:  # options that are given go with others that were tried, not with these
+                return None
+            raise
         where = self.where(config, model)
         planner = where.planner(model)
         flops = self._flops or GUESS * where.card.bf16 * where.world_size

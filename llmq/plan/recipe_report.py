@@ -53,6 +53,11 @@ def run_recipe(
     """
     for name in sorted(CHOSEN & fixed):
         raise ConfigError(f"--{name.replace('_', '-')}: follows from --hours, leave it out")
+    if config.wants_adapters:
+        raise ConfigError("--lora-rank: adapters need a trained model, a recipe begins with none")
+    if config.loss != "ce" or config.head != "lm":
+        name = config.loss if config.head == "lm" else f"a {config.head} head"
+        raise ConfigError(f"--loss: a scaling law says nothing of {name}, only of text by ce")
     asked = card is not None or card_file is not None
 
     def where(config: TrainConfig, model: ModelConfig) -> PlanTarget:
