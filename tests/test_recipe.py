@@ -244,6 +244,7 @@ def test_the_file_is_the_run_that_was_promised(folder, capsys):
 def test_people_read_what_it_will_take(folder, capsys):
     assert _run(f"recipe --hours 0.1 --card 4090 {SIZES}".split()) == 0
     out = capsys.readouterr().out
+    assert out.endswith("Written: llmq train --config recipe.yaml --train-file …\n")
     for text in ("1 x NVIDIA GeForce RTX 4090", "Others by the same law", "kWh ± ", "± 11"):
         assert text in out
 

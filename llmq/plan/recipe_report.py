@@ -51,13 +51,7 @@ def run_recipe(
     kwh_price: of electricity. timed: gives the seconds of a step, which then count instead of the
     plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no ground.
     """
-    for name in sorted(CHOSEN & fixed):
-        raise ConfigError(f"--{name.replace('_', '-')}: follows from --hours, leave it out")
-    if config.wants_adapters:
-        raise ConfigError("--lora-rank: adapters need a trained model, a recipe begins with none")
-    if config.loss != "ce" or config.head != "lm":
-        name = config.loss if config.head == "lm" else f"a {config.head} head"
-        raise ConfigError(f"--loss: a scaling law says nothing of {name}, only of text by ce")
+    _check(config, fixed)
     asked = card is not None or card_file is not None
 
     def where(config: TrainConfig, model: ModelConfig) -> PlanTarget:
@@ -79,11 +73,25 @@ def run_recipe(
         print(json_module.dumps(record, indent=2))
     else:
         print("\n".join(recipe_report(best, record)))
-    head = [f"Written by `llmq recipe --hours {hours:g}`: `llmq train --config {out}` trains it."]
+    command = f"llmq train --config {out}" + ("" if data else " --train-file …")
+    head = [f"Written by `llmq recipe --hours {hours:g}`; `{command}` trains it."]
     save_options(
         out, best.config, flag="--out", head=[*head, *_promise(best, record)], notes=_notes(best)
     )
+    if not json:
+        print(f"\nWritten: {command}")
     return best.config
+
+
+def _check(config: TrainConfig, fixed: frozenset[str]) -> None:
+    """ConfigError for options that go with no recipe."""
+    for name in sorted(CHOSEN & fixed):
+        raise ConfigError(f"--{name.replace('_', '-')}: follows from --hours, leave it out")
+    if config.wants_adapters:
+        raise ConfigError("--lora-rank: adapters need a trained model, a recipe begins with none")
+    if config.loss != "ce" or config.head != "lm":
+        name = config.loss if config.head == "lm" else f"a {config.head} head"
+        raise ConfigError(f"--loss: a scaling law says nothing of {name}, only of text by ce")
 
 
 def _known(where: PlanTarget) -> PlanTarget:
