@@ -21,7 +21,7 @@ from llmq.options.adapters import (
     matches,
     multiplied_sizes,
 )
-from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, numbers_of
+from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, lengths_of, numbers_of
 from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
@@ -304,6 +304,20 @@ def too_small_for_rank(o: Options, model: ModelConfig) -> dict[str, Any] | None:
                 found = {"module": part.module.rpartition(".")[2], "rank": rank, "way": way}
                 return found | {"rows": rows, "columns": columns}
     return None
+
+
+def wrong_lengths(o: Options) -> str | None:
+    """The problem with several lengths of sequences."""
+    lengths = [length for length, _ in lengths_of(o.seq_stages)]
+    if o.steps < 1:
+        return "lengths have parts of the steps: give --steps"
+    if o.seq_len not in lengths:
+        return f"{o.seq_len} is none of {o.seq_stages}, which the run has"
+    wrong = next((n for n in lengths if n < 4 or n % 4 or o.micro_tokens % n), None)
+    return wrong and (
+        f"{wrong} is no multiple of 4 that divides the {o.micro_tokens} tokens of a micro-step "
+        f"(--batch-size {o.batch_size} of {o.seq_len})"
+    )
 
 
 def adapts_experts(o: Options, model: ModelConfig) -> bool:

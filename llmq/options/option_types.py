@@ -312,6 +312,33 @@ def numbers_of(texts: Iterable[str], kind: type) -> tuple[tuple[str, Any], ...]:
     return tuple((pattern, kind(number)) for pattern, _, number in pairs)
 
 
+def parse_lengths(value: Any) -> int | str:
+    """A length, or lengths with parts of the steps, 1024:0.8,8192:0.2. ValueError otherwise."""
+    if not isinstance(value, str) or ":" not in value:
+        return parse_int(value)
+    lengths_of(value)
+    return value
+
+
+def lengths_of(text: str) -> list[tuple[int, float]]:
+    """Lengths with the parts of a run's steps that have them; one alone has all. ValueError where
+    they are none."""
+    pairs = [each.partition(":") for each in text.split(",")]
+    try:
+        found = [(parse_int(length), parse_float(part or 1)) for length, _, part in pairs]
+    except ValueError:
+        found = []
+    if (
+        not found
+        or min(part for _, part in found) <= 0
+        or not math.isclose(sum(part for _, part in found), 1, abs_tol=1e-6)
+    ):
+        raise ValueError(
+            f"expected LENGTH:PART,LENGTH:PART, with parts that are 1 in all, got {text!r}"
+        )
+    return found
+
+
 def parse_rope(value: Any) -> str:
     """KIND:FACTOR and NAME=NUMBER behind commas, JSON, or a mapping, as rope_parameters of
     config.json; none. Returns JSON. ValueError otherwise."""
@@ -435,6 +462,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     parse_repeated: "TEXT",
     parse_patterns: "[NAME=]TEXT",
     parse_size: "SIZE",
+    parse_lengths: "INT|INT:PART,...",
     parse_continue: "[STEP|PATH]",
     parse_every: "[INT]",
     parse_steps: "INT|PERCENT",

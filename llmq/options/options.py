@@ -31,6 +31,7 @@ from llmq.options.option_types import (
     parse_continue,
     parse_every,
     parse_layers,
+    parse_lengths,
     parse_name,
     parse_numbers,
     parse_parts,
@@ -194,7 +195,16 @@ class TrainConfig(Derived):
     )
     batch_size: int = option(_DATA, 4, "Sequences per GPU and micro-step", alias="batch", min=1)
     seq_len: int = option(
-        _DATA, 1024, "Tokens per sequence, a multiple of 4", alias="seq-length", min=4
+        _DATA,
+        1024,
+        "Tokens per sequence, a multiple of 4; or lengths with the parts of the steps that have "
+        "them, 1024:0.8,8192:0.2, with --batch-size that of the longest",
+        alias="seq-length",
+        parse=parse_lengths,
+        min=4,
+    )
+    seq_stages: str | None = option(
+        _DATA, None, "The lengths of --seq-len with parts of the steps, as a checkpoint has them"
     )
     drop_last: bool = switch(
         _DATA,

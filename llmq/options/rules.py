@@ -33,6 +33,7 @@ from llmq.options.conditions import (
     why_no_mirrors,
     why_weights_stay,
     writes,
+    wrong_lengths,
     wrong_parts,
 )
 from llmq.options.loss_rules import LOSS_RULES
@@ -41,9 +42,10 @@ from llmq.options.option_types import (
     FP8_DTYPES,
     SIZES_GROUP,
     SPLIT,
+    lengths_of,
     split_weights,
 )
-from llmq.options.rule import REFUSE, Rule, Rules, default, idle, refused, switches
+from llmq.options.rule import IMPLY, REFUSE, Rule, Rules, default, idle, refused, switches
 from llmq.options.savers import SAME_BITS, SAVERS
 
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
@@ -56,6 +58,13 @@ _AS_MODEL = "as --model-dtype if not given"
 
 
 IMPLIED = (
+    # The longest is planned; `stages_of` has the others.
+    Rule(
+        option="seq_len",
+        effect=IMPLY,
+        when=lambda v, o: isinstance(v, str),
+        sets=lambda o: {"seq_stages": o.seq_len, "seq_len": max(lengths_of(str(o.seq_len)))[0]},
+    ),
     default(
         "master_dtype",
         lambda o: "fp32" if o.wants_adapters else o.model_dtype,  # adapters are small
@@ -160,6 +169,7 @@ REFUSED = (
         "--train=embeddings,head",
     ),
     *refused("seq_len", lambda v, o: v % 4, "--seq-len: must be a multiple of 4, got {value}"),
+    *refused("seq_stages", lambda v, o: v and wrong_lengths(o), "--seq-len: {found}"),
     *refused(
         "lmhead_chunks",
         lambda v, o: o.micro_tokens % v,
@@ -461,6 +471,11 @@ REFUSED_HERE = (
         "continue_from",
         lambda v, o, script: v is not None,
         "--continue: has no effect here, call load() of the trainer instead",
+    ),
+    *refused(
+        "seq_stages",
+        lambda v, o, script: v,
+        "--seq-len: has several lengths in `llmq train` alone: make a trainer for each",
     ),
     *refused(
         "ckpt_background",

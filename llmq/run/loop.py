@@ -61,6 +61,7 @@ from llmq.run.run_paths import (
 )
 from llmq.run.scaling import Scaling, time_alone
 from llmq.run.sensing import Sensing
+from llmq.run.stages import Stage, left_stages
 from llmq.run.tokenizers import agreed_tokenizer
 from llmq.run.trainer import Trainer
 from llmq.run.watcher import Watcher, check_libraries, start_watchers
@@ -89,20 +90,26 @@ def run_training(
         processes().on_first(lambda: stack.enter_context(locked_places(config)))
         checkpoint = processes().each(lambda: checkpoint_to_continue(config))
         run = processes().on_first(lambda: run_id(config, checkpoint))
-        _run_locked(config, model, model_dir, argv, run, checkpoint, final_seconds)
+        start = time.monotonic()
+        stage, *others = processes().each(lambda: left_stages(config, model, checkpoint))
+        _run_locked(stage, model, model_dir, argv, run, checkpoint, final_seconds, start)
+        for stage in (other.after(other.first) for other in others):
+            checkpoint = processes().each(partial(checkpoint_to_continue, stage.config))
+            _run_locked(stage, model, model_dir, argv, run, checkpoint, final_seconds, start)
 
 
 def _run_locked(
-    config: TrainConfig,
+    stage: Stage,
     model: ModelConfig,
     model_dir: Path | None,
     argv: list[str],
     identity: RunId,
     checkpoint: Path | None,
     final_seconds: float,
+    start: float,
 ) -> None:
-    """run_training, while no other run writes to the same places."""
-    start = time.monotonic()
+    """A stage of run_training, while no other run writes to the same places. start: of the run."""
+    config = stage.config
     where = (config, identity, model_dir, checkpoint)
     strangers = processes().on_first(lambda: things_in_the_way(*where))
     host_memory_before = available_host_memory()
@@ -125,7 +132,7 @@ def _run_locked(
         path = config.log_file if processes().first else Path(os.devnull)
         log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))
         reporter = Reporter(log, PlainView(), trainer.total_steps)
-        run = _Run(trainer, reporter, material, best, final_seconds, start)
+        run = _Run(trainer, reporter, material, best, final_seconds, start, stage.stop)
         try:
             run.announce(argv, checkpoint, moved + fork_lines(identity, checkpoint))
             run.measure_scaling()
@@ -138,7 +145,8 @@ def _run_locked(
             try:
                 with run.ending.noted():
                     run.loop()
-                    run.finish()
+                    if stage.stop is None:
+                        run.finish()
             except DataError:  # found in the middle of the data: what was learned is kept
                 if trainer.steps_done > run.first:
                     run.save()
@@ -176,8 +184,11 @@ class _Run:
         best: Best,
         final_seconds: float,
         start: float,
+        stop: int | None,
     ):
+        """stop: the step before which it ends, and is saved; None: the run's last."""
         self.trainer, self.reporter, self.config = trainer, reporter, trainer.config
+        self.stop = stop
         size = checkpoint_bytes(self.config, trainer.model, trainer.plan.placement)
         self.ending = Ending(Requests(self.config, size, start))
         self.evaluations = Evaluations(trainer, reporter, material, self.ending.seen_here)
@@ -245,7 +256,8 @@ class _Run:
             where = (self.config, trainer.run, self.first)
             for line in processes().on_first(lambda: move_aside(undone_checkpoints(*where))):
                 self.reporter.message(line, self.first)
-        while trainer.steps_done < trainer.total_steps or self._goes_back():
+        last = trainer.total_steps if self.stop is None else self.stop
+        while trainer.steps_done < last or self._goes_back():
             if self.guard.is_due(trainer.steps_done):
                 self._roll_back()
             self._between_steps()
@@ -255,7 +267,10 @@ class _Run:
                 self._leave()
         for member in self.members:
             member.after_steps(trainer.steps_done)
-        if self.config.save_training_state:  # before the long evaluation at the end
+        if self.stop is not None:
+            self.save(required=True)
+            self.checkpoints.finish()
+        elif self.config.save_training_state:  # before the long evaluation at the end
             self.save()
         self.ending.agree()
         if self.ending.ends:

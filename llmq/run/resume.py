@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from llmq.options.option_types import NEWEST
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.run.agreement import compare
 from llmq.run.find_log import log_of_run
+from llmq.run.stages import of_longest
 from llmq.runtime.processes import processes
 
 _PLACES = ("name", "out_dir", "checkpoint_dir", "log_file", *ONCE)
@@ -67,7 +69,7 @@ def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"{flag(name, given[name])}: cannot be changed, because the weights are those of "
                 f"the checkpoint '{checkpoint}'"
             )
-    inherited = fewest_values(TrainConfig(**saved).normalized())
+    inherited = fewest_values(of_longest(TrainConfig(**saved).normalized()))
     if not is_home:
         _forget_places(given, inherited, checkpoint)
     if owner is not None and given.get("name", owner.name) != owner.name:
@@ -100,7 +102,7 @@ def _log_of(saved: dict[str, Any], owner: RunId | None) -> Path | None:
 
 def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Those that this version has, without those of a single command."""
-    unknown = sorted(saved.keys() - OPTIONS.keys())
+    unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
         warn([f"checkpoint '{checkpoint}': options not known here: {', '.join(unknown)}"])
     return {name: saved[name] for name in OPTIONS if name in saved and name not in ONCE}
