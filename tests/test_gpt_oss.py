@@ -142,7 +142,9 @@ def test_merged_adapters_are_the_model_that_was_trained(coded, tmp_path):
     np.testing.assert_allclose(torch_loss(merged, [batch]).item(), want, rtol=1e-5)
 
 
-def test_bad_files_and_options_are_one_line(coded, tmp_path):
+def test_bad_files_and_options_are_one_line(coded, tmp_path, capsys):
+    with trainer_for(coded / "mxfp4", lora_rank=8, base_dtype="nf4"):
+        assert "--base-dtype mxfp4 keeps them" in capsys.readouterr().err
     tensors = load_file(coded / "mxfp4" / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(tensors, tmp_path / "model.safetensors")

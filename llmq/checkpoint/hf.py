@@ -123,7 +123,7 @@ class HfWeights:
     codes read as their values. If a model has other parts, such
     as one that sees images, these are the tensors of its language model. Threads may share it.
 
-    nested: whether there are such other parts.
+    nested: whether there are such other parts. coded: the kind of the codes, if there are some.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -133,8 +133,9 @@ class HfWeights:
         self._where, self.nested = _language_model(self._open())
         config = json_object(directory / CONFIG_FILE)
         self._is_classifier = str(config.get("architectures")).endswith("Classification']")
+        self.coded: str | None = None
         if (coded := config.get("quantization_config")) is not None:
-            self._where = decoded(self._where, coded)
+            self._where, self.coded = decoded(self._where, coded), coded["quant_method"]
 
     def has(self, param: Param) -> bool:
         """Whether it is here."""

@@ -91,6 +91,10 @@ def _said(name: str, value: Any) -> str:
     return flag(name, value) or f"no {OPTIONS[name].flag}"
 
 
+_BASE_OF_CODES = {"bitsandbytes": "nf4", "mxfp4": "mxfp4"}
+"""By the kind of codes in a model's files, the --base-dtype with the same ones."""
+
+
 class InitialWeights:
     """The origin of one run; everything is checked when it is made.
 
@@ -105,6 +109,7 @@ class InitialWeights:
             self.weights.grow(model, first_new_id(model_dir), count)
         if self.weights is not None:
             self.weights.check(weight_table(model))
+            self._warn_of_codes(_BASE_OF_CODES.get(self.weights.coded))
         self._files: AdapterFiles | None = None
         if config.adapter is not None:
             self._files = AdapterFiles(config.adapter)
@@ -112,6 +117,13 @@ class InitialWeights:
             if self._files.base is not None:
                 check_same_base(f"--adapter: '{config.adapter}'", self._files.base, self.base)
             self._warn_of_base()
+
+    def _warn_of_codes(self, kept_by: str | None) -> None:
+        """Warn where codes become other ones, and a format would keep them."""
+        base = self.config.base_dtype
+        if self.config.is_quantized and kept_by not in (None, base):
+            line = f"--base-dtype {base} rounds the codes of {self.config.model} anew"
+            warn([f"{line}: --base-dtype {kept_by} keeps them"])
 
     @property
     def base(self) -> BaseId | None:
