@@ -23,6 +23,7 @@ from llmq.plan.law import PUBLISHED, Constants, Law, Range
 from llmq.plan.recipe import (
     BASE,
     DEPTHS,
+    START,
     Rates,
     Search,
     Wanted,
@@ -132,13 +133,15 @@ def test_formats_and_optimizers_are_weighed_by_the_loss(monkeypatch):
 def test_a_step_that_was_tried_counts_instead_of_the_plan():
     made = search(depths=(3,), given=STEP, fixed=PLAIN | {"batch_size"})
     planned = made.best()
-    faster = made.tried_at(planned, 0.8 * planned.need.time.total)
+    faster = made.tried_at(planned, 0.8 * planned.need.time.total, START)
     assert 1.2 < faster.config.steps / planned.config.steps < 1.3
     assert 0 <= 3600 * HOURS - faster.time < planned.need.time.total
     assert faster.time_error < planned.time_error
+    late = made.tried_at(planned, planned.need.time.total, START + 60)
+    assert 55 < planned.seconds["steps"] - late.seconds["steps"] < 65
     assert faster.loss < planned.loss and faster.config.batch_size == planned.config.batch_size
     with pytest.raises(ConfigError, match="too few for one step"):
-        made.tried_at(planned, 1e6)
+        made.tried_at(planned, 1e6, 10.0)
 
 
 def test_formats_that_do_not_go_with_what_is_given_are_not_tried():
@@ -296,11 +299,12 @@ def test_run_trains_what_was_written(folder, monkeypatch):
     started = []
     monkeypatch.setattr("llmq.run.loop.run_training", lambda *args: started.append(args))
     seconds = {"status": "ok", "result": {"step_seconds": [0.02, 0.01, 0.015]}}
+    seconds["result"]["first_step_seconds"] = 20.0
     tried = []
     monkeypatch.setattr("llmq.bench.child.run_child", lambda o, *_: tried.append(o) or seconds)
     assert _run(f"recipe --hours 0.03 --data data {SIZES} --run --out a.yaml".split()) == 0
     ((config, model, _, _),) = started
-    assert 80 < config.steps * 0.015 < 108 and tried[0]["hidden-size"] == 128
+    assert 80 < config.steps * 0.015 < 88 and tried[0]["hidden-size"] == 128
     json.dumps(tried)  # it goes to another process
     monkeypatch.setattr("llmq.bench.child.run_child", lambda *_: {"status": "hung", "message": "x"})
     assert _run(f"recipe --hours 0.03 --data data {SIZES} --out b.yaml".split()) == 2

@@ -62,8 +62,9 @@ def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _step_seconds(config: TrainConfig) -> float:
-    """The time of a step with these options on this machine. Raises LlmqError."""
+def _tried(config: TrainConfig) -> tuple[float, float]:
+    """Seconds of a step with these options on this machine, and to the first one. Raises
+    LlmqError."""
     from llmq.bench.child import run_child
     from llmq.options.command_line import fewest_values
 
@@ -74,7 +75,8 @@ def _step_seconds(config: TrainConfig) -> float:
     outcome = run_child(options, BenchOptions.steps, BenchOptions.repeats)
     if outcome["status"] != "ok":
         raise LlmqError(f"the recipe's step: {outcome['message']}; --no-measure goes without")
-    return statistics.median(outcome["result"]["step_seconds"])
+    result = outcome["result"]
+    return statistics.median(result["step_seconds"]), result["first_step_seconds"]
 
 
 @train_options
@@ -123,7 +125,7 @@ def recipe(
     }
     where = {"card": card, "card_file": card_file, **sizes}
     how = {"law": law, "rates": rates, "price": price, "kwh_price": kwh_price}
-    timed = _step_seconds if measure is not False and not elsewhere else None
+    timed = _tried if measure is not False and not elsewhere else None
     wanted = {"hours": hours, "data": has_data, "out": out, "json": json, "timed": timed}
     run_recipe(config, model, fields, **wanted, **where, **how)
     if run:

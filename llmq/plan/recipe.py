@@ -35,7 +35,8 @@ WIDTH = 64  # channels for each block, as in nanochat: one number says the size
 START, START_OFF = 14.0, 7.0  # seconds to the first step: 8 of a small model, 21 of a large one
 DISK = 1e9  # bytes per second of the last checkpoint and the model; a slow disk takes longer
 RIG_ERROR = 0.05  # of steps that are predicted by a rig's own rates (docs/planning.md)
-TRIED_ERROR = 0.02  # of steps that were timed: clocks fall while a card becomes warm
+# The same where a step was tried: clocks fall while a card becomes warm, kernels are compiled then.
+TRIED_ERROR, TRIED_OFF = 0.02, 3.0
 GUESS = 0.35e12  # of a peak in TFLOP/s: FLOP/s that a search begins with
 ROUNDS = 3  # of speed by tokens a step, and tokens a step by speed
 VALIDATIONS, VALIDATION_SHARE = 20, 0.02  # how many at most, and of the time at most
@@ -105,7 +106,7 @@ class Wanted:
 
     laws: by optimizer. train_tokens, eval_tokens: that the files have, None without files.
     tokenizer: fingerprint of theirs. pace: the time of a step that was tried, over the predicted
-    one; None: none was tried.
+    one; None: none was tried. start, start_off: seconds to the first step, and how far off.
     """
 
     hours: float
@@ -115,6 +116,8 @@ class Wanted:
     eval_tokens: int = 0
     tokenizer: str | None = None
     pace: float | None = None
+    start: float = START
+    start_off: float = START_OFF
 
     @property
     def unique(self) -> float:
@@ -127,7 +130,8 @@ class Recipe:
     """A run, and what is predicted of it.
 
     seconds: by what they go into. loss, loss_error: in nats a token by the law, and the part by
-    which it may be off; step_error: that of a step's time. notes: reasons of options, by field.
+    which it may be off; step_error: that of a step's time, start_off: seconds of the start. notes:
+    reasons of options, by field.
     """
 
     config: TrainConfig
@@ -139,6 +143,7 @@ class Recipe:
     loss: float
     loss_error: float
     step_error: float
+    start_off: float
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -158,7 +163,8 @@ class Recipe:
     def time_error(self) -> float:
         """The part of the time by which it may be off."""
         steady = self.time - self.seconds["start"] - self.seconds["saving"]
-        return math.hypot(self.step_error * steady, START_OFF, self.seconds["saving"]) / self.time
+        parts = (self.step_error * steady, self.start_off, self.seconds["saving"])
+        return math.hypot(*parts) / self.time
 
     @property
     def joules(self) -> float | None:
@@ -216,9 +222,13 @@ class Search:
             raise OutOfMemory("no model fits with these options, and trains in these hours", [])
         return min(found, key=lambda recipe: recipe.loss)
 
-    def tried_at(self, recipe: Recipe, step_seconds: float) -> Recipe:
-        """The same model and step, with as many steps as there is time for if one takes so long."""
-        self.wanted = replace(self.wanted, pace=step_seconds / recipe.need.time.total)
+    def tried_at(self, recipe: Recipe, step: float, start: float) -> Recipe:
+        """The same model and step, with as many steps as there is time for if one takes so long.
+
+        Seconds; start: to the first step.
+        """
+        tried = {"pace": step / recipe.need.time.total, "start": start, "start_off": TRIED_OFF}
+        self.wanted = replace(self.wanted, **tried)
         made = self._of(recipe.config, recipe.model, recipe.where, recipe.need)
         if made is None:
             raise ConfigError("--hours: are too few for one step, which was timed")
@@ -323,6 +333,7 @@ class Search:
             loss=loss * (FP8_LOSS if config.is_fp8 else 1),
             loss_error=law.error(parameters, tokens, wanted.tokenizer),
             step_error=self._step_error(where),
+            start_off=wanted.start_off,
             notes={"learning_rate": of_rate} if "learning_rate" in own else {},
         )
         hours = round(wanted.hours * (1 + 2 * made.time_error) + 0.005, 2)
@@ -343,7 +354,7 @@ class Search:
         validation = FORWARD * min(batches * one, wanted.eval_tokens) / speed
         last = FORWARD * wanted.eval_tokens / speed
         saving = (disk.checkpoint + disk.model) / DISK
-        left = 3600 * wanted.hours - START - last - saving
+        left = 3600 * wanted.hours - wanted.start - last - saving
         often = int(min(VALIDATION_SHARE * left / max(validation, step), VALIDATIONS))
         often = often if validation else 0
         saves = int(left // (60 * CHECKPOINT_MINUTES))
@@ -354,7 +365,8 @@ class Search:
         own |= {"eval_num_steps": batches, "ckpt_interval": 0}
         own |= {"ckpt_every_minutes": float(CHECKPOINT_MINUTES if saves else 0)}
         own = {name: v for name, v in own.items() if name not in self.fixed or name in CHOSEN}
-        seconds = {"start": START, "steps": steps * step, "validation": often * validation + last}
+        seconds = {"start": wanted.start, "steps": steps * step}
+        seconds |= {"validation": often * validation + last}
         seconds |= {"saving": saving + saves * disk.checkpoint / DISK}
         return replace(config, **own), seconds
 

@@ -39,7 +39,7 @@ def run_recipe(
     rates: Path | None = None,
     price: float | None = None,
     kwh_price: float | None = None,
-    timed: Callable[[TrainConfig], float] | None = None,
+    timed: Callable[[TrainConfig], tuple[float, float]] | None = None,
     out: Path = Path("recipe.yaml"),
     json: bool = False,
 ) -> TrainConfig:
@@ -48,8 +48,9 @@ def run_recipe(
     config, model: with the options of `fixed` as given. data: whether the training files are there.
     card, card_file, host_memory, reserve: as run_plan has them; without the first two it is this
     machine. law, rates: files of tools/scaling_law.py and `llmq sweep-lr`. price: of a GPU's hour,
-    kwh_price: of electricity. timed: gives the seconds of a step, which then count instead of the
-    plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no ground.
+    kwh_price: of electricity. timed: gives the seconds of a step and of the start, which then count
+    instead of the plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has
+    no ground.
     """
     _check(config, fixed)
     asked = card is not None or card_file is not None
@@ -67,7 +68,7 @@ def run_recipe(
     search = Search(config, model, fixed, where, wanted)
     best = search.best()
     if timed is not None:
-        best = search.tried_at(best, timed(best.config))
+        best = search.tried_at(best, *timed(best.config))
     record = recipe_record(best, search, price, kwh_price)
     if json:
         print(json_module.dumps(record, indent=2))
