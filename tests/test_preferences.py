@@ -171,6 +171,8 @@ def test_labels_have_the_shift_of_other_answers(tmp_path):
         rewards[~np.array(labels)].mean(), rel=1e-3
     )
     assert second.tokens == count[:, 0].sum()
+    shift = (logp - reference)[:, 1].mean().clamp(min=0).item()
+    assert second.numbers["kl"] == pytest.approx(shift, rel=1e-3, abs=1e-5)
     for name, parameter in model.named_parameters():
         scale = max(np.linalg.norm(parameter.grad), 1e-3 * second.norm * len(losses))
         assert np.linalg.norm(ours[name] - parameter.grad.numpy()) <= 2 * GRADIENT_RTOL * scale

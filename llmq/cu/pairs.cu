@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 pairs_stats(f64* __restrict__ stats, const f32* __restrict__ sums, const f32* __restrict__ shift,
             const i32* __restrict__ starts, const f32* __restrict__ partner, i64 n, i32 seq_len,
             i32 kind, i32 normalize, f32 beta, f32 gamma, f32 smoothing, f32 sft) {
-    constexpr int LOSS = 0, COUNT = 1, FIRST = 6, SUMS = 8;
+    constexpr int LOSS = 0, COUNT = 1, FIRST = 6, SUMS = 9;
     __shared__ f64 shared[32];
     const Form form{kind, normalize, beta, gamma, smoothing, sft};
     f64 loss = 0.0, pairs = 0.0, of[SUMS] = {};
@@ -207,6 +207,7 @@ pairs_stats(f64* __restrict__ stats, const f32* __restrict__ sums, const f32* __
             of[2 + side] += 1.0;
             of[4 + side] += v.chosen;
             of[6 + side] += one.logp;
+            of[8] += *shift;
             continue;
         }
         const Document &c = p.preferred ? one : two, &r = p.preferred ? two : one;

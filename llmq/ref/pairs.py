@@ -18,10 +18,11 @@ CASES = {
 }
 SIGMOID, IPO, ORPO, KTO = range(4)
 # They follow the statistics of all losses. KTO's pairs count as chosen or as rejected, others as
-# both; rewards and log-probabilities are sums over these.
+# both; rewards and log-probabilities are sums over these, and kl of KTO's
+# shift over its pairs.
 SUMS = (
     *("tokens", "accuracy", "chosen", "rejected"),
-    *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected"),
+    *("reward_chosen", "reward_rejected", "logp_chosen", "logp_rejected", "kl"),
 )
 
 
@@ -217,6 +218,7 @@ def pairs_stats(
     if form.kind == KTO:
         good = pairs.preferred[there]
         sides = (("chosen", good, c), ("rejected", ~good, c))
+        named |= {"kl": float(shift[0]) * there.sum()}
         named |= {"tokens": c.count.sum(), "accuracy": ((value.chosen > 0) == good).sum()}
     else:
         every = np.ones(len(value.loss), bool)

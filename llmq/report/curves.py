@@ -33,11 +33,12 @@ _OF_STEP: dict[str, Callable[[dict[str, Any]], float | None]] = {
     "tokens per second": lambda r: _rate(r),
 }
 LOSS = next(iter(_OF_STEP))
-_OF_LOSS = {  # of losses of pairs and of routers, in records of steps and of evaluations
+_OF_LOSS = {  # of losses that have them, in records of steps and of evaluations
     "pairs preferred as they should be": "accuracy",
     "margin of rewards": "margin",
     "reward of chosen answers": "reward_chosen",
     "reward of rejected answers": "reward_rejected",
+    "divergence from reference or teacher (nats)": "kl",
     "part of tokens that meet the busiest expert": "router_busiest",
     "entropy of routers (nats)": "router_entropy",
 }

@@ -114,6 +114,7 @@ class Kto(Preferences):
     """
 
     kind = KTO
+    validated = (*Preferences.validated, "kl")
 
     def __init__(self, dev: Device, options: TrainConfig, inputs: Mapping[str, Tensor]):
         super().__init__(dev, options, inputs)
@@ -128,6 +129,11 @@ class Kto(Preferences):
     def _form(cls, options: TrainConfig) -> Form:
         weights = (options.kto_desirable, 0.0, options.kto_undesirable)
         return Form(cls.kind, 0, options.pref_beta, *weights)
+
+    @classmethod
+    def numbers(cls, sums: Mapping[str, float]) -> dict[str, float]:
+        """Beside the others kl, the mean shift; NaN without pairs."""
+        return super().numbers(sums) | {"kl": sums["kl"] / (sums["count"] or float("nan"))}
 
     def _add_up(self, rows: Rows) -> pairs.Places:
         places = super()._add_up(rows)
