@@ -146,6 +146,9 @@ def workplace(tmp_path, monkeypatch):
     pairs = zip(texts[:20], texts[20:40], texts[40:60], strict=True)
     lines = ({"prompt": p[:9], "chosen": c[:9], "rejected": r[:9]} for p, c, r in pairs)
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name, first in (("reviews", 0), ("held-out", 60)):
+        lines = ({"text": t[:40], "label": i % 5} for i, t in enumerate(texts[first : first + 60]))
+        Path(f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     Path("my_texts").mkdir()
     for number in range(4):
         Path(f"my_texts/{number}.txt").write_text("\n".join(texts[number::4]))
