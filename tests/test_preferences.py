@@ -313,10 +313,9 @@ def test_scoring_trains_nothing(data, tmp_path):
 
 def test_a_teacher_is_planned_before_it_is_scored(data, tmp_path, capsys):
     """For a card that is elsewhere, and with what would make it fit in the command's own words."""
-    wide = {"hidden-size": 8192, "num-layers": 80, "num-heads": 64, "num-kv-heads": 8}
-    wide |= {"intermediate-size": 29568, "seq-len": 2048, "batch-size": 8, "lmhead-chunks": 16}
+    wide = {"seq-len": 2048, "batch-size": 8, "lmhead-chunks": 16}
     flags = [*(f"--{name}={n}" for name, n in wide.items()), "--from-scratch", "--base-dtype=nf4"]
-    words = ["score", "Qwen2.5-7B", str(data), "--out", str(tmp_path / "s"), "--dry-run", *flags]
+    words = ["score", "Qwen2.5-72B", str(data), "--out", str(tmp_path / "s"), "--dry-run", *flags]
     how = ["--card=4090", "--memory-limit=24GiB"]
     assert _run([*words, *how, "--shard-weights", "--offload-master"]) == 0
     out = capsys.readouterr().out
@@ -325,7 +324,7 @@ def test_a_teacher_is_planned_before_it_is_scored(data, tmp_path, capsys):
     assert _run([*words, *how, "--lmhead-chunks=8"]) == LlmqError.STATUS
     said = capsys.readouterr().err
     assert "--shard-weights --offload-master" in said
-    assert f"  llmq score Qwen2.5-7B {data} --out=OUT" in said
+    assert f"  llmq score Qwen2.5-72B {data} --out=OUT" in said
 
 
 def test_a_run_by_scores_is_that_without(data, tmp_path):

@@ -28,7 +28,6 @@ VOCAB = 151936
 WARM, TIMED = 2, 4  # steps
 BATCHES = 4  # of a teacher
 TEACHER = {
-    **{"hidden-size": 8192, "num-heads": 64, "num-kv-heads": 8, "intermediate-size": 29568},
     **{"base-dtype": "nf4", "seq-len": 2048, "batch-size": 8, "lmhead-chunks": 16},
     **{"memory-limit": "24GiB", "gpus": 1},
 }
@@ -79,7 +78,7 @@ def main(what: str, layers: str = "80") -> None:
             data = write_data(folder / "talks.bin", BATCHES * 64, 255, in_pairs=False)
             flags = [f"--{name}={value}" for name, value in TEACHER.items()]
             flags += ["--from-scratch", "--shard-weights", "--offload-master"]
-            words = ["score", "Qwen2.5-7B", str(data), "--top-k", "64", f"--num-layers={layers}"]
+            words = ["score", "Qwen2.5-72B", str(data), "--top-k", "64", f"--num-layers={layers}"]
             sys.exit(_run([*words, "--out", str(folder / "scores"), *flags]))
         if what == "adapters":
             how = {"model": "Qwen2.5-7B", "lora_rank": 16, "base_dtype": "nf4", "seq_len": 2048}

@@ -190,7 +190,7 @@ LOSS_RULES = (
     ),
     *idle(
         "lora_rank lora_alpha lora_targets lora_layers lora_rank_pattern lora_alpha_pattern "
-        "lora_dropout lora_scaling lora_init lora_plus train",
+        "lora_dora lora_dropout lora_scaling lora_init lora_plus train",
         lambda v, o: o.only_scores,
         "{given} has no effect: a model is scored without adapters",
     ),
