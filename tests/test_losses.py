@@ -99,6 +99,14 @@ def test_a_run_that_diverges_is_a_line_and_no_error(data, tmp_path):
     assert run["loss"] is None and run["train_loss"] is None
 
 
+@pytest.mark.parametrize("odd", [{"steps": -1}, {"learning-rate": 0}, {"lora-rank": 4}])
+def test_what_makes_no_sweep_is_refused(odd, data, tmp_path):
+    (flag,) = odd
+    with pytest.raises(ConfigError, match=f"--{flag}: "):
+        measure_losses([SMALL | {"from-scratch": True} | data | odd], tmp_path / "r.json")
+    assert not (tmp_path / "r.json").exists()
+
+
 def ladder_of(best: float, monkeypatch):
     """run_sweep_lr's report where the loss is lowest at some rate."""
     made = []

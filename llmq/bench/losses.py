@@ -46,6 +46,14 @@ def measure_losses(
     tokenizer.
     """
     report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
+    for row in rows:
+        config = make_config(row)
+        if config.steps < 1:
+            raise ConfigError(f"--steps: a run of a sweep needs at least 1, got {config.steps}")
+        if not config.learning_rate:
+            raise ConfigError("--learning-rate: a run of a sweep needs one above 0")
+        if config.wants_adapters:
+            raise ConfigError("--lora-rank: adapters need a trained model, these begin with none")
     done = {identity(run["options"]): run for run in report["runs"]}
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
