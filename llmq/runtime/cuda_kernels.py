@@ -18,7 +18,7 @@ from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel, KernelSource
 from llmq.runtime.tensor_map import tensor_map
 
-DEFAULT_SHARED = 48 << 10  # bytes of dynamic shared memory that need no opting in
+DEFAULT_SHARED = 48 << 10  # bytes of a block's shared memory that need no opting in
 
 
 class Loaded:
@@ -26,7 +26,7 @@ class Loaded:
 
     def __init__(self, api: SimpleNamespace, raw: Any):
         self.function = api.driver.CUfunction(raw.kernel.ptr)
-        self.shared = DEFAULT_SHARED
+        self.shared = DEFAULT_SHARED - raw.shared_size_bytes  # beside the static ones
         self._raw = raw
 
     def allow(self, smem: int) -> None:

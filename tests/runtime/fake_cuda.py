@@ -272,6 +272,7 @@ class FakeRawKernel:
         handle = next(api.runtime.handles)
         api.entries[handle] = name
         self.kernel = SimpleNamespace(ptr=handle)
+        self.shared_size_bytes = 0
         self._api, self._name = api, name
 
     @property
