@@ -91,6 +91,23 @@ def test_the_step_of_peft_trains_adapters_alone(monkeypatch, dtype, more):
     assert side.model.config._attn_implementation == "sdpa_causal"
 
 
+def test_all_weights_of_a_model_with_delta_nets_train_without_peft():
+    given = {"compiled": "none", "mode": "default", "checkpointing": False, "masked": False}
+    given |= {"adapter_dtype": "fp32", "autocast": False, "steps": 1, "repeats": 1}
+    shared = {name: value for name, value in TINY.items() if "lora" not in name}
+    whole = peft_speed.peft_job(
+        *peft_speed.checked(shared | {"model": "tiny-qwen3.5"}, [""]), **given
+    )
+    side = side_of(whole)
+    named = dict(side.model.named_parameters())
+    before = {name: value.detach().clone() for name, value in named.items()}
+    side.step()
+    assert len(side.trained) == len(named)
+    same = [name for name, value in named.items() if torch.equal(before[name], value)]
+    assert not [name for name in same if named[name].dim() == 2]  # ones in bf16 are too coarse
+    assert {"flash-linear-attention", "torch"} <= set(side._versions()) - {"peft"}
+
+
 def test_clocks_settle_before_steps_are_timed(monkeypatch):
     side = side_of(job(steps=2))
     monkeypatch.setattr(peft_side, "SETTLE", 0.1)

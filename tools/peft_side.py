@@ -1,4 +1,5 @@
-"""peft's side of tools/peft_speed.py: its model and step, in a process of its own."""
+"""peft's side of tools/peft_speed.py, or that of transformers alone: its model and step, in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,10 +24,10 @@ LEARNING_RATE, BETAS = 1e-4, (0.9, 0.95)
 
 @dataclass(frozen=True, kw_only=True)
 class PeftJob:
-    """The job of peft's process. document: config.json of the model. modules: names of those with
-    adapters. transposed: whether their weights are (in, out). masked: whether SDPA gets the mask
-    that transformers makes. compiled: "layers", "model" or "none". mode: of torch.compile. clip:
-    gradient norm, 0: none."""
+    """The job of peft's process. document: config.json of the model. rank: of adapters; 0: all
+    weights are trained, without peft. modules: names of those with adapters. transposed: whether
+    their weights are (in, out). masked: whether SDPA gets the mask that transformers makes.
+    compiled: "layers", "model" or "none". mode: of torch.compile. clip: gradient norm, 0: none."""
 
     document: dict[str, Any]
     modules: list[str]
@@ -64,7 +66,6 @@ class PeftSide:
 
     def __init__(self, job: PeftJob, started: float, tell: Callable[[str], None]):
         tell("imports")
-        import peft
         import torch
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -86,15 +87,7 @@ class PeftSide:
                 config, dtype=torch.bfloat16, attn_implementation=attention
             )
         self._wait()
-        tell("adapters")
-        lora = peft.LoraConfig(
-            r=job.rank, lora_alpha=job.alpha, target_modules=job.modules, lora_dropout=0.0,
-            fan_in_fan_out=job.transposed, task_type="CAUSAL_LM",
-        )  # fmt: skip
-        with torch.device(job.device):
-            self.model = peft.get_peft_model(
-                model, lora, autocast_adapter_dtype=job.adapter_dtype == "fp32"
-            )
+        self.model = self._with_adapters(model) if job.rank else model
         self.model.train()
         if job.checkpointing:
             model.gradient_checkpointing_enable(
@@ -112,8 +105,24 @@ class PeftSide:
         if job.compiled == "model":
             self.loss_of = torch.compile(self._loss_of, **given)
         elif job.compiled == "layers":
-            compile_parts(torch, model, given | {"fullgraph": True})
+            # The kernels of flash-linear-attention are no part of a graph.
+            whole = not hasattr(config, "linear_conv_kernel_dim")
+            compile_parts(torch, model, given | {"fullgraph": whole})
         self._wait()
+
+    def _with_adapters(self, model: Any) -> Any:
+        import peft
+
+        job = self.job
+        self.tell("adapters")
+        lora = peft.LoraConfig(
+            r=job.rank, lora_alpha=job.alpha, target_modules=job.modules, lora_dropout=0.0,
+            fan_in_fan_out=job.transposed, task_type="CAUSAL_LM",
+        )  # fmt: skip
+        with self.torch.device(job.device):
+            return peft.get_peft_model(
+                model, lora, autocast_adapter_dtype=job.adapter_dtype == "fp32"
+            )
 
     def _loss_of(self, tokens: Any) -> Any:
         """The logits are no result, so that a compiled graph need not keep them."""
@@ -187,12 +196,18 @@ class PeftSide:
         return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
     def _versions(self) -> dict[str, str]:
-        """Plain strings: torch has a class of its own, for which the reader would import torch."""
-        import peft
-        import transformers
-
-        modules = {"torch": self.torch, "transformers": transformers, "peft": peft}
-        return {name: str(module.__version__) for name, module in modules.items()}
+        """Plain strings: torch has a class of its own, for which the reader would import torch.
+        "none" stands for what transformers would use if it were there."""
+        names = ["torch", "transformers", *["peft"] * (self.job.rank > 0)]
+        if "linear_conv_kernel_dim" in self.job.document:
+            names += ["flash-linear-attention", "causal-conv1d"]
+        found = {}
+        for name in names:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "none"
+        return found
 
 
 def _in_use(cuda: Any) -> int:

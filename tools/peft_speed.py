@@ -3,6 +3,12 @@
 
     PYTHONPATH=. tools/peft_speed.py [--model Qwen2.5-7B] [--batch-size 4] [--out h100_peft.md]
 
+--lora-rank 0 trains all weights instead, beside transformers alone, whose optimizer then keeps its
+states in bf16 (--form says llmq's). Gated delta nets are those of flash-linear-attention, and of
+causal-conv1d, if these are installed, else torch's path in transformers; the page says which:
+
+    PYTHONPATH=. tools/peft_speed.py --model Qwen3.5-4B --lora-rank 0 --batch-size 1 --seq-len 4096
+
 Both sides train adapters of the same matrices of a preset with random weights, on random tokens,
 one micro-batch a step, with clipped gradients and AdamW. They are timed alike: a few steps that
 warm up, on a GPU two seconds of steps, in which its clock settles, then --repeats times --steps
@@ -191,16 +197,18 @@ class Page:
         peft = None if self.peft is None else self.peft.row()
         told = (self.peft and self.peft.found) or {}
         names = [row["name"] for row in (told, *self.rows) if "name" in row]
-        title = f"{self.shared['model']} with adapters beside peft"
+        rank = self.job.rank
+        title = self.shared["model"] + (" with adapters beside peft" if rank else " beside torch")
         versions = {"llmq": self.commit, "Python": platform.python_version()}
         versions |= told.get("versions", {})
         tokens = self.job.batch_size * self.job.seq_len
         size = f"{self.job.batch_size} x {self.job.seq_len:,} tokens a step"
-        targets, times = self.shared["lora-targets"], f"{self.job.repeats} x {self.job.steps} steps"
+        trained = f"Rank {rank}, targets {self.shared['lora-targets']}" if rank else "All weights"
+        times = f"{self.job.repeats} x {self.job.steps} steps"
         lines = [f"# {title}, {names[0] if names else self.job.device}", ""]
         lines += [f"`{shlex.join(sys.argv)}`, {self.date}", ""]
         lines += ["; ".join(f"{name} {version}" for name, version in versions.items()), ""]
-        lines.append(f"Rank {self.job.rank}, targets {targets}; {size}; random weights and tokens;")
+        lines.append(f"{trained}; {size}; random weights and tokens;")
         lines += [f"{times}.", ""]
         if peft is not None:
             lines += [peft_settings(self.job, told), ""]
@@ -249,9 +257,10 @@ def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
         if "graphs" in told:
             compiled += f"; graphs: {told['graphs']}, breaks: {told['breaks']}"
         compiled += ")"
+    autocast = " under torch.autocast in bf16" * job.autocast
     said = [
-        "base in bf16",
-        f"adapters in {job.adapter_dtype}" + " under torch.autocast in bf16" * job.autocast,
+        "base in bf16" if job.rank else "all in bf16, without adapters",
+        *[f"adapters in {job.adapter_dtype}{autocast}"] * (job.rank > 0),
         "SDPA with transformers' mask" if job.masked else "SDPA with is_causal and no mask",
         compiled,
         "gradient checkpointing (not reentrant)" if job.checkpointing else "no checkpointing",
@@ -283,7 +292,7 @@ def peft_job(model: ModelConfig, config: TrainConfig, masked: bool, **given: Any
     """The job that both sides share, as peft and transformers name it."""
     return PeftJob(
         document=model.to_hf(),
-        modules=target_modules(model, adapters_of(config)),
+        modules=target_modules(model, adapters_of(config)) if config.lora_rank else [],
         transposed=model.arch.transposed,
         masked=masked or model.windows != {None},
         rank=config.lora_rank,
@@ -330,7 +339,7 @@ def compare(page: Page, forms: list[str], sides: tuple[str, ...], once: bool, li
 
 def main(
     model: Annotated[str, typer.Option(help="preset")] = "Qwen2.5-7B",
-    lora_rank: Annotated[int, typer.Option(min=1)] = 16,
+    lora_rank: Annotated[int, typer.Option(min=0, help="0: all weights")] = 16,
     lora_alpha: Annotated[float | None, typer.Option(help="as the rank, if not given")] = None,
     lora_targets: Annotated[str, typer.Option(help="as llmq's")] = "all",
     batch_size: Annotated[int, typer.Option(min=1)] = 4,
@@ -361,18 +370,20 @@ def main(
     ):
         if value not in known:
             raise SystemExit(f"error: {flag}: {value} is not {' or '.join(filter(None, known))}")
-    forms = list(FORMS) if form is None else form
+    forms = list(FORMS if lora_rank else ("",)) if form is None else form
     shared: Options = {
-        "device": device, "gpus": 1, "from-scratch": True, "model": model, "lora-rank": lora_rank,
-        "lora-alpha": lora_rank if lora_alpha is None else lora_alpha, "lora-targets": lora_targets,
+        "device": device, "gpus": 1, "from-scratch": True, "model": model,
         "batch-size": batch_size, "seq-len": seq_len, "grad-accumulation": 1,
         "grad-clip": grad_clip,
     }  # fmt: skip
+    if lora_rank:
+        alpha = lora_rank if lora_alpha is None else lora_alpha
+        shared |= {"lora-rank": lora_rank, "lora-alpha": alpha, "lora-targets": lora_targets}
     try:
         job = peft_job(
             *checked(shared, forms),
             adapter_dtype=adapter_dtype,
-            autocast=autocast and adapter_dtype == "fp32",
+            autocast=autocast and adapter_dtype == "fp32" and lora_rank > 0,
             steps=steps,
             repeats=repeats,
             compiled=compile_,
