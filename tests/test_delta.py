@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,9 +60,11 @@ def test_nothing_of_one_document_changes_a_bit_of_another(device):
         others = np.r_[:first, stop:T]
         inputs[:, others] = rng.integers(0, 131, (2, len(others)))
     (want, gradients), (got, same) = found
-    assert got == want
+    # The gradient of embeddings is summed over the places of each token, other documents' too.
+    assert replace(got, norm=want.norm) == want
+    np.testing.assert_allclose(got.norm, want.norm, rtol=1e-6)
     for name, gradient in gradients.items():
-        if "embed" not in name:  # its sums go over the places of each token, other documents' too
+        if "embed" not in name:
             assert np.array_equal(gradient, same[name]), name
 
 

@@ -95,6 +95,28 @@ NATIVE_ATTENTION = {
 }
 
 
+class Delta(NamedTuple):
+    """How fast a kernel of the delta rule is.
+
+    rate: FLOP/s of a multiprocessor that has enough blocks. turn: seconds that a chunk takes from
+    the one before, at least; 0 where chunks do not wait for each other.
+    """
+
+    rate: float
+    turn: float = 0.0
+
+
+# They are those of an H100 with heads of 128; other cards and sizes are taken to be as fast.
+DELTA_RULE = {
+    "delta_rule_prepare": Delta(0.70e12),
+    "delta_rule_scan": Delta(1.35e12, 3.6e-6),
+    "delta_rule_states": Delta(0.78e12, 2.4e-6),
+    "delta_rule_scan_backward": Delta(1.08e12, 3.8e-6),
+    "delta_rule_gradients": Delta(0.92e12),
+}
+CHUNK = 64  # tokens
+
+
 class Network(NamedTuple):
     """The network that joins machines of as many GPUs each. rate: bytes per second that one of them
     sends, and receives at the same time."""
@@ -252,10 +274,14 @@ class Rates:
         window: int,
         visible: float = 1.0,
     ) -> float:
-        """Seconds of a kernel in BF16, by its sizes; way: the rate of its cost. flops: of what the
-        window leaves."""
+        """Seconds of a kernel in BF16, by the sizes of its cost; way: the rate of that. flops: of
+        what the window leaves."""
         narrow = window
         entry, _, where = way.partition("/")
+        if where == "delta":
+            delta = DELTA_RULE[entry]
+            rate = min(delta.rate * self.card.num_sms, self._products["matmul"])
+            return max(flops / rate, math.ceil(seq_len / CHUNK) * delta.turn)
         if where == "library":
             kernel = CUDNN_ATTENTION[entry]
             softmax = SOFTMAX * self.card.bf16 / self.card.num_sms

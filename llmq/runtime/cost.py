@@ -167,5 +167,16 @@ def attention_cost(
     return Cost(part="attention", flops=flops, kind=kind, rate=rate, heads=heads)
 
 
+@lru_cache(CACHED)
+def delta_cost(kernel: Kernel, dtype: DType, flops: int, sizes: tuple[int, int, int]) -> Cost:
+    """The cost of one of the delta rule's kernels.
+
+    dtype: the format of its tensors. sizes: sequence length, channels of a key, states.
+    """
+    way = f"{kernel.entry}/delta"
+    kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
+    return Cost(part="attention", flops=flops, kind=kind, rate="f32" if dtype is F32 else way)
+
+
 BESIDE_ATTENTION = Cost(part="attention")
 """The cost of launches that memory limits and whose time counts to that of attention."""
