@@ -343,8 +343,9 @@ def wrong_parts(o: Options, model: ModelConfig) -> str | None:
     norms = model.norm == "layernorm" and "biases" in named
     if named & {"biases", "adapted-biases"} and not norms and not any(m.bias for m in matrices):
         return f"{model.architecture} has no biases"
-    fused = any(matrix.fused for _, matrix in all_adapted(model, adapters_of(o)))
-    if named & {"biases", "adapted-biases"} and fused:
+    if named & {"biases", "adapted-biases"} and any(
+        matrix.fused for _, matrix in all_adapted(model, adapters_of(o))
+    ):
         return "PEFT has no biases beside adapters of fused experts: leave them out"
     some = divided_bias(model, adapters_of(o)) if "adapted-biases" in named else None
     return some and f"adapted-biases: {some}"
