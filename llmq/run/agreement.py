@@ -38,9 +38,9 @@ def check_start(
         "the version of Python": platform.python_version(),
         "the version of NumPy": np.__version__,
     }
-    for name, value in asdict(config).items():
+    for name, opt in OPTIONS.items():
         if name not in _OWN:
-            found[OPTIONS[name].flag] = str(value)
+            found[opt.flag] = str(getattr(config, name))
     found |= {f"the model's {name}": str(value) for name, value in asdict(model).items()}
     if weights is not None:
         files = sorted(weights.directory.glob("*.safetensors"))
