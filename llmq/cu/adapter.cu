@@ -96,15 +96,6 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
 
 constexpr int NORM_ROWS = 16;  // whose sums are in registers: a is read once for all of them
 
-// Two neighbours, as F32.
-__device__ __forceinline__ float2 load_two(const float* p) {
-    return *reinterpret_cast<const float2*>(p);
-}
-__device__ __forceinline__ float2 load_two(const bf16* p) {
-    const u32 pair = *reinterpret_cast<const u32*>(p);
-    return make_float2(lower_half(pair), upper_half(pair));
-}
-
 extern "C" __global__ void __launch_bounds__(256, 2)
 adapter_norms(f32* __restrict__ norms, const T* __restrict__ w, const T* __restrict__ a,
               const T* __restrict__ b, f32 scale0, f32 scale1, f32 scale2, f32 scale3, i32 rank,
