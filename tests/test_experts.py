@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +17,15 @@ from llmq.base.errors import ConfigError
 from llmq.checkpoint.merge import merge_adapter
 from llmq.commands.cli import _run
 from llmq.options.adapters import Adapters
+from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
+from llmq.plan.checks import check_machine
 from llmq.run.idle_experts import IdleExperts
+from llmq.runtime.machine import Machine
 from llmq.runtime.plan_device import Work
 from llmq.state.params import weight_table
+from tests.harness import GPU_SPEC
 from tests.models import (
     exported,
     hf_model,
@@ -328,6 +333,16 @@ def test_fp8_experts_change_no_bit_with_memory_or_ranks(options):
         got, same = steps(path, **options, **change)
         assert got == want, change
         assert all(np.array_equal(weights[n], same[n]) for n in weights), change
+
+
+def test_fp8_experts_need_a_gpu_that_has_their_products():
+    model, config = preset("tiny-qwen3-moe"), TrainConfig(**FP8).normalized()
+    for capability in (89, 90, 120):
+        spec = replace(GPU_SPEC, capability=capability)
+        check_machine(config, model, Machine(kind="cuda", spec=spec, note=None))
+    spec = replace(GPU_SPEC, name="B200", capability=100)
+    with pytest.raises(ConfigError, match="no e4m3 product for experts on B200: use bf16"):
+        check_machine(config, model, Machine(kind="cuda", spec=spec, note=None))
 
 
 def test_experts_multiply_codes_forward_and_back():

@@ -27,11 +27,11 @@ from llmq.model.inference import Decoder
 from llmq.model.losses import LOSSES
 from llmq.model.step import Step
 from llmq.ops import attention, route
-from llmq.ops.common import CAPABILITY
+from llmq.ops.common import CAPABILITY, GENERIC_FP8
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.runtime.compile import Resources, compile_kernel
-from llmq.runtime.device import FUSED, DeviceSpec
+from llmq.runtime.device import DeviceSpec
 from llmq.runtime.device import Launch as Launched
 from llmq.runtime.kernel import Kernel, KernelSource
 from llmq.runtime.plan_device import PlanDevice
@@ -124,10 +124,7 @@ def note_training(
         config = TrainConfig(**shape, recompute_block=more, document_mask=more, **fields)
         config = config.normalized()
         placement = place(config, table_of(config, model))
-        dev = NotingDevice(spec, noted)
-        if model.experts is not None:  # on Hopper their kernels are taken where LLMQ_FUSED says so
-            dev.fused = frozenset(FUSED)
-        step = Step(dev, model, config, placement)
+        step = Step(NotingDevice(spec, noted), model, config, placement)
         step.train(0, 0.0, 0.0, [batch])
         step.train(1, 0.0, 0.0, [batch, batch])
         step.evaluate_batch(batch)
@@ -209,11 +206,12 @@ def all_runs(capability: int) -> list[Run]:
         of_all += [fields, fields | {"fp8_recipe": "delayed", "head_dtype": "e4m3"}]
     for base, recipe in (("e4m3", "jit"), ("nf4", "delayed")):
         of_all.append(FP8 | {"fp8_recipe": recipe, "base_dtype": base} | ADAPTERS)
+    of_codes = (CAPABILITY, *GENERIC_FP8)  # of experts
     runs += [
         Run(name, tuple(fields.items()))
         for fields in of_all
         for name, model in PRESETS.items()
-        if model.experts is None or "matmul_dtype" not in fields  # there is no fp8 of experts
+        if "matmul_dtype" not in fields or model.experts is None or capability in of_codes
     ]
     dense = {name: model for name, model in PRESETS.items() if model.experts is None}
     of_activation = {model.activation: name for name, model in dense.items() if model.gated}
@@ -238,8 +236,10 @@ def all_runs(capability: int) -> list[Run]:
         formats_of = [adapted | fields for fields in formats_of]
         formats_of.append(FP8 | {"fp8_recipe": "delayed", "mlp_dtype": "e4m3"})
         runs += [Run("Qwen2.5-7B", tuple(fields.items())) for fields in formats_of]
-        experts = {"model_dtype": "bf16", "matmul_dtype": "bf16"}
-        runs.append(Run("Qwen3-30B-A3B", tuple(experts.items())))
+        bf16 = {"model_dtype": "bf16", "matmul_dtype": "bf16"}
+        of_experts = adapted | {"lora_targets": "experts"}
+        for fields in (bf16, bf16 | of_experts, FP8 | {"base_dtype": "e4m3"} | of_experts):
+            runs.append(Run("Qwen3-30B-A3B", tuple(fields.items())))
     return runs
 
 
@@ -288,7 +288,8 @@ class Report:
         """How many must run on a multiprocessor together, where one hides the other's epilogue."""
         file, _, _, consts = self.source
         generic = file == "matmul_fused.cu" and ("CLUSTER", 1) in consts
-        return 2 if generic or file == "grouped.cu" else 1
+        grouped = file == "grouped.cu" and self.launch.threads == 128  # fp8 codes: 256
+        return 2 if generic or grouped else 1
 
     @property
     def problem(self) -> str | None:

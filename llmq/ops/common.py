@@ -26,6 +26,9 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 # Products of our own in instructions that only these tensor cores have (cu/product_sm90.cuh).
 CAPABILITY = 90
+GENERIC_FP8 = (89, 120, 121)
+"""Capabilities of the other GPUs on which kernels of ours multiply fp8 codes: before Ada none does,
+and between Ada and consumers' Blackwell in other instructions."""
 MULTIPLE = 16  # bytes: of rows of all their matrices
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment
 SUM_COLUMNS = 192  # of logits whose exponentials have one sum, as a tile of their product has

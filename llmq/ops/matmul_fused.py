@@ -62,15 +62,14 @@ PART_STEPS = 4
 # boxes of transposed codes of up and of gate, of 16 rows of a box.
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 32768, 2048
 # On other GPUs: kernels that there are, and formats of a; rows and columns of a tile, threads of a
-# block and bytes of a stage; the capabilities with 100 KiB for two blocks, and those that multiply
-# fp8 codes: before Ada none does, and between Ada and consumers' Blackwell in other instructions.
+# block and bytes of a stage; the capabilities with 100 KiB for two blocks.
 GENERIC = {
     "matmul_gradient": (BF16, E4M3, E5M2),
     "matmul_swiglu": (BF16, E4M3),
     "matmul_swiglu_backward": (BF16, E4M3, E5M2),
 }
 GENERIC_TILE, GENERIC_THREADS, GENERIC_STAGE = 128, 128, 16384
-SMALL_SHARED, GENERIC_FP8 = (86, 89, 120, 121), (89, 120, 121)
+SMALL_SHARED = (86, 89, 120, 121)
 LINE = 128  # bytes of K in a tile
 OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 

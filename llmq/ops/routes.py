@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, DType
 from llmq.ops import matmul_fused
-from llmq.ops.common import CAPABILITY, MULTIPLE, TILE_ROWS, Tiles, tile_columns
-from llmq.ops.matmul_fused import GENERIC_FP8, MAX_RANK
+from llmq.ops.common import CAPABILITY, GENERIC_FP8, MULTIPLE, TILE_ROWS, Tiles, tile_columns
+from llmq.ops.matmul_fused import MAX_RANK
 from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.machine import PLAN_SPEC
 

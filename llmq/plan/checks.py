@@ -10,14 +10,14 @@ from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.model.attention_choice import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
-from llmq.ops.common import MAX_COLUMNS
+from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
-from llmq.runtime.machine import Machine
+from llmq.runtime.machine import PLAN_SPEC, Machine
 
 CHANNEL_MULTIPLE = 8  # 16-byte vectors of BF16
 
@@ -26,6 +26,17 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
     """ConfigError for formats and sizes that the machine cannot compute."""
     check_options(config, machine)
     check_sizes(model, machine)
+    spec = machine.spec
+    if (
+        machine.kind == "cuda"
+        and spec != PLAN_SPEC
+        and config.is_fp8
+        and model.experts is not None
+        and spec.capability not in (CAPABILITY, *GENERIC_FP8)
+    ):
+        raise ConfigError(
+            f"--matmul-dtype: there is no e4m3 product for experts on {spec.name}: use bf16"
+        )
 
 
 def check_options(config: TrainConfig, machine: Machine) -> None:
