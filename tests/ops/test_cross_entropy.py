@@ -1,5 +1,7 @@
 """Cross-entropy on a device against the reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -222,6 +224,13 @@ def test_stats(dev, rng, B, T, weighted):
     total = (arrays["losses"] * arrays.get("weights", 1)).sum(dtype=np.float64)
     assert got["stats"][STAT["loss"]] == total
     assert got["stats"][STAT["count"]] == 1 + (targets >= 0).sum()
+    if weighted:
+        of_weights = partial(op.stats, by_weight=True)
+        arrays["stats"] = np.zeros(len(TOKEN_STATS) + 1)
+        got, want = run(dev, of_weights, arrays), run(host_device(), of_weights, arrays)
+        np.testing.assert_array_equal(got["stats"], want["stats"])
+        mass = arrays["weights"][targets >= 0].sum(dtype=np.float64)
+        assert got["stats"][STAT["count"]] == mass and got["stats"][-1] == (targets >= 0).sum()
 
 
 def test_stats_of_masked_rows_change_nothing(dev):
