@@ -12,11 +12,11 @@
 //          that are not used are empty. They are of `period` rows, and the next ones have them, too.
 //          w: (rows, K), a: (columns, K), x, y, out: (rows, columns), bias of T; norms, magnitudes: F32.
 // Launch   256 threads, one for each element of b, or for eight of whole, as they are written. norms: a
-//          block for 16 rows. columns: a 16-byte vector of 16 rows each.
+//          block for 16 rows. columns: a 16-byte vector each.
 // Cost     what is written, once; the other one is read where it has a counterpart. norms: w read once,
 //          and rank multiplications of each of its elements.
-// Needs    columns >= rank * spans, a multiple of 8; fewer than 2^35 elements of whole. norms: K even.
-//          columns: whole vectors in a row; out may be x.
+// Needs    columns >= rank * spans, a multiple of 8; fewer than 2^35 elements of whole. columns: whole
+//          vectors in a row; out may be x.
 // Same name  llmq/ops/adapter.py  llmq/ref/adapter.py  tests/ops/test_adapter.py
 #include "common.cuh"
 
@@ -40,13 +40,12 @@ adapter_expand(T* __restrict__ whole, const T* __restrict__ b, f32 scale0, f32 s
     const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
     const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
     const u32 i = blockIdx.x * blockDim.x + threadIdx.x, octets = columns / OCTET;
-    const u32 at = i / octets, height = period;  // divisions of 64 bits would take most of the time
-    if (at >= rows) { return; }
-    const i64 row = at % height;
+    if (i / octets >= rows) { return; }
+    const i64 row = i / octets % period;
     const T* from = nullptr;  // the row's elements of b, which stand in columns from `begin` on
     int begin = 0;
     f32 scale = 0.0f;
-    i64 before = at / height * spans.count();  // rows of earlier spans
+    i64 before = i / octets / period * spans.count();  // rows of earlier spans
 #pragma unroll
     for (int k = 0; k < MAX_SPANS; ++k) {
         if (row >= spans.start[k] && row < spans.stop[k]) {
@@ -96,62 +95,50 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
 
 constexpr int NORM_ROWS = 16;  // whose sums are in registers: a is read once for all of them
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256)
 adapter_norms(f32* __restrict__ norms, const T* __restrict__ w, const T* __restrict__ a,
               const T* __restrict__ b, f32 scale0, f32 scale1, f32 scale2, f32 scale3, i32 rank,
               i64 rows, i32 K, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2,
               i64 start3, i64 stop3) {
-    constexpr int STAGE = 64;  // elements of a row of b that are in shared memory at a time
+    constexpr int STAGE = 16;  // elements of a row of b that are in shared memory at a time
     const Spans spans = {{start0, start1, start2, start3}, {stop0, stop1, stop2, stop3}};
     const f32 scales[MAX_SPANS] = {scale0, scale1, scale2, scale3};
-    __shared__ __align__(16) f32 of_b[STAGE][NORM_ROWS];
-    __shared__ f32 shared[32];
+    __shared__ f32 of_b[STAGE][NORM_ROWS], shared[32];
     const i64 first = (i64)blockIdx.x * NORM_ROWS;
-    int staged = -1;  // the elements that are there: mostly they stay, once loaded
     f32 sums[NORM_ROWS] = {};
-    for (int top = 0; top < K; top += 2 * blockDim.x) {
-        const int j = top + 2 * threadIdx.x;
-        float2 values[NORM_ROWS];
+    for (int top = 0; top < K; top += blockDim.x) {
+        const int j = top + threadIdx.x;
+        f32 values[NORM_ROWS];
 #pragma unroll
         for (int i = 0; i < NORM_ROWS; ++i) {
-            const bool there = j < K && first + i < rows;
-            values[i] = there ? load_two(w + (first + i) * K + j) : make_float2(0.0f, 0.0f);
+            values[i] = j < K && first + i < rows ? to_f32(w[(first + i) * K + j]) : 0.0f;
         }
         i64 before = 0;
 #pragma unroll
         for (int k = 0; k < MAX_SPANS; ++k) {
             const i64 start = spans.start[k], stop = spans.stop[k];
-            for (int c0 = 0; first < stop && first + NORM_ROWS > start && c0 < rank; c0 += STAGE) {
-                if (staged != k * rank + c0) {
-                    staged = k * rank + c0;
+            if (first < stop && first + NORM_ROWS > start) {
+                for (int c0 = 0; c0 < rank; c0 += STAGE) {
                     __syncthreads();
-                    for (int n = threadIdx.x; n < STAGE * NORM_ROWS; n += blockDim.x) {
-                        const int i = n % NORM_ROWS, c = c0 + n / NORM_ROWS;
-                        const i64 row = first + i;
-                        const bool inside = row >= start && row < stop && c < rank;
-                        const i64 at = (before + row - start) * rank + c;
-                        of_b[n / NORM_ROWS][i] = inside ? scales[k] * to_f32(b[at]) : 0.0f;
-                    }
+                    const int i = threadIdx.x % NORM_ROWS, c = c0 + threadIdx.x / NORM_ROWS;
+                    const i64 row = first + i;
+                    const bool inside = row >= start && row < stop && c < rank;
+                    of_b[threadIdx.x / NORM_ROWS][i] =
+                        inside ? scales[k] * to_f32(b[(before + row - start) * rank + c]) : 0.0f;
                     __syncthreads();
-                }
-                const int count = j < K ? min(STAGE, rank - c0) : 0;
-#pragma unroll 2
-                for (int s = 0; s < count; ++s) {
-                    const float2 x = load_two(a + ((i64)k * rank + c0 + s) * K + j);
+                    for (int s = 0; s < min(STAGE, rank - c0) && j < K; ++s) {
+                        const f32 x = to_f32(a[((i64)k * rank + c0 + s) * K + j]);
 #pragma unroll
-                    for (int i = 0; i < NORM_ROWS; ++i) {
-                        values[i].x = fmaf(of_b[s][i], x.x, values[i].x);
-                        values[i].y = fmaf(of_b[s][i], x.y, values[i].y);
+                        for (int i = 0; i < NORM_ROWS; ++i) {
+                            values[i] = fmaf(of_b[s][i], x, values[i]);
+                        }
                     }
                 }
             }
             before += stop - start;
         }
 #pragma unroll
-        for (int i = 0; i < NORM_ROWS; ++i) {
-            sums[i] = fmaf(values[i].x, values[i].x, sums[i]);
-            sums[i] = fmaf(values[i].y, values[i].y, sums[i]);
-        }
+        for (int i = 0; i < NORM_ROWS; ++i) { sums[i] = fmaf(values[i], values[i], sums[i]); }
     }
 #pragma unroll
     for (int i = 0; i < NORM_ROWS; ++i) {
@@ -165,40 +152,25 @@ adapter_norms(f32* __restrict__ norms, const T* __restrict__ w, const T* __restr
     }
 }
 
-constexpr int COLUMN_ROWS = 16;  // of a thread, whose columns have one factor each
-
 extern "C" __global__ void __launch_bounds__(256)
 adapter_columns(T* out, const T* x, const T* __restrict__ y, const f32* __restrict__ norms,
                 const f32* __restrict__ magnitudes, const T* __restrict__ bias, i64 rows,
                 i32 columns) {
     constexpr int N = Vec<T>::N;
-    const int column = (blockIdx.x * blockDim.x + threadIdx.x) * N;
-    if (column >= columns) { return; }
-    f32 factor[N], offset[N];
+    const i64 i = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * N;
+    if (i >= rows * columns) { return; }
+    const int column = (int)(i % columns);
+    Vec<T> value = load_vec(x + i);
+    const Vec<T> other = load_vec(y == nullptr ? x + i : y + i);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
         const f32 norm = norms[column + k];
-        factor[k] = y == nullptr ? 1.0f : 0.0f;
-        if (norm > 0.0f) {
-            factor[k] = (magnitudes == nullptr ? 1.0f : magnitudes[column + k]) / norm;
-        }
-        offset[k] = bias == nullptr ? 0.0f : to_f32(bias[column + k]);
+        f32 factor = y == nullptr ? 1.0f : 0.0f;
+        if (norm > 0.0f) { factor = (magnitudes == nullptr ? 1.0f : magnitudes[column + k]) / norm; }
+        f32 product = to_f32(value[k]) * factor;
+        if (y != nullptr) { product *= to_f32(other[k]); }
+        if (bias != nullptr) { product += to_f32(bias[column + k]); }
+        value[k] = from_f32<T>(product);
     }
-    const i64 first = (i64)blockIdx.y * COLUMN_ROWS;
-    const int count = (int)min((i64)COLUMN_ROWS, rows - first);
-    const i64 start = first * columns + column;
-#pragma unroll 4
-    for (int r = 0; r < count; ++r) {
-        const i64 at = start + (i64)r * columns;
-        Vec<T> value = load_vec(x + at);
-        const Vec<T> other = load_vec(y == nullptr ? x + at : y + at);
-#pragma unroll
-        for (int k = 0; k < N; ++k) {
-            f32 product = to_f32(value[k]) * factor[k];
-            if (y != nullptr) { product *= to_f32(other[k]); }
-            if (bias != nullptr) { product += offset[k]; }
-            value[k] = from_f32<T>(product);
-        }
-        store_vec(out + at, value);
-    }
+    store_vec(out + i, value);
 }

@@ -36,7 +36,6 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
 NORM_ROWS = 16  # of a block; NORM_ROWS in cu/adapter.cu
-COLUMN_ROWS = 16  # of a block; COLUMN_ROWS there
 
 _SCALES = ", ".join(f"f32 scale{i}" for i in range(MAX_SPANS))
 _EDGES = ", ".join(f"i64 start{i}, i64 stop{i}" for i in range(MAX_SPANS))
@@ -103,7 +102,7 @@ def norms(
 
     Args:
         out     out  F32 (rows,)
-        w       in   T   (rows, K)      F32 or BF16; K even
+        w       in   T   (rows, K)      F32 or BF16
         a       in   T   (columns, K)   as padded_columns says
         b       in   T   (n, rank)      of all spans, below each other: n rows together
         spans   1 to 4
@@ -182,8 +181,7 @@ def _columns(
     ):  # fmt: skip
         if tensor is not None:
             expect(op, name, tensor, dtype, (columns,))
-    vectors = columns * x.dtype.itemsize // VECTOR_BYTES
-    blocks = (ceil_div(vectors, THREADS), ceil_div(rows, COLUMN_ROWS))
+    blocks = ceil_div(x.size * x.dtype.itemsize, VECTOR_BYTES * THREADS)
     dev.launch(COLUMNS, blocks, THREADS, (out, x, y, norms, magnitudes, bias, rows, columns))
 
 
