@@ -61,6 +61,7 @@ PROSE_LINE = 400  # characters: what has longer lines on average is data or was 
 DIGITS = 0.25  # of the characters: what has more is a table
 BYTES_PER_TOKEN = 3.4  # of 8,192 tokens
 SHARD_BYTES = 64_000_000
+PATIENCE = 300.0  # seconds for a text: nobody has made these to keep a tokenizer busy
 SAMPLED = 8  # one line of so many tells whether a text was there before
 KNOWN = 0.7  # of its sampled lines: then a text is a copy with changes
 
@@ -382,6 +383,7 @@ def make(
     made = train_tokenizer(inputs[:1], vocab_size=vocab_size, out=tokenizer, overwrite=True)
     say(made.describe())
     how = {"eval_fraction": eval_fraction, "workers": workers, "overwrite": True}
+    how |= {"record_seconds": PATIENCE}
     say(tokenize(inputs, tokenizer=str(tokenizer), out=out, **how).describe())
 
 
