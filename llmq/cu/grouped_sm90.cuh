@@ -3,17 +3,16 @@
 // As Work and Tile of product_sm90.cuh: each expert's rows have pairs of tiles of their own, times its
 // matrix. If there are at most 128 rows in the last pair, its two blocks have these, and neighbouring
 // columns: half a tile of an expert's rows is none, on the average. Right has all matrices below each
-// other, each of `apart` rows, and so has the tail, of `tail_apart`. A block counts the tiles of the experts before each one once, and looks
-// for its own in between. Tiles of an expert go down its rows first: these and its matrix stay in L2.
+// other, each of `apart` rows, and so has the tail, of `tail_apart`. A block counts the tiles of the
+// experts before each one once, and looks for its own in between. Tiles of an expert go down its rows
+// first: these and its matrix stay in L2.
 //
-// With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix. Those with
-// the most rows come first. So tiles of about the same length are multiplied together, and a cluster
-// has as many long ones as another.
+// With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix.
 #pragma once
 
+#if GROUPED == 1
 constexpr int MOST_EXPERTS = 512;
 
-#if GROUPED == 1
 struct Work {
     const i32 *starts, *before;  // before: of each expert, in shared memory
     int experts, columns, tiles, width, apart, tail_apart, cluster, clusters;
@@ -93,11 +92,11 @@ struct Tile {
 };
 #else
 struct Work {
-    const i32 *starts, *order;  // order: of experts, in shared memory
+    const i32* starts;
     int pairs, columns, tiles, width, cluster, clusters;
     u32 rank;
 
-    // By all threads of the block. starts: (experts + 1). rows, all_columns: of a matrix.
+    // starts: (experts + 1). rows, all_columns: of a matrix.
     __device__ __forceinline__ Work(const i32* starts, int experts, int rows, int all_columns,
                                     int width)
         : starts(starts),
@@ -107,22 +106,7 @@ struct Work {
           width(width),
           cluster(blockIdx.x / 2),
           clusters(gridDim.x / 2),
-          rank(cluster_rank()) {
-        __shared__ i32 counts[MOST_EXPERTS], sorted[MOST_EXPERTS];
-        for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-            counts[e] = starts[e + 1] - starts[e];
-        }
-        __syncthreads();
-        for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-            int before = 0;
-            for (int other = 0; other < experts; ++other) {
-                before += counts[other] > counts[e] || (counts[other] == counts[e] && other < e);
-            }
-            sorted[before] = e;
-        }
-        __syncthreads();
-        order = sorted;
-    }
+          rank(cluster_rank()) {}
 };
 
 // first, count: the rows that are summed over.
@@ -132,7 +116,7 @@ struct Tile {
 
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int of_expert = work.pairs * work.columns, rest = t % of_expert;
-        expert = work.order[t / of_expert];
+        expert = t / of_expert;
         row = (rest % work.pairs * 2 + work.rank) * TILE_ROWS;
         column = rest / work.pairs * work.width;
         first = work.starts[expert];

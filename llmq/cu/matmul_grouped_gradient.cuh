@@ -4,7 +4,7 @@
 //
 // The sum is rounded stochastically, by the random number of the element, as matmul_gradient.cuh has
 // it. Both operands have K, the rows, outside. As pingpong_sm90.cuh has it, but that each tile has steps
-// of its own, and that one of them may have rows of the next expert: in shared memory they become zeros.
+// of its own, and that the last one may have rows of the next expert: in shared memory they become zeros.
 //
 // Data     a: bf16 (K, M). b: bf16 (K, N). d: bf16 (experts, M, N). starts: I32 (experts + 1), from 0 to
 //          K. scalars: seed, step and micro_step, if something is added.
@@ -18,19 +18,14 @@ using Base = PingPong<Mainloop, CHUNK_BYTES>;
 struct Product : Base {
     static constexpr int STEP_ROWS = 64, BOX_BYTES = BOX * LINE, STAGE_BOXES = 2 + TILE_BOXES;
     static_assert(IN_TURNS && LEFT_BYTES == 2 * BOX_BYTES && TAILS == 0);
-    // As of PingPong; in the place of `arrived`, barriers of each warpgroup: its threads have cleared a
-    // stage; the other one is near the end of its tile, and its own first stage is the next to come there.
-    SharedAddress clear_done, near;
+    using Base::Base;
 
-    __device__ __forceinline__ Product(void* shared, int K)
-        : Base(shared, K), clear_done(arrived), near(arrived + 8 * CONSUMERS) {}
-
+    // As of PingPong; `arrived` has a barrier of each warpgroup, for all of its threads.
     __device__ __forceinline__ void init() const {
         Mainloop::init(2);
         for (int i = 0; i < CONSUMERS; ++i) {
             barrier_init(turn + 8 * i, 128);
-            barrier_init(clear_done + 8 * i, 128);
-            barrier_init(near + 8 * i, 128);
+            barrier_init(arrived + 8 * i, 128);
         }
         barriers_ready();
     }
@@ -48,23 +43,16 @@ struct Product : Base {
         }
     }
 
-    // Steps of a tile. The first one has the rows that are no whole step, and are the last ones.
-    static __device__ __forceinline__ int steps_of(const Tile& tile) {
-        return (tile.count + STEP_ROWS - 1) / STEP_ROWS;
-    }
-
     __device__ __forceinline__ void load(const Work& work, const Operands& from) const {
         Ring ring(RING_STAGES);  // the first wait for an empty stage is over at once
         for (int t = work.cluster; t < work.tiles; t += work.clusters) {
             const Tile tile(t, work);
-            const int last = (steps_of(tile) - 1) * STEP_ROWS, rest = tile.count % STEP_ROWS;
 #pragma unroll 1
             for (int k = 0; k < tile.count; k += STEP_ROWS, ring.next()) {
                 const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
                 const SharedAddress arrived = full + 8 * ring.stage;
                 barrier_wait(empty + 8 * ring.stage, ring.parity);
-                const int row = rest == 0 ? k : k == 0 ? last : k - STEP_ROWS;
-                load_pair<true>(stage, arrived, from.left, from.right, tile.first + row, tile, 0,
+                load_pair<true>(stage, arrived, from.left, from.right, tile.first + k, tile, 0,
                                 work.rank, 0);
             }
         }
@@ -75,44 +63,55 @@ struct Product : Base {
     __device__ __forceinline__ void multiply_tiles(const Work& work, int me,
                                                    const Store& store) const {
         const int thread = threadIdx.x % 128, warp = me * 4 + thread / 32;
-        const u32 seed = gradient_seed(store.scalars, store.salt);
-        u32 before = 0, cleared = 0;  // steps of the tiles before; phases of clear_done
+        u32 before = 0, cleared = 0;  // steps of the tiles before; phases of `arrived`
         int n = 0;
         for (int t = work.cluster; t < work.tiles; t += work.clusters, ++n) {
             const Tile tile(t, work);
-            const int steps = steps_of(tile);
+            const int count = tile.count, steps = (count + STEP_ROWS - 1) / STEP_ROWS;
             if (n % CONSUMERS == me) {
                 store.prefetch(tile, thread);
                 Sums d;
-#pragma unroll
-                for (int i = 0; i < HALVES_OF_TILE * SUMS; ++i) { d[i / SUMS][i % SUMS] = 0.0f; }
                 Ring ring(before);
-                const u32 phase = me ^ 1 ^ n / CONSUMERS & 1;
-                barrier_wait(near + 8 * me, phase);  // or a wait may be for a later phase of `full`
-                if (tile.count % STEP_ROWS != 0) {   // while the other one multiplies
-                    barrier_wait(full + 8 * ring.stage, ring.parity);
-                    clear(stages + ring.stage * STAGE_BYTES, tile.count % STEP_ROWS);
-                    barrier_arrive(clear_done + 8 * me);
-                    barrier_wait(clear_done + 8 * me, cleared);
-                    cleared ^= 1;
-                }
-                barrier_wait(turn + 8 * me, phase);
-                const int tell = max(0, steps - RING_STAGES);
-                const SharedAddress last =
-                    Base::multiply_steps<true>(d, ring, 0, steps, [&](int k) {
-                        if (k == tell) { barrier_arrive(near + 8 * (me ^ 1)); }
-                    });
-                if (steps == 0) { barrier_arrive(near + 8 * (me ^ 1)); }
+                barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
+                multiply_rows(d, ring, count, me, cleared);
                 barrier_arrive(turn + 8 * (me ^ 1));
-                wgmma_wait<0>();
-                if (steps > 0) { Base::release(last); }
-                store(Tile(t, work), d, thread / 32 * 16, chunks + warp * CHUNK_BYTES, seed);
+                store(Tile(t, work), d, thread / 32 * 16, chunks + warp * CHUNK_BYTES);
             }
             before += steps;
         }
     }
 
 private:
+    // d = the sum over so many rows.
+    __device__ __forceinline__ void multiply_rows(Sums& d, Ring& ring, int count, int me,
+                                                  u32& cleared) const {
+#pragma unroll
+        for (int i = 0; i < HALVES_OF_TILE * SUMS; ++i) { d[i / SUMS][i % SUMS] = 0.0f; }
+        SharedAddress last = empty;
+        int k = 0;
+#pragma unroll 1
+        for (; k + STEP_ROWS <= count; k += STEP_ROWS, ring.next()) {
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            multiply<bf16, bf16, true, true>(d, stages + ring.stage * STAGE_BYTES, 0, SLICES, 1);
+            wgmma_wait<1>();
+            if (k > 0) { release(last); }
+            last = empty + 8 * ring.stage;
+        }
+        wgmma_wait<0>();
+        if (k > 0) { release(last); }
+        if (k < count) {
+            const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
+            barrier_wait(full + 8 * ring.stage, ring.parity);
+            clear(stage, count - k);
+            barrier_arrive(arrived + 8 * me);
+            barrier_wait(arrived + 8 * me, cleared);
+            cleared ^= 1;
+            multiply<bf16, bf16, true, true>(d, stage, 0, SLICES, 1);
+            wgmma_wait<0>();
+            release(empty + 8 * ring.stage);
+        }
+    }
+
     // Rows from `valid` on of a stage's boxes, which this warpgroup alone reads in this block.
     static __device__ __forceinline__ void clear(SharedAddress stage, int valid) {
         for (int at = valid * LINE + threadIdx.x % 128 * 16; at < BOX_BYTES; at += 128 * 16) {
@@ -145,72 +144,51 @@ struct Epilogue {
         }
     }
 
-    // seed: of gradient_seed.
     __device__ __forceinline__ void operator()(const Tile& tile, const Sums& sums, int first_row,
-                                               SharedAddress chunk, u32 seed) const {
+                                               SharedAddress chunk) const {
         if (accumulate && tile.count == 0) { return; }
-        const u32 lane = threadIdx.x % 32;
+        const u32 seed = gradient_seed(scalars, salt), lane = threadIdx.x % 32;
         const u32 line = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
         const u32 word = lane % 8, below = lane / 8;    // of a row, for memory
-        uint4 next[4];  // what the next box is added to
-        load(Box(*this, tile, first_row, 0), next);
 #pragma unroll
-        for (int c = 0; c < BOXES; ++c) {
+        for (int c = 0; c < HALVES_OF_TILE * TILE_BOXES; ++c) {
+            const int half = c / TILE_BOXES, box = c % TILE_BOXES;
+            // Or addresses of all boxes would be held at once, for which there are no registers.
+            int first = tile.column, row = first_row + TILE_ROWS / 2 * half;
+            forget(first), forget(row);
+            first += box * BOX, row += tile.row;
             __syncwarp();  // the chunk is empty
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 u32 pairs[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* sum =
-                        sums[c / TILE_BOXES] + c % TILE_BOXES * (BOX / 2) + 8 * j + 2 * i;
+                    const float* sum = sums[half] + box * (BOX / 2) + 8 * j + 2 * i;
                     pairs[i] = to_pair(sum[0], sum[1]);
                 }
                 stmatrix_x4(chunk + line * LINE + ((2 * j + octet ^ line & 7) << 4), pairs[0],
                             pairs[1], pairs[2], pairs[3]);
             }
-            uint4 before[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) { before[i] = next[i]; }
-            if (c + 1 < BOXES) { load(Box(*this, tile, first_row, c + 1), next); }
             __syncwarp();
-            const Box box(*this, tile, first_row, c);
+            const int column = first + 8 * word, rows = column < N ? M - row - (int)below : 0;
+            bf16* const to = d + ((i64)tile.expert * M + row + below) * N + column;
+            uint4 before[4];
+            if (accumulate) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (4 * i < rows) { before[i] = load_packed_stream(to + (i64)(4 * i) * N); }
+                }
+            }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const u32 r = below + 4 * i;
                 const uint4 x = load_shared(chunk + r * LINE + ((word ^ r & 7) << 4));
-                if (4 * i < box.rows) { store(box.at + (i64)(4 * i) * N, before[i], x, seed); }
+                if (4 * i < rows) { store(to + (i64)(4 * i) * N, before[i], x, seed); }
             }
         }
     }
 
 private:
-    static constexpr int BOXES = HALVES_OF_TILE * TILE_BOXES;  // of a warp's rows
-
-    // A lane's place in box c: its first word, and how many rows there are from there on.
-    struct Box {
-        bf16* at;
-        int rows;
-
-        __device__ __forceinline__ Box(const Epilogue& of, const Tile& tile, int first_row, int c) {
-            // Or addresses of all boxes would be held at once, for which there are no registers.
-            int column = tile.column, row = first_row;
-            forget(column), forget(row);
-            column += c % TILE_BOXES * BOX + threadIdx.x % 8 * 8;
-            row += tile.row + TILE_ROWS / 2 * (c / TILE_BOXES) + threadIdx.x % 32 / 8;
-            rows = column < of.N ? of.M - row : 0;
-            at = of.d + ((i64)tile.expert * of.M + row) * of.N + column;
-        }
-    };
-
-    __device__ __forceinline__ void load(const Box& box, uint4 (&to)[4]) const {
-        if (!accumulate) { return; }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (4 * i < box.rows) { to[i] = load_packed_stream(box.at + (i64)(4 * i) * N); }
-        }
-    }
-
     // Eight neighbours.
     __device__ __forceinline__ void store(bf16* to, const uint4& old, const uint4& x, u32 seed) const {
         Vec<bf16> sum = unpack<bf16>(x);

@@ -332,8 +332,6 @@ def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts
     tensor, accumulate, scalars, salt = acc
     expect(op, "acc", tensor, BF16, (E, M, N))
     expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
-    if E > MAX_EXPERTS:
-        raise ValueError(f"{op}: at most {MAX_EXPERTS} experts, got {E}")
     how = {"trans_a": True, "accumulate": accumulate, "epilogue": "grouped"}
     _Product((a, b, None, None, None, None), M, N, R, 0, True, False).launch(
         dev,

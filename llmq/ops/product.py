@@ -217,13 +217,15 @@ def grouped_product(
     left, right, scales = terms.left, terms.right, terms.scales
     rank = 0 if adapters is None else adapters[0].shape[1]
     sizes = Sizes(*out.shape, left.shape[1], left.dtype, out.dtype, rank)
-    if taken(dev, "grouped", sizes, fast=fast) is not None:
-        operands = (left, right, starts, *(adapters or (None, None)), *scales)
-        matmul_fused.grouped(dev, out, *operands, transposed=not trans_b, bias=bias)
-        return
-    how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias}
-    grouped.grouped_matmul(dev, out, left, right, starts, *scales, **how)
-    if adapters is not None:
+    joined = adapters is not None and taken(dev, "grouped", sizes, fast=fast) is not None
+    if joined or taken(dev, "grouped", sizes._replace(rank=0), fast=fast) is not None:
+        low = adapters if joined else (None, None)
+        how = {"transposed": not trans_b, "bias": bias}
+        matmul_fused.grouped(dev, out, left, right, starts, *low, *scales, **how)
+    else:
+        how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias}
+        grouped.grouped_matmul(dev, out, left, right, starts, *scales, **how)
+    if adapters is not None and not joined:
         grouped.grouped_matmul(dev, out, *adapters, starts, trans_b=trans_b, addend=out)
 
 

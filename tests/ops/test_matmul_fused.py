@@ -897,10 +897,13 @@ def test_grouped_on_all_multiprocessors(hopper, rng, dtype, transposed):
 
 
 def test_where_grouped_is_taken():
-    def route(K, N=1536, M=16384, dtype=BF16, dev=None, fast=False):
-        sizes = Sizes(M, N, K, dtype, F32 if dtype == F32 else BF16)
+    def route(K, N=1536, M=16384, dtype=BF16, dev=None, fast=False, rank=0):
+        sizes = Sizes(M, N, K, dtype, F32 if dtype == F32 else BF16, rank)
         return taken(dev or PlanDevice(H100), "grouped", sizes, fast=fast)
 
+    asked = PlanDevice(H100)
+    asked.fused = frozenset({"matmul_grouped"})
+    assert route(2048, dev=asked, rank=8) and not route(2048, rank=8)
     assert route(2048) and route(768, 2048) and route(2048, dtype=E4M3, fast=True)
     assert not route(2048, dtype=F32) and not route(2056) and not route(2048, dtype=E4M3)
     assert not any(route(2048, dev=dev) for dev in devices_without())
