@@ -16,6 +16,7 @@ exponents the other three are a linear problem, and the pairs are searched on a 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -103,12 +104,16 @@ def resampled(
     return found
 
 
+def tokens_of(run: dict) -> float:
+    """A run's tokens, those of further passes as a law counts them; older runs do not say."""
+    return worth(run["tokens"], run.get("unique", math.inf), PASSES)
+
+
 def arrays_of(runs: list[dict]) -> list[np.ndarray]:
-    """Parameters, tokens and losses, each (n,); tokens of further passes count as a law has it."""
-    tokens = [worth(run["tokens"], run["unique"], PASSES) for run in runs]
+    """Parameters, tokens and losses, each (n,)."""
     return [
         np.array([run["parameters"] for run in runs], float),
-        np.array(tokens, float),
+        np.array([tokens_of(run) for run in runs], float),
         np.array([run["loss"] for run in runs], float),
     ]
 
@@ -185,7 +190,7 @@ def _tell(name: str, runs: list[dict], record: dict) -> None:
     ahead = ", ".join(f"{100 * each:+.2f} %" for each in record["largest_by_others"])
     print(f"the largest, predicted by the others: {ahead}")
     for run in sorted(runs, key=lambda run: (run["parameters"], run["tokens"])):
-        found = law.loss(run["parameters"], worth(run["tokens"], run["unique"], PASSES))
+        found = law.loss(run["parameters"], tokens_of(run))
         print(
             f"{run['parameters'] / 1e6:8.2f}M {run['tokens'] / 1e6:8.1f}M tokens: "
             f"{run['loss']:.4f}, law {found:.4f} ({100 * (found / run['loss'] - 1):+.2f} %)"
