@@ -48,12 +48,13 @@ from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 gguf = pytest.importorskip("gguf")
 
 # llama.cpp computes with its own scale of queries, with heads as wide as OLMo 2's hidden size, with
-# as many keys as queries in OLMoE, and with experts in all layers.
+# as many keys as queries in OLMoE, with experts in all layers, and with gpt-oss's own activation.
 CHANGED = {
     "gemma3": {"query_pre_attn_scalar": 32}, "olmo2": {"head_dim": 16},
     "qwen3_moe": {"num_hidden_layers": 1}, "olmoe": {"num_key_value_heads": 4},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }  # fmt: skip
-WRITTEN = [name for name in CONFIGS if name not in ("qwen3_5", "gpt_oss")]
+WRITTEN = [name for name in CONFIGS if name != "qwen3_5"]
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -66,7 +67,11 @@ POST_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-ROUTERS = {"gate": "ffn_gate_inp", "shared_expert_gate": "ffn_gate_inp_shexp"}
+ROUTERS = {
+    "gate": "ffn_gate_inp",
+    "router": "ffn_gate_inp",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
+}
 GPT2_NAMES = {
     "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "ln_1": "attn_norm",
     "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
@@ -97,7 +102,9 @@ def gguf_name(name: str, hf: str) -> str:
     """The name of a tensor, by the names above."""
     parts = hf.removeprefix("model.").removeprefix("transformer.").split(".")
     names = GPT2_NAMES if name == "gpt2" else ROPE_NAMES
-    names = names | (POST_NAMES if name in ("gemma3", "olmo2") else {})
+    names = names | (POST_NAMES if name in ("gemma3", "olmo2", "gpt_oss") else {})
+    if hf.endswith("sinks"):
+        return f"blk.{parts[1]}.attn_sinks.weight"
     block = f"blk.{parts[1]}." if parts[0] in ("layers", "h") else ""
     inner = parts[2:-1] if block else parts[:-1]
     if "experts" in inner or "shared_expert" in inner:
@@ -120,6 +127,19 @@ def as_stored(name: str, hf: str, values: np.ndarray) -> np.ndarray:
         order = np.arange(len(values)).reshape(-1, 2, half).transpose(0, 2, 1).ravel()
         return values[order]
     return values
+
+
+def by_module(name: str, hf: str, values: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """A tensor under the names of modules; those of gpt-oss's experts hold several."""
+    if name != "gpt_oss" or ".experts." not in hf:
+        return [(hf, values)]
+    end = "bias" if hf.endswith("_bias") else "weight"
+    values = values.swapaxes(1, -1)  # (experts, in, out)
+    module = f"{hf.removesuffix('_bias')}.{end}"
+    if "gate_up_proj" not in hf:
+        return [(module, values)]
+    halves = {"gate_proj": values[:, 0::2], "up_proj": values[:, 1::2]}
+    return [(module.replace("gate_up_proj", half), each) for half, each in halves.items()]
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
@@ -150,17 +170,21 @@ def test_tensors_are_those_of_the_model(name, tmp_path):
     stored = load_file(source(name) / "model.safetensors")
     of_modules: dict[str, list[np.ndarray]] = {}
     for hf in sorted(stored, key=lambda hf: [int(n) for n in re.findall(r"\d+", hf)]):
-        modules = of_modules.setdefault(gguf_name(name, hf), [])
-        modules.append(as_stored(name, hf, stored[hf].numpy()))
+        for module, values in by_module(name, hf, stored[hf].numpy()):
+            modules = of_modules.setdefault(gguf_name(name, module), [])
+            modules.append(as_stored(name, module, values))
+    stacks = "_exps" if name != "gpt_oss" else "none"
     expected = {
-        key: np.stack(each) if "_exps" in key else each[0] for key, each in of_modules.items()
+        key: np.stack(each) if stacks in key else each[0] for key, each in of_modules.items()
     }
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values, err_msg=key)
+        if values.ndim == 1 or key.startswith("position") or key.endswith("bias") or "_inp" in key:
+            np.testing.assert_array_equal(rounded[key], values, err_msg=key)
+            continue
         near = rounded[key].reshape(-1, 32), values.reshape(-1, 32)
-        is_exact = values.ndim == 1 or key.startswith("position") or "gate_inp" in key
-        step = 0 if is_exact else np.abs(near[1]).max(1, keepdims=True) / 127
+        step = np.abs(near[1]).max(1, keepdims=True) / 127
         assert (np.abs(near[0] - near[1]) <= 0.57 * step).all(), key
 
 
@@ -209,10 +233,26 @@ def test_metadata(tmp_path):
     }  # fmt: skip
     assert {key: found[f"gemma3.{key}"] for key in expected} == expected
     assert found["gemma3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6)
+    export(source("gpt_oss"), tmp_path / "o.gguf", to="gguf")
+    found = fields(tmp_path / "o.gguf")
+    expected = {
+        "feed_forward_length": 48, "expert_feed_forward_length": 48, "expert_count": 8,
+        "expert_used_count": 2, "attention.sliding_window": 5, "attention.key_length": 32,
+        "rope.freq_base": 150000.0, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 16,
+    }  # fmt: skip
+    assert {key: found[f"gpt-oss.{key}"] for key in expected} == expected
+    assert "gpt-oss.attention.sliding_window_pattern" not in found  # as the converter does it
     export(source("gpt2"), tmp_path / "2.gguf", to="gguf")
     found = fields(tmp_path / "2.gguf")
     assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
     assert not [key for key in found if "rope" in key]
+
+
+def test_bounds_of_yarn_that_llama_cpp_truncates_are_told(tmp_path, capsys):
+    hf_model("qwen2", rope_parameters=YARN | {"truncate": False}).save_pretrained(tmp_path / "m")
+    export(tmp_path / "m", tmp_path / "m.gguf", to="gguf")
+    assert "llama.cpp truncates the bounds of yarn" in capsys.readouterr().err
 
 
 def test_an_architecture_without_a_name_there_is_refused(tmp_path):
@@ -319,9 +359,17 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     refused(exported("olmoe"), out, "no OLMoE with fewer keys than queries")
     refused(exported("qwen3_moe"), out, "no Qwen3-MoE of which some layers have an MLP")
     refused(exported("qwen2_moe", norm_topk_prob=True), out, "norm_topk_prob must be False")
+    refused(exported("gpt_oss"), out, "swiglu_limit 7, this model with 1.702 and 0.3")
+    for more, message in (
+        ({"tie_word_embeddings": True}, "loads no gpt-oss without output.weight"),
+        ({"attention_bias": False}, "loads no gpt-oss without blk.0.attn_output.bias"),
+    ):
+        refused(exported("gpt_oss", **CHANGED["gpt_oss"], **more), out, message)
+    every = {"layer_types": ["full_attention"] * 2} | CHANGED["gpt_oss"]
+    hf_model("gpt_oss", **every).save_pretrained(tmp_path / "every")
+    refused(tmp_path / "every", out, "windows in all layers but those")
     for name, more, message in (
         ("qwen2", {"attention_factor": 2.0}, "has an attention factor of 1.13863, this model 2"),
-        ("qwen2", {"truncate": False}, "no yarn without truncate"),
         ("qwen2", {"rope_type": "dynamic"}, "no Qwen2 with positions stretched as dynamic"),
         ("mistral", LONG, "no Mistral with positions stretched as longrope"),
     ):

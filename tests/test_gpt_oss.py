@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmq.base.errors import ConfigError, LlmqError
+from llmq.checkpoint.export import export
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.presets import resolve_model
@@ -140,6 +142,40 @@ def test_merged_adapters_are_the_model_that_was_trained(coded, tmp_path):
     merge_adapter(str(coded / "mxfp4"), tmp_path / "adapter", tmp_path / "out", "fp32")
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").float()
     np.testing.assert_allclose(torch_loss(merged, [batch]).item(), want, rtol=1e-5)
+
+
+def test_codes_stay_in_a_gguf_file(coded, tmp_path, capsys):
+    """The experts of a released model have their values whatever --dtype says, in 4 bits; those of
+    a merged one are decoded."""
+    gguf = pytest.importorskip("gguf")
+    (tmp_path / "m").mkdir()
+    shutil.copy(coded / "mxfp4" / "model.safetensors", tmp_path / "m")
+    config = json.loads((coded / "mxfp4" / "config.json").read_text()) | {"swiglu_limit": 7.0}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+
+    def read(*source, **how):
+        export(*source, tmp_path / "m.gguf", to="gguf", verify=True, overwrite=True, **how)
+        reader = gguf.GGUFReader(tmp_path / "m.gguf")
+        kind = reader.fields["general.file_type"].contents()
+        return gguf.LlamaFileType(kind).name, {t.name: t for t in reader.tensors}
+
+    kind, found = read(tmp_path / "m", dtype="q8_0")
+    assert kind == "MOSTLY_MXFP4_MOE" and found["blk.0.attn_q.weight"].tensor_type.name == "Q8_0"
+    values = load_file(coded / "bf16" / "model.safetensors")
+    of_both = values["model.layers.1.mlp.experts.gate_up_proj"].float().transpose(1, 2).numpy()
+    down = values["model.layers.1.mlp.experts.down_proj"].float().transpose(1, 2).numpy()
+    for name, want in (("gate", of_both[:, ::2]), ("up", of_both[:, 1::2]), ("down", down)):
+        tensor = found[f"blk.1.ffn_{name}_exps.weight"]
+        assert tensor.tensor_type.name == "MXFP4"
+        got = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(got, want)
+    with trainer_for(tmp_path / "m", base_dtype="mxfp4", lora_rank=2, lora_targets="q") as run:
+        run.export(tmp_path / "adapter")
+    capsys.readouterr()
+    kind, found = read(tmp_path / "adapter", base=str(tmp_path / "m"), merge=True)
+    assert "experts are written decoded" in capsys.readouterr().err
+    assert kind == "MOSTLY_BF16"
+    assert found["blk.1.ffn_down_exps.weight"].tensor_type.name == "BF16"
 
 
 def test_bad_files_and_options_are_one_line(coded, tmp_path, capsys):

@@ -32,6 +32,9 @@ class GgufKind:
     together. windows: they are known; else it attends to all positions. heads: all of a layer may
     be wider or narrower than the hidden size. grouped: queries may share keys. renormalize: weights
     of a token's experts have the sum 1 (see `Experts`). longrope: positions may be stretched so.
+    full_every: all layers but each full_every-th have windows, which a file does not say; None:
+    it says which. needs: tensors without which it loads no file. activation: alpha and limit of
+    paired experts.
     """
 
     name: str
@@ -41,6 +44,9 @@ class GgufKind:
     grouped: bool = True
     renormalize: bool = False
     longrope: bool = False
+    full_every: int | None = None
+    needs: tuple[str, ...] = ()
+    activation: tuple[float | None, float | None] = (None, None)
 
 
 class Architecture:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import get
+from llmq.arch.common import GgufKind, get
 from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 from llmq.arch.rope_scaling import FIRST
@@ -18,6 +18,10 @@ class GptOss(WithExperts, RopeFamily):
     name = "GptOssForCausalLM"
     model_type = "gpt_oss"
     label = "gpt-oss"
+    gguf = GgufKind(
+        "gpt-oss", windows=True, heads=True, renormalize=True, full_every=2,
+        needs=("output.weight", "blk.0.attn_output.bias"), activation=(1.702, 7.0),
+    )  # fmt: skip
     sinks = True
     paired = True
     qkv_bias = None

@@ -33,20 +33,24 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import stored_shape
 from llmq.ops.rope import inverse_frequencies
 from llmq.options.adapters import all_adapted
+from llmq.ref.mxfp4 import mxfp4_encode
 from llmq.state.adapter_rows import PEFT_PREFIX
 from llmq.state.params import Param
 
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """By --dtype, the name of the format there."""
-_WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8}
+_WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0}
 """How far from a value what is read back may be, over the largest value of its block: half a step,
-or for the value that is as far from 0 on the other side a whole one, and the scale's rounding."""
+or for the value that is as far from 0 on the other side a whole one, and the scale's rounding.
+MXFP4 is only written where the values are those of such codes."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 22  # values that a thread encodes at once
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
-_PLAIN = ("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "_inp_shexp.weight")
+_PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias")
 """Tensors whose names end so are F32 in every format."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The tensors that take turns in the rows of a parameter of paired experts."""
 _LORA = re.compile(r"\.lora_([AB])\.weight$")
 
 
@@ -96,9 +100,9 @@ class Gguf(ExportFormat):
                 f"of {model.head_dim} channels and a hidden size of {model.hidden_size}"
             )
         _check_experts(source)
-        window = model.sliding_window
-        if window is not None and not _kind_of(model).windows:
-            warn([f"llama.cpp attends to all positions, where this model sees the last {window}"])
+        _check_windows(model)
+        if source.coded == "mxfp4" and not source.exact:
+            warn(["experts are written decoded: after a merge codes of 4 bits may not hold them"])
         if source.adapters is None and source.tokenizer is None:
             warn(["no tokenizer is known of this model: the file has none"])
         if source.adapters is not None and source.adapters.train:
@@ -114,6 +118,12 @@ class Gguf(ExportFormat):
             raise LlmqError(
                 "--format gguf: a GGUF file of adapters has one numerator of their scalings, these "
                 "have several: add --merge"
+            )
+        made = {tensor.name for each in _tensors(source, dtype).values() for tensor in each}
+        lacking = {*_kind_of(model).needs} - made if source.adapters is None else {}
+        if lacking:
+            raise LlmqError(
+                f"--format gguf: llama.cpp loads no {model.arch.label} without {min(lacking)}"
             )
 
     def occupied(self, out: Path) -> list[Path]:
@@ -140,6 +150,20 @@ def _kind_of(model: ModelConfig) -> GgufKind | None:
     return vars(type(model.arch)).get("gguf")
 
 
+def _check_windows(model: ModelConfig) -> None:
+    """LlmqError where llama.cpp has windows in other layers; a warning where it has none."""
+    window, every = model.sliding_window, _kind_of(model).full_every
+    if window is not None and not _kind_of(model).windows:
+        warn([f"llama.cpp attends to all positions, where this model sees the last {window}"])
+    if every is None:
+        return
+    if _windows(model) != [(layer + 1) % every != 0 for layer in range(model.num_layers)]:
+        raise LlmqError(
+            f"--format gguf: llama.cpp's {model.arch.label} has windows in all layers but those "
+            f"whose number is a multiple of {every}, this model in others"
+        )
+
+
 def _check_positions(model: ModelConfig) -> None:
     """LlmqError where llama.cpp stretches positions otherwise, or not at all."""
     scaling = model.rope_scaling
@@ -157,7 +181,7 @@ def _check_positions(model: ModelConfig) -> None:
             f"{usual:.6g}, this model {scaling.attention(0):.6g}"
         )
     if not scaling.truncate:
-        raise LlmqError("--format gguf: llama.cpp has no yarn without truncate")
+        warn(["llama.cpp truncates the bounds of yarn to whole channels, this model does not"])
 
 
 def _check_experts(source: Source) -> None:
@@ -179,9 +203,20 @@ def _check_experts(source: Source) -> None:
             f"--format gguf: norm_topk_prob must be {kind.renormalize} for {model.arch.label}, as "
             "llama.cpp computes it"
         )
+    if (its.alpha, its.limit) != kind.activation:
+        alpha, limit = kind.activation
+        raise LlmqError(
+            f"--format gguf: llama.cpp computes {model.arch.label} with swiglu_alpha {alpha:g} and "
+            f"swiglu_limit {limit:g}, this model with {its.alpha:g} and {its.limit:g}"
+        )
     adapted = all_adapted(model, source.adapters) if source.adapters is not None else ()
     if any(matrix.groups > 1 for _, matrix in adapted):
         raise LlmqError("--format gguf: adapters of experts are not written: add --merge")
+
+
+def _windows(model: ModelConfig) -> list[bool]:
+    """Whether each layer has a window."""
+    return [model.window_of(layer) is not None for layer in range(model.num_layers)]
 
 
 def _own_scalar(model: ModelConfig) -> int:
@@ -212,6 +247,7 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
     def name_of(hf: str) -> str:
         adapter = _LORA.search(hf)
         own = _LORA.sub(".weight", hf).removeprefix(PEFT_PREFIX)
+        own += ".weight" if own.endswith(".sinks") else ""
         found = names.get_name(own, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise LlmqError(
@@ -219,18 +255,40 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
             )
         return found + (f".lora_{adapter[1].lower()}" if adapter else "")
 
-    found = {}
+    kind = partial(_kind, dtype=dtype, source=source)
+    found: dict[Param, list[_Tensor]] = {}
     for param in _params(source):
         found[param] = []
         modules: dict[str, list[HfPart]] = {}
         for part in param.hf:  # those of experts become one tensor
+            if part.experts:
+                for hf, shape, made in _of_paired(param, part):
+                    name = name_of(hf)
+                    found[param].append(_Tensor(name, shape, kind(name, shape), made))
+                continue
             modules.setdefault(_EXPERT.sub(".experts.", part.name), []).append(part)
         for module, parts in modules.items():
             name, shape = name_of(module), stored_shape(param, replace(parts[0], transposed=False))
             shape = (len(parts), *shape) if module != parts[0].name else shape
             made = partial(_made, [_rows_of(model, part) for part in parts], len(shape))
-            found[param].append(_Tensor(name, shape, _kind(name, shape, dtype, model), made))
+            found[param].append(_Tensor(name, shape, kind(name, shape), made))
     return found
+
+
+def _of_paired(param: Param, part: HfPart) -> Iterator[tuple[str, tuple[int, ...], Callable]]:
+    """Name, shape (experts, rows of one, ...) and maker of each tensor of paired experts."""
+    stem, _, last = part.name.removesuffix("_bias").rpartition(".")
+    names, end = _TOGETHER[last], "bias" if part.name.endswith("_bias") else "weight"
+    shape = (part.experts, -1, len(names), *param.row_shape)
+    rows = (part.stop - part.start) // (part.experts * len(names))
+    for number, each in enumerate(names):
+        made = lambda values, n=number: values.reshape(shape)[:, :, n]  # noqa: E731
+        yield f"{stem}.{each}.{end}", (part.experts, rows, *param.row_shape), made
+
+
+def _keeps_codes(source: Source) -> bool:
+    """Whether experts are the codes of MXFP4 that the model's files have, whatever --dtype says."""
+    return source.coded == "mxfp4" and source.exact
 
 
 def _made(rows: list[Callable], dimensions: int, values: np.ndarray) -> np.ndarray:
@@ -239,11 +297,13 @@ def _made(rows: list[Callable], dimensions: int, values: np.ndarray) -> np.ndarr
     return np.stack(made) if made[0].ndim < dimensions else made[0]
 
 
-def _kind(name: str, shape: tuple[int, ...], dtype: str, model: ModelConfig) -> str:
+def _kind(name: str, shape: tuple[int, ...], *, dtype: str, source: Source) -> str:
     """The format of a tensor: as llama.cpp's converter chooses it."""
     if len(shape) == 1 or name.endswith(_PLAIN):
         return "F32"
-    head = "token_embd.weight" if model.tied_embeddings else "output.weight"
+    if len(shape) == 3 and _keeps_codes(source):
+        return "MXFP4"
+    head = "token_embd.weight" if source.model.tied_embeddings else "output.weight"
     kind = "Q8_0" if dtype == "q4_0" and name == head else DTYPES[dtype]
     return "F16" if kind in _WORST and shape[-1] % _BLOCK else kind
 
@@ -284,9 +344,8 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
     gguf = _library()
     writer.add_type("model" if source.adapters is None else "adapter")
     writer.add_name(source.name)
-    writer.add_file_type(
-        gguf.LlamaFileType["ALL_F32" if dtype == "fp32" else f"MOSTLY_{DTYPES[dtype]}"]
-    )
+    mostly = "MXFP4_MOE" if _keeps_codes(source) else DTYPES[dtype]
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if mostly == "F32" else f"MOSTLY_{mostly}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if source.adapters is not None:
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -340,9 +399,8 @@ def _positions(writer: Any, model: ModelConfig) -> None:
         writer.add_rope_scaling_attn_factors(scaling.attention(model.max_positions))
     if model.sliding_window is not None:
         writer.add_sliding_window(model.sliding_window)
-        windows = [model.window_of(layer) is not None for layer in range(model.num_layers)]
-        if _kind_of(model).windows:
-            writer.add_sliding_window_pattern(windows)
+        if _kind_of(model).windows and _kind_of(model).full_every is None:
+            writer.add_sliding_window_pattern(_windows(model))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -425,11 +483,27 @@ def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
     if tensor.kind == "BF16":
         return rows.astype(BF16.numpy).view(np.uint8)
     rows = rows.astype(np.float32)
+    if tensor.kind == "MXFP4":
+        return _mxfp4(rows)
     with np.errstate(over="ignore"):
         found = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[tensor.kind])
     if tensor.kind == "F16" and not all_finite(found) and all_finite(rows):
         raise LlmqError(f"{tensor.name} has values that fp16 cannot hold: give --dtype bf16")
     return np.ascontiguousarray(found).view(np.uint8)
+
+
+def _mxfp4(values: np.ndarray) -> np.ndarray:
+    """Blocks (..., 17): an exponent, and bytes of which each has a code of the first half of the
+    block in its lower bits, and one of the second half.
+
+    The package would take ten times the memory, and wraps exponents of tiny numbers.
+    """
+    blocks = values.size // _BLOCK
+    codes, out = np.empty((blocks, _BLOCK // 2), np.uint8), np.empty((blocks, 17), np.uint8)
+    mxfp4_encode(codes.reshape(-1), out[:, 0], values.reshape(-1), values.size)
+    each = np.stack([codes & 15, codes >> 4], axis=2).reshape(blocks, 2, _BLOCK // 2)
+    out[:, 1:] = each[:, 0] | each[:, 1] << 4
+    return out
 
 
 def _verify(source: Source, path: Path, dtype: str, shown: Path) -> None:

@@ -42,6 +42,7 @@ class Source:
     or "fp16", that in which it is written if nobody asks for another. tokenizer: as of
     export_model. adapters, settings: None where it is a whole model. origin: as run_record has it.
     manifest, step: of the checkpoint; folder: of the model or the adapters, where it is none.
+    coded: as of HfWeights; exact: the values are those of the codes, to which nothing was added.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Source:
     manifest: Manifest | None = None
     step: int = 0
     folder: Path | None = None
+    coded: str | None = None
+    exact: bool = False
 
     @property
     def table(self) -> list[Slab]:
@@ -108,6 +111,8 @@ def _model(name: str, directory: Path) -> Iterator[Source]:
             tokenizer=_with_tokenizer(directory),
             origin=_noted(directory),
             folder=directory,
+            coded=weights.coded,
+            exact=True,
         )
 
 
@@ -171,6 +176,7 @@ def _merged(directory: Path, base: str | None) -> Iterator[Source]:
                 tokenizer=_with_tokenizer(tokenizer_folder(directory, folder)),
                 origin={"made": noted_tokenizer(directory) or noted_tokenizer(folder)},
                 folder=directory,
+                coded=weights.coded,
             )
 
 
