@@ -480,6 +480,9 @@ def test_results_are_printed(stub, capsys):
     )
     assert _run("export --out-dir o".split()) == 0
     assert capsys.readouterr().out == "7 documents\nwrote config.json, model.safetensors to o\n"
+    stub("checkpoint.export.export", result=["g.gguf"])
+    assert _run("export m --format gguf --out there/g.gguf".split()) == 0
+    assert capsys.readouterr().out == "wrote there/g.gguf\n"
 
 
 @pytest.mark.parametrize(

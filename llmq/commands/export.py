@@ -88,4 +88,4 @@ def export(
     how |= {"base": base, "merge": merge, "scales": scales, "activations": activations}
     how |= {"licence": licence, "push": push, "verify": verify}
     files = run(where, out, **how, overwrite=overwrite, force=force)
-    print(f"wrote {', '.join(files)} to {out}")
+    print(f"wrote {out}" if files == [out.name] else f"wrote {', '.join(files)} to {out}")
