@@ -107,8 +107,9 @@ class Architecture:
     """Channels of a head where the config does not say; None: hidden_size / number of heads."""
     mlp_factor: int | None = None
     """Width of the MLP over hidden_size where the config does not say; None: it has to."""
-    own_tokenizer_class = False
-    """transformers gives its models a tokenizer class whatever tokenizer_config.json says."""
+    own_tokenizer_class: str | None = None
+    """The tokenizer class that transformers gives its models whatever tokenizer_config.json says;
+    None: it goes by that."""
     bos_token_id: int | None = None
     """It holds if the config does not say."""
     eos_token_id: int | None = None

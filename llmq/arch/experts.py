@@ -21,7 +21,7 @@ from math import inf
 from typing import Any
 
 from llmq.arch.common import Architecture, get, size
-from llmq.arch.halves import attention, mlp
+from llmq.arch.halves import mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.base.errors import ConfigError
 
@@ -111,8 +111,8 @@ class WithExperts(Architecture):
     """By parameter: the Hugging Face modules of a layer, or of an expert there."""
 
     def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
-        has = model.has_experts(layer)
-        return attention(model, layer), (experts if has else mlp)(model, layer)
+        first, second = super().layers(model, layer)
+        return first, experts(model, layer) if model.has_experts(layer) else second
 
     def fixed(self, model: Any) -> dict[str, Any]:
         """The model says what experts it has, as far as the architecture does not."""
@@ -135,6 +135,7 @@ class WithExperts(Architecture):
             count=counts[0],
             active=size(hf, "num_experts_per_tok"),
             size=size(hf, "moe_intermediate_size") if self.own_size else None,
+            shared_size=size(hf, "shared_expert_intermediate_size") if self.shares else None,
             renormalize=self.renormalized or get(hf, "norm_topk_prob", bool, False),
             layers=None if all(layers) else layers,
             aux_loss=get(hf, "router_aux_loss_coef", float, self.aux_loss),
@@ -157,6 +158,8 @@ class WithExperts(Architecture):
             "router_aux_loss_coef": its.aux_loss,
             "output_router_logits": False,
         }
+        if self.shares:
+            fields["shared_expert_intermediate_size"] = its.shared_size
         if not self.renormalized:
             fields["norm_topk_prob"] = its.renormalize
         if self.own_size:
@@ -221,7 +224,8 @@ def _matrices(
                 module=f"model.layers.{layer}.mlp.experts.{_FUSED[key]}",
                 rows=count * len(its_targets) * rows,
                 targets=("experts" if paired else "fused_experts",),
-                swapped=both and not paired,
+                transposed=paired,
+                order=((rows, 2 * rows), (0, rows)) if both and not paired else (),
                 experts=count,
             )
             parts = parts or (fused,)

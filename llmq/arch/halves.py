@@ -70,7 +70,7 @@ def mlp(config: Any, layer: int) -> HalfSpec:
     up = matrix(
         config, layer, "up", f"{at}.up", {"up": F} | ({"gate": F} if config.gated else {}), C,
         bias=config.mlp_bias, input="ln2", gradient="d_mlp_up",
-        swapped=config.arch.gate_first,
+        gate_first=config.arch.gate_first,
     )  # fmt: skip
     down = matrix(
         config, layer, "down", f"{at}.down_proj", {"down": C}, F,
@@ -160,11 +160,11 @@ def matrix(
     targets: Mapping[str, int],
     columns: int,
     *,
-    swapped: bool = False,
+    gate_first: bool = False,
     **declared: Any,
 ) -> Matrix:
     """A matrix of a block. targets: by name in --lora-targets, rows that Hugging Face may store one
-    by one."""
+    by one. gate_first: it stores the second half of the rows first."""
     transposed = config.arch.transposed
     modules, each = config.arch.modules[key], [((name,), n) for name, n in targets.items()]
     if len(modules) == 1:
@@ -172,7 +172,8 @@ def matrix(
     parts = tuple(
         Part(
             module=module.format(layer), rows=rows, targets=names,
-            transposed=transposed, swapped=swapped,
+            transposed=transposed,
+            order=((rows // 2, rows), (0, rows // 2)) if gate_first else (),
         )
         for module, (names, rows) in zip(modules, each, strict=True)
     )  # fmt: skip

@@ -12,50 +12,60 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
+Order = tuple[tuple[int, int], ...]
+"""Ranges of rows, which follow one another in an order of their own."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfPart:
     """A tensor of a Hugging Face checkpoint that holds rows [start, stop) of a parameter.
 
     Rows of several experts count on from one to the next. transposed: stored (in_features,
-    out_features), as GPT-2's Conv1D does. swapped: the second half of the rows is stored first.
-    columns: the first so many of a row are stored, and the others are zeros; None: there are no
-    others. depthwise: stored (rows, 1, columns), as torch's Conv1d does. experts: so many lie in
-    it, (experts, columns, rows of one), or of vectors (experts, rows of one). by_rank: as adapters
-    of such a tensor, (rows of one, columns * experts).
+    out_features), as GPT-2's Conv1D does. order: ranges of our rows, of experts of each one's, as
+    they follow one another where they are stored; (): as ours. columns: the first so many of a row
+    are stored, and the others are zeros; None: there are no others. depthwise: stored (rows, 1,
+    columns), as torch's Conv1d does. experts: so many lie in it, (experts, rows of one, columns),
+    transposed (experts, columns, rows of one), or of vectors (experts, rows of one). by_rank: as
+    adapters of such a tensor, (rows of one, columns * experts).
     """
 
     name: str
     start: int
     stop: int
     transposed: bool = False
-    swapped: bool = False
+    order: Order = ()
     columns: int | None = None
     depthwise: bool = False
     experts: int = 0
     by_rank: bool = False
 
-    def rows_of(self, rows: slice, count: int) -> slice | list[int]:
-        """Where rows of the stored array, which has `count`, are in ours; and the other way round.
-
-        A slice, or a list of indices.
-        """
-        if not self.swapped:
+    def rows_of(self, rows: slice) -> Any:
+        """The index by which `as_stored` has these rows of the stored array, of experts these
+        experts."""
+        if not self.order:
             return rows
-        return [(row + count // 2) % count for row in range(*rows.indices(count))]
+        order = [row for start, stop in self.order for row in range(start, stop)]
+        return (rows, order) if self.experts and not self.by_rank else order[rows]
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Our rows [start, stop) of the part, in our order, where they are stored."""
-        if not self.swapped:
+        if not self.order:
             return [(start, stop)]
-        half = (self.stop - self.start) // 2
-        halves = [(start, min(stop, half), half), (max(start, half), stop, -half)]
-        return [(low + by, high + by) for low, high, by in halves if low < high]
+        count = (self.stop - self.start) // max(self.experts, 1)
+        lengths = accumulate((last - first for first, last in self.order), initial=0)
+        ours = sorted((*each, at - each[0]) for each, at in zip(self.order, lengths, strict=False))
+        found = []
+        for base in range(start - start % count, stop, count):
+            for first, last, by in ours:
+                low, high = max(start, base + first), min(stop, base + last)
+                if low < high:
+                    found.append((low + by, high + by))
+        return found
 
     def stored(self, values: Any) -> Any:
         """Our rows as the stored array has them."""
         values = self.as_stored(values)
-        values = values[self.rows_of(slice(None), len(values))]
+        values = values[self.rows_of(slice(None))]
         return values.reshape(len(values), -1) if self.by_rank else values
 
     def as_stored(self, values: Any) -> Any:
@@ -64,7 +74,8 @@ class HfPart:
         values = values if self.columns is None else values[:, : self.columns]
         if self.experts:
             each = values.reshape(self.experts, -1, *values.shape[1:])
-            return each.transpose(1, 2, 0) if self.by_rank else each.swapaxes(1, -1)
+            each = each.swapaxes(1, -1) if self.transposed else each
+            return each.transpose(1, 2, 0) if self.by_rank else each
         if self.depthwise:
             return values[:, None]
         return values.T if self.transposed else values
@@ -75,7 +86,7 @@ class Part:
     """The rows of a weight that are one module at Hugging Face.
 
     module: its name. targets: the names in --lora-targets that mean it; if there are several, all
-    or none of them are to be given. transposed, swapped, depthwise: of its matrix, as HfPart says.
+    or none of them are to be given. transposed, order, depthwise: of its matrix, as HfPart says.
     experts: it is no module, but the parameter with so many experts that has this name.
     """
 
@@ -83,7 +94,7 @@ class Part:
     rows: int
     targets: tuple[str, ...] = ()
     transposed: bool = False
-    swapped: bool = False
+    order: Order = ()
     depthwise: bool = False
     experts: int = 0
 
@@ -92,6 +103,18 @@ class Part:
         if not self.experts:
             return f"{self.module}.{name}"
         return self.module if name == "weight" else f"{self.module}_{name}"
+
+    def hf(self, tensor: str, start: int = 0) -> HfPart:
+        """Its own tensor, or "bias", of which a parameter has the rows from `start` on."""
+        return HfPart(
+            name=self.tensor(tensor),
+            start=start,
+            stop=start + self.rows,
+            transposed=tensor == "weight" and self.transposed,
+            order=self.order,
+            depthwise=self.depthwise,
+            experts=self.experts,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +153,7 @@ class Module:
 
     def hf(self, tensor: str) -> tuple[HfPart, ...]:
         """The names at Hugging Face. tensor: the module's own, or "bias"."""
-        return tuple(
-            HfPart(
-                name=part.tensor(tensor),
-                start=start,
-                stop=stop,
-                transposed=tensor == "weight" and part.transposed,
-                swapped=part.swapped,
-                depthwise=part.depthwise,
-                experts=part.experts,
-            )
-            for part, start, stop in self.spans
-        )
+        return tuple(part.hf(tensor, start) for part, start, _ in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +162,8 @@ class Matrix(Module):
 
     input: the name of what it multiplies, gradient: that of the gradient of its output; fp8 has a
     scale for each of both. active: how many of the experts a token meets. fused: the parameter with
-    all experts that transformers makes of the parts, which may have adapters instead of these.
+    all experts that transformers makes of the parts, which may have adapters instead of these, and
+    which files may hold.
     """
 
     kind: str = "matrix"

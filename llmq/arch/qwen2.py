@@ -19,7 +19,7 @@ class Qwen2(RopeFamily):
     gguf = GgufKind("qwen2")
     qkv_bias = True
     own_fields = ("windowed_layers",)
-    own_tokenizer_class = True
+    own_tokenizer_class = "Qwen2Tokenizer"
     sliding_window = 4096
     max_window_layers = 28
     """It holds if the config does not say."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from llmq.arch.common import GgufKind, reject, size
+from llmq.arch.common import GgufKind, reject
 from llmq.arch.experts import WithExperts
 from llmq.arch.qwen2 import Qwen2
 
@@ -21,13 +20,10 @@ class Qwen2Moe(WithExperts, Qwen2):
     shares = True
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """With the shared expert."""
+        """Biases are Qwen2's."""
         reject(hf, "qkv_bias", True)
-        found = super().read_sizes(hf)
-        shared = size(hf, "shared_expert_intermediate_size")
-        return found | {"experts": replace(found["experts"], shared_size=shared)}
+        return super().read_sizes(hf)
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
-        """With the shared expert."""
-        shared = {"shared_expert_intermediate_size": model.experts.shared_size}
-        return super().write_sizes(model) | shared | {"qkv_bias": True}
+        """Say so."""
+        return super().write_sizes(model) | {"qkv_bias": True}

@@ -64,7 +64,7 @@ def save_tokenizer(folder: Path, config: ModelConfig, tokenizer: Tokenizer | Pat
         copy_tokenizer_files(tokenizer, folder)
     elif tokenizer is not None:
         tokenizer.save(folder)
-    take_as_it_is(folder, stubborn=config.arch.own_tokenizer_class)
+    take_as_it_is(folder, own=config.arch.own_tokenizer_class)
 
 
 def exported_files(directory: Path) -> list[Path]:

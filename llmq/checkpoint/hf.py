@@ -60,14 +60,16 @@ class HfTensor:
             yield rows, self._lazy[rows]
 
     def rows(self, start: int, stop: int, *, transposed: bool) -> np.ndarray:
-        """These rows; transposed: these columns, as rows. A tensor (experts, in, out) has the rows
-        of all experts, one after another."""
+        """These rows; transposed: these columns, as rows. A tensor (experts, out, in) or transposed
+        has the rows of all experts, one after another."""
         self.check_length()
         if len(self.shape) == 3:
-            height, pieces = self.shape[2], []
+            height, pieces = self.shape[2 if transposed else 1], []
             for first in range(start - start % height, stop, height):
                 own = slice(max(start - first, 0), min(stop - first, height))
-                pieces.append(self._lazy[first // height, :, own].T)
+                expert = first // height
+                piece = self._lazy[expert, :, own].T if transposed else self._lazy[expert, own]
+                pieces.append(piece)
             return np.concatenate(pieces)
         return self._lazy[:, start:stop].T if transposed else self._lazy[start:stop]
 
@@ -200,7 +202,10 @@ class HfWeights:
         return next((n for n in (name, short) if n in self._where), None)
 
     def _parts(self, param: Param) -> tuple[HfPart, ...]:
-        """The stored tensors that make up a parameter: Hugging Face's, or llm.q's one matrix."""
+        """The stored tensors that make up a parameter: Hugging Face's, its one tensor of all
+        experts, or llm.q's one matrix."""
+        if param.fused is not None and self._name(param.fused.name) is not None:
+            return (param.fused,)
         if len(param.hf) > 1 and self._name(param.name) is not None:
             return (HfPart(name=param.name, start=0, stop=param.rows),)
         return param.hf
@@ -287,8 +292,7 @@ class HfWeights:
             target = part.as_stored(target)
             for rows, values in tensor.pieces():
                 self._check_finite(name, values)
-                at = part.rows_of(rows, len(target))
-                target[at] = values.reshape(-1, *target.shape[1:])
+                target[part.rows_of(rows)] = values.reshape(-1, *target.shape[1:])
         return out
 
     def _rows_of_table(self, param: Param) -> np.ndarray:
@@ -381,9 +385,8 @@ def stored_shape(param: Param, part: HfPart) -> tuple[int, ...]:
         return (rows, 1, *columns)
     if part.by_rank:
         return (rows // part.experts, columns[0] * part.experts)
-    if part.experts:
-        return (part.experts, *columns, rows // part.experts)
-    return (*columns, rows) if part.transposed else (rows, *columns)
+    outer, rows = ((part.experts,), rows // part.experts) if part.experts else ((), rows)
+    return (*outer, *columns, rows) if part.transposed else (*outer, rows, *columns)
 
 
 def _list(names: list[str]) -> str:

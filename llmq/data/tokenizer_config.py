@@ -61,12 +61,12 @@ OWN_TOKENS = {
 }
 
 
-def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
+def take_as_it_is(folder: Path, *, own: str | None = None) -> None:
     """Have AutoTokenizer use the tokenizer.json in a model directory as it is.
 
     Nothing happens without one, or if the class does so already. Every other field stays. EOS and
-    BOS are added if no file names them. stubborn: for this type of model transformers ignores the
-    class that the file names.
+    BOS are added if no file names them. own: the class that transformers takes for this type of
+    model, whatever class the file names.
     """
     if not (folder / "tokenizer.json").is_file():
         return
@@ -77,19 +77,19 @@ def take_as_it_is(folder: Path, *, stubborn: bool = False) -> None:
         return
     named = config.get("tokenizer_class")
     changed = dict(config)
-    if tokenizer.is_qwen2 and (stubborn or str(named).startswith("Qwen2Tokenizer")):
+    if tokenizer.is_qwen2 and (own or str(named)).startswith("Qwen2Tokenizer"):
         return
-    if stubborn and "auto_map" not in config:
+    if own is not None and "auto_map" not in config:
         (folder / EXACT_MODULE).write_text(EXACT_CODE)
         changed["auto_map"] = EXACT_MAP
     if named not in _SAFE:
         changed["tokenizer_class"] = AS_IT_IS
-        own = OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
-        _name_tokens(changed, tokenizer, own)
+        tokens = OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
+        _name_tokens(changed, tokenizer, tokens)
     if named is None:
         ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
-        own = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
-        _name_tokens(changed, tokenizer, own)
+        tokens = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+        _name_tokens(changed, tokenizer, tokens)
     if changed != config:
         (folder / CONFIG_FILE).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
 

@@ -71,12 +71,12 @@ def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
     if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
         name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
         a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
-        how = {"experts": count, "by_rank": True, "swapped": matrix.fused.swapped}
+        how = {"experts": count, "by_rank": True, "order": matrix.fused.order}
         b.append(HfPart(name=f"{name}.lora_B.weight", start=0, stop=rows, **how))
     for i, (part, start, stop, own, _) in enumerate(() if matrix.fused else matrix.parts):
         name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
         a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
-        how = {"swapped": part.swapped, "columns": None if own == rank else own}
+        how = {"order": part.order, "columns": None if own == rank else own}
         b.append(HfPart(name=f"{name}.lora_B.weight", start=rows, stop=end, **how))
         rows = end
     full = f"model.{block}.{key}"
@@ -93,7 +93,7 @@ def _magnitudes(matrix: Adapted, layer: int) -> tuple:
             name=f"{PEFT_PREFIX}{part.module}.lora_magnitude_vector",
             start=start,
             stop=stop,
-            swapped=part.swapped,
+            order=part.order,
         )
         for part, start, stop, _, _ in matrix.parts
     )

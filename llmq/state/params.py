@@ -23,7 +23,7 @@ from math import prod
 
 import numpy as np
 
-from llmq.arch.matrix import HfPart, Module
+from llmq.arch.matrix import HfPart, Matrix, Module
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.options.adapters import Adapters, all_adapted
@@ -41,7 +41,8 @@ class Param:
     there. shape: with padded rows. kind: as of Module. init: as of Module, or "adapter" (normal,
     1/sqrt(3 in_features)). index: number in the whole model, seeds its random numbers. offset:
     first element in the slab. first_row: of the block's token table, whose rows from there on these
-    are; None: it is no part of another parameter.
+    are; None: it is no part of another parameter. fused: one tensor that files may hold instead of
+    those of hf.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Param:
     offset: int
     hf: tuple[HfPart, ...]
     first_row: int | None = None
+    fused: HfPart | None = None
 
     @property
     def size(self) -> int:
@@ -207,14 +209,15 @@ def by_block(table: tuple[Slab, ...], slabs: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _slab(name: str, rows: list[tuple], shards: int) -> Slab:
-    """rows: (index, block, key, full name, shape, kind, init, hf parts), a first row behind them
-    where there is one."""
+    """rows: (index, block, key, full name, shape, kind, init, hf parts), and as Param's last fields
+    a first row and a fused part, where there are such."""
     params, offset = [], 0
-    for index, block, key, full, shape, kind, init, hf, *first_row in rows:
+    for index, block, key, full, shape, kind, init, hf, *more in rows:
         params.append(
             Param(
                 name=full, block=block, key=key, shape=shape, kind=kind, init=init,
-                index=index, offset=offset, hf=hf, first_row=next(iter(first_row), None),
+                index=index, offset=offset, hf=hf,
+                **dict(zip(("first_row", "fused"), more, strict=False)),
             )
         )  # fmt: skip
         offset += align_up(prod(shape), ELEMENT_ALIGN)
@@ -226,7 +229,9 @@ def _rows(block: str, module: Module) -> list[tuple]:
     """A module's weight and bias: rows of `_slab` without their indices."""
     key, name, kind = module.key, module.name, module.kind
     weight = (module.shape, kind, module.initial, module.hf(module.tensor))
-    rows = [(block, key, f"{name}.{module.tensor}", *weight)]
+    whole = module.fused if isinstance(module, Matrix) else None
+    fused = None if whole is None else whole.hf("weight")
+    rows = [(block, key, f"{name}.{module.tensor}", *weight, None, fused)]
     if module.bias:
         kind = "norm" if kind == "norm" else "vector"
         shape = (prod(module.shape[:-1] or module.shape),)

@@ -316,8 +316,7 @@ def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray
     def made(values: np.ndarray) -> np.ndarray:
         rows = values[part.start : part.stop]
         rows = rows if part.columns is None else rows[:, : part.columns]
-        if part.swapped:
-            rows = rows[part.rows_of(slice(None), len(rows))]
+        rows = rows[part.rows_of(slice(None))]
         if to_pairs:
             halves = rows.reshape(-1, 2, model.head_dim // 2, *rows.shape[1:])
             rows = halves.swapaxes(1, 2).reshape(rows.shape)
