@@ -84,6 +84,20 @@ CONFIGS = {
         layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
         linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32,
     ),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **{k: v for k, v in _SHARED.items() if k != "intermediate_size"}, head_dim=64,
+        tie_word_embeddings=False, pad_token_id=None, num_experts=5, num_experts_per_tok=2,
+        moe_intermediate_size=48, shared_expert_intermediate_size=80,
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=32,
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(  # an MLP in the second layer
+        **_SHARED, head_dim=64, tie_word_embeddings=True, pad_token_id=None, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=80,
+        mlp_only_layers=[1], layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=8, linear_key_head_dim=64,
+        linear_value_head_dim=32,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
@@ -91,6 +105,7 @@ CONFIGS = {
 }  # fmt: skip
 
 WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "olmoe", "mixtral", "gpt_oss")
+WITH_EXPERTS += ("qwen3_5_moe", "qwen3_next")
 
 
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:

@@ -189,10 +189,10 @@ def test_fp8_codes_of_nf4():
             assert (np.abs(values - want) <= bound).all(), param.name
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gpt2", "qwen3_next"])
 def test_parts_of_tensors(name):
     """The values read of a few rows are those that are there of the whole, also where Hugging Face
-    has it transposed, or its halves swapped."""
+    has it transposed, its halves swapped, or by head."""
     with trainer_for(exported(name), lora_rank=2) as trainer, HfWeights(exported(name)) as files:
         blocks = [s for s in weight_table(trainer.model) if s.is_block]
         for param in (p for slab in blocks for p in slab.params):

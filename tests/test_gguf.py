@@ -54,7 +54,8 @@ CHANGED = {
     "qwen3_moe": {"num_hidden_layers": 1}, "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
 }  # fmt: skip
-WRITTEN = [name for name in CONFIGS if name != "qwen3_5"]
+NOT_IN_GGUF = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+WRITTEN = [name for name in CONFIGS if name not in NOT_IN_GGUF]
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",

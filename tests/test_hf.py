@@ -66,6 +66,19 @@ MODELS = {
         "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
         "linear_value_head_dim": 16, "eos_token_id": 300,
     },
+    "qwen3_5_moe_text": {
+        **{n: v for n, v in ROPE.items() if n != "intermediate_size"}, "head_dim": 64,
+        "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "eos_token_id": 300,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    },
+    "qwen3_next": {
+        **ROPE, "head_dim": 64, "num_experts": 3, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "eos_token_id": 300,
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    },
     "gpt2": {
         **{"vocab_size": 301, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 300, "eos_token_id": 300},

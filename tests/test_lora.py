@@ -155,7 +155,7 @@ def logits(model, inputs) -> np.ndarray:
         ("phi3", {"lora_targets": "gate,up", "train": "norms"}),
         ("gpt2", {"lora_targets": "o", "train": "norms,embeddings"}),
         ("gemma3", {}),
-        ("qwen3_5", {"lora_dora": True}),
+        ("qwen3_next", {"lora_targets": "q,delta_qkv,delta_z,delta_b,delta_a", "lora_dora": True}),
         ("qwen3", {"lora_targets": "q,v,gate", "lora_dora": True}),
     ],
 )

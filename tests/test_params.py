@@ -42,6 +42,8 @@ TINY = {
     "tiny-mixtral": ("mixtral", preset("tiny-mixtral")),
     "tiny-gpt-oss": ("gpt_oss", preset("tiny-gpt-oss")),
     "tiny-qwen3.5": ("qwen3_5_text", preset("tiny-qwen3.5")),
+    "tiny-qwen3.5-moe": ("qwen3_5_moe_text", preset("tiny-qwen3.5-moe")),
+    "tiny-qwen3-next": ("qwen3_next", preset("tiny-qwen3-next")),
     "tiny-gpt2": ("gpt2", preset("tiny-gpt2")),
     "untied-gpt2": ("gpt2", dataclasses.replace(preset("tiny-gpt2"), tied_embeddings=False)),
 }
@@ -90,7 +92,7 @@ def test_decay_is_for_matrices_only(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_slabs_are_aligned_and_hold_their_parameters_in_order(name):
-    config = PRESETS[name]
+    config = PRESETS[name].with_layers([*PRESETS[name].layer_kinds] * 2)
     table = weight_table(config)
     names = ["embed", *(f"layers.{i}" for i in range(config.num_layers)), "vectors"]
     assert [slab.name for slab in table] == names + ["head"] * (not config.tied_embeddings)

@@ -76,7 +76,7 @@ def test_released_models_have_their_own_size():
 
 def test_tiny_presets_are_tiny():
     sizes = {name: parameter_count(m) for name, m in PRESETS.items() if name.startswith("tiny")}
-    assert len(sizes) == 14
+    assert len(sizes) == 16
     assert all(1e6 < size < 3e6 for size in sizes.values())
 
 

@@ -7,12 +7,12 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from llmq.base.dtypes import F32
 from llmq.checkpoint.hf_export import export_model
-from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, HfTokenizer
-from llmq.data.tokenizer_config import AS_IT_IS, difference, take_as_it_is
+from llmq.data.tokenizer import END_OF_TEXT, QWEN2_WORDS, ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer_config import AS_IT_IS, EXACT_MODULE, difference, take_as_it_is
 from llmq.data.tokens import TokenWriter
 from llmq.options.presets import PRESETS
 from llmq.run.tokenizers import exported_otherwise
@@ -83,6 +83,24 @@ def test_copied_tokenizers_make_the_same_ids(tmp_path, preset, config):
     if config == "fast":
         written.pop("auto_map", None)
         assert written == COPIED["fast"]
+
+
+def test_words_of_qwen2_stay_in_models_that_have_another_class(tmp_path):
+    """Marks belong to words in Qwen3_5Tokenizer alone, which transformers takes by the model."""
+    source = make_tokenizer(tmp_path / "t", COPIED["qwen2"])
+    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    tokenizer.save(str(source / "tokenizer.json"))
+    ours = HfTokenizer(source)
+    assert ours.is_qwen2
+    for preset in ("tiny", "tiny-qwen3.5-moe"):
+        out = export(tmp_path / preset, preset, source)
+        theirs = transformers.AutoTokenizer.from_pretrained(out)
+        assert theirs(TEXT)["input_ids"] == ours.encode(TEXT), preset
+        assert (out / EXACT_MODULE).is_file() == (preset != "tiny")
 
 
 def test_the_module_of_an_auto_map_makes_the_same_ids(tmp_path, monkeypatch):

@@ -24,14 +24,16 @@ from llmq.arch.qwen2 import Qwen2
 from llmq.arch.qwen2_moe import Qwen2Moe
 from llmq.arch.qwen3 import Qwen3
 from llmq.arch.qwen3_5 import Qwen35
+from llmq.arch.qwen3_5_moe import Qwen35Moe
 from llmq.arch.qwen3_moe import Qwen3Moe
+from llmq.arch.qwen3_next import Qwen3Next
 from llmq.base.errors import ConfigError
 
 ARCHITECTURES: dict[str, Architecture] = {
     arch.name: arch
     for arch in (
         Qwen2(), Qwen3(), Llama(), Mistral(), Gpt2(), Phi3(), Olmo2(), Gemma3(), Qwen2Moe(),
-        Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), GptOss(),
+        Qwen3Moe(), Olmoe(), Mixtral(), Qwen35(), Qwen35Moe(), Qwen3Next(), GptOss(),
     )
 }  # fmt: skip
 """Every supported architecture by the name that config.json gives in "architectures"."""

@@ -61,7 +61,6 @@ class Qwen35(RopeFamily):
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Read delta nets too: their sizes and layers."""
         reject(hf, "attn_output_gate", True, None)
-        reject(hf, "mlp_only_layers", [], None)
         own = {name: value for name, value in hf.items() if name != "layer_types"}
         found = super().read_sizes({"partial_rotary_factor": 0.25} | own)
         layers = _delta_layers(hf, found["num_layers"])

@@ -42,6 +42,11 @@ _QWEN35 = {
     "Qwen3.5-9B": (4096, 12288, 16, 4, 32, 1e-6, False),
     "Qwen3.5-27B": (5120, 17408, 24, 4, 64, 1e-6, False),
 }
+_QWEN35_MOE = {
+    "Qwen3.5-35B-A3B": (2048, 512, 16, 2, 40, 1e-6, False),
+    "Qwen3.5-122B-A10B": (3072, 1024, 32, 2, 48, 1e-6, False),
+}
+_QWEN3_NEXT = {"Qwen3-Next-80B-A3B": (2048, 5120, 16, 2, 48, 1e-6, False)}
 _LLAMA2 = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 1e-5, False),
     "llama-2-13b": (5120, 13824, 40, 40, 40, 1e-5, False),
@@ -114,6 +119,8 @@ _FAMILIES = (
     ("OlmoeForCausalLM", _OLMOE, 50304, None, 50279, 1, 4096, 1e4, None),
     ("MixtralForCausalLM", _MIXTRAL, 32000, 1, 2, None, 32768, 1e6, None),
     ("Qwen3_5ForCausalLM", _QWEN35, 248320, None, 248044, None, 262144, 1e7, 256),
+    ("Qwen3_5MoeForCausalLM", _QWEN35_MOE, 248320, None, 248044, None, 262144, 1e7, 256),
+    ("Qwen3NextForCausalLM", _QWEN3_NEXT, 151936, 151643, 151645, None, 262144, 1e7, 256),
     ("GptOssForCausalLM", _GPT_OSS, 201088, None, 200002, 199999, 131072, 1.5e5, 64),
     ("LlamaForCausalLM", _LLAMA2, 32000, 1, 2, 0, 4096, 1e4, None),
     ("LlamaForCausalLM", _LLAMA3, 128256, 128000, 128001, 128255, 4096, 5e5, None),
@@ -135,6 +142,8 @@ _FAMILIES = (
     ("OlmoeForCausalLM", {"tiny-olmoe": _TINY_EXPERTS}, *_BYTES),
     ("MixtralForCausalLM", {"tiny-mixtral": _TINY_EXPERTS}, *_BYTES),
     ("Qwen3_5ForCausalLM", {"tiny-qwen3.5": _TINY_ROPE}, *_BYTES),
+    ("Qwen3_5MoeForCausalLM", {"tiny-qwen3.5-moe": _TINY_EXPERTS}, *_BYTES),
+    ("Qwen3NextForCausalLM", {"tiny-qwen3-next": _TINY_ROPE}, *_BYTES),
     ("GptOssForCausalLM", {"tiny-gpt-oss": _TINY_EXPERTS}, *_BYTES),
 )
 
@@ -147,6 +156,10 @@ def _windows(num_layers: int, window: int) -> dict[str, Any]:
 
 def _experts(count: int, active: int, size: int | None = None, **more: Any) -> dict[str, Any]:
     return {"experts": Experts(count=count, active=active, size=size, **{"aux_loss": 0.001} | more)}
+
+
+def _shared(count: int, active: int, size: int | None, shared_size: int) -> dict[str, Any]:
+    return _experts(count, active, size, shared_size=shared_size, renormalize=True)
 
 
 def _delta(num_layers: int, key_heads: int, value_heads: int, size: int = 128) -> dict[str, Any]:
@@ -195,6 +208,11 @@ _MORE = {
     "Qwen3.5-9B": _delta(32, 16, 32),
     "Qwen3.5-27B": _delta(64, 16, 48),
     "tiny-qwen3.5": _delta(6, 4, 8, 32),
+    "Qwen3.5-35B-A3B": _shared(256, 8, None, 512) | _delta(40, 16, 32),
+    "Qwen3.5-122B-A10B": _shared(256, 8, None, 1024) | _delta(48, 16, 64),
+    "Qwen3-Next-80B-A3B": _shared(512, 10, 512, 512) | _delta(48, 16, 32),
+    "tiny-qwen3.5-moe": _shared(8, 2, None, 64) | _delta(6, 4, 8, 32),
+    "tiny-qwen3-next": _shared(8, 2, 64, 64) | _delta(6, 4, 8, 32),
     "gpt-oss-20b": _gpt_oss(24, 32, 4, 128, 0.9) | _FAR,
     "gpt-oss-120b": _gpt_oss(36, 128, 4, 128, 0.9) | _FAR,
     "tiny-gpt-oss": _gpt_oss(6, 8, 2, 256, 0.001),
@@ -230,6 +248,7 @@ RELEASED |= {
     "gpt2-1558m": "openai-community/gpt2-xl",
     "Phi-3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "OLMoE-1B-7B": "allenai/OLMoE-1B-7B-0924",
+    "Qwen3-Next-80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "Mixtral-8x7B": "mistralai/Mixtral-8x7B-v0.1",
     "OLMo-2-1B": "allenai/OLMo-2-0425-1B",
     "OLMo-2-7B": "allenai/OLMo-2-1124-7B",

@@ -1,0 +1,66 @@
+"""Qwen3-Next: Qwen3.5's attention and delta nets, and experts in all layers or in some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from llmq.arch.delta import DeltaNet
+from llmq.arch.experts import WithExperts
+from llmq.arch.matrix import HalfSpec, Order, Part
+from llmq.arch.qwen3_5 import Qwen35
+
+_AT = "model.layers.{}.linear_attn.in_proj_{}"
+
+
+class Qwen3Next(WithExperts, Qwen35):
+    """The input products of its delta nets are two modules, whose rows are stored by key head."""
+
+    name = "Qwen3NextForCausalLM"
+    classifier = "Qwen3NextForSequenceClassification"
+    model_type = "qwen3_next"
+    wrapper = None
+    label = "Qwen3-Next"
+    targets = tuple(dict.fromkeys((*WithExperts.targets, *Qwen35.targets)))
+    shares = True
+
+    def layers(self, model: Any, layer: int) -> tuple[HalfSpec, ...]:
+        """With these modules."""
+        first, second = super().layers(model, layer)
+        if model.has_delta(layer):
+            delta_in, *others = first.modules
+            joint = replace(delta_in, parts=_joint_parts(model.delta, layer))
+            first = replace(first, modules=(joint, *others))
+        return first, second
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights of experts are renormalized unless the config says otherwise."""
+        return super().read_sizes({"norm_topk_prob": True} | {**hf})
+
+
+def _joint_parts(net: DeltaNet, layer: int) -> tuple[Part, ...]:
+    """Those of q, k, v, z and of b, a: each key head's share of all of these, head after head."""
+    keys, each = net.key_heads * net.key_dim, net.value_heads
+    rows = {"qkvz": (keys, keys, net.values, net.values), "ba": (each, each)}
+    targets = {"qkvz": ("delta_qkv", "delta_z"), "ba": ("delta_b", "delta_a")}
+    return tuple(
+        Part(
+            module=_AT.format(layer, name),
+            rows=sum(sections),
+            targets=targets[name],
+            order=_by_head(sections, net.key_heads),
+        )
+        for name, sections in rows.items()
+    )
+
+
+def _by_head(sections: tuple[int, ...], heads: int) -> Order:
+    starts = [*accumulate(sections, initial=0)][:-1]
+    shares = [(start, rows // heads) for start, rows in zip(starts, sections, strict=True)]
+    return tuple(
+        (start + head * rows, start + (head + 1) * rows)
+        for head in range(heads)
+        for start, rows in shares
+    )
