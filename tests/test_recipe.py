@@ -106,6 +106,31 @@ def test_the_rest_follows_from_the_tokens(found):
     assert best.loss_error == LAW.error(best.parameters, best.tokens, "bytes")
 
 
+def test_no_loss_is_promised_without_ground(found):
+    """Neither of data that are repeated ever again, nor of what is worse than a guess."""
+    made, best = found
+
+    def said(**changes):
+        changed = replace(best, **changes)
+        record = recipe_report.recipe_record(changed, made, None, None)
+        return changed, record, "\n".join(recipe_report.recipe_report(changed, record))
+
+    few, record, text = said(unique=best.tokens / 40)
+    assert record["passes"] == 40 and record["loss"] is record["loss_error"] is None
+    assert (
+        "none is promised, the data are too few" in text
+        and f"{few.tokens / 10:,.0f} tokens" in text
+    )
+    assert few.carried_time == pytest.approx(best.time - 0.9 * best.seconds["steps"])
+    guess = math.log(8192)
+    _, record, text = said(loss=guess + 0.01)
+    assert record["loss"] is None and f"is above {guess:.3f}, which a guess among 8,192 ids" in text
+    _, record, text = said(unique=best.tokens / 4)
+    assert (
+        record["loss"] == best.loss and f"{best.loss:.3f} ± {100 * best.loss_error:.1f} %" in text
+    )
+
+
 def test_what_is_given_stays():
     given = {"hidden-size": 256, "num-layers": 2, "head-dim": 64, "num-heads": 4}
     given |= {"num-kv-heads": 4, "intermediate-size": 512, "learning-rate": 0.5, "warmup": 7}
@@ -234,12 +259,12 @@ def test_the_file_is_the_run_that_was_promised(folder, capsys):
     assert config.steps * record["tokens_per_step"] == record["tokens"]
     assert config.max_hours == record["max_hours"] > 0.03
     assert config.eval_file == "data/eval*.bin" and "hidden_size" in fields
-    assert record["law"] == PUBLISHED.source and record["loss_error"] == 0.25
+    assert record["law"] == PUBLISHED.source and record["passes"] > 4
+    assert record["loss"] is None and [tried["loss"] for tried in record["tried"]] == [None]
     hours, kwh = record["seconds"] / 3600, record["kwh"]
     assert math.isclose(kwh, 0.7 * hours) and math.isclose(record["cost"], 3 * hours + 0.5 * kwh)
-    assert record["passes"] > 1
     text = Path("r.yaml").read_text()
-    assert text.count("# To zero in a line") == 1 and "± 25.0 %" in text
+    assert text.count("# To zero in a line") == 1 and "the data are too few" in text
     assert _run([*args.replace("0.03", "0.04").split(), "--out", "r.yaml"]) == 2
     assert "--out: 'r.yaml' holds other options" in capsys.readouterr().err
 
@@ -248,7 +273,13 @@ def test_people_read_what_it_will_take(folder, capsys):
     assert _run(f"recipe --hours 0.1 --card 4090 {SIZES}".split()) == 0
     out = capsys.readouterr().out
     assert out.endswith("Written: llmq train --config recipe.yaml --train-file …\n")
-    for text in ("1 x NVIDIA GeForce RTX 4090", "Others by the same law", "kWh ± ", "± 11"):
+    for text in (
+        "1 x NVIDIA GeForce RTX 4090",
+        "Others by the same law",
+        "kWh ± ",
+        "± 11",
+        "± 25.0 % (nats a token)",
+    ):
         assert text in out
 
 

@@ -56,6 +56,9 @@ MOST_RATE = 0.004  # what the formula says of models smaller than its own is hig
 # And with the root of the tokens of a step (Malladi et al., arXiv:2205.10287).
 WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5}
 
+MOST_PASSES = 4
+"""So many passes over data are worth nearly as much as new data (arXiv:2305.16264)."""
+
 CHOSEN = {"steps", "epochs", "max_hours"}
 """Options that follow from the hours, so that they cannot be given."""
 
@@ -130,8 +133,8 @@ class Recipe:
     """A run, and what is predicted of it.
 
     seconds: by what they go into. loss, loss_error: in nats a token by the law, and the part by
-    which it may be off; step_error: that of a step's time, start_off: seconds of the start. notes:
-    reasons of options, by field.
+    which it may be off; step_error: that of a step's time, start_off: seconds of the start. unique:
+    as Wanted has it. notes: reasons of options, by field.
     """
 
     config: TrainConfig
@@ -144,6 +147,7 @@ class Recipe:
     loss_error: float
     step_error: float
     start_off: float
+    unique: float = math.inf
     notes: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -153,6 +157,22 @@ class Recipe:
     @property
     def tokens(self) -> int:
         return self.config.steps * self.need.tokens
+
+    @property
+    def passes(self) -> float:
+        """Over the data; 0: there are no files."""
+        return self.tokens / self.unique
+
+    @property
+    def carried_time(self) -> float:
+        """Seconds of the same run with as many passes as the data bear."""
+        return self.time - self.seconds["steps"] * (1 - MOST_PASSES / self.passes)
+
+    @property
+    def has_ground(self) -> bool:
+        """Whether the law says anything of it: not of tokens that are repeated ever again, and what
+        is above the loss of a guess is no loss of a trained model."""
+        return self.passes <= MOST_PASSES and self.loss < math.log(self.model.vocab_size)
 
     @property
     def time(self) -> float:
@@ -334,6 +354,7 @@ class Search:
             loss_error=law.error(parameters, tokens, wanted.tokenizer),
             step_error=self._step_error(where),
             start_off=wanted.start_off,
+            unique=wanted.unique,
             notes={"learning_rate": of_rate} if "learning_rate" in own else {},
         )
         hours = round(wanted.hours * (1 + 2 * made.time_error) + 0.005, 2)

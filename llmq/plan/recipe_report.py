@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from llmq.options.cards import CARDS
 from llmq.options.option_file import save_options
 from llmq.options.options import TrainConfig
 from llmq.plan.law import read_laws
-from llmq.plan.recipe import CHOSEN, Recipe, Search, Wanted, read_rates
+from llmq.plan.recipe import CHOSEN, MOST_PASSES, Recipe, Search, Wanted, read_rates
 from llmq.plan.report import target_here
 from llmq.plan.target import PlanTarget, target
 
@@ -136,7 +137,6 @@ def recipe_record(
     energy = best.joules and best.joules / JOULES_PER_KWH
     costs = [] if price is None else [price * ranks * best.time / 3600]
     costs += [] if kwh_price is None or energy is None else [kwh_price * energy]
-    unique = wanted.train_tokens
     tried = {(r.parameters, r.config.optimizer, r.config.matmul_dtype): r for r in search.tried}
     return {
         "card": best.where.card.name,
@@ -144,15 +144,15 @@ def recipe_record(
         "source": best.where.card.source,
         "parameters": best.parameters,
         "tokens": best.tokens,
-        "passes": None if unique is None else best.tokens / unique,
+        "passes": None if wanted.train_tokens is None else best.passes,
         "tokens_per_step": best.need.tokens,
         "steps": best.config.steps,
         "tokens_per_second": best.tokens / best.seconds["steps"],
         "predicted_tokens_per_second": best.need.speed,
         "timed": search.wanted.pace is not None,
         "learning_rate": best.config.learning_rate,
-        "loss": best.loss,
-        "loss_error": best.loss_error,
+        "loss": _loss(best),
+        "loss_error": best.loss_error if best.has_ground else None,
         "law": best.law.source,
         "beyond": best.law.beyond(best.parameters, best.tokens),
         "seconds": best.time,
@@ -165,10 +165,15 @@ def recipe_record(
         "device_bytes": best.need.device,
         "tried": [
             {"parameters": key[0], "optimizer": key[1], "matmul_dtype": key[2]}
-            | {"tokens": r.tokens, "loss": r.loss}
+            | {"tokens": r.tokens, "loss": _loss(r)}
             for key, r in sorted(tried.items())
         ],
     }
+
+
+def _loss(recipe: Recipe) -> float | None:
+    """None where there is no promise."""
+    return recipe.loss if recipe.has_ground else None
 
 
 def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
@@ -177,7 +182,7 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
     passes = record["passes"]
     pace = best.tokens / best.seconds["steps"] / best.need.speed
     timed = "" if record["timed"] is False else f", as timed here; {pace:.2f} times the plan's"
-    of_data = "" if passes is None else f", {passes:.2f} passes over the data"
+    of_data = "" if passes is None else f", {passes:,.2f} passes over the data"
     shape = f"{model.num_layers} blocks of {model.hidden_size} channels"
     formats = config.matmul_dtype if config.is_fp8 else config.model_dtype
     lines = [
@@ -196,32 +201,53 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
         "Others by the same law:",
     ]
     for other in record["tried"]:
+        loss = "no promise" if other["loss"] is None else f"loss {other['loss']:.4f}"
         lines.append(
             f"  {other['parameters'] / 1e6:10,.1f}M  {other['tokens'] / 1e6:10,.0f}M tokens  "
-            f"{other['optimizer']}, {other['matmul_dtype']}: loss {other['loss']:.4f}"
+            f"{other['optimizer']}, {other['matmul_dtype']}: {loss}"
         )
     return lines
 
 
 def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
     """Lines that say what it reaches, how long it takes, and what that costs."""
-    percent = {name: 100 * record[f"{name}_error"] for name in ("loss", "seconds", "kwh")}
+    percent = {name: 100 * record[f"{name}_error"] for name in ("seconds", "kwh")}
     parts = ", ".join(f"{name} {_time(s)}" for name, s in record["seconds_of"].items() if s)
     lines = [
-        f"  Loss:        {best.loss:.3f} ± {percent['loss']:.1f} % (nats a token)",
-        f"  By the law:  {record['law']}",
+        *_promised_loss(best, record),
         f"  Time:        {_time(record['seconds'])} ± {percent['seconds']:.1f} %: {parts}",
     ]
-    if record["beyond"] > FAR:
-        lines.insert(
-            2, f"               {record['beyond']:.0f} times beyond what that was fitted to"
-        )
     if record["kwh"] is None:
         return [*lines, "  Energy:      not known: this card has no power limit of its own"]
     told = f"{record['kwh']:.3g} kWh ± {percent['kwh']:.0f} %"
     lines.append(f"  Energy:      {told}, the GPUs alone at their power limit")
     if record["cost"] is not None:
         lines.append(f"  Cost:        {record['cost']:,.2f} ± {percent['seconds']:.0f} %")
+    return lines
+
+
+def _promised_loss(best: Recipe, record: dict[str, Any]) -> list[str]:
+    """Lines that say what loss it reaches, or why that is not known."""
+    if best.passes > MOST_PASSES:
+        return [
+            "  Loss:        none is promised, the data are too few: a law has ground for up to "
+            f"{MOST_PASSES} passes,",
+            f"               which are {MOST_PASSES * best.unique:,.0f} tokens and take "
+            f"{_time(best.carried_time)} with this model: take more data",
+        ]
+    if not best.has_ground:
+        return [
+            f"  Loss:        none is promised: {best.loss:.3f} by {record['law']}",
+            f"               is above {math.log(best.model.vocab_size):.3f}, which a guess among "
+            f"{best.model.vocab_size:,} ids has",
+        ]
+    lines = [
+        f"  Loss:        {best.loss:.3f} ± {100 * best.loss_error:.1f} % (nats a token)",
+        f"  By the law:  {record['law']}",
+    ]
+    if record["beyond"] > FAR:
+        beyond = f"{record['beyond']:.0f} times beyond what that was fitted to"
+        lines.append(f"               {beyond}")
     return lines
 
 
@@ -235,6 +261,7 @@ def _notes(best: Recipe) -> dict[str, str]:
     """The reason of each option that was chosen, by field."""
     config, model = best.config, best.model
     law = f"the lowest loss of all sizes that was found by {best.law.source}"
+    law += "" if best.has_ground else ", which has no ground here"
     return {
         "model": "The architecture, of which the sizes below are the recipe's",
         "hidden_size": f"{best.parameters / 1e6:,.1f}M parameters have {law}",
