@@ -114,7 +114,10 @@ def test_labels_are_compared_with_answers_to_other_prompts(tmp_path):
     assert documents(path) == expected
     with pytest.raises(DataError, match="has answers with labels, which --loss kto is for"):
         loader(path)
-    for wrong, error in (({"label": 1}, "no answer beside"), ({"label": 2}, "neither true nor")):
+    for wrong, error in (
+        ({"label": 1}, "nothing beside the label"),
+        ({"label": 2}, "neither true nor"),
+    ):
         with pytest.raises(DataError, match=error):
             tokenized(
                 tmp_path / error[:2], [LABELLED[0] | {"prompt": None} | wrong], format="labels"

@@ -262,8 +262,8 @@ def test_any_gpu_is_planned_to_need_what_each_one_needs():
     ],
 )
 def test_what_ran_in_little_memory_still_does(device, run):
-    config, spec = make_config(run["options"]), spec_of(CARDS[device])
-    plan = make_plan(config, preset(run["model"]), spec, "cudnn", run["gpus"])
+    config, model, spec = make_config(run["options"]), preset(run["model"]), spec_of(CARDS[device])
+    plan = make_plan(config, model, spec, installed_attention(config, model, spec), run["gpus"])
     assert needed_bytes(plan, spec) <= config.memory_limit
 
 

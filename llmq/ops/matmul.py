@@ -96,7 +96,11 @@ def matmul(
     expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
     expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
     sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
-    _multiply(dev, (out, a, b, bias, addend), sizes, (alpha, beta), 1)
+    kernel, cost = _library(out, a, addend, sizes, 1)
+    # The library chooses its own grid and block.
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        args = (out, a, b, bias, addend, workspace, *sizes, alpha, beta, 1)
+        dev.launch(kernel, 1, 1, args, cost=cost)
 
 
 def matmul_batch(
@@ -128,14 +132,16 @@ def matmul_batch(
     expect("matmul", "b", b, BF16, (count, N, K) if trans_b else (count, K, N))
     expect_added("matmul", out, None, addend)
     sizes = (M, N, K, int(trans_a), int(trans_b), 0)
-    _multiply(dev, (out, a, b, None, addend), sizes, (alpha, beta), count)
+    kernel, cost = _library(out, a, addend, sizes, count)
+    # The library chooses its own grid and block.
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        args = (out, a, b, None, addend, workspace, *sizes, alpha, beta, count)
+        dev.launch(kernel, 1, 1, args, cost=cost)
 
 
-def _multiply(
-    dev: Device, tensors: tuple, sizes: tuple, factors: tuple[float, float], batch: int
-) -> None:
-    """Launch the library; tensors, sizes, factors: the arguments of MATMUL in their order."""
-    out, a, _, _, addend = tensors
+def _library(out: Tensor, a: Tensor, addend: Tensor | None, sizes: tuple, batch: int) -> tuple:
+    """The kernel of this launch and its cost; sizes: those of MATMUL. It launches nothing itself:
+    a step has few functions above its products."""
     *matrices, trans_a, trans_b, accumulate = sizes
     cost = product_cost(
         tuple(matrices),
@@ -147,14 +153,7 @@ def _multiply(
         addend=addend is not None,
         batch=batch,
     )
-    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        dev.launch(
-            MATMUL_ACCUMULATE if accumulate else MATMUL,
-            1,  # the library chooses its own grid and block
-            1,
-            (*tensors, workspace, *sizes, *factors, batch),
-            cost=cost,
-        )
+    return MATMUL_ACCUMULATE if accumulate else MATMUL, cost
 
 
 def matmul_fp8(

@@ -120,21 +120,19 @@ class _Terms(NamedTuple):
         # A bias comes before an activation.
         return None if route and self.bias is not None and not route.bias else route
 
-    def choose(
+    def choice(
         self, kind: str, out: DType | None, two: Run, one: Run, *, kept: Iterable[Tensor | None]
-    ) -> None:
-        """Enqueue two kernels, or one where that is faster. kept: see Device.choose."""
+    ) -> Run:
+        """The way to take: two kernels, or one where that is faster. kept: see Device.choose."""
         sizes, kernels = self.sizes(kind, out), {"two kernels": two, "one kernel": one}
         if sizes is None or self.bias is not None:
-            two()
-            return
+            return two
         taken = {name: kernels[name] for name in ways(self.dev, kind, sizes)}
         if len(taken) == 1:
-            taken.popitem()[1]()
-            return
+            return taken.popitem()[1]
         M, N, K, a, *_ = sizes
         work = f"{kind} {M}x{N}x{K} {a.name}*{self.right.dtype.name}"
-        self.dev.choose(work, taken, tuple(x for x in kept if x is not None))
+        return partial(self.dev.choose, work, taken, tuple(x for x in kept if x is not None))
 
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Those that a route goes by; None: no kernel of ours has such operands."""
@@ -369,7 +367,7 @@ def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
     elif target.dtype == F32 or not out.accumulate:
         terms.library(target, accumulate=out.accumulate)
     else:
-        terms.choose("gradient", target.dtype, two, one, kept=[target])
+        terms.choice("gradient", target.dtype, two, one, kept=[target])()
 
 
 def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
@@ -415,7 +413,7 @@ def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Non
             out.result(out.kept, partial(_swiglu, terms, to, name))
 
     if has_both:  # of the same work, so that what is computed again has the bits of the first time
-        terms.choose("glu", None, two, one, kept=_raised(to))
+        terms.choice("glu", None, two, one, kept=_raised(to))()
     elif to is not None and route is not None and out.ready:
         one()
     else:
@@ -457,7 +455,7 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
     elif route is not None:
         one()
     else:
-        terms.choose("glu_grad", None, two, one, kept=(up, *_raised(to)))
+        terms.choice("glu_grad", None, two, one, kept=(up, *_raised(to)))()
 
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:

@@ -127,13 +127,17 @@ SAVERS = (
 # but by what way data get from rank to rank must not matter.
 SAME_BITS = (
     *each(
-        "recompute_swiglu recompute_norm recompute_ffn recompute_qkv recompute_att recompute_block "
-        "recompute_layers attn_bwd_chunks offload_residual offload_master offload_opt_m "
+        "recompute_ffn recompute_qkv recompute_att recompute_block recompute_layers "
+        "attn_bwd_chunks offload_residual offload_master offload_opt_m "
         "offload_opt_v offload_ema offload_gradients offload_quants persistent_quants "
         "keep_transposed use_zero_copy write_combined memcpy_all_gather memcpy_send_recv "
         "mirror_weights",
         EXACT,
         lambda v, o, ranks: True,
+    ),
+    *(  # whose defaults are not off with adapters
+        Rule(option=name, effect=EXACT, when=lambda v, o, ranks: True, sets={name: False})
+        for name in ("recompute_swiglu", "recompute_norm")
     ),
     *each(
         "zero_level shard_weights shard_gradients",
