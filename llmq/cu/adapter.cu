@@ -95,7 +95,10 @@ adapter_collect(T* __restrict__ b, const T* __restrict__ whole, f32 scale0, f32 
 
 constexpr int NORM_ROWS = 16;  // whose sums are in registers: a is read once for all of them
 
-extern "C" __global__ void __launch_bounds__(256)
+// For F32 the assembler keeps to 64 registers on sm_89, and spills, unless told that it may use more.
+constexpr int NORM_BLOCKS = sizeof(T) == 4 ? 2 : 0;  // on a multiprocessor; 0: as the assembler likes
+
+extern "C" __global__ void __launch_bounds__(256, NORM_BLOCKS)
 adapter_norms(f32* __restrict__ norms, const T* __restrict__ w, const T* __restrict__ a,
               const T* __restrict__ b, f32 scale0, f32 scale1, f32 scale2, f32 scale3, i32 rank,
               i64 rows, i32 K, i64 start0, i64 stop0, i64 start1, i64 stop1, i64 start2, i64 stop2,

@@ -199,7 +199,9 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
         }
     }
     __syncthreads();
-    float top = -INFINITY, total = 0.0f, sum[COLUMNS] = {};  // of the head's elements
+    // The head's elements; a sink is a key in front of all others, without a value.
+    float top = sinks ? to_f32(sinks[head]) : -INFINITY, total = sinks ? 1.0f : 0.0f;
+    float sum[COLUMNS] = {};
     for (int first = max(0, keys - window); first < keys; first += DECODE_THREADS) {
         const int key = first + tid, end = min(DECODE_THREADS, keys - first);
         float score = -INFINITY;
@@ -238,7 +240,6 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS)
         }
         __syncthreads();  // before probs are overwritten
     }
-    if (sinks) { total += expf(to_f32(sinks[head]) - top); }
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         const int d = tid + j * DECODE_THREADS;
