@@ -83,7 +83,9 @@ def test_transformers_makes_the_same_ids(trained, tmp_path, preset):
     text = f"{TEXT} don't e\u0301{END_OF_TEXT}<|im_start|>user<tool>"
     assert theirs(text)["input_ids"] == HfTokenizer(trained).encode(text)
     assert theirs.eos_token_id == HfTokenizer(trained).eos_id
-    assert not Path(folder, "tokenization_exact.py").exists()
+    # Qwen3.5 with experts has a class by its type, whose words have marks in them.
+    other = preset == "tiny-qwen3.5-moe"
+    assert Path(folder, "tokenization_exact.py").exists() == other
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
     said = "<|im_start|>user\nHi<|im_end|>\n"
     answered = said + "<|im_start|>assistant\nYes<|im_end|>\n"
