@@ -193,7 +193,9 @@ def product(
     if epilogue is STORE and adapters is None:
         terms.library(out, **terms.added)
     else:
-        _EPILOGUES[epilogue.kind](terms, out, epilogue)
+        enqueue = _EPILOGUES[epilogue.kind](terms, out, epilogue)
+        if enqueue is not None:
+            enqueue()
 
 
 def grouped_product(
@@ -349,7 +351,7 @@ def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
         adapters.finished(out)
 
 
-def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
+def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> Run:
     dev, target = terms.dev, out.tensor
 
     def one() -> None:
@@ -363,11 +365,10 @@ def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
             reduce.add(dev, out, part)
 
     if terms.route("gradient", target.dtype) is not None:
-        one()
-    elif target.dtype == F32 or not out.accumulate:
-        terms.library(target, accumulate=out.accumulate)
-    else:
-        terms.choice("gradient", target.dtype, two, one, kept=[target])()
+        return one
+    if target.dtype == F32 or not out.accumulate:
+        return partial(terms.library, target, accumulate=out.accumulate)
+    return terms.choice("gradient", target.dtype, two, one, kept=[target])
 
 
 def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
@@ -393,7 +394,7 @@ def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Result | None) -> Non
         )
 
 
-def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
+def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Run:
     name, to = epilogue.name, epilogue.to
     route = terms.route("glu") if name in GATED else None
     forward, _ = ACTIVATIONS[name]
@@ -413,11 +414,8 @@ def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Non
             out.result(out.kept, partial(_swiglu, terms, to, name))
 
     if has_both:  # of the same work, so that what is computed again has the bits of the first time
-        terms.choice("glu", None, two, one, kept=_raised(to))()
-    elif to is not None and route is not None and out.ready:
-        one()
-    else:
-        two()
+        return terms.choice("glu", None, two, one, kept=_raised(to))
+    return one if to is not None and route is not None and out.ready else two
 
 
 def _raised(to: OutputForms | None) -> tuple[Tensor | None, ...]:
@@ -425,7 +423,7 @@ def _raised(to: OutputForms | None) -> tuple[Tensor | None, ...]:
     return () if to is None else (to.abs_max, to.fp8 and to.fp8.saturated)
 
 
-def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> None:
+def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> Run:
     name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
     # Two kernels are faster if these are codes.
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
@@ -451,11 +449,10 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
 
     # With the activation's codes in it as well, one kernel takes longer than two.
     if again.fp8 is not None or name not in GATED or not isinstance(up, Tensor):
-        two()
-    elif route is not None:
-        one()
-    else:
-        terms.choice("glu_grad", None, two, one, kept=(up, *_raised(to)))()
+        return two
+    if route is not None:
+        return one
+    return terms.choice("glu_grad", None, two, one, kept=(up, *_raised(to)))
 
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
@@ -497,7 +494,9 @@ def _row_factors(terms: _Terms, out: Tensor, epilogue: RowFactors) -> None:
     exp_rows.scale(terms.dev, out, epilogue.factors)
 
 
-_EPILOGUES: dict[str, Callable[[_Terms, Any, Any], None]] = {
+# They return the way that was chosen, for `product` to call, so that a step has few functions above
+# its products; or they enqueue everything and return None.
+_EPILOGUES: dict[str, Callable[[_Terms, Any, Any], Run | None]] = {
     "store": _store,
     "gradient": _gradient,
     "glu": _activation,
