@@ -211,6 +211,25 @@ template <class T, int COUNT> struct Pack {
     }
 };
 
+// A thread's COUNT elements from x on, 0 where it is not inside, and the largest |x| of the LANES
+// threads that share a block of them. All threads of the warp call it.
+template <int LANES, class T, int COUNT>
+__device__ __forceinline__ float load_block(float (&v)[COUNT], const T* x, bool inside) {
+    Pack<T, COUNT> in;
+    float largest = 0.0f;
+    if (inside) { in.load(x); }
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+        v[k] = inside ? in.get(k) : 0.0f;
+        largest = fmaxf(largest, fabsf(v[k]));
+    }
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask >>= 1) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, mask));
+    }
+    return largest;
+}
+
 // Rows in registers: WARPS consecutive warps hold one row, VECTORS 16-byte vectors in each lane.
 // llmq/ops/common.py (RowLayout) chooses them, and has block_rows too.
 __device__ constexpr int block_rows(int warps, int block_warps) {

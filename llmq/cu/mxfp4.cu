@@ -30,18 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 mxfp4_encode(u8* __restrict__ codes, u8* __restrict__ exponents, const T* __restrict__ x, i64 n) {
     const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT;
     const bool inside = first < n;
-    Pack<T, COUNT> in;
-    float largest = 0.0f, v[COUNT];
-    if (inside) { in.load(x + first); }
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) {
-        v[k] = inside ? in.get(k) : 0.0f;
-        largest = fmaxf(largest, fabsf(v[k]));
-    }
-#pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask >>= 1) {
-        largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, mask));
-    }
+    float v[COUNT];
+    const float largest = load_block<LANES>(v, x + first, inside);
     if (!inside) { return; }
     // 4 * 1.m is at most 6, or half of it is.
     const u32 bits = __float_as_uint(largest);
