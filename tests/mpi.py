@@ -50,8 +50,8 @@ def start(
     """
     command = [mpirun(), "-n", str(count), sys.executable, str(SCRIPT)]
     command += [json.dumps(cases), json.dumps(list(places))]
-    root = str(Path(__file__).parents[1])
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": root}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
     out = subprocess.PIPE if output is None else open(output, "w")  # noqa: SIM115 - the child's
     return subprocess.Popen(
         command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, **options

@@ -44,7 +44,8 @@ def test_pairs(loss, tmp_path):
     np.testing.assert_allclose(gpu, cpu, rtol=1e-3, atol=1e-4)
     half = results(loss, tmp_path, "cuda", model_dtype="bf16")
     np.testing.assert_allclose(half[0][0], cpu[0][0], rtol=0.02, atol=0.02)
-    assert results(loss, tmp_path, "cuda", model_dtype="bf16", use_cuda_graphs=False) == half
+    eager = results(loss, tmp_path, "cuda", model_dtype="bf16", use_cuda_graphs=False)
+    np.testing.assert_array_equal(eager, half)  # kto: NaN where a step has only one label
 
 
 @pytest.mark.parametrize("loss", ["reward", "ce"])
