@@ -103,6 +103,21 @@ template <class T> __device__ __forceinline__ void store_vec_stream(T* p, const 
     __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&x));
 }
 
+// Two neighbours of T: 4 bytes of bf16 or 8 of f32, aligned to that.
+__device__ __forceinline__ float2 load_two(const float* p) {
+    return *reinterpret_cast<const float2*>(p);
+}
+__device__ __forceinline__ float2 load_two(const bf16* p) {
+    const u32 pair = *reinterpret_cast<const u32*>(p);
+    return make_float2(lower_half(pair), upper_half(pair));
+}
+__device__ __forceinline__ void store_two(float* p, float a, float b) {
+    *reinterpret_cast<float2*>(p) = make_float2(a, b);
+}
+__device__ __forceinline__ void store_two(bf16* p, float a, float b) {
+    *reinterpret_cast<u32*>(p) = to_pair(a, b);
+}
+
 // Butterfly sums: every lane gets the total, in an order that does not depend on the lane count.
 template <class F> __device__ __forceinline__ F warp_sum(F x) {
 #pragma unroll

@@ -1,18 +1,20 @@
 // delta_chunk.cuh -- what the kernels of the gated delta rule share: where a block is, what is known of
-// a chunk of 64 tokens, and products of its rows in shared memory, as F32 FMAs. 256 threads.
-//
-// A warp computes 8 rows of a chunk; its lanes have neighbouring columns.
+// a chunk of 64 tokens, and the tiles that a scan reads ahead of their use.
 #pragma once
-#include "common.cuh"
+#include "delta_tiles.cuh"
 
-constexpr int CHUNK = 64, SLICE = 32, THREADS = 256;
-constexpr int ROWS = 8;  // of a chunk, that a warp computes
-constexpr int PADDED = DK + 1;  // floats of a row that lanes read the same column of
-constexpr int LANE_KEYS = DK / 32, WARP_KEYS = DK / 8;
-constexpr float EPS = 1e-6f;
-
-__device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
+constexpr int CHUNK = 64, STAGES = 4;  // tokens; tiles of a Ring
+constexpr int SLICE = DV % 64 ? 32 : 64;  // columns of v in a block of a scan
+constexpr int THREADS = 256, SCAN_THREADS = SLICE / 16 * 32;
+// Blocks of a multiprocessor: registers may be half of what they could. gradients: where two have room.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
+#else
+constexpr int GRADIENT_BLOCKS = 1;
+#endif
+constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? GRADIENT_BLOCKS + 1 : 1;
+constexpr int FACTORS = 6;  // for every token of a chunk, in this order:
+enum Factor { TO_KEY, FROM_QUERY, SUMS, FROM_STATE, KEY_LENGTH, QUERY_LENGTH };
 
 // The place of a block: a value head of a sequence, and how its rows lie in tensors.
 struct Place {
@@ -34,7 +36,7 @@ struct Place {
     __device__ __forceinline__ i64 value(int t) const {
         return token(t) * columns() + 2 * key_heads * DK + head * DV;
     }
-    __device__ __forceinline__ i64 out(int t) const {  // of changes too
+    __device__ __forceinline__ i64 out(int t) const {
         return (token(t) * value_heads + head) * DV;
     }
     __device__ __forceinline__ i64 gate(int t) const { return token(t) * 2 * value_heads + head; }
@@ -42,176 +44,188 @@ struct Place {
     __device__ __forceinline__ i64 of_chunk(int chunk) const { return of_head() * chunks + chunk; }
 };
 
-// A chunk's tokens, in shared memory. begin: the first of each one's document in
-// the chunk, -1: in front of it. sums: of decays since then.
+// e^x; beside BF16 by one instruction, within 2^-20 where it counts.
+__device__ __forceinline__ float exponential(float x) {
+    return sizeof(T) == 2 ? exp2_approx(LOG2E * x) : expf(x);
+}
+
+// A chunk's tokens, in shared memory. begin: the first of each one's document in the chunk, -1: in
+// front of it. sums: of decays since then.
 struct Chunk {
     int begin[CHUNK];
-    float sums[CHUNK], beta[CHUNK], from_state[CHUNK];
-    float to_state[CHUNK];  // the decays themselves, before their sums are known
+    float sums[CHUNK], beta[CHUNK];
 
-    // All threads call it; they may read when it returns.
-    __device__ __forceinline__ void load(const Place& at, int first,
-                                         const float* __restrict__ gates,
-                                         const int* __restrict__ starts, int carried) {
-        const int i = threadIdx.x;
-        __syncthreads();
-        if (i < CHUNK) {
-            const int t = first + i;
-            const bool there = t < at.seq_len;
-            const int known = there ? t : at.seq_len - 1;
-            const int start = starts ? __ldg(starts + at.token(known)) : carried ? -1 : 0;
-            begin[i] = max(start - first, -1);
-            to_state[i] = there && start != t ? gates[at.gate(t)] : 0.0f;
-            beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
+    // Threads below 64 call it: this thread's token. The decay of the token.
+    __device__ __forceinline__ float load(const Place& at, int first,
+                                          const float* __restrict__ gates,
+                                          const int* __restrict__ starts, int carried) {
+        const int i = threadIdx.x, t = first + i;
+        const bool there = t < at.seq_len;
+        const int known = there ? t : at.seq_len - 1;
+        const int start = starts ? __ldg(starts + at.token(known)) : carried ? -1 : 0;
+        begin[i] = max(start - first, -1);
+        beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
+        return there && start != t ? gates[at.gate(t)] : 0.0f;
+    }
+    // Threads below 64 call it: sums, of which the second half still lacks what the first has.
+    __device__ __forceinline__ void sum(float decay) {
+        const int i = threadIdx.x, from = max(begin[i], 0);
+        float total = decay;
+#pragma unroll
+        for (int n = 1; n < 32; n *= 2) {
+            const float before = __shfl_up_sync(0xFFFFFFFFu, total, n);
+            if (i % 32 >= n && i - n >= from) { total += before; }
         }
-        __syncthreads();
-        if (i < CHUNK) {
-            float sum = 0.0f;
-            for (int j = max(begin[i], 0); j <= i; ++j) { sum += to_state[j]; }
-            sums[i] = sum;
-            from_state[i] = begin[i] < 0 ? expf(sum) : 0.0f;
-        }
-        __syncthreads();
-        if (i < CHUNK) { to_state[i] = decays(CHUNK - 1, i); }
-        __syncthreads();
+        sums[i] = total;
     }
     // From token j to token i.
     __device__ __forceinline__ float decays(int i, int j) const {
-        return j <= i && j >= begin[i] ? expf(sums[i] - sums[j]) : 0.0f;
+        return j <= i && j >= begin[i] ? exponential(sums[i] - sums[j]) : 0.0f;
     }
-    __device__ __forceinline__ float whole() const { return from_state[CHUNK - 1]; }
 };
 
-// Rows of queries or keys of a chunk to shared memory, of length 1 times scale; 0 behind the end.
-template <int STRIDE>
-__device__ __forceinline__ void load_units(float* to, const T* from, int row_stride, int rows,
-                                           float scale, float* lengths = nullptr) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int i = warp_id() * ROWS + r;
-        float x[LANE_KEYS], squares = 0.0f;
-#pragma unroll
-        for (int m = 0; m < LANE_KEYS; ++m) {
-            x[m] = i < rows ? to_f32(from[(i64)i * row_stride + lane_id() + 32 * m]) : 0.0f;
-            squares = fmaf(x[m], x[m], squares);
-        }
-        const float length = 1.0f / sqrtf(warp_sum(squares) + EPS);
-        if (lengths && lane_id() == 0) { lengths[i] = length; }
-#pragma unroll
-        for (int m = 0; m < LANE_KEYS; ++m) {
-            to[i * STRIDE + lane_id() + 32 * m] = x[m] * length * scale;
-        }
-    }
+// The factors of a chunk, in global memory.
+__device__ __forceinline__ i64 of_factors(const Place& at, int chunk) {
+    return at.of_chunk(chunk) * FACTORS * CHUNK;
 }
 
-// 32 columns of a chunk's rows of T or F32 to shared memory; 0 behind the end.
-template <int STRIDE, class E>
-__device__ __forceinline__ void load_slice(float* to, const E* from, int row_stride, int rows) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int i = warp_id() * ROWS + r;
-        to[i * STRIDE + lane_id()] =
-            i < rows ? to_f32(from[(i64)i * row_stride + lane_id()]) : 0.0f;
-    }
-}
+// Tiles of 64 rows, STEPS for each turn of a loop, which arrive in shared memory STAGES - 1 steps
+// ahead of their use, and with the first one of a turn its factors to keys and from queries. Sources
+// has COLUMNS of each step, of<STEP>(turn): the tile in global memory, and known(turn): the factors.
+template <class Sources> struct Ring {
+    static constexpr int STEPS = Sources::STEPS;
+    static constexpr int STAGE_BYTES = CHUNK * ((DK > CHUNK ? DK : CHUNK) + 8) * 2;
+    const Sources& sources;
+    char* memory;
+    float (*known)[2 * CHUNK];  // of this turn and of the next one
+    int turns, slot = 0;
 
-__device__ __forceinline__ void load_square(float* to, const float* __restrict__ from) {
-    for (int i = threadIdx.x; i < CHUNK * CHUNK / 4; i += THREADS) {
-        reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
-    }
-}
-
-// sums[r] += rows of this warp of a (64, WIDTH) times column `lane` of b (WIDTH, 32), of which the
-// first `end` are not 0.
-template <int WIDTH>
-__device__ __forceinline__ void add_rows(float (&sums)[ROWS], const float* a, const float* b,
-                                         int end) {
-    for (int k = 0; k < end; k += 4) {
-        float y[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) { y[n] = b[(k + n) * SLICE + lane_id()]; }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const float4 x =
-                *reinterpret_cast<const float4*>(a + (warp_id() * ROWS + r) * WIDTH + k);
-            sums[r] = fmaf(x.w, y[3], fmaf(x.z, y[2], fmaf(x.y, y[1], fmaf(x.x, y[0], sums[r]))));
+    template <int AHEAD = 0> __device__ __forceinline__ void start() {
+        if constexpr (AHEAD < STAGES - 1) {
+            issue<AHEAD>(0, AHEAD);
+            start<AHEAD + 1>();
         }
     }
-}
-
-// sums[r] += COUNT columns of a (64, WIDTH), from `column` on, times column `lane` of b (64, 32),
-// rows [first, 64), each with its factor.
-template <int WIDTH, int COUNT, class Factor>
-__device__ __forceinline__ void add_columns(float (&sums)[COUNT], const float* a, int column,
-                                            const float* b, int first, Factor factor) {
-    for (int i = first; i < CHUNK; ++i) {
-        const float y = factor(i) * b[i * SLICE + lane_id()];
-#pragma unroll
-        for (int n = 0; n < COUNT; n += 4) {
-            const float4 x = *reinterpret_cast<const float4*>(a + i * WIDTH + column + n);
-            sums[n] = fmaf(x.x, y, sums[n]);
-            sums[n + 1] = fmaf(x.y, y, sums[n + 1]);
-            sums[n + 2] = fmaf(x.z, y, sums[n + 2]);
-            sums[n + 3] = fmaf(x.w, y, sums[n + 3]);
-        }
-    }
-}
-
-// Row i of this warp's, of a (64, WIDTH), in shared memory: one column in each lane.
-__device__ __forceinline__ void put_rows(float* to, const float (&values)[ROWS]) {
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) { to[(warp_id() * ROWS + r) * SLICE + lane_id()] = values[r]; }
-}
-
-// This thread's elements of 32 columns of a state, in shared memory (DK, 32), and of all of it.
-template <class Use> __device__ __forceinline__ void each_key(Use use) {
-#pragma unroll
-    for (int n = 0; n < WARP_KEYS; ++n) {
-        const int d = warp_id() * WARP_KEYS + n;
-        use(n, d * SLICE + lane_id(), (i64)d * DV + blockIdx.x * SLICE + lane_id());
-    }
-}
-
-__device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK); }
-
-// y[r][m] = sum over DV of rows of this warp of w, with columns lane + 32 m of a state transposed.
-// SECOND: also the sum over the state of its products with `second`, of this thread's elements.
-template <class E, bool SECOND>
-__device__ __forceinline__ float times_state(float (&y)[ROWS][LANE_KEYS], float* memory,
-                                             const E* w, int row_stride, int rows,
-                                             const float* __restrict__ state,
-                                             const float* __restrict__ second) {
-    float* const slice = memory;               // (64, 32)
-    float* const turned = memory + CHUNK * SLICE;  // (32, PADDED)
-    float both = 0.0f;
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int m = 0; m < LANE_KEYS; ++m) { y[r][m] = 0.0f; }
-    }
-    for (int n = 0; n < DV; n += SLICE) {
-        __syncthreads();
-        load_slice<SLICE>(slice, w + n, row_stride, rows);
-        for (int d = warp_id(); d < DK; d += THREADS / 32) {
-            const float x = state[(i64)d * DV + n + lane_id()];
-            if (SECOND) { both = fmaf(x, second[(i64)d * DV + n + lane_id()], both); }
-            turned[lane_id() * PADDED + d] = x;
-        }
-        __syncthreads();
-#pragma unroll 2
-        for (int j = 0; j < SLICE; ++j) {
-            float column[LANE_KEYS];
-#pragma unroll
-            for (int m = 0; m < LANE_KEYS; ++m) {
-                column[m] = turned[j * PADDED + lane_id() + 32 * m];
+    // Step AHEAD of this turn, or of a later one.
+    template <int AHEAD> __device__ __forceinline__ void issue(int turn, int to) {
+        constexpr int STEP = AHEAD % STEPS;
+        turn += AHEAD / STEPS;
+        if (turn < turns) {
+            const Tile<T> from = sources.template of<STEP>(turn);
+            stage<CHUNK, Sources::COLUMNS[STEP], SCAN_THREADS>(memory + to * STAGE_BYTES, from.at,
+                                                               from.pitch, from.rows);
+            if (STEP == 0 && threadIdx.x < 2 * CHUNK / 4) {
+                cp_async_16(shared_address(known[turn % 2] + threadIdx.x * 4),
+                            sources.known(turn) + threadIdx.x * 4, true);
             }
+        }
+        cp_async_commit();
+    }
+    // The tile of this step; all threads call it, and are through with the step before.
+    template <int STEP> __device__ __forceinline__ Tile<T> next(int turn) {
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();
+        issue<STEP + STAGES - 1>(turn, slot ? slot - 1 : STAGES - 1);
+        const char* const here = memory + slot * STAGE_BYTES;
+        slot = slot == STAGES - 1 ? 0 : slot + 1;
+        if constexpr (sizeof(T) == 2) {
+            return {reinterpret_cast<const T*>(here), Sources::COLUMNS[STEP] + 8, CHUNK};
+        } else {
+            return sources.template of<STEP>(turn);
+        }
+    }
+};
+
+// Factors of this lane's tokens of 64: columns of sums, inner indices of a left factor.
+struct Tokens {
+    const float* factors;
+
+    __device__ __forceinline__ float2 at(int token) const {
+        return load_two(factors + token + lane_column());
+    }
+    // Columns of 16 tokens, from this one on.
+    __device__ __forceinline__ void scale(Sums& d, int token) const {
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const float x = slice[(warp_id() * ROWS + r) * SLICE + j];
+        for (int i = 0; i < 2; ++i) {
+            const float2 f = at(token + 8 * i);
+            d[i][0] *= f.x, d[i][1] *= f.y, d[i][2] *= f.x, d[i][3] *= f.y;
+        }
+    }
+    __device__ __forceinline__ Left<T> scaled(const Left<T>& a, int token) const {
+        const float2 two[2] = {at(token), at(token + 8)};
+        return times_inner(a, two);
+    }
+};
+
+// The part of a state that a warp has, transposed: 16 columns of v, from `value` of the block's SLICE
+// on, and all channels of keys.
+struct State {
+    static constexpr int TILES = DK / 16;
+    const int value = warp_id() * 16;
+    Sums S[TILES];
+
+    // state: F32 (DK, DV), or null for 0.
+    __device__ __forceinline__ void read(const float* state) {
+        each([&](float& x, int place) { x = state ? state[place] : 0.0f; });
+    }
+    __device__ __forceinline__ void write(float* state) {
+        if (state) {
+            each([&](float& x, int place) { state[place] = x; });
+        }
+    }
+    template <class Use> __device__ __forceinline__ void each(Use use) {
 #pragma unroll
-                for (int m = 0; m < LANE_KEYS; ++m) { y[r][m] = fmaf(x, column[m], y[r][m]); }
+        for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int v = blockIdx.x * SLICE + value + lane_row() + i / 2 % 2 * 8;
+                use(S[n][i / 4][i % 4], (n * 16 + i / 4 * 8 + lane_column() + i % 2) * DV + v);
             }
         }
     }
-    return both;
+    // To a (DV, DK) of T.
+    __device__ __forceinline__ void put_into(T* states) const {
+        T* const to = states + (i64)(blockIdx.x * SLICE + value) * DK;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) { put(to + n * 16, DK, 16, S[n]); }
+    }
+    __device__ __forceinline__ void times(float factor) {
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) { S[n][i / 4][i % 4] *= factor; }
+        }
+    }
+    // S += get(k) (16 columns of v, tokens from 16 k on) times a tile of 64 tokens' rows.
+    template <class Get> __device__ __forceinline__ void add(Get get, const Tile<T>& rows) {
+        multiply_all<4>(S, get,
+                        [&](int k, int n) { return right<false>(rows, k * 16, n * 16); });
+    }
+    // sums += S, rounded to T, times a tile of 64 tokens' rows, transposed.
+    __device__ __forceinline__ void read_by(Sums (&sums)[4], const Tile<T>& rows) const {
+        multiply_all<TILES>(
+            sums, [&](int k) { return to_left<T>(S[k]); },
+            [&](int k, int n) { return right<true>(rows, k * 16, n * 16); });
+    }
+};
+
+// A tile (64 tokens, SLICE) in shared memory to rows of a tensor, in 16-byte pieces.
+__device__ __forceinline__ void copy_out(T* to, i64 pitch, int rows, const T* tile, int tile_pitch) {
+    constexpr int UNITS = SLICE / Vec<T>::N;
+    for (int i = threadIdx.x; i < CHUNK * UNITS; i += SCAN_THREADS) {
+        const int row = i / UNITS, column = i % UNITS * Vec<T>::N;
+        if (row < rows) {
+            store_vec(to + row * pitch + column, load_vec(tile + row * tile_pitch + column));
+        }
+    }
+}
+
+// Calls use(row, column, element) for this thread's part of 16 x 16 sums.
+template <class Use>
+__device__ __forceinline__ void each_sum(Sums& sums, int row, int column, Use use) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        use(row + lane_row() + i / 2 % 2 * 8, column + i / 4 * 8 + lane_column() + i % 2,
+            sums[i / 4][i % 4]);
+    }
 }

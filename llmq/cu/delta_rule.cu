@@ -3,462 +3,427 @@
 //
 //   S = S * exp(decay);  change = beta * (v - S^T k);  S = S + k change^T;  out = S^T q / sqrt(DK)
 //
-//   solve          inverse = (1 + lower(beta * (k k^T) * D))^-1, scores = lower((q k^T) * D)
-//   scan           from chunk to chunk: out, or the states in front of chunks and the changes
-//   scan_backward  from the last chunk to the first: gradients of the states behind chunks, and of
-//                  what the triangular system is solved for
+//   prepare        of each chunk alone: inverse = (1 + lower(beta * (k k^T) * D))^-1,
+//                  u = inverse (beta * v), w = inverse (beta * E * k), scores = lower((q k^T) * D)
+//   scan           from chunk to chunk: change = u - w S, out, the next S
+//   states         the same without out: the states in front of chunks and the changes
+//   scan_backward  from the last chunk to the first: gradients of the states behind chunks and of
+//                  the changes
 //   gradients      of each chunk alone: of q, k, v, decays and betas
 //   recurrence     token by token
 //
 //   The reference has the formulas. q and k are divided by their lengths, and scores and out have
-//   1 / sqrt(DK). D: the decays from one token to another of its document, else 0. A state begins
-//   with 0 where a document does.
+//   1 / sqrt(DK): sums are multiplied by that, q and k stay as they are. D: the decays from one
+//   token to another of its document, else 0; E: from the state in front. A state begins with 0
+//   where a document does.
 //
 // Data     qkv, d_qkv: T (B, seq_len, 2 Hk DK + Hv DV), query, then key, then value heads; value
 //          head h has the keys of head h * Hk / Hv. out, d_out: T (B, seq_len, Hv DV). gates,
-//          d_gates: F32 (B, seq_len, 2, Hv), decays (logarithms), betas. inverse, scores: F32 (B, Hv,
-//          chunks, 64, 64). states, d_states: F32 (B, Hv, chunks, DK, DV). changes, d_rests: F32
-//          (B, seq_len, Hv, DV). state, d_state: F32 (B, Hv, DK, DV) or null, read and
-//          overwritten. starts: I32 (B, seq_len), the first position of each
-//          one's document, or null: then all see the state if carried.
-// Launch   256 threads, dynamic shared memory as llmq/ops/delta_rule.py says. solve: grid (chunks,
-//          Hv, B); scan, scan_backward, recurrence: (DV / 32, Hv, B), 32 columns of the state in
-//          shared memory (recurrence: 128 threads); gradients: (chunks, Hk, B), over the value heads
-//          of each.
-// Cost     for a token and a value head, in F32 FMAs: solve 128 DK + 1400, scan 2 DK DV + 64 DV and
-//          DK DV + 64 DV more for out, scan_backward 3 DK DV + 64 DV, gradients 3 DK DV +
-//          128 DV + 384 DK. All tensors are read and written once, keys DV / 32 times.
-// Needs    DK, DV multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element is
-//          summed by one thread, or one warp, in a fixed order.
+//          d_gates: F32 (B, seq_len, 2, Hv), decays (logarithms), betas. Of each chunk, T (B, Hv,
+//          chunks, ..): inverse, scores (64, 64); u, changes, d_changes (64, DV); w (64, DK);
+//          states, d_states (DV, DK); and F32 factors (6, 64), named in delta_chunk.cuh. state,
+//          d_state: F32 (B, Hv, DK, DV) or null, read and overwritten. starts: I32 (B, seq_len), the
+//          first position of each one's document, or null: then all see the state if carried.
+// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB. prepare: 256
+//          threads, grid (chunks, Hv, B); gradients: (chunks, Hk, B), over the value heads of each;
+//          scan, states, scan_backward: two threads for each of 64 columns of v, or 32 if DV is no
+//          multiple of 64, grid (DV / 64, Hv, B); recurrence: 128 threads, grid (DV / 32, Hv, B). A
+//          warp of a scan has 16 columns of v of a state in registers, F32, transposed: as the left
+//          factor of its next product it is rounded to T there, and no warp waits for another's.
+// Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 (DK + DV) +
+//          128 DK, states 2 DK DV, scan 3 DK DV + 64 DV, scan_backward 3 DK DV + 64 DV,
+//          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once; what the
+//          blocks of a scan share, DV / 64 times.
+// Needs    sm_80. DK, DV multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element
+//          is summed by one thread, or one warp, in a fixed order.
 // Same name  llmq/ops/delta_rule.py  llmq/ref/delta_rule.py  tests/ops/test_delta_rule.py
 #include "delta_chunk.cuh"
+#include "delta_gradients.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    delta_rule_solve(float* __restrict__ inverse, float* __restrict__ scores,
-                     const T* __restrict__ qkv, const float* __restrict__ gates,
-                     const int* __restrict__ starts, int seq_len, int key_heads, int value_heads,
-                     int carried) {
-    extern __shared__ uint4 memory[];
-    __shared__ Chunk chunk;
-    float* const k = reinterpret_cast<float*>(memory);
-    float* const q = k + CHUNK * PADDED;
-    float* const system = q + CHUNK * PADDED;  // (64, 65)
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first);
-    chunk.load(at, first, gates, starts, carried);
-    load_units<PADDED>(k, qkv + at.key(first), at.columns(), rows, 1.0f);
-    if (scores) { load_units<PADDED>(q, qkv + at.query(first), at.columns(), rows, query_scale()); }
-    __syncthreads();
-    const i64 square = at.of_chunk(blockIdx.x) * CHUNK * CHUNK;
-    float kk[ROWS][2] = {}, qk[ROWS][2] = {};
-#pragma unroll 4
-    for (int d = 0; d < DK; ++d) {
-        const float other[2] = {k[lane_id() * PADDED + d], k[(lane_id() + 32) * PADDED + d]};
+constexpr int SYSTEM = CHUNK + 4;  // floats of a row in shared memory
+constexpr int LANE_KEYS = DK / 32;
+constexpr float EPS = 1e-6f;  // of lengths of queries and keys
+
+__device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK); }
+
+// solved = (1 + system)^-1, of which 0 is there; system is below the diagonal. Blocks of 16 by
+// substitution, those below by products: of two neighbours (a, 0; x, b) the third is -b x a.
+__device__ __forceinline__ void invert(float* solved, const float* system) {
+    constexpr bool EXACT = sizeof(T) == 4;
+    const int warp = warp_id(), lane = lane_id();
+    const Tile<float> from = {system, SYSTEM, CHUNK}, to = {solved, SYSTEM, CHUNK};
+    if (warp < 4 && lane < 16) {  // a column each
+        const int block = warp * 16;
+        float x[16];
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int i = warp_id() * ROWS + r;
-            const float own = k[i * PADDED + d], query = scores ? q[i * PADDED + d] : 0.0f;
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                kk[r][m] = fmaf(own, other[m], kk[r][m]);
-                qk[r][m] = fmaf(query, other[m], qk[r][m]);
-            }
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int i = warp_id() * ROWS + r;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-            const int j = lane_id() + 32 * m;
-            const float decay = chunk.decays(i, j);
-            system[i * (CHUNK + 1) + j] = j < i ? chunk.beta[i] * kk[r][m] * decay : 0.0f;
-            if (scores) { scores[square + i * CHUNK + j] = i < rows ? qk[r][m] * decay : 0.0f; }
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x < CHUNK) {  // a column each, from its diagonal down
-        const int c = threadIdx.x;
-        for (int i = 0; i < CHUNK; ++i) {
+        for (int i = 0; i < 16; ++i) {
             float sum = 0.0f;
-            for (int j = c; j < i; ++j) {
-                sum = fmaf(system[i * (CHUNK + 1) + j], k[j * CHUNK + c], sum);
+#pragma unroll
+            for (int j = 0; j < i; ++j) {
+                sum = fmaf(system[(block + i) * SYSTEM + block + j], x[j], sum);
             }
-            k[i * CHUNK + c] = i == c ? 1.0f : i < c ? 0.0f : -sum;
+            x[i] = i == lane ? 1.0f : -sum;
+            solved[(block + i) * SYSTEM + block + lane] = x[i];
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < CHUNK * CHUNK; i += THREADS) { inverse[square + i] = k[i]; }
+    if (warp < 2) {
+        const int row = warp * 32 + 16, column = warp * 32;
+        Sums x = {}, y = {};
+        multiply<EXACT>(x, left<false>(to, row, row), right<false>(from, row, column));
+        const float minus[2] = {-1.0f, -1.0f};
+        multiply<EXACT>(y, times_rows(to_left<float>(x), minus), right<false>(to, column, column));
+        put_tile<false>(solved, SYSTEM, row, column, y);
+    }
+    __syncthreads();
+    if (warp < 4) {
+        const int row = 32 + warp / 2 * 16, column = warp % 2 * 16;
+        const float minus[2] = {-1.0f, -1.0f};
+        Sums x[2] = {}, y = {};
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const Left<float> a = left<false>(to, row, 32 + 16 * k);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                multiply<EXACT>(x[n], a, right<false>(from, 32 + 16 * k, 16 * n));
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            multiply<EXACT>(y, times_rows(to_left<float>(x[k]), minus), right<false>(to, 16 * k, column));
+        }
+        put_tile<false>(solved, SYSTEM, row, column, y);
+    }
+    __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    delta_rule_scan(T* __restrict__ out, float* __restrict__ states, float* __restrict__ changes,
-                    float* __restrict__ state, const T* __restrict__ qkv,
-                    const float* __restrict__ gates, const float* __restrict__ inverse,
-                    const float* __restrict__ scores, const int* __restrict__ starts, int seq_len,
-                    int key_heads, int value_heads) {
-    extern __shared__ uint4 memory[];
-    __shared__ Chunk chunk;
-    float* const units = reinterpret_cast<float*>(memory);  // (64, DK)
-    float* const square = units + CHUNK * DK;
-    float* const S = square + CHUNK * CHUNK;
-    float* const change = S + DK * SLICE;  // (64, 32)
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const int column = blockIdx.x * SLICE + lane_id();
-    const i64 whole_state = at.of_head() * DK * DV;
-    each_key([&](int n, int own, i64 of_all) {
-        S[own] = state ? state[whole_state + of_all] : 0.0f;
-    });
-    for (int c = 0; c < at.chunks; ++c) {
-        const int first = c * CHUNK, rows = min(CHUNK, seq_len - first);
-        const i64 of_square = at.of_chunk(c) * CHUNK * CHUNK;
-        chunk.load(at, first, gates, starts, state != nullptr);
-        load_units<DK>(units, qkv + at.key(first), at.columns(), rows, 1.0f);
-        load_square(square, inverse + of_square);
-        __syncthreads();
-        if (changes) {
-            const i64 there = at.of_chunk(c) * DK * DV;
-            each_key([&](int n, int own, i64 of_all) { states[there + of_all] = S[own]; });
-        }
-        float x[ROWS] = {};
-        add_rows<DK>(x, units, S, DK);
+// To 64 rows of WIDTH: solved, its columns times factors, times a tile. A warp has 16 rows of a half.
+template <int WIDTH>
+__device__ __forceinline__ void apply(T* to, const float* solved, const Tile<T>& tile,
+                                      const float* factors) {
+    const int m = warp_id() / 2, column = warp_id() % 2 * (WIDTH / 2);
+    Sums sums[WIDTH / 32] = {};
+#pragma unroll 1
+    for (int k = 0; k <= m; ++k) {
+        Left<T> a;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int i = warp_id() * ROWS + r;
-            const float v = i < rows ? to_f32(qkv[at.value(first + i) + column]) : 0.0f;
-            x[r] = chunk.beta[i] * (v - chunk.from_state[i] * x[r]);
+        for (int i = 0; i < 4; ++i) {
+            const int row = 16 * m + lane_row() + i % 2 * 8;
+            const int inner = 16 * k + lane_column() + i / 2 * 8;
+            const float2 x = load_two(solved + row * SYSTEM + inner), f = load_two(factors + inner);
+            a.set(i, x.x * f.x, x.y * f.y);
         }
-        put_rows(change, x);
-        __syncthreads();
-        float y[ROWS] = {};
-        add_rows<CHUNK>(y, square, change, (warp_id() + 1) * ROWS);
-        __syncthreads();
-        put_rows(change, y);
-        if (changes) {
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const int i = warp_id() * ROWS + r;
-                if (i < rows) { changes[at.out(first + i) + column] = y[r]; }
-            }
+        for (int n = 0; n < WIDTH / 32; ++n) {
+            multiply(sums[n], a, right<false>(tile, 16 * k, column + 16 * n));
         }
-        __syncthreads();
-        float next[WARP_KEYS] = {};
-        add_columns<DK>(next, units, warp_id() * WARP_KEYS, change, 0,
-                        [&](int i) { return chunk.to_state[i]; });
-        __syncthreads();
-        if (out) {
-            load_units<DK>(units, qkv + at.query(first), at.columns(), rows, query_scale());
-            load_square(square, scores + of_square);
-            __syncthreads();
-            float z[ROWS] = {};
-            add_rows<DK>(z, units, S, DK);
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) { z[r] *= chunk.from_state[warp_id() * ROWS + r]; }
-            add_rows<CHUNK>(z, square, change, (warp_id() + 1) * ROWS);
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const int i = warp_id() * ROWS + r;
-                if (i < rows) { out[at.out(first + i) + column] = from_f32<T>(z[r]); }
-            }
-            __syncthreads();
-        }
-        each_key([&](int n, int own, i64 of_all) { S[own] = fmaf(chunk.whole(), S[own], next[n]); });
     }
-    if (state) {
-        each_key([&](int n, int own, i64 of_all) { state[whole_state + of_all] = S[own]; });
+#pragma unroll
+    for (int n = 0; n < WIDTH / 32; ++n) {
+        put(to + 16 * m * WIDTH + column + 16 * n, WIDTH, 16, sums[n]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    delta_rule_scan_backward(float* __restrict__ d_rests, float* __restrict__ d_states,
-                             float* __restrict__ d_state, const T* __restrict__ d_out,
-                             const T* __restrict__ qkv, const float* __restrict__ gates,
-                             const float* __restrict__ inverse, const float* __restrict__ scores,
-                             const int* __restrict__ starts, int seq_len, int key_heads,
-                             int value_heads, int carried) {
+extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
+    delta_rule_prepare(T* __restrict__ u, T* __restrict__ w, T* __restrict__ inverse,
+                       T* __restrict__ scores, float* __restrict__ factors,
+                       const T* __restrict__ qkv, const float* __restrict__ gates,
+                       const int* __restrict__ starts, int seq_len, int key_heads, int value_heads,
+                       int carried) {
     extern __shared__ uint4 memory[];
     __shared__ Chunk chunk;
-    float* const units = reinterpret_cast<float*>(memory);  // (64, DK)
-    float* const square = units + CHUNK * DK;
-    float* const dS = square + CHUNK * CHUNK;
-    float* const d_o = dS + DK * SLICE;  // (64, 32)
-    float* const d_x = d_o + CHUNK * SLICE;
+    __shared__ float k_length[CHUNK], q_length[CHUNK], of_w[CHUNK];
+    float* const system = reinterpret_cast<float*>(memory);  // first queries
+    float* const solved = system + CHUNK * SYSTEM;
+    T* const k_memory = reinterpret_cast<T*>(solved + CHUNK * SYSTEM);
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const int column = blockIdx.x * SLICE + lane_id();
-    const i64 whole_state = at.of_head() * DK * DV;
-    each_key([&](int n, int own, i64 of_all) {
-        dS[own] = d_state ? d_state[whole_state + of_all] : 0.0f;
-    });
-    const auto one = [](int i) { return 1.0f; };
-    for (int c = at.chunks - 1; c >= 0; --c) {
-        const int first = c * CHUNK, rows = min(CHUNK, seq_len - first);
-        const i64 of_square = at.of_chunk(c) * CHUNK * CHUNK;
-        chunk.load(at, first, gates, starts, carried);
-        load_units<DK>(units, qkv + at.key(first), at.columns(), rows, 1.0f);
-        load_square(square, scores + of_square);
-        load_slice<SLICE>(d_o, d_out + at.out(first) + blockIdx.x * SLICE, value_heads * DV, rows);
-        const i64 there = at.of_chunk(c) * DK * DV;
-        each_key([&](int n, int own, i64 of_all) { d_states[there + of_all] = dS[own]; });
-        __syncthreads();
-        float x[ROWS] = {};
-        add_rows<DK>(x, units, dS, DK);
+    const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first), i = threadIdx.x;
+    const int m = warp_id() / 2 * 16, column = warp_id() % 2 * 32, columns = at.columns();
+    const i64 of_chunk = at.of_chunk(blockIdx.x);
+    const Tile<T> k = stage<CHUNK, DK, THREADS>(k_memory, qkv + at.key(first), columns, rows);
+    const Tile<T> q = stage<CHUNK, DK, THREADS>(memory, qkv + at.query(first), columns, rows);
+    cp_async_commit();
+    const Tile<T> v = stage<CHUNK, DV, THREADS>(k_memory + CHUNK * (DK + 8),
+                                                qkv + at.value(first), columns, rows);
+    cp_async_commit();
+    if (i < CHUNK) { chunk.sum(chunk.load(at, first, gates, starts, carried)); }
+    cp_async_wait<1>();
+    __syncthreads();
+    if (i >= 32 && i < CHUNK && chunk.begin[i] < 32) { chunk.sums[i] += chunk.sums[31]; }
+    Sums kk[2] = {}, qk[2] = {}, qq = {};
+    const bool diagonal = m / 32 == column / 32;  // is in this warp's columns
+#pragma unroll 4
+    for (int d = 0; d < DK; d += 16) {
+        const Left<T> key = left<false>(k, m, d), query = left<false>(q, m, d);
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) { x[r] *= chunk.to_state[warp_id() * ROWS + r]; }
-        add_columns<CHUNK>(x, square, warp_id() * ROWS, d_o, warp_id() * ROWS, one);
-        put_rows(d_x, x);
-        __syncthreads();
-        load_square(square, inverse + of_square);
-        __syncthreads();
-        float y[ROWS] = {};
-        add_columns<CHUNK>(y, square, warp_id() * ROWS, d_x, warp_id() * ROWS, one);
-        __syncthreads();
-        put_rows(d_x, y);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int i = warp_id() * ROWS + r;
-            if (i < rows) { d_rests[at.out(first + i) + column] = y[r]; }
+        for (int n = 0; n < 2; ++n) {
+            if (column + 16 * n > m) { continue; }
+            const Right<T> b = right<true>(k, d, column + 16 * n);
+            multiply(kk[n], key, b);
+            multiply(qk[n], query, b);
         }
-        __syncthreads();
-        float next[WARP_KEYS] = {};
-        add_columns<DK>(next, units, warp_id() * WARP_KEYS, d_x, 0,
-                        [&](int i) { return -chunk.beta[i] * chunk.from_state[i]; });
-        __syncthreads();
-        load_units<DK>(units, qkv + at.query(first), at.columns(), rows, query_scale());
-        __syncthreads();
-        add_columns<DK>(next, units, warp_id() * WARP_KEYS, d_o, 0,
-                        [&](int i) { return chunk.from_state[i]; });
-        each_key([&](int n, int own, i64 of_all) {
-            dS[own] = fmaf(chunk.whole(), dS[own], next[n]);
+        if (diagonal) { multiply(qq, query, right<true>(q, d, m)); }
+    }
+    if (diagonal) {
+        each_sum(qq, m, m, [&](int row, int c, float x) {
+            if (row == c) { q_length[row] = query_scale() / sqrtf(x + EPS); }
         });
     }
-    if (d_state) {
-        each_key([&](int n, int own, i64 of_all) { d_state[whole_state + of_all] = dS[own]; });
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        each_sum(kk[n], m, column + 16 * n, [&](int row, int c, float x) {
+            if (row == c) { k_length[row] = 1.0f / sqrtf(x + EPS); }
+        });
+    }
+    __syncthreads();  // the queries have been read
+    if (i < CHUNK) {
+        const float sum = chunk.sums[i], from_state = chunk.begin[i] < 0 ? exponential(sum) : 0.0f;
+        float* const to = factors + of_factors(at, blockIdx.x) + i;
+        of_w[i] = chunk.beta[i] * (from_state * k_length[i]);
+        to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, i) * k_length[i];
+        to[FROM_QUERY * CHUNK] = from_state * q_length[i];
+        to[SUMS * CHUNK] = sum;
+        to[FROM_STATE * CHUNK] = from_state;
+        to[KEY_LENGTH * CHUNK] = k_length[i];
+        to[QUERY_LENGTH * CHUNK] = q_length[i];
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const int c = column + 16 * n;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const int row = m + lane_row() + e / 2 % 2 * 8;
+            const int other = c + e / 4 * 8 + lane_column() + e % 2;
+            const float factor = chunk.decays(row, other) * k_length[other];
+            const float product = chunk.beta[row] * k_length[row] * (factor * kk[n][e / 4][e % 4]);
+            qk[n][e / 4][e % 4] *= factor * q_length[row];
+            system[row * SYSTEM + other] = other < row ? product : 0.0f;
+            solved[row * SYSTEM + other] = 0.0f;
+        }
+        if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
+    }
+    __syncthreads();
+    invert(solved, system);
+    cp_async_wait<0>();
+    __syncthreads();
+    apply<DV>(u + of_chunk * CHUNK * DV, solved, v, chunk.beta);
+    apply<DK>(w + of_chunk * CHUNK * DK, solved, k, of_w);
+    if (inverse) {
+        T* const to = inverse + of_chunk * CHUNK * CHUNK;
+        for (int n = 2 * i; n < CHUNK * CHUNK; n += 2 * THREADS) {
+            const float2 x = load_two(solved + n / CHUNK * SYSTEM + n % CHUNK);
+            store_two(to + n, x.x, x.y);
+        }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    delta_rule_gradients(T* __restrict__ d_qkv, float* __restrict__ d_gates,
-                         const T* __restrict__ d_out, const float* __restrict__ changes,
-                         const float* __restrict__ d_rests, const float* __restrict__ states,
-                         const float* __restrict__ d_states, const T* __restrict__ qkv,
-                         const float* __restrict__ gates, const int* __restrict__ starts,
-                         int seq_len, int key_heads, int value_heads, int carried) {
+// The tiles of a scan, chunk by chunk: u, w, then with OUT queries and scores, and keys.
+template <bool OUT> struct Scanned {
+    static constexpr int STEPS = OUT ? 5 : 3;
+    static constexpr int COLUMNS[5] = {SLICE, DK, DK, CHUNK, DK};
+    const Place& at;
+    const T *qkv, *u, *w, *scores;
+    const float* factors;
+
+    __device__ __forceinline__ const float* known(int c) const {
+        return factors + of_factors(at, c);
+    }
+    template <int STEP> __device__ __forceinline__ Tile<T> of(int c) const {
+        const i64 row = at.of_chunk(c) * CHUNK;
+        const int first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
+        if constexpr (STEP == 0) { return {u + row * DV + blockIdx.x * SLICE, DV, CHUNK}; }
+        if constexpr (STEP == 1) { return {w + row * DK, DK, CHUNK}; }
+        if constexpr (OUT && STEP == 2) { return {qkv + at.query(first), at.columns(), rows}; }
+        if constexpr (STEP == 3) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
+        return {qkv + at.key(first), at.columns(), rows};
+    }
+};
+
+constexpr int TILE = SLICE + 8;  // elements of a row of out or changes in shared memory
+
+template <bool OUT>
+__device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state,
+                                     const Scanned<OUT>& sources) {
     extern __shared__ uint4 memory[];
-    __shared__ Chunk chunk;
-    __shared__ float q_length[CHUNK], k_length[CHUNK], of_rows[CHUNK], of_columns[CHUNK];
-    __shared__ float reduced[32];
-    float* const k = reinterpret_cast<float*>(memory);  // (64, PADDED)
-    float* const q = k + CHUNK * PADDED;
-    float* const d_scores = q + CHUNK * PADDED;  // (64, 64)
-    float* const d_system = d_scores + CHUNK * CHUNK;
-    constexpr int WIDE = SLICE + 1;
-    float* const slices = k;  // 3 of (64, 33)
-    const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first);
-    const int group = value_heads / key_heads, lane = lane_id(), own = warp_id() * ROWS;
-    float d_q[ROWS][LANE_KEYS] = {}, d_k[ROWS][LANE_KEYS] = {};
-    for (int h = 0; h < group; ++h) {
-        const Place at(blockIdx.y * group + h, seq_len, key_heads, value_heads);
-        chunk.load(at, first, gates, starts, carried);
-        const int stride = value_heads * DV;
-        float by_scores[ROWS][2] = {}, by_system[ROWS][2] = {}, d_beta[ROWS] = {};
-        for (int n = 0; n < DV; n += SLICE) {
-            __syncthreads();
-            load_slice<WIDE>(slices, d_out + at.out(first) + n, stride, rows);
-            load_slice<WIDE>(slices + CHUNK * WIDE, d_rests + at.out(first) + n, stride, rows);
-            load_slice<WIDE>(slices + 2 * CHUNK * WIDE, changes + at.out(first) + n, stride, rows);
-            __syncthreads();
+    alignas(16) __shared__ float known[2][2 * CHUNK];
+    T* const tile = reinterpret_cast<T*>(memory);
+    const Place& at = sources.at;
+    const auto finish = [&](int c) {
+        const int first = c * CHUNK, slice = blockIdx.x * SLICE;
+        if (OUT) {
+            copy_out(out + at.out(first) + slice, at.value_heads * DV, at.seq_len - first, tile, TILE);
+        } else {
+            copy_out(changes + at.of_chunk(c) * CHUNK * DV + slice, DV, CHUNK, tile, TILE);
+        }
+    };
+    Ring<Scanned<OUT>> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
+    ring.start();
+    State here;
+    here.read(state);
+    for (int c = 0; c < at.chunks; ++c) {
+        const float whole = __ldg(sources.known(c) + FROM_STATE * CHUNK + CHUNK - 1);
+        const Tokens to_key{known[c % 2] + TO_KEY * CHUNK};
+        Sums change[4] = {};
+        const Tile<T> u = ring.template next<0>(c);
+        if (c) { finish(c - 1); }
+        if (!OUT) { here.put_into(states + at.of_chunk(c) * DK * DV); }
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const int i = own + r;
-                if (i < rows) {
-                    const float d_rest = slices[(CHUNK + i) * WIDE + lane];
-                    const i64 there = at.value(first + i) + n + lane;
-                    d_beta[r] = fmaf(d_rest, to_f32(qkv[there]), d_beta[r]);
-                    d_qkv[there] = from_f32<T>(chunk.beta[i] * d_rest);
+        for (int n = 0; n < 4; ++n) { to_sums(change[n], left<true>(u, here.value, 16 * n), -1.0f); }
+        here.read_by(change, ring.template next<1>(c));
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) { change[n][i / 4][i % 4] = -change[n][i / 4][i % 4]; }
+        }
+        if constexpr (OUT) {
+            const Tokens from_query{known[c % 2] + FROM_QUERY * CHUNK};
+            Sums read[4] = {};
+            here.read_by(read, ring.template next<2>(c));
+            const Tile<T> scores = ring.template next<3>(c);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                from_query.scale(read[n], 16 * n);
+#pragma unroll
+                for (int k = 0; k <= n; ++k) {
+                    multiply(read[n], to_left<T>(change[k]), right<true>(scores, 16 * k, 16 * n));
                 }
+                put_tile<true>(tile, TILE, here.value, 16 * n, read[n]);
             }
-#pragma unroll 2
-            for (int j = 0; j < SLICE; ++j) {
-                const float change[2] = {slices[(2 * CHUNK + lane) * WIDE + j],
-                                         slices[(2 * CHUNK + lane + 32) * WIDE + j]};
+        } else {
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r) {
-                    const float d_o = slices[(own + r) * WIDE + j];
-                    const float d_rest = slices[(CHUNK + own + r) * WIDE + j];
-#pragma unroll
-                    for (int m = 0; m < 2; ++m) {
-                        by_scores[r][m] = fmaf(d_o, change[m], by_scores[r][m]);
-                        by_system[r][m] = fmaf(d_rest, change[m], by_system[r][m]);
-                    }
-                }
+            for (int n = 0; n < 4; ++n) {
+                put_tile<true>(tile, TILE, here.value, 16 * n, change[n]);
             }
         }
-        __syncthreads();
-        load_units<PADDED>(k, qkv + at.key(first), at.columns(), rows, 1.0f, k_length);
-        load_units<PADDED>(q, qkv + at.query(first), at.columns(), rows, query_scale(), q_length);
-        __syncthreads();
-        float kk[ROWS][2] = {}, qk[ROWS][2] = {}, by_columns[2] = {};
-#pragma unroll 2
-        for (int d = 0; d < DK; ++d) {
-            const float other[2] = {k[lane * PADDED + d], k[(lane + 32) * PADDED + d]};
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const float key = k[(own + r) * PADDED + d], query = q[(own + r) * PADDED + d];
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                    kk[r][m] = fmaf(key, other[m], kk[r][m]);
-                    qk[r][m] = fmaf(query, other[m], qk[r][m]);
-                }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int i = own + r;
-            float of_row = 0.0f;
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const int j = lane + 32 * m;
-                const float decay = chunk.decays(i, j), lower = j < i ? decay : 0.0f;
-                const float d_score = by_scores[r][m] * decay;
-                const float d_system_ = -by_system[r][m] * lower;
-                d_beta[r] = fmaf(d_system_, kk[r][m], d_beta[r]);
-                const float weighted = chunk.beta[i] * d_system_;
-                d_scores[i * CHUNK + j] = d_score;
-                d_system[i * CHUNK + j] = weighted;
-                const float inner = j < i ? fmaf(d_score, qk[r][m], weighted * kk[r][m]) : 0.0f;
-                of_row += inner;
-                by_columns[m] += inner;
-            }
-            of_row = warp_sum(of_row);
-            d_beta[r] = warp_sum(d_beta[r]);
-            if (lane == 0) { of_rows[i] = of_row; }
-        }
-        __syncthreads();
-        for (int j = 0; j < CHUNK; ++j) {
-            float key[LANE_KEYS], query[LANE_KEYS];
-#pragma unroll
-            for (int m = 0; m < LANE_KEYS; ++m) {
-                key[m] = k[j * PADDED + lane + 32 * m];
-                query[m] = q[j * PADDED + lane + 32 * m];
-            }
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) {
-                const float row_score = d_scores[(own + r) * CHUNK + j];
-                const float score = d_scores[j * CHUNK + own + r];
-                const float system =
-                    d_system[j * CHUNK + own + r] + d_system[(own + r) * CHUNK + j];
-#pragma unroll
-                for (int m = 0; m < LANE_KEYS; ++m) {
-                    d_q[r][m] = fmaf(row_score, key[m], d_q[r][m]);
-                    d_k[r][m] = fmaf(score, query[m], fmaf(system, key[m], d_k[r][m]));
-                }
-            }
-        }
-        __syncthreads();  // d_scores and d_system were read: their memory is free
-        d_scores[warp_id() * CHUNK + lane] = by_columns[0];
-        d_scores[warp_id() * CHUNK + lane + 32] = by_columns[1];
-        __syncthreads();
-        if (threadIdx.x < CHUNK) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < THREADS / 32; ++w) { sum += d_scores[w * CHUNK + threadIdx.x]; }
-            of_columns[threadIdx.x] = sum;
-        }
-        const i64 there = at.of_chunk(blockIdx.x) * DK * DV;
-        float y[ROWS][LANE_KEYS];
-        times_state<T, false>(y, d_scores, d_out + at.out(first), stride, rows, states + there,
-                              nullptr);
-        float d_sums[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const float factor = chunk.from_state[own + r];
-            float dot = 0.0f;
-#pragma unroll
-            for (int m = 0; m < LANE_KEYS; ++m) {
-                const float of_query = factor * y[r][m];
-                dot = fmaf(of_query, q[(own + r) * PADDED + lane + 32 * m], dot);
-                d_q[r][m] += of_query;
-            }
-            d_sums[r] = warp_sum(dot);
-        }
-        times_state<float, false>(y, d_scores, d_rests + at.out(first), stride, rows,
-                                  states + there, nullptr);
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const float factor = chunk.from_state[own + r], beta = chunk.beta[own + r];
-            float dot = 0.0f;
-#pragma unroll
-            for (int m = 0; m < LANE_KEYS; ++m) {
-                const float of_key = factor * y[r][m];
-                dot = fmaf(of_key, k[(own + r) * PADDED + lane + 32 * m], dot);
-                d_k[r][m] = fmaf(-beta, of_key, d_k[r][m]);
-            }
-            dot = warp_sum(dot);
-            d_sums[r] = fmaf(-beta, dot, d_sums[r]);
-            d_beta[r] -= dot;
-        }
-        float both = times_state<float, true>(y, d_scores, changes + at.out(first), stride, rows,
-                                              d_states + there, states + there);
-        float to_last = 0.0f;  // of this warp's rows
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            const int i = own + r;
-            const float factor = chunk.to_state[i];
-            float dot = 0.0f;
-#pragma unroll
-            for (int m = 0; m < LANE_KEYS; ++m) {
-                const float of_key = factor * y[r][m];
-                dot = fmaf(of_key, k[i * PADDED + lane + 32 * m], dot);
-                d_k[r][m] += of_key;
-            }
-            dot = warp_sum(dot);
-            to_last += dot;
-            if (lane == 0) {
-                of_rows[i] += d_sums[r] - dot;
-                if (i < rows) { d_gates[at.gate(first + i) + value_heads] = d_beta[r]; }
-            }
-        }
-        const float last = fmaf(chunk.whole(), both, lane == 0 ? to_last : 0.0f);
-        const float of_last = block_sum(last, reduced);
-        __syncthreads();
-        if (threadIdx.x < CHUNK) {
-            const int i = threadIdx.x;
-            of_columns[i] = of_rows[i] - of_columns[i] + (i == CHUNK - 1 ? of_last : 0.0f);
-        }
-        __syncthreads();
-        if (threadIdx.x < rows) {
-            const int j = threadIdx.x;
-            float d_decay = 0.0f;
-            for (int i = CHUNK - 1; i >= j; --i) {
-                if (chunk.begin[i] <= j) { d_decay += of_columns[i]; }
-            }
-            d_gates[at.gate(first + j)] = chunk.begin[j] == j ? 0.0f : d_decay;
-        }
+        const Tile<T> keys = ring.template next<OUT ? 4 : 2>(c);
+        here.times(whole);
+        here.add(
+            [&](int k) {
+                to_key.scale(change[k], 16 * k);
+                return to_left<T>(change[k]);
+            },
+            keys);
     }
-    const Place at(blockIdx.y * group, seq_len, key_heads, value_heads);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) {
-        const int i = own + r;
-        float of_query = 0.0f, of_key = 0.0f;
-#pragma unroll
-        for (int m = 0; m < LANE_KEYS; ++m) {
-            const int d = i * PADDED + lane + 32 * m;
-            of_query = fmaf(q[d], d_q[r][m], of_query);  // scale and 1 / scale
-            of_key = fmaf(k[d], d_k[r][m], of_key);
-        }
-        of_query = warp_sum(of_query), of_key = warp_sum(of_key);
-        if (i < rows) {
-#pragma unroll
-            for (int m = 0; m < LANE_KEYS; ++m) {
-                const int d = i * PADDED + lane + 32 * m;
-                const float unit = q[d] * sqrtf((float)DK);
-                const float query = fmaf(-unit, of_query, d_q[r][m] * query_scale());
-                const float key = fmaf(-k[d], of_key, d_k[r][m]);
-                d_qkv[at.query(first + i) + lane + 32 * m] = from_f32<T>(q_length[i] * query);
-                d_qkv[at.key(first + i) + lane + 32 * m] = from_f32<T>(k_length[i] * key);
-            }
-        }
+    __syncthreads();
+    finish(at.chunks - 1);
+    here.write(state);
+}
+
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
+    delta_rule_scan(T* __restrict__ out, float* __restrict__ state, const T* __restrict__ qkv,
+                    const T* __restrict__ u, const T* __restrict__ w, const T* __restrict__ scores,
+                    const float* __restrict__ factors, int seq_len, int key_heads,
+                    int value_heads) {
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    scan<true>(out, nullptr, nullptr, state ? state + at.of_head() * DK * DV : nullptr,
+               {at, qkv, u, w, scores, factors});
+}
+
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
+    delta_rule_states(T* __restrict__ states, T* __restrict__ changes, float* __restrict__ state,
+                      const T* __restrict__ qkv, const T* __restrict__ u, const T* __restrict__ w,
+                      const float* __restrict__ factors, int seq_len, int key_heads,
+                      int value_heads) {
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    scan<false>(nullptr, states, changes, state ? state + at.of_head() * DK * DV : nullptr,
+                {at, qkv, u, w, nullptr, factors});
+}
+
+// The tiles of the scan backward, from the last chunk on: d_out, keys, scores, queries, w.
+struct ScannedBackward {
+    static constexpr int STEPS = 5;
+    static constexpr int COLUMNS[STEPS] = {SLICE, DK, CHUNK, DK, DK};
+    const Place& at;
+    const T *d_out, *qkv, *w, *scores;
+    const float* factors;
+
+    __device__ __forceinline__ const float* known(int turn) const {
+        return factors + of_factors(at, at.chunks - 1 - turn);
     }
+    template <int STEP> __device__ __forceinline__ Tile<T> of(int turn) const {
+        const int c = at.chunks - 1 - turn, first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
+        const i64 row = at.of_chunk(c) * CHUNK;
+        if constexpr (STEP == 0) {
+            return {d_out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, rows};
+        }
+        if constexpr (STEP == 1) { return {qkv + at.key(first), at.columns(), rows}; }
+        if constexpr (STEP == 2) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
+        if constexpr (STEP == 3) { return {qkv + at.query(first), at.columns(), rows}; }
+        return {w + row * DK, DK, CHUNK};
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
+    delta_rule_scan_backward(T* __restrict__ d_changes, T* __restrict__ d_states,
+                             float* __restrict__ d_state, const T* __restrict__ d_out,
+                             const T* __restrict__ qkv, const T* __restrict__ w,
+                             const T* __restrict__ scores, const float* __restrict__ factors,
+                             int seq_len, int key_heads, int value_heads) {
+    extern __shared__ uint4 memory[];
+    alignas(16) __shared__ float known[2][2 * CHUNK];
+    T* const tile = reinterpret_cast<T*>(memory);
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    const ScannedBackward sources{at, d_out, qkv, w, scores, factors};
+    const auto finish = [&](int c) {
+        copy_out(d_changes + at.of_chunk(c) * CHUNK * DV + blockIdx.x * SLICE, DV, CHUNK, tile, TILE);
+    };
+    Ring<ScannedBackward> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
+                               at.chunks};
+    ring.start();
+    State here;  // the gradient of the state
+    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
+    here.read(carried);
+    for (int turn = 0; turn < at.chunks; ++turn) {
+        const int c = at.chunks - 1 - turn;
+        const float whole = __ldg(sources.known(turn) + FROM_STATE * CHUNK + CHUNK - 1);
+        const Tokens to_key{known[turn % 2] + TO_KEY * CHUNK};
+        const Tokens from_query{known[turn % 2] + FROM_QUERY * CHUNK};
+        Left<T> d_o[4];
+        const Tile<T> o = ring.next<0>(turn);
+        if (turn) { finish(c + 1); }
+        here.put_into(d_states + at.of_chunk(c) * DK * DV);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) { d_o[k] = left<true>(o, here.value, 16 * k); }
+        const auto of_out = [&](int k) {  // F32 is read again where it lies: registers are few
+            if constexpr (sizeof(T) == 4) { return left<true>(o, here.value, 16 * k); }
+            return d_o[k];
+        };
+        Sums d_change[4] = {};
+        here.read_by(d_change, ring.next<1>(turn));
+        const Tile<T> square = ring.next<2>(turn);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            to_key.scale(d_change[n], 16 * n);
+#pragma unroll
+            for (int k = n; k < 4; ++k) {
+                multiply(d_change[n], of_out(k), right<false>(square, 16 * k, 16 * n));
+            }
+            put_tile<true>(tile, TILE, here.value, 16 * n, d_change[n]);
+        }
+        const Tile<T> queries = ring.next<3>(turn);
+        here.times(whole);
+        here.add([&](int k) { return from_query.scaled(of_out(k), 16 * k); }, queries);
+        const float minus[2] = {-1.0f, -1.0f};
+        here.add([&](int k) { return times_rows(to_left<T>(d_change[k]), minus); },
+                 ring.next<4>(turn));
+    }
+    __syncthreads();
+    finish(0);
+    here.write(carried);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, GRADIENT_BLOCKS)
+    delta_rule_gradients(T* __restrict__ d_qkv, float* __restrict__ d_gates,
+                         const T* __restrict__ d_out, const T* __restrict__ changes,
+                         const T* __restrict__ d_changes, const T* __restrict__ states,
+                         const T* __restrict__ d_states, const float* __restrict__ state,
+                         const T* __restrict__ inverse, const float* __restrict__ factors,
+                         const T* __restrict__ qkv, const float* __restrict__ gates,
+                         const int* __restrict__ starts, int seq_len, int key_heads,
+                         int value_heads, int carried) {
+    extern __shared__ uint4 memory[];
+    gradients(memory, d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse,
+              factors, qkv, gates, starts, seq_len, key_heads, value_heads, carried);
 }
 
 constexpr int RECURRENCE_THREADS = 128, PARTS = RECURRENCE_THREADS / 32;
@@ -471,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(RECURRENCE_THREADS)
     constexpr int OWN = DK / PARTS;
     __shared__ float sums[2][PARTS][32], units[2][DK];
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const int column = blockIdx.x * SLICE + lane_id(), from = warp_id() * OWN;
+    const int column = blockIdx.x * 32 + lane_id(), from = warp_id() * OWN;
     float* const there = state + at.of_head() * DK * DV + column;
     float S[OWN];
 #pragma unroll

@@ -11,23 +11,40 @@
 // Launch   256 threads, a head in each warp; blocks loop over the heads of all rows.
 // Cost     forward: x and the gate read, out written. backward: three reads, two writes.
 //          Memory-bound.
-// Needs    HEAD_DIM a multiple of 32 up to 256.
+// Needs    HEAD_DIM a multiple of 32 up to 256; columns and offset even.
 // Same name  llmq/ops/gated_norm.py  llmq/ref/gated_norm.py  tests/ops/test_gated_norm.py
-#include "common.cuh"
+#include "activation.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, COUNT = HEAD_DIM / 32;
 
-// Elements lane, lane + 32, ... of a head.
+// Elements of a head: pairs lane, lane + 32, ..., or single ones where that does not come out even.
 struct Head {
+    static constexpr int TOGETHER = COUNT % 2 ? 1 : 2;
     float v[COUNT];
 
+    static __device__ __forceinline__ int place(int i) {
+        return threadIdx.x % 32 * TOGETHER + i / TOGETHER * 32 * TOGETHER + i % TOGETHER;
+    }
     __device__ __forceinline__ void load(const T* head) {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) { v[i] = to_f32(head[threadIdx.x % 32 + 32 * i]); }
+        for (int i = 0; i < COUNT; i += TOGETHER) {
+            if constexpr (TOGETHER == 2) {
+                const float2 two = load_two(head + place(i));
+                v[i] = two.x, v[i + 1] = two.y;
+            } else {
+                v[i] = to_f32(head[place(i)]);
+            }
+        }
     }
     __device__ __forceinline__ void store(T* head) const {
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) { head[threadIdx.x % 32 + 32 * i] = from_f32<T>(v[i]); }
+        for (int i = 0; i < COUNT; i += TOGETHER) {
+            if constexpr (TOGETHER == 2) {
+                store_two(head + place(i), v[i], v[i + 1]);
+            } else {
+                head[place(i)] = from_f32<T>(v[i]);
+            }
+        }
     }
     __device__ __forceinline__ float rstd(float eps) const {
         float squares = 0.0f;
@@ -37,6 +54,7 @@ struct Head {
     }
 };
 
+__device__ __forceinline__ float part_of(float z) { return share<Silu, sizeof(T) == 4>(z); }
 __device__ __forceinline__ float rounded(float x) { return to_f32(from_f32<T>(x)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -54,13 +72,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
             const float y = rounded(w.v[k] * rounded(rstd * a.v[k]));
-            a.v[k] = y * (z.v[k] * sigmoid(z.v[k]));
+            a.v[k] = y * (z.v[k] * part_of(z.v[k]));
         }
         a.store(out + i * HEAD_DIM);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
     gated_norm_backward(T* __restrict__ d_x, T* __restrict__ d_gate, f32* __restrict__ partial,
                         const T* __restrict__ d_out, const T* __restrict__ x,
                         const T* __restrict__ gate, const T* __restrict__ weight, f32 eps,
@@ -80,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float dot = 0.0f;
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            const float x_hat = rstd * a.v[k], share = sigmoid(z.v[k]);
-            const float slope = share * (1.0f + z.v[k] * (1.0f - share));
-            const float d_y = d.v[k] * (z.v[k] * share);
+            const float x_hat = rstd * a.v[k], part = part_of(z.v[k]);
+            const float slope = Silu::slope(z.v[k], part, z.v[k] * part);
+            const float d_y = d.v[k] * (z.v[k] * part);
             z.v[k] = d.v[k] * (w.v[k] * x_hat) * slope;
             sums[k] = fmaf(d_y, x_hat, sums[k]);
             a.v[k] = x_hat;
@@ -96,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         d.store(d_x + i * HEAD_DIM);
     }
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) { shared[threadIdx.x / 32][threadIdx.x % 32 + 32 * k] = sums[k]; }
+    for (int k = 0; k < COUNT; ++k) { shared[threadIdx.x / 32][Head::place(k)] = sums[k]; }
     __syncthreads();
     for (int c = threadIdx.x; c < HEAD_DIM; c += THREADS) {
         float sum = 0.0f;

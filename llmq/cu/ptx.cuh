@@ -57,6 +57,13 @@ __device__ __forceinline__ float2 load_shared_pair(SharedAddress from) {
     return x;
 }
 
+// Of any memory; the compiler does not move it to before or behind other assembly.
+__device__ __forceinline__ float load_here(const float* from) {
+    float x;
+    asm volatile("ld.f32 %0, [%1];" : "=f"(x) : "l"(from));
+    return x;
+}
+
 // The inverse of load_shared.
 __device__ __forceinline__ void store_shared(SharedAddress to, const uint4& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y),
@@ -72,6 +79,18 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a b of F32 of which the tensor cores drop the lower 13 bits (TF32). m16n8k8: D as above, lane
+// 4 g + t has of A rows g, g + 8 of column t, then of column t + 4; of B rows t, t + 4 of column g.
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const float (&a)[4], float b0,
+                                                 float b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+          "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
 // d += a b of signed bytes, summed in 32 bits, which wrap around; fragments as above.

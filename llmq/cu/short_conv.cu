@@ -11,66 +11,106 @@
 //          channels), the tokens in front of the text, or null: 0. starts: I32 (B, seq_len), the first
 //          position of each one's document, or null: 0. partial: F32 (B * spans, channels, TAPS),
 //          sums over 64 tokens, or null.
-// Launch   128 threads, a channel each; grid (channels / 128, spans of 64 tokens, B), both rounded
-//          up; keep: (channels / 128, 1, B).
+// Launch   128 threads, two neighbouring channels each; grid (channels / 256, spans of 64 tokens, B),
+//          both rounded up; keep: a channel each, (channels / 128, 1, B). A thread reads eight tokens
+//          before it computes with them.
 // Cost     x read once, and TAPS - 1 tokens more of each span; out written once. Memory-bound.
-// Needs    TAPS at least 2.
+// Needs    TAPS at least 2. channels and columns even.
 // Same name  llmq/ops/short_conv.py  llmq/ref/short_conv.py  tests/ops/test_short_conv.py
-#include "common.cuh"
+#include "activation.cuh"
 
-constexpr int SPAN = 64, THREADS = 128;
+constexpr int SPAN = 64, THREADS = 128, BATCH = 8, BEFORE = TAPS - 1;
 
-// A channel of a sequence, whose tokens a thread meets in order.
-struct Channel {
+__device__ __forceinline__ float2 add_product(float2 a, float2 b, float2 sum) {
+    return make_float2(fmaf(a.x, b.x, sum.x), fmaf(a.y, b.y, sum.y));
+}
+__device__ __forceinline__ float part_of(float z) { return share<Silu, sizeof(T) == 4>(z); }
+
+// Two channels of a sequence, whose tokens a thread meets in order.
+struct Channels {
     const T* x;
     const f32* before;
     const i32* starts;
     i32 channels, columns, seq_len;
-    float weight[TAPS], met[TAPS];  // the newest token last
+    float2 weight[TAPS], met[TAPS];  // the newest token last
 
-    __device__ __forceinline__ Channel(const T* x, const T* weights, const f32* before,
-                                       const i32* starts, i32 channel, i32 seq_len, i32 channels,
-                                       i32 columns, i32 first)
+    __device__ __forceinline__ Channels(const T* x, const T* weights, const f32* before,
+                                        const i32* starts, i32 channel, i32 seq_len, i32 channels,
+                                        i32 columns, i32 first)
         : x(x + (i64)blockIdx.z * seq_len * columns + channel),
-          before(before ? before + (i64)blockIdx.z * (TAPS - 1) * channels + channel : nullptr),
+          before(before ? before + (i64)blockIdx.z * BEFORE * channels + channel : nullptr),
           starts(starts ? starts + (i64)blockIdx.z * seq_len : nullptr), channels(channels),
           columns(columns), seq_len(seq_len) {
+        const T* const own = weights + (i64)channel * TAPS;
 #pragma unroll
-        for (int j = 0; j < TAPS; ++j) { weight[j] = to_f32(weights[(i64)channel * TAPS + j]); }
+        for (int j = 0; j < TAPS; ++j) {
+            weight[j] = make_float2(to_f32(own[j]), to_f32(own[TAPS + j]));
+        }
 #pragma unroll
         for (int j = 1; j < TAPS; ++j) { met[j] = at(first - TAPS + j); }
     }
-    __device__ __forceinline__ float at(i32 t) const {
-        if (t >= 0) { return to_f32(x[(i64)t * columns]); }
-        return before ? before[(i64)(TAPS - 1 + t) * channels] : 0.0f;
+    __device__ __forceinline__ float2 at(i32 t) const {
+        if (t >= 0) { return load_two(x + (i64)t * columns); }
+        return before ? load_two(before + (i64)(BEFORE + t) * channels) : make_float2(0.0f, 0.0f);
     }
     __device__ __forceinline__ i32 start(i32 t) const { return starts ? __ldg(starts + t) : -TAPS; }
-    // Meets token t, of a document that starts there; gives z.
-    __device__ __forceinline__ float meet(i32 t, i32 start) {
+    // Whether all tokens from `first` to `last` see all that `BEFORE` tokens in front of them do.
+    __device__ __forceinline__ bool inside(i32 first, i32 last) const {
+        return start(min(last, seq_len - 1)) <= first - BEFORE;
+    }
+    // Whether token t sees the one that tap j is for. ALL: it is known to.
+    template <bool ALL> __device__ __forceinline__ bool sees(i32 t, int j) const {
+        return ALL || t - BEFORE + j >= start(t);
+    }
+    // Meets token t; gives z.
+    template <bool ALL> __device__ __forceinline__ float2 meet(i32 t, float2 next) {
 #pragma unroll
         for (int j = 1; j < TAPS; ++j) { met[j - 1] = met[j]; }
-        met[TAPS - 1] = at(t);
-        float z = 0.0f;
+        met[BEFORE] = next;
+        float2 z = make_float2(0.0f, 0.0f);
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
-            z = fmaf(weight[j], t - (TAPS - 1) + j >= start ? met[j] : 0.0f, z);
+            if (sees<ALL>(t, j)) { z = add_product(weight[j], met[j], z); }
         }
         return z;
     }
 };
 
+// Calls use(all, t, values of token t) for tokens [first, stop), which read(t) gives, at once for
+// several. all: true where inside() says so, and always a literal.
+template <class Read, class Use>
+__device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 stop, Read read,
+                                           Use use) {
+    i32 t = first;
+    for (; t + BATCH <= stop; t += BATCH) {
+        decltype(read(t)) values[BATCH];
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) { values[n] = read(t + n); }
+        if (of.inside(t, t + BATCH - 1)) {
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) { use(true, t + n, values[n]); }
+        } else {
+#pragma unroll 1
+            for (int n = 0; n < BATCH; ++n) { use(false, t + n, read(t + n)); }
+        }
+    }
+    for (; t < stop; ++t) { use(false, t, read(t)); }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     short_conv_forward(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ weight,
                        const f32* __restrict__ before, const i32* __restrict__ starts, i32 seq_len,
                        i32 channels, i32 columns) {
-    const i32 channel = blockIdx.x * THREADS + threadIdx.x, first = blockIdx.y * SPAN;
+    const i32 channel = 2 * (blockIdx.x * THREADS + threadIdx.x), first = blockIdx.y * SPAN;
     if (channel >= channels) { return; }
-    Channel of(x, weight, before, starts, channel, seq_len, channels, columns, first);
+    Channels of(x, weight, before, starts, channel, seq_len, channels, columns, first);
     T* to = out + (i64)blockIdx.z * seq_len * channels + channel;
-    for (i32 t = first; t < min(first + SPAN, seq_len); ++t) {
-        const float z = of.meet(t, of.start(t));
-        to[(i64)t * channels] = from_f32<T>(z * sigmoid(z));
-    }
+    in_batches(
+        of, first, min(first + SPAN, seq_len), [&](i32 t) { return of.at(t); },
+        [&](bool all, i32 t, float2 next) {
+            const float2 z = all ? of.meet<true>(t, next) : of.meet<false>(t, next);
+            store_two(to + (i64)t * channels, z.x * part_of(z.x), z.y * part_of(z.y));
+        });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -86,51 +126,82 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
+// What a token is read for in the backward: x, d_out.
+struct Both {
+    float2 x, d_out;
+};
+
+// Sums of a span's tokens, and the gradients of the newest z, the last one's last.
+struct Gradients {
+    float2 d_z[TAPS], d_weight[TAPS];
+
+    template <bool ALL>
+    __device__ __forceinline__ void meet(Channels& of, i32 t, const Both& next, bool own) {
+#pragma unroll
+        for (int j = 1; j < TAPS; ++j) { d_z[j - 1] = d_z[j]; }
+        d_z[BEFORE] = make_float2(0.0f, 0.0f);
+        if (t < of.seq_len) {
+            const float2 z = of.meet<ALL>(t, next.x);
+            const float a = part_of(z.x), b = part_of(z.y);
+            d_z[BEFORE] = make_float2(next.d_out.x * Silu::slope(z.x, a, z.x * a),
+                                      next.d_out.y * Silu::slope(z.y, b, z.y * b));
+        }
+        if (own) {
+#pragma unroll
+            for (int j = 0; j < TAPS; ++j) {
+                if (of.sees<ALL>(t, j)) {
+                    d_weight[j] = add_product(d_z[BEFORE], of.met[j], d_weight[j]);
+                }
+            }
+        }
+    }
+    // d_x of the token BEFORE tokens in front of t.
+    template <bool ALL> __device__ __forceinline__ float2 d_x(const Channels& of, i32 t) const {
+        float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+        for (int j = 0; j < TAPS; ++j) {
+            const i32 later = t - BEFORE + j;
+            if (later < of.seq_len && of.sees<ALL>(later, BEFORE - j)) {
+                sum = add_product(of.weight[BEFORE - j], d_z[j], sum);
+            }
+        }
+        return sum;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     short_conv_backward(T* __restrict__ d_x, f32* __restrict__ partial,
                         const T* __restrict__ d_out, const T* __restrict__ x,
                         const T* __restrict__ weight, const i32* __restrict__ starts, i32 seq_len,
                         i32 channels, i32 columns) {
-    const i32 channel = blockIdx.x * THREADS + threadIdx.x, first = blockIdx.y * SPAN;
+    const i32 channel = 2 * (blockIdx.x * THREADS + threadIdx.x), first = blockIdx.y * SPAN;
     if (channel >= channels) { return; }
     const i32 stop = min(first + SPAN, seq_len);
-    Channel of(x, weight, nullptr, starts, channel, seq_len, channels, columns, first);
+    Channels of(x, weight, nullptr, starts, channel, seq_len, channels, columns, first);
     T* to = d_x + (i64)blockIdx.z * seq_len * columns + channel;
     const T* from = d_out + (i64)blockIdx.z * seq_len * channels + channel;
-    float d_z[TAPS] = {}, d_weight[TAPS] = {};
-    i32 start[TAPS] = {};
-    for (i32 t = first; t < stop + TAPS - 1; ++t) {
-#pragma unroll
-        for (int j = 1; j < TAPS; ++j) { d_z[j - 1] = d_z[j], start[j - 1] = start[j]; }
-        d_z[TAPS - 1] = 0.0f;
-        if (t < seq_len) {
-            start[TAPS - 1] = of.start(t);
-            const float z = of.meet(t, start[TAPS - 1]), share = sigmoid(z);
-            const float slope = share * (1.0f + z * (1.0f - share));
-            d_z[TAPS - 1] = to_f32(from[(i64)t * channels]) * slope;
-        }
-        if (t < stop) {
-#pragma unroll
-            for (int j = 0; j < TAPS; ++j) {
-                const bool seen = t - (TAPS - 1) + j >= start[TAPS - 1];
-                d_weight[j] = fmaf(d_z[TAPS - 1], seen ? of.met[j] : 0.0f, d_weight[j]);
+    Gradients sums = {};
+    in_batches(
+        of, first, stop + BEFORE,
+        [&](i32 t) {
+            const i32 there = min(t, seq_len - 1);
+            return Both{of.at(there), load_two(from + (i64)there * channels)};
+        },
+        [&](bool all, i32 t, const Both& next) {
+            const bool own = t < stop;
+            all ? sums.meet<true>(of, t, next, own) : sums.meet<false>(of, t, next, own);
+            if (t - BEFORE >= first) {
+                const float2 sum = all ? sums.d_x<true>(of, t) : sums.d_x<false>(of, t);
+                store_two(to + (i64)(t - BEFORE) * columns, sum.x, sum.y);
             }
-        }
-        const i32 done = t - (TAPS - 1);
-        if (done >= first) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int j = 0; j < TAPS; ++j) {
-                sum = fmaf(of.weight[TAPS - 1 - j], start[j] <= done ? d_z[j] : 0.0f, sum);
-            }
-            to[(i64)done * columns] = from_f32<T>(sum);
-        }
-    }
+        });
     if (partial) {
-        const i64 row = (i64)blockIdx.z * gridDim.y + blockIdx.y;
+        f32* const row = partial + (((i64)blockIdx.z * gridDim.y + blockIdx.y) * channels + channel) *
+                                       TAPS;
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
-            partial[(row * channels + channel) * TAPS + j] = d_weight[j];
+            row[j] = sums.d_weight[j].x;
+            row[TAPS + j] = sums.d_weight[j].y;
         }
     }
 }

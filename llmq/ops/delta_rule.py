@@ -2,51 +2,60 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
-from llmq.base.dtypes import F32, I32
+from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float
-from llmq.runtime.cost import Cost
+from llmq.runtime.cost import BESIDE_ATTENTION, delta_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 SIZES = "i32 seq_len, i32 key_heads, i32 value_heads"
-SOLVE = Kernel(
-    "delta_rule.cu",
-    "delta_rule_solve",
-    args="f32* inverse, f32*? scores, const T* qkv, const f32* gates, const i32*? starts, "
-    f"{SIZES}, i32 carried",
-)
-SCAN = Kernel(
-    "delta_rule.cu",
-    "delta_rule_scan",
-    args="T*? out, f32*? states, f32*? changes, inout f32*? state, const T* qkv, "
-    f"const f32* gates, const f32* inverse, const f32*? scores, const i32*? starts, {SIZES}",
-)
-SCAN_BACKWARD = Kernel(
-    "delta_rule.cu",
-    "delta_rule_scan_backward",
-    args="f32* d_rests, f32* d_states, inout f32*? d_state, const T* d_out, const T* qkv, "
-    "const f32* gates, const f32* inverse, const f32* scores, const i32*? starts, "
-    f"{SIZES}, i32 carried",
-)
-GRADIENTS = Kernel(
-    "delta_rule.cu",
-    "delta_rule_gradients",
-    args="T* d_qkv, f32* d_gates, const T* d_out, const f32* changes, const f32* d_rests, "
-    "const f32* states, const f32* d_states, const T* qkv, const f32* gates, "
+FILE = "delta_rule.cu"
+PREPARE = Kernel(
+    FILE,
+    "delta_rule_prepare",
+    args="T* u, T* w, T*? inverse, T*? scores, f32* factors, const T* qkv, const f32* gates, "
     f"const i32*? starts, {SIZES}, i32 carried",
 )
+SCAN = Kernel(
+    FILE,
+    "delta_rule_scan",
+    args="T* out, inout f32*? state, const T* qkv, const T* u, const T* w, const T* scores, "
+    f"const f32* factors, {SIZES}",
+)
+STATES = Kernel(
+    FILE,
+    "delta_rule_states",
+    args="T* states, T* changes, inout f32*? state, const T* qkv, const T* u, const T* w, "
+    f"const f32* factors, {SIZES}",
+)
+SCAN_BACKWARD = Kernel(
+    FILE,
+    "delta_rule_scan_backward",
+    args="T* d_changes, T* d_states, inout f32*? d_state, const T* d_out, const T* qkv, "
+    f"const T* w, const T* scores, const f32* factors, {SIZES}",
+)
+GRADIENTS = Kernel(
+    FILE,
+    "delta_rule_gradients",
+    args="T* d_qkv, f32* d_gates, const T* d_out, const T* changes, const T* d_changes, "
+    "const T* states, const T* d_states, const f32*? state, const T* inverse, "
+    f"const f32* factors, const T* qkv, const f32* gates, const i32*? starts, {SIZES}, i32 carried",
+)
 RECURRENCE = Kernel(
-    "delta_rule.cu",
+    FILE,
     "delta_rule_recurrence",
     args=f"T* out, inout f32* state, const T* qkv, const f32* gates, {SIZES}",
 )
 
-CHUNK, SLICE = 64, 32  # tokens; columns of a state in a block
+CHUNK = 64  # tokens
 THREADS, RECURRENCE_THREADS = 256, 128
+STAGES = 4  # tiles that a scan has in shared memory
+FACTORS = 6  # numbers of a token
 MULTIPLE, MAX_HEAD = 32, 128  # of DK and DV
 FEW_TOKENS = 8  # for which steps are less work than a chunk
 
@@ -99,42 +108,71 @@ class _Call:
             if starts is not None:
                 raise ValueError(f"{op}: a state belongs to one document, starts must be None")
         self.dev, self.heads, self.B, self.T = dev, heads, B, T
+        self.dtype, self.carried = qkv.dtype, int(state is not None)
         self.chunks = ceil_div(T, CHUNK)
+        self.slice = 32 if DV % 64 else 64  # columns of values in a block of a scan
         self.sizes = (T, Hk, Hv)
-        self.consts = {"DK": DK, "DV": DV}
-        self.by_chunk = (self.chunks, Hv, B)
-        self.by_slice = (ceil_div(DV, SLICE), Hv, B)
 
-    def squares(self) -> tuple[int, ...]:
-        return (self.B, self.heads.Hv, self.chunks, CHUNK, CHUNK)
-
-    def states(self) -> tuple[int, ...]:
-        return (self.B, self.heads.Hv, self.chunks, self.heads.DK, self.heads.DV)
-
-    def changes(self) -> tuple[int, ...]:
-        return (self.B, self.T, self.heads.Hv, self.heads.DV)
-
-    def launch(self, kernel: Kernel, grid: tuple, args: tuple, floats: int, fmas: int) -> None:
-        """floats: of shared memory. fmas: for a token and a value head."""
-        flops = 2 * fmas * self.B * self.T * self.heads.Hv
-        cost = Cost(part="attention", flops=flops, rate="delta")
-        self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, smem=4 * floats, cost=cost)
-
-    def solve(
-        self, inverse: Tensor, scores: Tensor | None, inputs: tuple, starts: object, carried: int
-    ) -> None:
-        DK = self.heads.DK
-        args = (inverse, scores, *inputs, starts, *self.sizes, carried)
-        floats = 2 * CHUNK * (DK + 1) + CHUNK * (CHUNK + 1)
-        self.launch(SOLVE, self.by_chunk, args, floats, 2 * CHUNK * DK + 21 * CHUNK)
-
-    def scan(self, made: tuple, inputs: tuple, solved: tuple, starts: object) -> None:
+    @contextmanager
+    def scratch(self, *wanted: str) -> Iterator[list[Tensor]]:
+        """Tensors of all chunks, by their names."""
         DK, DV = self.heads.DK, self.heads.DV
-        out = int(made[0] is not None)
-        floats = CHUNK * DK + CHUNK * CHUNK + (DK + CHUNK) * SLICE
-        fmas = (2 + out) * DK * DV + (1 + out) * CHUNK * DV
-        args = (*made, *inputs, *solved, starts, *self.sizes)
-        self.launch(SCAN, self.by_slice, args, floats, fmas)
+        rows = {"factors": (FACTORS, CHUNK), "u": (CHUNK, DV), "w": (CHUNK, DK)}
+        rows |= dict.fromkeys(("scores", "inverse"), (CHUNK, CHUNK))
+        rows["changes"] = (CHUNK, DV)
+        rows |= dict.fromkeys(("states", "d_states"), (DV, DK))
+        with ExitStack() as temps:
+            yield [
+                temps.enter_context(
+                    self.dev.scratch(
+                        f"delta {name}",
+                        (self.B, self.heads.Hv, self.chunks, *rows[name]),
+                        F32 if name == "factors" else self.dtype,
+                    )
+                )
+                for name in wanted
+            ]
+
+    def launch(
+        self,
+        kernel: Kernel,
+        heads: int,
+        args: tuple,
+        shared: int,
+        fmas: int,
+        *,
+        chunks: bool = True,
+    ) -> None:
+        """heads: of the grid. shared: bytes. fmas: for a token and a value head. chunks: each has a
+        block, else slices of the state have."""
+        flops = 2 * fmas * self.B * self.T * self.heads.Hv
+        cost = delta_cost(
+            kernel, self.dtype, flops, (self.T, self.heads.DK, self.B * self.heads.Hv)
+        )
+        blocks = self.chunks if chunks else self.heads.DV // self.slice
+        threads = THREADS if chunks else 2 * self.slice
+        args = (*args, *self.sizes, self.carried) if chunks else (*args, *self.sizes)
+        consts = {"DK": self.heads.DK, "DV": self.heads.DV}
+        grid = (blocks, heads, self.B)
+        self.dev.launch(kernel, grid, threads, args, consts=consts, smem=shared, cost=cost)
+
+    def tiles(self, rows: int, *widths: int) -> int:
+        """Bytes of tiles of BF16 in shared memory; those of F32 stay where they are."""
+        return 2 * rows * sum(width + 8 for width in widths) if self.dtype is BF16 else 0
+
+    def prepare(self, made: tuple, inputs: tuple) -> None:
+        """made: u, w, inverse, scores, factors, as the kernel takes them."""
+        _, Hv, DK, DV = self.heads
+        shared = 2 * CHUNK * (CHUNK + 4) * 4 + self.tiles(CHUNK, DK, DV)
+        self.launch(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
+
+    def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
+        """products: those of a state."""
+        DK, DV = self.heads.DK, self.heads.DV
+        tile = CHUNK * (self.slice + 8) * self.dtype.itemsize
+        shared = tile + STAGES * self.tiles(CHUNK, max(DK, CHUNK))
+        fmas = products * DK * DV + (products - 2) * CHUNK * DV
+        self.launch(kernel, self.heads.Hv, args, shared, fmas, chunks=False)
 
 
 def forward(
@@ -162,19 +200,17 @@ def forward(
         state   inout  F32 (B,Hv,DK,DV) or None   of the text before, then of it and this one; None:
                                                   0, and it is not kept; not with starts
 
-    Cost:    64 * (2 DK + 2 DV) + 3 DK DV F32 FMAs for a token and a value head; two launches.
-    Workspace: 2 * 64 F32 for a token and a value head.
+    Cost:    64 * (3 DK + 2 DV) + 3 DK DV FMAs for a token and a value head, on tensor cores; two
+             launches.
+    Workspace: 64 + DK + DV elements of T and 6 F32 for a token and a value head.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "delta_rule.forward"
     call = _Call(op, dev, qkv, gates, heads, starts, state)
     expect(op, "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
-    with (
-        dev.scratch("delta inverse", call.squares(), F32) as inverse,
-        dev.scratch("delta scores", call.squares(), F32) as scores,
-    ):
-        call.solve(inverse, scores, (qkv, gates), starts, int(state is not None))
-        call.scan((out, None, None, state), (qkv, gates), (inverse, scores), starts)
+    with call.scratch("u", "w", "scores", "factors") as (u, w, scores, factors):
+        call.prepare((u, w, None, scores, factors), (qkv, gates, starts))
+        call.scan(SCAN, (out, state, qkv, u, w, scores, factors), 3)
 
 
 def backward(
@@ -198,9 +234,10 @@ def backward(
         state    inout  as in front of the text, then behind it; needs d_state
         d_state  inout  F32 as state    gradient of the state behind, then of that in front
 
-    Cost:    as forward, and 9 DK DV + 64 * (9 DK + 4 DV) F32 FMAs for a token and a value head;
-             four launches.
-    Workspace: 2 * (64 + DV) + 2 DK DV / 64 F32 for a token and a value head.
+    Cost:    64 * (7 DK + 5 DV) + 8 DK DV FMAs for a token and a value head, on tensor cores; four
+             launches.
+    Workspace: 2 * 64 + DK + 2 DV + 2 DK DV / 64 elements of T and 6 F32 for a token and a value
+             head.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "delta_rule.backward"
@@ -213,28 +250,27 @@ def backward(
         raise ValueError(f"{op}: state and d_state are given together, or none of them")
     if d_state is not None:
         expect(op, "d_state", d_state, F32, state.shape)
-    inputs, carried = (qkv, gates), int(state is not None)
-    with ExitStack() as temps:
-
-        def scratch(name: str, shape: tuple[int, ...]) -> Tensor:
-            return temps.enter_context(dev.scratch(f"delta {name}", shape, F32))
-
-        states, d_states = (scratch(name, call.states()) for name in ("states", "d_states"))
-        changes, d_rests = (scratch(name, call.changes()) for name in ("changes", "d_rests"))
-        solved = inverse, scores = [scratch(n, call.squares()) for n in ("inverse", "scores")]
-        call.solve(inverse, scores, inputs, starts, carried)
-        call.scan((None, states, changes, state), inputs, tuple(solved), starts)
+    names = ("u", "w", "inverse", "scores", "factors")
+    with call.scratch(*names, "states", "changes", "d_states") as (
+        *made,
+        states,
+        changes,
+        d_states,
+    ):
+        u, w, inverse, scores, factors = made
+        d_changes = u  # which nobody reads behind the states
+        call.prepare(tuple(made), (qkv, gates, starts))
+        call.scan(STATES, (states, changes, state, qkv, u, w, factors), 2)
+        call.scan(SCAN_BACKWARD, (d_changes, d_states, d_state, d_out, qkv, w, scores, factors), 3)
+        wide, item = max(DK, DV) + 8, qkv.dtype.itemsize
         call.launch(
-            SCAN_BACKWARD, call.by_slice,
-            (d_rests, d_states, d_state, d_out, *inputs, *solved, starts, *call.sizes, carried),
-            CHUNK * DK + CHUNK * CHUNK + (DK + 2 * CHUNK) * SLICE, 3 * DK * DV + 2 * CHUNK * DV,
-        )  # fmt: skip
-        found = (changes, d_rests, states, d_states)
-        call.launch(
-            GRADIENTS, (call.chunks, Hk, call.B),
-            (d_qkv, d_gates, d_out, *found, *inputs, starts, *call.sizes, carried),
-            max(2 * CHUNK * (DK + 1) + 2 * CHUNK * CHUNK, 3 * CHUNK * (SLICE + 1)),
-            3 * DK * DV + CHUNK * (6 * DK + 2 * DV),
+            GRADIENTS,
+            Hk,
+            (d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors,
+             qkv, gates, starts),
+            CHUNK * (wide + 2 * (CHUNK + 8)) * item
+            + call.tiles(CHUNK, wide - 8, wide - 8) + call.tiles(6 * 16, DK),
+            3 * DK * DV + CHUNK * (3 * DV + 4 * DK),
         )  # fmt: skip
 
 
@@ -249,7 +285,6 @@ def recurrence(
     op = "delta_rule.recurrence"
     call = _Call(op, dev, qkv, gates, heads, None, state)
     expect(op, "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))
-    cost = Cost(part="attention")
-    args = (out, state, qkv, gates, *call.sizes)
-    threads, consts = RECURRENCE_THREADS, call.consts
-    dev.launch(RECURRENCE, call.by_slice, threads, args, consts=consts, cost=cost)
+    args, grid = (out, state, qkv, gates, *call.sizes), (ceil_div(heads.DV, 32), heads.Hv, call.B)
+    consts = {"DK": heads.DK, "DV": heads.DV}
+    dev.launch(RECURRENCE, grid, RECURRENCE_THREADS, args, consts=consts, cost=BESIDE_ATTENTION)

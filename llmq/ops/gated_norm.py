@@ -29,7 +29,7 @@ BACKWARD = Kernel(
 
 HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 32, 256
 THREADS, WARPS = 256, 8
-FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 8  # at most, for a multiprocessor
+FORWARD_BLOCKS, BACKWARD_BLOCKS = 32, 6  # at most, for a multiprocessor
 
 
 def _sizes(
@@ -48,6 +48,10 @@ def _sizes(
         raise ValueError(
             f"{op}: rows of {width} are no heads of {head_dim}, or gate has no such columns "
             f"from {offset} on: {columns}"
+        )
+    if dev.spec.capability > 0 and (columns % 2 or offset % 2):
+        raise ValueError(
+            f"{op}: columns and offset must be even on a GPU, got {columns} and {offset}"
         )
     expect(op, "gate", gate, x.dtype, (rows, columns))
     expect(op, "weight", weight, x.dtype, (head_dim,))

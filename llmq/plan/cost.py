@@ -42,8 +42,6 @@ INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
 
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
-# The same of the delta rule's kernels: 11 forward and 13 TFLOP/s backward on an H100's 132.
-DELTA_RATE = 0.09e12
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
 
 
@@ -97,6 +95,28 @@ NATIVE_ATTENTION = {
 }
 
 
+class Delta(NamedTuple):
+    """How fast a kernel of the delta rule is.
+
+    rate: FLOP/s of a multiprocessor that has enough blocks. turn: seconds that a chunk takes from
+    the one before, at least; 0 where chunks do not wait for each other.
+    """
+
+    rate: float
+    turn: float = 0.0
+
+
+# They are those of an H100 with heads of 128; other cards and sizes are taken to be as fast.
+DELTA_RULE = {
+    "delta_rule_prepare": Delta(0.70e12),
+    "delta_rule_scan": Delta(1.35e12, 3.6e-6),
+    "delta_rule_states": Delta(0.78e12, 2.4e-6),
+    "delta_rule_scan_backward": Delta(1.08e12, 3.8e-6),
+    "delta_rule_gradients": Delta(0.92e12),
+}
+CHUNK = 64  # tokens
+
+
 class Network(NamedTuple):
     """The network that joins machines of as many GPUs each. rate: bytes per second that one of them
     sends, and receives at the same time."""
@@ -133,7 +153,6 @@ class Rates:
         int8 = bf16 * INT8_SHARE.get(card.capability, INT8_SHARE_ELSEWHERE)
         self._products["matmul_int8"] = 1e12 * int8 * card.int8
         self._products["f32"] = F32_RATE * card.num_sms
-        self._products["delta"] = DELTA_RATE * card.num_sms
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth
@@ -177,7 +196,7 @@ class Rates:
         if not (cost.part == "attention" and cost.rate):
             more = More.of(cost, work.device_bytes)
             return self._launches.seconds(kind, cost.flops, work.device_bytes, more)
-        if cost.rate in self._products:
+        if cost.rate == "f32":
             return None
         found = self._launches.nearest(kind)
         if found is None:
@@ -237,8 +256,8 @@ class Rates:
         return max(cost.flops / rate, memory) + last_wave
 
     def _attention(self, cost: Cost) -> float:
-        if cost.rate in self._products:
-            return cost.flops / self._products[cost.rate]
+        if cost.rate == "f32":
+            return cost.flops / self._products["f32"]
         seconds = self._attention_of(cost.rate, *cost.kind.sizes, self._visible)
         return seconds * self._small_grids(cost)
 
@@ -255,10 +274,14 @@ class Rates:
         window: int,
         visible: float = 1.0,
     ) -> float:
-        """Seconds of a kernel in BF16, by its sizes; way: the rate of its cost. flops: of what the
-        window leaves."""
+        """Seconds of a kernel in BF16, by the sizes of its cost; way: the rate of that. flops: of
+        what the window leaves."""
         narrow = window
         entry, _, where = way.partition("/")
+        if where == "delta":
+            delta = DELTA_RULE[entry]
+            rate = min(delta.rate * self.card.num_sms, self._products["matmul"])
+            return max(flops / rate, math.ceil(seq_len / CHUNK) * delta.turn)
         if where == "library":
             kernel = CUDNN_ATTENTION[entry]
             softmax = SOFTMAX * self.card.bf16 / self.card.num_sms

@@ -11,9 +11,10 @@ their lengths:
 In a chunk of 64 tokens, with S in front of it, and D[i, j] the decay from token j to i of one
 document, all changes follow from a triangular system (the WY form):
 
-    change = inverse(1 + lower(beta * (k k^T) * D)) (beta * (v - E * (k S)))
-    out    = E * (q S) + lower((q k^T) * D) change
-    S      = G * S + (L * k)^T change
+    inverse = (1 + lower(beta * (k k^T) * D))^-1
+    change  = u - w S                     u = inverse (beta * v), w = inverse (beta * E * k)
+    out     = E * (q S) + lower((q k^T) * D) change
+    S       = G * S + (L * k)^T change
 
 Yang et al., "Gated Delta Networks" (2024), https://arxiv.org/abs/2412.06464.
 """
@@ -40,30 +41,32 @@ CASES = {
 }
 
 
-class Chunk(NamedTuple):
-    """The tokens [first, stop) of all sequences and value heads, and what the state is there.
+class Factors(NamedTuple):
+    """Numbers of all tokens of chunks, (B, Hv, chunks, 64) each.
 
-    q, k: (B, Hv, C, DK), of length 1, queries divided by sqrt(DK). v: (B, Hv, C, DV). beta:
-    (B, Hv, C). q_length, k_length: (B, Hv, C, 1), 1 / length. decays: (B, Hv, C, C), of j up to i;
-    0 where j is behind i or of another document. from_state, to_state: (B, Hv, C), of the state in
-    front to i, and of i to the state behind. whole: (B, Hv), of the state itself. same: bool
-    (B, C, C), that j is not behind i, and of its document. begins: bool (B, C), of documents.
+    to_key: the decay to the state behind, over the key's length. from_query: the decay from the
+    state in front, over the query's length and sqrt(DK). sums: of decays since the document's first
+    token, or the chunk's. from_state: the decay from the state in front, 0 if the document does not
+    see it; that of the last token is the state's own. key_length: 1 / length; query_length: that
+    over sqrt(DK).
     """
 
-    first: int
-    stop: int
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    beta: np.ndarray
-    q_length: np.ndarray
-    k_length: np.ndarray
-    decays: np.ndarray
+    to_key: np.ndarray
+    from_query: np.ndarray
+    sums: np.ndarray
     from_state: np.ndarray
-    to_state: np.ndarray
-    whole: np.ndarray
-    same: np.ndarray
-    begins: np.ndarray
+    key_length: np.ndarray
+    query_length: np.ndarray
+
+    @classmethod
+    def of(cls, factors: np.ndarray) -> Factors:
+        """Views of (B, Hv, chunks, 6, 64)."""
+        return cls(*np.moveaxis(factors, 3, 0))
+
+    @property
+    def whole(self) -> np.ndarray:
+        """(B, Hv, chunks, 1, 1)."""
+        return self.from_state[..., -1:, None]
 
 
 def heads_of(
@@ -77,58 +80,46 @@ def heads_of(
     return tuple(p.reshape(B, T, *s) for p, s in zip(parts, shapes, strict=True))
 
 
-def _chunks(
-    qkv: np.ndarray,
-    gates: np.ndarray,
-    starts: np.ndarray | None,
-    carried: int,
-    key_heads: int,
-    value_heads: int,
-    dk: int,
-    dv: int,
-) -> list[Chunk]:
-    qkv, gates = compute(qkv), compute(gates)
-    B, T, _ = qkv.shape
-    q, k, v = (x.swapaxes(1, 2) for x in heads_of(qkv, key_heads, value_heads, dk, dv))
-    lengths = [
-        1 / np.sqrt((x * x).sum(axis=-1, keepdims=True) + qkv.dtype.type(EPS)) for x in (q, k)
-    ]
+def chunks_of(x: np.ndarray, times: int = 1) -> np.ndarray:
+    """(B, T, heads, ...) as (B, heads * times, chunks, 64, ...); behind the end it is 0."""
+    B, T, heads, *rest = x.shape
+    chunks = -(-T // CHUNK)
+    padded = np.zeros((B, chunks * CHUNK, heads, *rest), x.dtype)
+    padded[:, :T] = x
+    return np.repeat(np.moveaxis(padded.reshape(B, chunks, CHUNK, heads, *rest), 3, 1), times, 1)
+
+
+def _from_chunks(x: np.ndarray, T: int) -> np.ndarray:
+    """The inverse of chunks_of."""
+    B, heads, chunks, _, *rest = x.shape
+    return np.moveaxis(x, 1, 3).reshape(B, chunks * CHUNK, heads, *rest)[:, :T]
+
+
+def _inputs(
+    qkv: np.ndarray, gates: np.ndarray, key_heads: int, value_heads: int, dk: int, dv: int
+) -> tuple[np.ndarray, ...]:
+    """Queries, keys, values (B, Hv, chunks, 64, D), decays and betas (B, Hv, chunks, 64)."""
     times = value_heads // key_heads
-    q, k, q_length, k_length = (
-        np.repeat(x, times, axis=1)
-        for x in (q * lengths[0] * qkv.dtype.type(dk**-0.5), k * lengths[1], *lengths)
-    )
-    decay, beta = (gates[:, :, i].swapaxes(1, 2) for i in (0, 1))
+    q, k, v = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
+    decay, beta = (chunks_of(compute(gates)[:, :, i]) for i in (0, 1))
+    return chunks_of(q, times), chunks_of(k, times), chunks_of(v), decay, beta
+
+
+def _begins(starts: np.ndarray | None, carried: int, B: int, T: int) -> np.ndarray:
+    """(B, 1, chunks, 64): where in the chunk each token's document begins, -1: in front of it."""
+    first = np.arange(0, T, CHUNK)
     if starts is None:
         starts = np.full((B, T), -1 if carried else 0, np.int32)
-    chunks = []
-    for first in range(0, T, CHUNK):
-        stop = min(first + CHUNK, T)
-        at = np.arange(first, stop)
-        begin = starts[:, first:stop]
-        begins = begin == at
-        sees = begin < first  # the state in front
-        g = np.where(begins[:, None], 0, decay[:, :, first:stop])
-        C = stop - first
-        # Sums over the tokens of the same document, up to each one and in order.
-        sums = np.empty_like(g)
-        for i in range(C):
-            before = sums[:, :, i - 1] if i else 0
-            sums[:, :, i] = np.where(begins[:, None, i], 0, before + g[:, :, i])
-        same = (begin[:, :, None] <= at) & (at <= at[:, None])
-        with np.errstate(over="ignore"):
-            decays = np.exp(sums[..., :, None] - sums[..., None, :])
-        decays = np.where(same[:, None], decays, 0)
-        from_state = np.where(sees[:, None], np.exp(sums), 0)
-        part = (slice(None), slice(None), slice(first, stop))
-        chunks.append(
-            Chunk(
-                first, stop, q[part], k[part], v[part], beta[part], q_length[part],
-                k_length[part], decays, from_state, decays[:, :, -1], from_state[:, :, -1],
-                same, begins,
-            )
-        )  # fmt: skip
-    return chunks
+    starts = np.pad(starts, ((0, 0), (0, len(first) * CHUNK - T)), "edge")
+    return np.maximum(starts.reshape(B, 1, -1, CHUNK) - first[:, None], -1)
+
+
+def _decays(begin: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """(B, Hv, chunks, 64, 64): from token j to i; 0 where j is behind i or of another document."""
+    at = np.arange(CHUNK)
+    same = (begin[..., :, None] <= at) & (at <= at[:, None])
+    with np.errstate(over="ignore"):
+        return np.where(same, np.exp(sums[..., :, None] - sums[..., None, :]), 0)
 
 
 def _t(x: np.ndarray) -> np.ndarray:
@@ -162,9 +153,12 @@ def delta_rule_recurrence(
         result[:, t] = np.einsum("bhdn,bhd->bhn", S, q_t) * scale
 
 
-def delta_rule_solve(
-    inverse: np.ndarray,
+def delta_rule_prepare(
+    u: np.ndarray,
+    w: np.ndarray,
+    inverse: np.ndarray | None,
     scores: np.ndarray | None,
+    factors: np.ndarray,
     qkv: np.ndarray,
     gates: np.ndarray,
     starts: np.ndarray | None,
@@ -176,31 +170,45 @@ def delta_rule_solve(
     dk: int,
     dv: int,
 ) -> None:
-    """inverse, scores (B, Hv, chunks, 64, 64): of the triangular system, and q k^T with decays.
+    """All of a chunk that needs no state, (B, Hv, chunks, ...).
 
-    Behind the end of the sequence the inverse is that of 1, and scores are 0.
+    factors: see Factors. u (64, DV), w (64, DK): what changes would be without a state, and what
+    takes the state's share: change = u - w S. inverse (64, 64): of the triangular system. scores
+    (64, 64): q k^T with decays.
     """
-    inverse[...] = np.eye(CHUNK, dtype=inverse.dtype)
+    q, k, v, decay, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
+    begin = _begins(starts, carried, qkv.shape[0], seq_len)
+    f = Factors.of(factors)
+    total = np.zeros_like(beta[..., 0])
+    for i in range(CHUNK):
+        total = np.where(begin[..., i] == i, 0, total + decay[..., i])
+        f.sums[..., i] = total
+    decays = _decays(begin, f.sums)
+    f.from_state[...] = np.where(begin < 0, np.exp(f.sums), 0)
+    for x, length in ((k, f.key_length), (q, f.query_length)):
+        length[...] = 1 / np.sqrt((x * x).sum(axis=-1) + x.dtype.type(EPS))
+    f.query_length[...] *= q.dtype.type(dk**-0.5)
+    f.to_key[...] = decays[..., -1, :] * f.key_length
+    f.from_query[...] = f.from_state * f.query_length
+    k = k * f.key_length[..., None]
+    system = np.tril(beta[..., None] * (k @ _t(k)) * decays, -1)
+    solved = np.linalg.inv(system + np.eye(CHUNK, dtype=system.dtype))
+    u[...] = solved @ (beta[..., None] * v)
+    w[...] = solved @ ((beta * f.from_state)[..., None] * k)
+    if inverse is not None:
+        inverse[...] = solved
     if scores is not None:
-        scores[...] = 0
-    for i, c in enumerate(_chunks(qkv, gates, starts, carried, key_heads, value_heads, dk, dv)):
-        n = c.stop - c.first
-        system = np.tril(c.beta[..., None] * (c.k @ _t(c.k)) * c.decays, -1)
-        inverse[:, :, i, :n, :n] = np.linalg.inv(system + np.eye(n, dtype=system.dtype))
-        if scores is not None:
-            scores[:, :, i, :n, :n] = (c.q @ _t(c.k)) * c.decays
+        scores[...] = (q * f.query_length[..., None] @ _t(k)) * decays
 
 
 def delta_rule_scan(
-    out: np.ndarray | None,
-    states: np.ndarray | None,
-    changes: np.ndarray | None,
+    out: np.ndarray,
     state: np.ndarray | None,
     qkv: np.ndarray,
-    gates: np.ndarray,
-    inverse: np.ndarray,
-    scores: np.ndarray | None,
-    starts: np.ndarray | None,
+    u: np.ndarray,
+    w: np.ndarray,
+    scores: np.ndarray,
+    factors: np.ndarray,
     seq_len: int,
     key_heads: int,
     value_heads: int,
@@ -208,64 +216,81 @@ def delta_rule_scan(
     dk: int,
     dv: int,
 ) -> None:
-    """From chunk to chunk: out, and the states in front of chunks with the changes in them.
+    """From chunk to chunk: out. state: in front of the first chunk, then behind the last one; None:
+    it is 0 in front."""
+    B, Hv, chunks = u.shape[:3]
+    states, changes = np.empty((B, Hv, chunks, dv, dk), factors.dtype), np.empty_like(compute(u))
+    sizes = (seq_len, key_heads, value_heads)
+    delta_rule_states(states, changes, state, qkv, u, w, factors, *sizes, dk=dk, dv=dv)
+    q = heads_of(compute(qkv), key_heads, value_heads, dk, dv)[0]
+    q = chunks_of(q, value_heads // key_heads) * Factors.of(factors).from_query[..., None]
+    result = q @ _t(states) + compute(scores) @ changes
+    out[...] = _from_chunks(result, seq_len).reshape(out.shape)
 
-    state: in front of the first chunk, then behind the last one; None: it is 0 in front.
-    """
-    B = qkv.shape[0]
-    S = np.zeros((B, value_heads, dk, dv), inverse.dtype) if state is None else state.copy()
-    carried = int(state is not None)
-    for i, c in enumerate(_chunks(qkv, gates, starts, carried, key_heads, value_heads, dk, dv)):
-        n = c.stop - c.first
-        rest = c.v - c.from_state[..., None] * (c.k @ S)
-        change = inverse[:, :, i, :n, :n] @ (c.beta[..., None] * rest)
-        if changes is not None:
-            states[:, :, i] = S
-            changes[:, c.first : c.stop] = change.swapaxes(1, 2)
-        if out is not None:
-            o = c.from_state[..., None] * (c.q @ S) + scores[:, :, i, :n, :n] @ change
-            o = o.swapaxes(1, 2).reshape(B, n, value_heads * dv)
-            out[:, c.first : c.stop] = o.astype(out.dtype, copy=False)
-        S = c.whole[..., None, None] * S + _t(c.to_state[..., None] * c.k) @ change
+
+def delta_rule_states(
+    states: np.ndarray,
+    changes: np.ndarray,
+    state: np.ndarray | None,
+    qkv: np.ndarray,
+    u: np.ndarray,
+    w: np.ndarray,
+    factors: np.ndarray,
+    seq_len: int,
+    key_heads: int,
+    value_heads: int,
+    *,
+    dk: int,
+    dv: int,
+) -> None:
+    """Go from chunk to chunk as delta_rule_scan does, for the states in front of chunks, transposed
+    (DV, DK), and the changes in them."""
+    f, (u, w) = Factors.of(factors), (compute(x) for x in (u, w))
+    k = heads_of(compute(qkv), key_heads, value_heads, dk, dv)[1]
+    k = chunks_of(k, value_heads // key_heads) * f.to_key[..., None]
+    S = np.zeros((*u.shape[:2], dk, dv), factors.dtype) if state is None else state.copy()
+    for i in range(u.shape[2]):
+        states[:, :, i] = _t(S)
+        change = u[:, :, i] - w[:, :, i] @ S
+        changes[:, :, i] = change
+        S = f.whole[:, :, i] * S + _t(k[:, :, i]) @ change
     if state is not None:
         state[...] = S
 
 
 def delta_rule_scan_backward(
-    d_rests: np.ndarray,
+    d_changes: np.ndarray,
     d_states: np.ndarray,
     d_state: np.ndarray | None,
     d_out: np.ndarray,
     qkv: np.ndarray,
-    gates: np.ndarray,
-    inverse: np.ndarray,
+    w: np.ndarray,
     scores: np.ndarray,
-    starts: np.ndarray | None,
+    factors: np.ndarray,
     seq_len: int,
     key_heads: int,
     value_heads: int,
-    carried: int,
     *,
     dk: int,
     dv: int,
 ) -> None:
-    """From the last chunk to the first: gradients of the states behind chunks, and of what the
-    triangular system is solved for (d_rests, as changes).
+    """From the last chunk to the first: gradients of the states behind chunks (DV, DK) and of the
+    changes.
 
     d_state: of the state behind the last chunk, then of that in front of the first; None: it is 0.
     """
-    B, T, _ = qkv.shape
-    d_out = compute(d_out).reshape(B, T, value_heads, dv).swapaxes(1, 2)
-    chunks = _chunks(qkv, gates, starts, carried, key_heads, value_heads, dk, dv)
-    dS = np.zeros((B, value_heads, dk, dv), inverse.dtype) if d_state is None else d_state.copy()
-    for i, c in reversed(list(enumerate(chunks))):
-        n, d_o = c.stop - c.first, d_out[:, :, c.first : c.stop]
-        d_states[:, :, i] = dS
-        d_change = _t(scores[:, :, i, :n, :n]) @ d_o + c.to_state[..., None] * (c.k @ dS)
-        d_rest = _t(inverse[:, :, i, :n, :n]) @ d_change
-        d_rests[:, c.first : c.stop] = d_rest.swapaxes(1, 2)
-        dS = c.whole[..., None, None] * dS + _t(c.from_state[..., None] * c.q) @ d_o
-        dS -= _t((c.beta * c.from_state)[..., None] * c.k) @ d_rest
+    f, times = Factors.of(factors), value_heads // key_heads
+    q, k, _ = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
+    q, k = chunks_of(q, times) * f.from_query[..., None], chunks_of(k, times) * f.to_key[..., None]
+    w, d_out = compute(w), compute(d_out).reshape(*d_out.shape[:2], value_heads, dv)
+    d_o = chunks_of(d_out)
+    local = _t(compute(scores)) @ d_o
+    dS = np.zeros((*w.shape[:2], dk, dv), w.dtype) if d_state is None else d_state.copy()
+    for i in reversed(range(w.shape[2])):
+        d_states[:, :, i] = _t(dS)
+        d_change = local[:, :, i] + k[:, :, i] @ dS
+        d_changes[:, :, i] = d_change
+        dS = f.whole[:, :, i] * dS + _t(q[:, :, i]) @ d_o[:, :, i] - _t(w[:, :, i]) @ d_change
     if d_state is not None:
         d_state[...] = dS
 
@@ -275,9 +300,12 @@ def delta_rule_gradients(
     d_gates: np.ndarray,
     d_out: np.ndarray,
     changes: np.ndarray,
-    d_rests: np.ndarray,
+    d_changes: np.ndarray,
     states: np.ndarray,
     d_states: np.ndarray,
+    state: np.ndarray | None,
+    inverse: np.ndarray,
+    factors: np.ndarray,
     qkv: np.ndarray,
     gates: np.ndarray,
     starts: np.ndarray | None,
@@ -289,44 +317,41 @@ def delta_rule_gradients(
     dk: int,
     dv: int,
 ) -> None:
-    """The gradients of queries, keys, values, decays and betas, of each chunk alone."""
-    B, T, _ = qkv.shape
-    d_out = compute(d_out).reshape(B, T, value_heads, dv).swapaxes(1, 2)
-    d_q, d_k, d_v = heads_of(d_qkv, key_heads, value_heads, dk, dv)
-    scale = changes.dtype.type(dk**-0.5)
-    for i, c in enumerate(_chunks(qkv, gates, starts, carried, key_heads, value_heads, dk, dv)):
-        at, d_o = slice(c.first, c.stop), d_out[:, :, c.first : c.stop]
-        change, d_rest = (x[:, at].swapaxes(1, 2) for x in (changes, d_rests))
-        S, dS = states[:, :, i], d_states[:, :, i]
-        beta, from_state = c.beta[..., None], c.from_state[..., None]
-        d_scores = (d_o @ _t(change)) * c.decays
-        d_system = np.tril(-(d_rest @ _t(change)) * c.decays, -1)
-        kk, qk = c.k @ _t(c.k), c.q @ _t(c.k)
-        by_o, by_rest = d_o @ _t(S), d_rest @ _t(S)
-        by_change = c.to_state[..., None] * (change @ _t(dS))
-        d_beta = (d_rest * c.v).sum(-1) - c.from_state * (by_rest * c.k).sum(-1)
-        d_beta += (d_system * kk).sum(-1)
-        d_q_ = d_scores @ c.k + from_state * by_o
-        d_k_ = _t(d_scores) @ c.q + by_change - beta * from_state * by_rest
-        d_k_ += (beta * d_system) @ c.k + _t(beta * d_system) @ c.k
-        # Sums of decays: in D, from the state in front, to the state behind.
-        inner = np.tril(d_scores * qk + beta * d_system * kk, -1)
-        d_sums = inner.sum(-1) - inner.sum(-2)
-        d_sums += c.from_state * ((by_o * c.q).sum(-1) - c.beta * (by_rest * c.k).sum(-1))
-        to_state = (by_change * c.k).sum(-1)
-        d_sums -= to_state
-        d_sums[:, :, -1] += to_state.sum(-1) + c.whole * (S * dS).sum((-1, -2))
-        follow = _t(c.same)[:, None] & ~c.begins[:, None, :, None]
-        d_decay = (follow * d_sums[:, :, None]).sum(-1)
-        for target, value in zip((0, 1), (d_decay, d_beta), strict=True):
-            d_gates[:, at, target] = value.swapaxes(1, 2)
-        d_v[:, at] = (beta * d_rest).swapaxes(1, 2).astype(d_v.dtype, copy=False)
-        of_length = ((d_q, d_q_ * scale, c.q / scale, c.q_length), (d_k, d_k_, c.k, c.k_length))
-        for target, d_unit, unit, length in of_length:
-            n = c.stop - c.first
-            d_unit, unit, length = (
-                x.reshape(B, key_heads, -1, n, x.shape[-1]) for x in (d_unit, unit, length)
-            )
-            d_unit, unit, length = d_unit.sum(2), unit[:, :, 0], length[:, :, 0]
-            raw = length * (d_unit - unit * (unit * d_unit).sum(-1, keepdims=True))
-            target[:, at] = raw.swapaxes(1, 2).astype(target.dtype, copy=False)
+    """The gradients of queries, keys, values, decays and betas, of each chunk alone.
+
+    state: that behind the last chunk, or None; the kernel reads it, this follows from the others.
+    """
+    f, B = Factors.of(factors), qkv.shape[0]
+    q, k, v, _, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
+    begin = _begins(starts, carried, B, seq_len)
+    decays, at = _decays(begin, f.sums), np.arange(CHUNK)
+    q, k = q * f.query_length[..., None], k * f.key_length[..., None]
+    d_o = chunks_of(compute(d_out).reshape(B, seq_len, value_heads, dv))
+    change, d_change, S, dS = (compute(x) for x in (changes, d_changes, states, d_states))
+    d_rest = _t(compute(inverse)) @ d_change
+    by_o, by_rest = f.from_state[..., None] * (d_o @ S), f.from_state[..., None] * (d_rest @ S)
+    by_change = decays[..., -1, :, None] * (change @ dS)
+    d_scores = (d_o @ _t(change)) * decays
+    d_system = np.tril(-(d_rest @ _t(change)) * decays, -1)
+    kk, qk, beta_ = k @ _t(k), q @ _t(k), beta[..., None]
+    d_beta = (d_rest * v).sum(-1) - (by_rest * k).sum(-1) + (d_system * kk).sum(-1)
+    d_q = d_scores @ k + by_o
+    d_k = _t(d_scores) @ q + by_change - beta_ * by_rest
+    d_k += (beta_ * d_system) @ k + _t(beta_ * d_system) @ k
+    # Sums of decays: in D, from the state in front, to the state behind.
+    inner = np.tril(d_scores * qk + beta_ * d_system * kk, -1)
+    d_sums = inner.sum(-1) - inner.sum(-2) + (by_o * q).sum(-1) - beta * (by_rest * k).sum(-1)
+    to_state = (by_change * k).sum(-1)
+    d_sums -= to_state
+    d_sums[..., -1] += to_state.sum(-1) + f.from_state[..., -1] * (S * dS).sum((-1, -2))
+    behind = (begin[..., :, None] <= at) & (at <= at[:, None])  # token i, of the same document as j
+    d_decay = (behind * d_sums[..., None]).sum(-2)
+    for i, value in enumerate((np.where(begin == at, 0, d_decay), d_beta)):
+        d_gates[:, :, i] = _from_chunks(value, seq_len)
+    d_raws = heads_of(d_qkv, key_heads, value_heads, dk, dv)
+    d_raws[2][...] = _from_chunks(beta_ * d_rest, seq_len)
+    of_length = ((d_q, q * q.dtype.type(dk**0.5), f.query_length), (d_k, k, f.key_length))
+    for target, (d_unit, unit, length) in zip(d_raws[:2], of_length, strict=True):
+        d_raw = length[..., None] * (d_unit - unit * (unit * d_unit).sum(-1, keepdims=True))
+        d_raw = _from_chunks(d_raw, seq_len)
+        target[...] = d_raw.reshape(B, seq_len, key_heads, -1, dk).sum(3)

@@ -68,8 +68,8 @@ class Cost:
 
     The rest is for launches that FLOPs may limit; `product_cost` and `attention_cost` give it.
     kind: what its time is kept by; that of all others is made of their tensors' formats.
-    rate: which FLOP/s it reaches: "matmul", "matmul_fp8", "matmul_int8", "f32", "delta", or a
-    kernel of attention and where it is from, "attention_forward/library".
+    rate: which FLOP/s it reaches: "matmul", "matmul_fp8", "matmul_int8", "f32", or a kernel of
+    attention and where it is from, "attention_forward/library".
     fast: whether a product of fp8 codes may sum with fewer bits.
     matrices: bytes of the library's product of the same matrices, if the launch takes time for what
     it moves besides; else None. transposes: whether it writes codes in both layouts.
@@ -165,6 +165,17 @@ def attention_cost(
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
     rate = "f32" if dtype is F32 else way
     return Cost(part="attention", flops=flops, kind=kind, rate=rate, heads=heads)
+
+
+@lru_cache(CACHED)
+def delta_cost(kernel: Kernel, dtype: DType, flops: int, sizes: tuple[int, int, int]) -> Cost:
+    """The cost of one of the delta rule's kernels.
+
+    dtype: the format of its tensors. sizes: sequence length, channels of a key, states.
+    """
+    way = f"{kernel.entry}/delta"
+    kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
+    return Cost(part="attention", flops=flops, kind=kind, rate="f32" if dtype is F32 else way)
 
 
 BESIDE_ATTENTION = Cost(part="attention")

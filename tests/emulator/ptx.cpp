@@ -53,6 +53,31 @@ static void multiply_all(const MmaIn* const* in, MmaOut* const* out) {
 
 MmaOut multiply_matrices(const MmaIn& in) { return warp_exchange<MmaOut>(~0u, in, multiply_all); }
 
+static inline float as_tf32(float x) {
+    return __uint_as_float(__float_as_uint(x) & 0xFFFFE000u);
+}
+
+static void multiply_all_tf32(const MmaTf32In* const* in, MmaOut* const* out) {
+    float a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) { a[g + 8 * (i % 2)][t + 4 * (i / 2)] = as_tf32(in[lane]->a[i]); }
+        for (int i = 0; i < 2; ++i) { b[t + 4 * i][g] = as_tf32(in[lane]->b[i]); }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        const int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; ++i) {
+            float sum = in[lane]->c[i];
+            for (int k = 0; k < 8; ++k) { sum += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2]; }
+            out[lane]->d[i] = sum;
+        }
+    }
+}
+
+MmaOut multiply_tf32(const MmaTf32In& in) {
+    return warp_exchange<MmaOut>(~0u, in, multiply_all_tf32);
+}
+
 static inline int byte_of(unsigned word, int j) { return (signed char)(word >> 8 * j); }
 
 static void multiply_all_bytes(const MmaBytesIn* const* in, MmaBytesOut* const* out) {

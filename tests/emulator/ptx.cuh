@@ -24,6 +24,8 @@ static inline float2 load_shared_pair(SharedAddress from) {
     return *(const float2*)from;
 }
 
+static inline float load_here(const float* from) { return *from; }
+
 static inline void store_shared(SharedAddress to, const uint4& x) {
     ptx::check(to % 16 == 0, "st.shared: an address is not a multiple of 16");
     *(uint4*)to = x;
@@ -34,6 +36,12 @@ static inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsi
                                      unsigned b1) {
     const ptx::MmaIn in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
     const auto out = ptx::multiply_matrices(in);
+    std::copy(out.d, out.d + 4, d);
+}
+
+static inline void mma_m16n8k8_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+    const ptx::MmaTf32In in{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+    const auto out = ptx::multiply_tf32(in);
     std::copy(out.d, out.d + 4, d);
 }
 

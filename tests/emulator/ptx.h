@@ -29,6 +29,13 @@ struct MmaOut {
 
 MmaOut multiply_matrices(const MmaIn& in);
 
+// One lane's part of the operands of mma.m16n8k8 of TF32.
+struct MmaTf32In {
+    float a[4], b[2], c[4];
+};
+
+MmaOut multiply_tf32(const MmaTf32In& in);
+
 // One lane's part of the operands of mma.m16n8k32 of signed bytes.
 struct MmaBytesIn {
     unsigned a[4], b[2];

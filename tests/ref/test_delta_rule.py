@@ -38,26 +38,33 @@ class Chunked:
             return np.full(shape, np.nan, qkv.dtype)
 
         self.inverse, self.scores = (new(batch, HV, chunks, 64, 64) for _ in range(2))
-        self.states, self.d_states = (new(batch, HV, chunks, DK, DV) for _ in range(2))
-        self.changes, self.d_rests = (new(batch, T, HV, DV) for _ in range(2))
+        self.states, self.d_states = (new(batch, HV, chunks, DV, DK) for _ in range(2))
+        self.u, self.changes, self.d_changes = (new(batch, HV, chunks, 64, DV) for _ in range(3))
+        self.w, self.factors = new(batch, HV, chunks, 64, DK), new(batch, HV, chunks, 6, 64)
         self.out, self.d_qkv, self.d_gates = new(batch, T, HV * DV), *map(np.empty_like, self.args)
 
     def forward(self):
+        made = (self.u, self.w, self.inverse, self.scores, self.factors)
         where = (*self.args, self.starts, *self.sizes, self.carried)
-        ref.delta_rule_solve(self.inverse, self.scores, *where, **SIZES)
-        made = (self.out, self.states, self.changes, self.state)
-        solved = (self.inverse, self.scores, self.starts)
-        ref.delta_rule_scan(*made, *self.args, *solved, *self.sizes, **SIZES)
+        ref.delta_rule_prepare(*made, *where, **SIZES)
+        last = None if self.state is None else self.state.copy()
+        known = (self.args[0], self.u, self.w)
+        how = (self.factors, *self.sizes)
+        ref.delta_rule_scan(self.out, last, *known, self.scores, *how, **SIZES)
+        ref.delta_rule_states(self.states, self.changes, self.state, *known, *how, **SIZES)
+        if last is not None:
+            np.testing.assert_array_equal(last, self.state)
         return self.out
 
     def backward(self, d_out, d_state=None):
-        where = (self.starts, *self.sizes, self.carried)
-        solved = (d_out, *self.args, self.inverse, self.scores)
-        ref.delta_rule_scan_backward(self.d_rests, self.d_states, d_state, *solved, *where, **SIZES)
-        found = (self.changes, self.d_rests, self.states, self.d_states)
+        qkv, gates = self.args
+        known = (d_out, qkv, self.w, self.scores, self.factors, *self.sizes)
+        ref.delta_rule_scan_backward(self.d_changes, self.d_states, d_state, *known, **SIZES)
+        found = (self.changes, self.d_changes, self.states, self.d_states, self.state)
         ref.delta_rule_gradients(
-            self.d_qkv, self.d_gates, d_out, *found, *self.args, *where, **SIZES
-        )
+            self.d_qkv, self.d_gates, d_out, *found, self.inverse, self.factors, qkv, gates,
+            self.starts, *self.sizes, self.carried, **SIZES,
+        )  # fmt: skip
         return self.d_qkv, self.d_gates
 
 

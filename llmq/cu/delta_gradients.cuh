@@ -1,0 +1,284 @@
+// delta_gradients.cuh -- gradients of the gated delta rule's inputs, of each chunk alone: delta_rule.cu.
+#pragma once
+#include "delta_chunk.cuh"
+
+// Adds products of this thread's elements of sums and of factors: of rows g and g + 8.
+__device__ __forceinline__ void add_dots(float (&dot)[2], const Sums& sums, const Left<T>& factors) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        dot[i % 2] = fmaf(sums[i / 2][i % 2 * 2], factors.get(i).x, dot[i % 2]);
+        dot[i % 2] = fmaf(sums[i / 2][i % 2 * 2 + 1], factors.get(i).y, dot[i % 2]);
+    }
+}
+
+// Those of the four lanes that share a row together, to 16 rows' places.
+__device__ __forceinline__ void put_dots(float* to, float (&dot)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        dot[r] += __shfl_xor_sync(0xFFFFFFFFu, dot[r], 1);
+        dot[r] += __shfl_xor_sync(0xFFFFFFFFu, dot[r], 2);
+        if (lane_id() % 4 == 0) { to[lane_row() + 8 * r] = dot[r]; }
+    }
+}
+
+// The sum over a state behind the last chunk and its gradient of their products, this thread's share.
+__device__ __forceinline__ float both_states(const float* state, const T* d_states) {
+    float sum = 0.0f;
+    for (int n = threadIdx.x; n < DK * DV; n += THREADS) {
+        sum = fmaf(state[n % DK * DV + n / DK], to_f32(d_states[n]), sum);
+    }
+    return sum;
+}
+
+constexpr int WIDE = DK > DV ? DK : DV, SQUARE = CHUNK + 8;  // elements of rows in shared memory
+
+// What the kernel does, on `memory`.
+__device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gates, const T* d_out,
+                                          const T* changes, const T* d_changes, const T* states,
+                                          const T* d_states, const float* state, const T* inverse,
+                                          const float* factors, const T* qkv, const float* gates,
+                                          const int* starts, int seq_len, int key_heads,
+                                          int value_heads, int carried) {
+    __shared__ Chunk chunk;
+    __shared__ float known[FACTORS][CHUNK], dots[2][2][CHUNK], of_change[CHUNK], reduced[32];
+    enum Dot { OF_VALUE, OF_QUERY };
+    T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), then queries
+    T* const squares[2] = {rests + CHUNK * (WIDE + 8), rests + CHUNK * (WIDE + 8 + SQUARE)};
+    T* const big[2] = {squares[1] + CHUNK * SQUARE, squares[1] + CHUNK * (SQUARE + WIDE + 8)};
+    T* const slices = big[1] + CHUNK * (WIDE + 8);  // 3 of 2 (16, DK)
+    const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first);
+    const int group = value_heads / key_heads, half = warp_id() % 2, m = 16 * (warp_id() / 2);
+    const int i = threadIdx.x, k_column = half * (DK / 2), v_column = half * (DV / 2);
+    Sums d_q[DK / 32] = {}, d_k[DK / 32] = {};
+    Tile<T> k, q;
+    float queried = 0.0f;  // of token i, the products of q and d_q of the heads before
+    for (int h = 0; h < group; ++h) {
+        const Place at(blockIdx.y * group + h, seq_len, key_heads, value_heads);
+        const i64 of_chunk = at.of_chunk(blockIdx.x);
+        const int stride = value_heads * DV;
+        const T *const S = states + of_chunk * DK * DV, *const dS = d_states + of_chunk * DK * DV;
+        const T* const change_rows = changes + of_chunk * CHUNK * DV;
+        const auto slice = [&](int n) {
+            T* const to = slices + n % 3 * 2 * 16 * (DK + 8);
+            if (n < DV / 16) {
+                stage<16, DK, THREADS>(to, S + n * 16 * DK, DK, 16);
+                stage<16, DK, THREADS>(to + 16 * (DK + 8), dS + n * 16 * DK, DK, 16);
+            }
+            cp_async_commit();
+        };
+        __syncthreads();
+        if (i < CHUNK) { chunk.load(at, first, gates, starts, carried); }
+        for (int n = i; n < FACTORS * CHUNK; n += THREADS) {
+            const float x = factors[of_factors(at, blockIdx.x) + n];
+            known[n / CHUNK][n % CHUNK] = x;
+            if (n / CHUNK == SUMS) { chunk.sums[n % CHUNK] = x; }
+        }
+        const Tile<T> solved = stage<CHUNK, CHUNK, THREADS>(
+            squares[1], inverse + of_chunk * CHUNK * CHUNK, CHUNK, CHUNK);
+        const Tile<T> d_change = stage<CHUNK, DV, THREADS>(
+            big[0], d_changes + of_chunk * CHUNK * DV, DV, CHUNK);
+        cp_async_commit();
+        const Tile<T> d_o =
+            stage<CHUNK, DV, THREADS>(big[1], d_out + at.out(first), stride, rows);
+        cp_async_commit();
+        slice(0);
+        slice(1);
+        cp_async_wait<3>();
+        __syncthreads();
+        {
+            const float beta[2] = {chunk.beta[m + lane_row()], chunk.beta[m + lane_row() + 8]};
+            float of_value[2] = {};
+#pragma unroll 1
+            for (int c = 0; c < DV / 32; ++c) {
+                const int column = v_column + 16 * c;
+                const i64 place = at.value(first) + (i64)m * at.columns() + column;
+                const Left<T> values = load_left(qkv + place, at.columns(), rows - m);
+                Sums d_rest = {};
+#pragma unroll 1
+                for (int n = m; n < CHUNK; n += 16) {
+                    multiply(d_rest, left<true>(solved, m, n), right<false>(d_change, n, column));
+                }
+                add_dots(of_value, d_rest, values);
+                put_tile<false>(rests, DV + 8, m, column, d_rest);
+#pragma unroll
+                for (int n = 0; n < 8; ++n) { d_rest[n / 4][n % 4] *= beta[n / 2 % 2]; }
+                put(d_qkv + place, at.columns(), rows - m, d_rest);
+            }
+            put_dots(dots[OF_VALUE][half] + m, of_value);
+        }
+        __syncthreads();
+        const Tile<T> rest = {rests, DV + 8, CHUNK};
+        const Tile<T> change = stage<CHUNK, DV, THREADS>(big[0], change_rows, DV, CHUNK);
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncthreads();
+        {
+#pragma unroll 1
+            for (int c = 32 * half; c < 32 * half + 32; c += 16) {
+                Sums by_scores = {}, by_system = {};
+#pragma unroll 4
+                for (int n = 0; n < DV; n += 16) {
+                    if (c > m) { break; }
+                    const Right<T> x = right<true>(change, n, c);
+                    multiply(by_scores, left<false>(d_o, m, n), x);
+                    multiply(by_system, left<false>(rest, m, n), x);
+                }
+                each_sum(by_scores, m, c, [&](int row, int column, float& x) {
+                    x *= chunk.decays(row, column) *
+                         (known[QUERY_LENGTH][row] * known[KEY_LENGTH][column]);
+                });
+                each_sum(by_system, m, c, [&](int row, int column, float& x) {
+                    if (row == column) { of_change[row] = x; }
+                    const float factor = known[KEY_LENGTH][row] * known[KEY_LENGTH][column];
+                    const float decay = chunk.decays(row, column);
+                    x = column < row ? -x * (chunk.beta[row] * decay * factor) : 0.0f;
+                });
+                put_tile<false>(squares[0], SQUARE, m, c, by_scores);
+                put_tile<false>(squares[1], SQUARE, m, c, by_system);
+            }
+        }
+        constexpr int VECTORS = 16 * DK / Vec<T>::N, OWN = (VECTORS + THREADS - 1) / THREADS;
+        const bool last = blockIdx.x == at.chunks - 1;
+        float both = 0.0f;  // products of the state behind and its gradient
+#pragma unroll 1
+        for (int n = 0; n < DV / 16; ++n) {
+            cp_async_wait<1>();
+            __syncthreads();
+            slice(n + 2);
+            uint4 behind[OWN];
+#pragma unroll
+            for (int v = 0; v < OWN; ++v) {
+                const int vector = i + v * THREADS;
+                if (!last && vector < VECTORS) {
+                    behind[v] = pack(load_vec(S + (DV + n * 16) * DK + vector * Vec<T>::N));
+                }
+            }
+            const T* const here = slices + n % 3 * 2 * 16 * (DK + 8);
+            const bool copied = sizeof(T) == 2;
+            const int pitch = copied ? DK + 8 : DK;
+            const Tile<T> s = {copied ? here : S + n * 16 * DK, pitch, 16};
+            const Tile<T> d_s = {copied ? here + 16 * (DK + 8) : dS + n * 16 * DK, pitch, 16};
+            float of_query[2], of_rest[2], to_state[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int row = m + lane_row() + 8 * r;
+                of_query[r] = known[FROM_QUERY][row];
+                of_rest[r] = -chunk.beta[row] * known[FROM_STATE][row] * known[KEY_LENGTH][row];
+                to_state[r] = known[TO_KEY][row];
+            }
+            const Left<T> x = times_rows(left<false>(change, m, 16 * n), to_state);
+#pragma unroll
+            for (int c = 0; c < DK / 32; ++c) {
+                multiply(d_k[c], x, right<false>(d_s, 0, k_column + 16 * c));
+            }
+            const Left<T> a = times_rows(left<false>(d_o, m, 16 * n), of_query);
+            const Left<T> b = times_rows(left<false>(rest, m, 16 * n), of_rest);
+#pragma unroll
+            for (int c = 0; c < DK / 32; ++c) {
+                const Right<T> of_state = right<false>(s, 0, k_column + 16 * c);
+                multiply(d_q[c], a, of_state);
+                multiply(d_k[c], b, of_state);
+            }
+#pragma unroll
+            for (int v = 0; v < OWN; ++v) {
+                const int element = (i + v * THREADS) * Vec<T>::N;
+                if (!last && element < 16 * DK) {
+                    const Vec<T> x = unpack<T>(behind[v]);
+                    const Vec<T> y = load_vec(d_s.at + element / DK * pitch + element % DK);
+#pragma unroll
+                    for (int e = 0; e < Vec<T>::N; ++e) {
+                        both = fmaf(to_f32(x[e]), to_f32(y[e]), both);
+                    }
+                }
+            }
+        }
+        __syncthreads();
+        k = stage<CHUNK, DK, THREADS>(big[1], qkv + at.key(first), at.columns(), rows);
+        q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(first), at.columns(), rows);
+        cp_async_commit();
+        if (last && state) { both = both_states(state + at.of_head() * DK * DV, dS); }
+        const float of_last = block_sum(both, reduced);
+        cp_async_wait<0>();
+        __syncthreads();
+        const Tile<T> scores = {squares[0], SQUARE, CHUNK}, system = {squares[1], SQUARE, CHUNK};
+#pragma unroll 1
+        for (int n = 0; n <= m; n += 16) {
+            const Left<T> a = left<false>(scores, m, n), b = left<false>(system, m, n);
+#pragma unroll
+            for (int c = 0; c < DK / 32; ++c) {
+                const Right<T> key = right<false>(k, n, k_column + 16 * c);
+                multiply(d_q[c], a, key);
+                multiply(d_k[c], b, key);
+            }
+        }
+#pragma unroll 1
+        for (int n = m; n < CHUNK; n += 16) {
+            const Left<T> a = left<true>(scores, m, n), b = left<true>(system, m, n);
+#pragma unroll
+            for (int c = 0; c < DK / 32; ++c) {
+                multiply(d_k[c], a, right<false>(q, n, k_column + 16 * c));
+                multiply(d_k[c], b, right<false>(k, n, k_column + 16 * c));
+            }
+        }
+        float of_q[2] = {};
+#pragma unroll
+        for (int c = 0; c < DK / 32; ++c) {
+            add_dots(of_q, d_q[c], left<false>(q, m, k_column + 16 * c));
+        }
+        put_dots(dots[OF_QUERY][half] + m, of_q);
+        __syncthreads();
+        // The gradient of the sum of decays up to token i, and of all those behind it that have it.
+        float total = 0.0f;
+        if (i < CHUNK) {
+            const float now = dots[OF_QUERY][0][i] + dots[OF_QUERY][1][i];
+            const float of_value = dots[OF_VALUE][0][i] + dots[OF_VALUE][1][i];
+            total = now - queried - chunk.beta[i] * of_value + (i == CHUNK - 1 ? of_last : 0.0f);
+            queried = now;
+#pragma unroll
+            for (int n = 1; n < 32; n *= 2) {
+                const float behind = __shfl_down_sync(0xFFFFFFFFu, total, n);
+                if (i % 32 + n < 32 && chunk.begin[i + n] <= i) { total += behind; }
+            }
+            if (i == 32) { reduced[0] = total; }
+        }
+        __syncthreads();
+        if (i < rows) {
+            if (i < 32 && chunk.begin[32] <= i) { total += reduced[0]; }
+            const float beta = chunk.beta[i];
+            d_gates[at.gate(first + i)] = chunk.begin[i] == i ? 0.0f : total;
+            d_gates[at.gate(first + i) + value_heads] = beta > 0.0f ? of_change[i] / beta : 0.0f;
+        }
+    }
+    float of_k[2] = {};
+#pragma unroll
+    for (int c = 0; c < DK / 32; ++c) {
+        add_dots(of_k, d_k[c], left<false>(k, m, k_column + 16 * c));
+    }
+    put_dots(dots[OF_VALUE][half] + m, of_k);
+    __syncthreads();
+    const Place at(blockIdx.y * group, seq_len, key_heads, value_heads);
+    const auto finish = [&](Sums (&sums)[DK / 32], const Tile<T>& of, const float (&dot)[2][CHUNK],
+                            const float* length, float scale, i64 to) {
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = m + lane_row() + 8 * r;
+            const float inverse_length = length[row] * scale;
+            factor[r] = -inverse_length * inverse_length * (dot[0][row] + dot[1][row]);
+        }
+#pragma unroll
+        for (int c = 0; c < DK / 32; ++c) {
+            const Left<T> unit = left<false>(of, m, k_column + 16 * c);
+#pragma unroll
+            for (int n = 0; n < 8; ++n) {
+                const float2 x = unit.get(n / 4 * 2 + n / 2 % 2);
+                float& sum = sums[c][n / 4][n % 4];
+                sum = fmaf(n % 2 ? x.y : x.x, factor[n / 2 % 2], sum);
+            }
+            put(d_qkv + to + (i64)m * at.columns() + k_column + 16 * c, at.columns(), rows - m,
+                sums[c]);
+        }
+    };
+    finish(d_q, q, dots[OF_QUERY], known[QUERY_LENGTH], sqrtf((float)DK), at.query(first));
+    finish(d_k, k, dots[OF_VALUE], known[KEY_LENGTH], 1.0f, at.key(first));
+}
