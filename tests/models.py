@@ -115,11 +115,11 @@ WITH_EXPERTS += ("qwen3_5_moe", "qwen3_next")
 def hf_model(name: str, seed: int = 0, **changed: object) -> transformers.PreTrainedModel:
     """A model in F32 whose every parameter is random, biases and norms included.
 
-    changed: fields of its configuration.
+    changed: fields of its configuration, lists as tuples.
     """
     torch.manual_seed(seed)
     config = CONFIGS[name]()
-    config.update(changed)
+    config.update({k: list(v) if isinstance(v, tuple) else v for k, v in changed.items()})
     model = transformers.AutoModelForCausalLM.from_config(config).float()
     for module in model.modules():
         if hasattr(module, "limit"):  # some versions of transformers have gpt-oss's fixed

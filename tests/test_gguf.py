@@ -48,14 +48,15 @@ from tests.models import CONFIGS, VOCAB, exported, hf_model, trainer_for
 gguf = pytest.importorskip("gguf")
 
 # llama.cpp computes with its own scale of queries, with heads as wide as OLMo 2's hidden size, with
-# as many keys as queries in OLMoE, with experts in all layers, and with gpt-oss's own activation.
+# as many keys as queries in OLMoE, with experts in all layers, with gpt-oss's own activation, and
+# with keys of delta nets as wide as values.
 CHANGED = {
     "gemma3": {"query_pre_attn_scalar": 32}, "olmo2": {"head_dim": 16},
     "qwen3_moe": {"num_hidden_layers": 1}, "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "qwen3_next": {"mlp_only_layers": (), "linear_value_head_dim": 64},
 }  # fmt: skip
-NOT_IN_GGUF = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-WRITTEN = [name for name in CONFIGS if name not in NOT_IN_GGUF]
+DELTA = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 ROPE_NAMES = {
     "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
@@ -66,6 +67,11 @@ ROPE_NAMES = {
 POST_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+DELTA_NAMES = {
+    "in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta",
+    "in_proj_a": "ssm_alpha", "in_proj_ba": "ssm_ba", "conv1d": "ssm_conv1d", "norm": "ssm_norm",
+    "out_proj": "ssm_out",
 }  # fmt: skip
 EXPERT_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 ROUTERS = {
@@ -103,15 +109,18 @@ def gguf_name(name: str, hf: str) -> str:
     """The name of a tensor, by the names above."""
     parts = hf.removeprefix("model.").removeprefix("transformer.").split(".")
     names = GPT2_NAMES if name == "gpt2" else ROPE_NAMES
-    names = names | (POST_NAMES if name in ("gemma3", "olmo2", "gpt_oss") else {})
+    names = names | (POST_NAMES if name in ("gemma3", "olmo2", "gpt_oss", *DELTA) else {})
     if hf.endswith("sinks"):
         return f"blk.{parts[1]}.attn_sinks.weight"
     block = f"blk.{parts[1]}." if parts[0] in ("layers", "h") else ""
+    if hf.endswith(("A_log", "dt_bias")):
+        return block + ("ssm_a" if hf.endswith("A_log") else "ssm_dt.bias")
     inner = parts[2:-1] if block else parts[:-1]
     if "experts" in inner or "shared_expert" in inner:
         end = "exps" if "experts" in inner else "shexp"
         return f"{block}{names[EXPERT_NAMES.get(inner[-1], inner[-1])]}_{end}.{parts[-1]}"
-    inner, names = inner if name == "gpt2" else inner[-1:], names | ROUTERS
+    names = names | ROUTERS | (DELTA_NAMES if "linear_attn" in inner else {})
+    inner = inner if name == "gpt2" else inner[-1:]
     return f"{block}{names['.'.join(inner)]}.{parts[-1]}"
 
 
@@ -119,8 +128,15 @@ def as_stored(name: str, hf: str, values: np.ndarray) -> np.ndarray:
     """The values of a tensor, as llama.cpp's converter writes them."""
     if name == "gpt2" and ".c_" in hf and hf.endswith("weight"):
         return values.T
-    if name == "gemma3" and hf.endswith("norm.weight"):
+    of_delta = "linear_attn" in hf
+    if name in ("gemma3", *DELTA) and hf.endswith("norm.weight") and not of_delta:
         return values + np.float32(1)
+    if hf.endswith("A_log"):
+        values = -np.exp(values)
+    if of_delta and name != "qwen3_next":
+        return values_in_turns(hf, values.squeeze())
+    if of_delta:
+        return values.squeeze()
     if name in ("llama", "llama_biases", "mistral", "mixtral") and (
         ".q_proj." in hf or ".k_proj." in hf
     ):
@@ -130,8 +146,24 @@ def as_stored(name: str, hf: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
+def values_in_turns(hf: str, values: np.ndarray) -> np.ndarray:
+    """What belongs to 2 x 4 value heads of 32 channels becomes that of 4 x 2, behind 128 channels
+    of queries and keys."""
+    if "out_proj" in hf:
+        return values.reshape(len(values), 2, 4, 32).swapaxes(1, 2).reshape(values.shape)
+    if hf.endswith("norm.weight"):
+        return values
+    first = 128 if "in_proj_qkv" in hf or "conv1d" in hf else 0
+    own = values[first:].reshape(2, 4, -1).swapaxes(0, 1).reshape(values[first:].shape)
+    return np.concatenate([values[:first], own])
+
+
 def by_module(name: str, hf: str, values: np.ndarray) -> list[tuple[str, np.ndarray]]:
     """A tensor under the names of modules; those of gpt-oss's experts hold several."""
+    if "in_proj_qkvz" in hf:  # of each key head: q, k, four v, four z, each of 64 channels
+        q, k, v, z = np.split(values.reshape(2, 10, 64, -1), [1, 2, 6], axis=1)
+        flat = lambda *many: np.concatenate([x.reshape(-1, values.shape[1]) for x in many])  # noqa: E731
+        return [(hf.replace("qkvz", "qkv"), flat(q, k, v)), (hf.replace("qkvz", "z"), flat(z))]
     if name != "gpt_oss" or ".experts." not in hf:
         return [(hf, values)]
     end = "bias" if hf.endswith("_bias") else "weight"
@@ -161,7 +193,7 @@ def fields(path: Path) -> dict:
 # Tensors
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_tensors_are_those_of_the_model(name, tmp_path):
     export(source(name), tmp_path / "f.gguf", to="gguf", dtype="fp32")
     export(source(name), tmp_path / "q.gguf", to="gguf", dtype="q8_0", verify=True)
@@ -181,7 +213,8 @@ def test_tensors_are_those_of_the_model(name, tmp_path):
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key], values, err_msg=key)
-        if values.ndim == 1 or key.startswith("position") or key.endswith("bias") or "_inp" in key:
+        plain = re.search(r"^position|bias$|_inp|conv1d", key)
+        if values.ndim == 1 or plain:
             np.testing.assert_array_equal(rounded[key], values, err_msg=key)
             continue
         near = rounded[key].reshape(-1, 32), values.reshape(-1, 32)
@@ -256,10 +289,27 @@ def test_bounds_of_yarn_that_llama_cpp_truncates_are_told(tmp_path, capsys):
     assert "llama.cpp truncates the bounds of yarn" in capsys.readouterr().err
 
 
-def test_an_architecture_without_a_name_there_is_refused(tmp_path):
-    with pytest.raises(LlmqError, match="gguf: Qwen3_5ForCausalLM has no name in GGUF files"):
-        export(source("qwen3_5"), tmp_path / "m.gguf", to="gguf")
-    assert not (tmp_path / "m.gguf").exists()
+def test_sizes_of_delta_nets_are_written(tmp_path):
+    for name in DELTA:
+        export(source(name), tmp_path / f"{name}.gguf", to="gguf")
+        found, at = fields(tmp_path / f"{name}.gguf"), name.replace("_", "")
+        sizes = {"conv_kernel": 4, "group_count": 2, "time_step_rank": 8}
+        width = 64 if name == "qwen3_next" else 32
+        sizes |= {"state_size": width, "inner_size": 8 * width}
+        expected = {f"{at}.ssm.{key}": size for key, size in sizes.items()}
+        expected |= {f"{at}.full_attention_interval": 2, f"{at}.rope.dimension_count": 16}
+        assert expected.items() <= found.items()
+        axes = None if name == "qwen3_next" else [11, 11, 10, 0]
+        assert found.get(f"{at}.rope.dimension_sections") == axes
+
+
+def test_delta_nets_that_llama_cpp_does_not_compute_are_refused(tmp_path):
+    for changed, message in (
+        ({"linear_key_head_dim": 64}, "no Qwen3.5 with keys of 64 and values of 32 channels"),
+        ({"layer_types": ("full_attention", "linear_attention")}, "stand at several distances"),
+        ({"layer_types": ("full_attention",) * 2}, "no Qwen3.5 without delta nets"),
+    ):
+        refused(exported("qwen3_5", **changed), tmp_path / "m.gguf", message)
 
 
 def test_rope_factors_are_those_of_transformers(tmp_path):
@@ -303,7 +353,7 @@ def test_positions_are_stretched_as_the_converter_says_it(tmp_path):
 # Adapters
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "qwen3_5"])
 def test_adapters_are_what_a_merge_adds(name, tmp_path):
     ranks = {"rank_pattern": {"q_proj": 2}} if name == "llama" else {}
     peft_adapter(name, tmp_path / "a", r=4, lora_alpha=6, use_rslora=name == "qwen3", **ranks)
@@ -604,13 +654,15 @@ def test_a_tokenizer_without_a_name_is_refused(tmp_path):
 
 
 def test_published_expressions_have_their_names():
-    """Those of Mistral NeMo and of GPT-4o, as their tokenizer.json has them."""
+    """Those of Qwen3.5, of Mistral NeMo and of GPT-4o, as their tokenizer.json has them."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     rest = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     head = r"[^\r\n\p{L}\p{N}]?"
     tekken = f"{head}{upper}*{lower}+|{head}{upper}+{lower}*" + r"|\p{N}" + rest
     short = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     gpt4o = f"{head}{upper}*{lower}+{short}|{head}{upper}+{lower}*{short}" + r"|\p{N}{1,3}" + rest
+    qwen35 = transformers.models.qwen3_5.tokenization_qwen3_5.PRETOKENIZE_REGEX
+    assert gguf_vocab.WORDS[(qwen35,)] == "qwen35"
     assert gguf_vocab.WORDS[(tekken,)] == "tekken"
     assert gguf_vocab.WORDS[(gpt4o,)] == "gpt-4o"
 
@@ -647,7 +699,7 @@ def torch_logits(model, ids: np.ndarray) -> torch.Tensor:
     return model(torch.tensor(ids)[None]).logits[0]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_llama_cpp_finds_the_same_loss(name, tmp_path):
     """Within 0.1 % in F16 and in Q8_0, on as many tokens as the shortest window has."""
     pytest.importorskip("llama_cpp")

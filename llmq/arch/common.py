@@ -34,7 +34,7 @@ class GgufKind:
     of a token's experts have the sum 1 (see `Experts`). longrope: positions may be stretched so.
     full_every: all layers but each full_every-th have windows, which a file does not say; None:
     it says which. needs: tensors without which it loads no file. activation: alpha and limit of
-    paired experts.
+    paired experts. heads_in_turns: value heads of delta nets are stored so (`gguf_delta`).
     """
 
     name: str
@@ -47,6 +47,7 @@ class GgufKind:
     full_every: int | None = None
     needs: tuple[str, ...] = ()
     activation: tuple[float | None, float | None] = (None, None)
+    heads_in_turns: bool = False
 
 
 class Architecture:

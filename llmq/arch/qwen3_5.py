@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import get, reject, size
+from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet, delta
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.rope_family import FULL, RopeFamily, all_but_every
@@ -40,6 +40,7 @@ class Qwen35(RopeFamily):
         "max_position_embeddings": 32768,
     }
     label = "Qwen3.5"
+    gguf = GgufKind("qwen35", heads=True, heads_in_turns=True)
     norm_offset = True
     gated_attention = True
     qk_norm = True

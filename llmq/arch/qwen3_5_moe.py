@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import size
+from llmq.arch.common import GgufKind, size
 from llmq.arch.experts import WithExperts
 from llmq.arch.qwen3_5 import Qwen35
 
@@ -32,6 +32,7 @@ class Qwen35Moe(WithExperts, Qwen35):
         "num_experts": 256,
     }
     label = "Qwen3.5-MoE"
+    gguf = GgufKind("qwen35moe", heads=True, heads_in_turns=True, renormalize=True)
     targets = tuple(dict.fromkeys((*WithExperts.targets, *Qwen35.targets)))
     own_size = False
     renormalized = True

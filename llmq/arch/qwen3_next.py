@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from llmq.arch.common import GgufKind
 from llmq.arch.delta import DeltaNet
 from llmq.arch.experts import WithExperts
 from llmq.arch.matrix import HalfSpec, Order, Part
@@ -23,6 +24,7 @@ class Qwen3Next(WithExperts, Qwen35):
     model_type = "qwen3_next"
     wrapper = None
     label = "Qwen3-Next"
+    gguf = GgufKind("qwen3next", heads=True, renormalize=True)
     targets = tuple(dict.fromkeys((*WithExperts.targets, *Qwen35.targets)))
     shares = True
 

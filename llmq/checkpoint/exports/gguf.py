@@ -27,6 +27,7 @@ from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
+from llmq.checkpoint.exports.gguf_delta import add_delta, check_delta, delta_tensors
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
@@ -46,7 +47,8 @@ MXFP4 is only written where the values are those of such codes."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 22  # values that a thread encodes at once
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
-_PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias")
+_PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
+          "ssm_conv1d.weight")  # fmt: skip
 """Tensors whose names end so are F32 in every format."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -101,6 +103,8 @@ class Gguf(ExportFormat):
             )
         _check_experts(source)
         _check_windows(model)
+        if "delta" in model.arch.own_fields:
+            check_delta(model)
         if source.coded == "mxfp4" and not source.exact:
             warn(["experts are written decoded: after a merge codes of 4 bits may not hold them"])
         if source.adapters is None and source.tokenizer is None:
@@ -261,10 +265,13 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
         found[param] = []
         modules: dict[str, list[HfPart]] = {}
         for part in param.hf:  # those of experts become one tensor
-            if part.experts:
-                for hf, shape, made in _of_paired(param, part):
-                    name = name_of(hf)
-                    found[param].append(_Tensor(name, shape, kind(name, shape), made))
+            of_paired = _of_paired(param, part) if part.experts else ()
+            in_turns = _kind_of(model).heads_in_turns
+            apart = [*of_paired, *delta_tensors(model, param, part, in_turns=in_turns)]
+            for hf, shape, made in apart:
+                name = name_of(hf)
+                found[param].append(_Tensor(name, shape, kind(name, shape), made))
+            if apart:
                 continue
             modules.setdefault(_EXPERT.sub(".experts.", part.name), []).append(part)
         for module, parts in modules.items():
@@ -370,6 +377,8 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
         if model.experts.shared_size is not None:
             writer.add_expert_shared_feed_forward_length(model.experts.shared_size)
     _positions(writer, model)
+    if model.delta is not None:
+        add_delta(writer, model, in_turns=_kind_of(model).heads_in_turns)
     add_vocabulary(gguf, writer, model, source.tokenizer)
 
 

@@ -24,6 +24,9 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _SHORT, _BEFORE = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = QWEN2_WORDS.replace(r"\p{N}|", r"\p{N}{1,3}|")
+_QWEN35_WORDS = QWEN2_WORDS.replace(r"\p{L}+|", r"[\p{L}\p{M}]+|").replace(
+    r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}"
+)
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
 
 
@@ -38,11 +41,12 @@ _EXPRESSIONS = (
     (_GPT2,),
     (_DIGITS, _GPT2),
     (QWEN2_WORDS,),
+    (_QWEN35_WORDS,),
     (_LLAMA3_WORDS,),  # "dbrx" where merges hold for words of the vocabulary, too
     (_cased("", ""),),
     (_cased(f"{_SHORT}?", "{1,3}"),),
 )
-_NAMES = "gpt-2 smollm qwen2 llama-bpe tekken gpt-4o"  # which are tokenizers
+_NAMES = "gpt-2 smollm qwen2 qwen35 llama-bpe tekken gpt-4o"  # which are tokenizers
 WORDS: dict[tuple[str, ...], str] = dict(zip(_EXPRESSIONS, _NAMES.split(), strict=True))
 """llama.cpp's name of each way to cut a text into words, by the expressions of tokenizer.json."""
 
