@@ -147,8 +147,8 @@ def as_stored(name: str, hf: str, values: np.ndarray) -> np.ndarray:
 
 
 def values_in_turns(hf: str, values: np.ndarray) -> np.ndarray:
-    """What belongs to 2 x 4 value heads of 32 channels becomes that of 4 x 2, behind 128 channels
-    of queries and keys."""
+    """A tensor of 2 x 4 value heads of 32 channels as one of 4 x 2; 128 channels of queries and
+    keys stay in front."""
     if "out_proj" in hf:
         return values.reshape(len(values), 2, 4, 32).swapaxes(1, 2).reshape(values.shape)
     if hf.endswith("norm.weight"):
