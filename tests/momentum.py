@@ -97,9 +97,9 @@ class Momentum(UpdateRule):
 
     def transform(self, dev: Device, matrices) -> None:
         """Scaled to one size."""
-        for pair in matrices:
-            for i in range(pair[0].shape[0]):
-                matrix, out = (tensor.rows(i, i + 1) for tensor in pair)
+        for proposed, change, _ in matrices:
+            for i in range(proposed.shape[0]):
+                matrix, out = (tensor.rows(i, i + 1) for tensor in (proposed, change))
                 dev.launch(SCALED, 1, 128, (out, matrix))
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:

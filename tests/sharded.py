@@ -28,6 +28,7 @@ from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Workers
+from llmq.state.rules.rule import ROWS
 from tests.ranks import run_ranks
 
 SEQUENCES = 12
@@ -264,10 +265,15 @@ def _shards(step: Step) -> dict[str, dict[str, tuple]]:
 
 
 def _assemble(ranks: Sequence[dict]) -> dict[str, dict[str, np.ndarray]]:
-    """Parameters from the shards of all ranks; scales by slab, as they have no parameters."""
+    """Parameters from the shards of all ranks; scales by slab, as they have no parameters. Numbers
+    of rows are whole on one rank, and ranks behind it may have some that nobody reads."""
     groups: dict[str, dict[str, np.ndarray]] = {}
     for group, slabs in ranks[0].items():
         found = groups[group] = {}
+        if group == ROWS:
+            for slab, values in (own for rank in reversed(ranks) for own in rank[group].values()):
+                found |= {p.name: values[p.offset : p.offset + p.size] for p in slab.params}
+            continue
         for name, (slab, _) in slabs.items():
             whole = np.concatenate([rank[group][name][1] for rank in ranks])
             if whole.size != slab.size:

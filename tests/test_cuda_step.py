@@ -147,9 +147,12 @@ def test_graphs_equal_eager_and_runs_repeat(path, dtype):
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_muon(tmp_path, name):
-    """With graphs and without, wherever state lies, and as on the CPU."""
+    """With graphs and without, wherever state lies, and as on the CPU; also with numbers of rows
+    and an average of weights, which a step must not notice."""
     hf_model(name).save_pretrained(tmp_path)
     muon = {"optimizer": "muon", "learning_rate": 1e-2}
+    if name == "qwen3":
+        muon |= {"muon_normalize_rows": 0.9, "ema": 0.9}
     graphs = run(tmp_path, **muon)
     host = {"offload_master": True, "offload_opt_m": True}
     for more in ({"use_cuda_graphs": False}, host):

@@ -23,6 +23,7 @@ from llmq.state.params import weight_table
 from llmq.state.placement import place, table_of
 from llmq.state.rules import rule_of
 from llmq.state.rules.muon import COEFFICIENTS, LEAST_SIDE, MARGIN
+from llmq.state.rules.rule import Whole
 from tests.harness import host_device
 from tests.harness import run as launch
 from tests.mixture import EXPERTS, Mixture
@@ -129,16 +130,18 @@ def test_steps_are_those_of_torch(of, more):
     run(1, 1, program, of=of, **more)
 
 
-def change(*matrices, dev=None, **more):
-    """Those of matrices of equal sizes by the rule."""
+def change(*matrices, dev=None, rows=None, **more):
+    """Those of matrices of equal sizes by the rule. rows: their numbers, which are updated."""
     rule = rule_of(config(1, 1, **MUON | more))
 
-    def call(dev, x, out):
-        rule.transform(dev, [(x, out)])
+    def call(dev, x, out, rows):
+        rule.transform(dev, [Whole(x, out, rows)])
 
     x = np.stack(matrices).astype(BF16.numpy)
-    made = launch(dev or host_device(), call, {"x": x, "out": np.zeros_like(x)})["out"]
-    made = made.astype(np.float64)
+    made = launch(dev or host_device(), call, {"x": x, "out": np.zeros_like(x), "rows": rows})
+    if rows is not None:
+        rows[...] = made["rows"]
+    made = made["out"].astype(np.float64)
     return made if len(matrices) > 1 else made[0]
 
 
@@ -190,15 +193,24 @@ def test_singular_values_become_one(rng, shape):
 
 
 @pytest.mark.parametrize("shape", [(24, 80), (80, 24)])
-def test_rows_get_one_length(rng, shape):
-    """That of exact changes on average; the directions of rows stay."""
-    matrix = rng.normal(size=shape) * np.geomspace(1, 10, shape[0])[:, None]
-    plain, made = (change(matrix, muon_normalize_rows=on) for on in (False, True))
-    lengths = np.linalg.norm(made, axis=1, keepdims=True)
-    want = 0.2 * max(shape) ** 0.5 * (min(shape) / shape[0]) ** 0.5
-    np.testing.assert_allclose(lengths, want, rtol=2.0**-8)
-    plain /= np.linalg.norm(plain, axis=1, keepdims=True)
-    assert np.abs(plain - made / lengths).max() < 2.0**-7
+def test_rows_are_divided_as_normuon_does(rng, shape):
+    """Algorithm 1 of arXiv 2510.05491, after Muon's change, in the order of its published code; a
+    step without gradients changes nothing of it."""
+    rows, second = np.zeros((2, shape[0]), np.float32), torch.zeros(2, shape[0], 1)
+    decay, sizes = 0.8, np.geomspace(1, 10, shape[0])[:, None]
+    for step in range(4):
+        matrices = [sizes * rng.normal(size=shape) * (step != 2) for _ in range(2)]
+        plain = torch.tensor(change(*matrices))
+        made = torch.tensor(change(*matrices, rows=rows, muon_normalize_rows=decay))
+        if step == 2:
+            assert not made.any()
+            continue
+        second.lerp_(plain.square().mean(-1, keepdim=True).float(), 1 - decay)
+        want = plain / (second.sqrt() + 1e-10)
+        want *= plain.norm(dim=(-2, -1), keepdim=True) / want.norm(dim=(-2, -1), keepdim=True)
+        np.testing.assert_allclose(rows, second[..., 0], rtol=1e-5)  # the order of sums
+        # BF16 rounds once before rows are divided and once after.
+        np.testing.assert_allclose(made, want, rtol=2.0**-7)
 
 
 def test_nothing_changes_by_nothing():
@@ -237,9 +249,11 @@ def first_alone(session):
 
 def test_the_number_of_ranks_changes_no_bit():
     """Three ranks take the last of four blocks alone; for four ranks slabs have gaps."""
-    one = run(1, 12, first_alone, **MASTER32)
+    more = MASTER32 | {"muon_normalize_rows": 0.9}
+    one = run(1, 12, first_alone, **more)
+    assert all(rows.any() for rows in one.state["rows"].values())
     for world, accum, level in ((2, 6, 1), (3, 4, 2), (4, 3, 3)):
-        many = run(world, accum, first_alone, zero_level=level, **MASTER32)
+        many = run(world, accum, first_alone, zero_level=level, **more)
         for group in one.state:
             assert_same(many.state[group], one.state[group])
 
@@ -317,7 +331,8 @@ def trainer(world=1, **changes):
 
 
 def test_any_number_of_ranks_goes_on(workplace):
-    with trainer(2, zero_level=3, opt_m_dtype="e4m3", **MUON) as t:
+    more = MUON | {"opt_m_dtype": "e4m3", "muon_normalize_rows": 0.9}
+    with trainer(2, zero_level=3, **more) as t:
         t.step()
         path = t.save()
         planned = disk_use(t.config, t.model, t.plan.placement).checkpoint
@@ -326,7 +341,7 @@ def test_any_number_of_ranks_goes_on(workplace):
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     assert planned <= stored < planned + 40_000  # of headers
     for world in (2, 3):
-        with trainer(world, opt_m_dtype="e4m3", **MUON) as t:
+        with trainer(world, **more) as t:
             t.load(path)
             assert_same(t.weights(), weights)
             results = [t.step(), t.step()]

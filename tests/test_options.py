@@ -162,7 +162,7 @@ def test_defaults_of_known_flags():
         "pref-normalize": None,
         "pref-sft": None,
         "ema": 0.0,
-        "muon-normalize-rows": False,
+        "muon-normalize-rows": 0.0,
         "offload-ema": False,
         "kd-top-k": 64,
         "kd-mixture": 0.0,

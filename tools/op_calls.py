@@ -229,7 +229,7 @@ def muon_calls(rows: int, columns: int) -> list[Call]:
         Call("apply, bf16", muon.apply, applied),
         Call("apply, f32 master", muon.apply, applied | {"param": f32(n), "work": bf16(n)}),
         Call("normalize", muon.normalize, of_norm),
-        Call("rows", muon.rows, {"x": bf16(1, rows, columns), "length": 1.0}),
+        Call("even", muon.even, {"x": bf16(1, rows, columns), "v": f32(1, rows), "decay": 0.95}),
     ]
 
 

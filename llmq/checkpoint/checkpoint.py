@@ -48,7 +48,7 @@ from llmq.checkpoint.verify import problem_of
 from llmq.ops.common import SCALE_BLOCK
 from llmq.state.params import Param, Slab
 from llmq.state.rules import rule_saved
-from llmq.state.rules.rule import SCALES, UpdateRule
+from llmq.state.rules.rule import ROWS, SCALES, UpdateRule
 
 INITIAL_ADAPTERS = "adapters.begun"  # which there is where adapters began as a part of the model
 
@@ -301,6 +301,8 @@ class CheckpointReader:
             whole = group == "weights" and self.manifest.base is None
             every = whole or trained is None
             slabs = [slab for slab in table if every or slab.name in trained]
+            if group == ROWS:
+                slabs = [slab.by_rows() for slab in slabs if self.rule.by_matrix(slab)]
             params = [p for slab in slabs if _keeps(self.rule, group, slab) for p in slab.params]
             if group == INITIAL_ADAPTERS:
                 params = [param for param in params if param.of_adapter]

@@ -5,7 +5,9 @@
 //   squares     partials[i] = sums of squares of the elements of matrix i
 //   normalize   out[i] = x[i] / (max(bf16(norm of x[i]), 1e-7) * margin)
 //   diagonal    x[i] += value * identity
-//   rows        x = length * x / max(norm of x, 1e-7) for each row
+//   row_factors v += (1 - decay) * (mean square of the row - v) for each row
+//               factors = c / (sqrt(v) + 1e-10), with the c that keeps the matrix's norm
+//   row_scale   x *= its row's factor
 //   apply       param -= lr * change + lr * weight_decay * param;  work = bf16(param)
 //               cautious: the second term only where change and param have the same sign
 //
@@ -13,13 +15,15 @@
 //          null; work BF16 or null; change, x, out BF16; n elements, of propose and apply
 //          n % 128 == 0. first: element of the slab. Of squares and normalize x are matrices of n
 //          elements, one after another, n % 8 == 0 if there are several, out may be x; of diagonal
-//          they are square, of rows they have `columns`. partials: F64, equally many of each matrix.
-// Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a row
-//          of blocks for each matrix. diagonal: 256 threads, one for each number. rows: 256 threads,
-//          a block for each row.
+//          they are square, of row_scale they have `columns`. partials: F64, equally many of each
+//          matrix. squares: F64, of each row, as squares makes them of rows; v, factors: F32 of each.
+// Launch   propose, apply: 128 threads, ceil(n / 1024) blocks. squares, normalize: 256 threads, a
+//          column of blocks for each matrix. diagonal: 256 threads, one for each number. row_factors:
+//          256 threads, a block for each matrix. row_scale: 256 threads, a block for each row.
 // Cost     every tensor once; memory-bound. normalize: each block also sums the partials of its
-//          matrix. diagonal: a sector of memory for each number. rows: the second reading is of L2.
-// Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing.
+//          matrix. diagonal: a sector of memory for each number.
+// Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing, and v of
+//          a matrix of zeros stays.
 // Same name  llmq/ops/muon.py  llmq/ref/muon.py  tests/ops/test_muon.py
 #include "moments.cuh"
 
@@ -68,9 +72,9 @@ muon_propose(bf16* __restrict__ change, const G* __restrict__ grad, M* __restric
 extern "C" __global__ void __launch_bounds__(256)
 muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
     __shared__ f64 shared[32];
-    x += blockIdx.y * n;
-    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.x * blockDim.x;
-    const i64 own = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    x += blockIdx.x * n;
+    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.y * blockDim.x;
+    const i64 own = (i64)blockIdx.y * blockDim.x + threadIdx.x;
     f64 total = 0.0;
 #pragma unroll 4  // loads are in flight together
     for (i64 i = own; i < vectors; i += stride) {
@@ -83,7 +87,7 @@ muon_squares(f64* __restrict__ partials, const bf16* __restrict__ x, i64 n) {
     const i64 last = vectors * Vec<bf16>::N + own;
     if (last < n) { total += to_f32(x[last]) * to_f32(x[last]); }
     total = block_sum(total, shared);
-    if (threadIdx.x == 0) { partials[(i64)blockIdx.y * gridDim.x + blockIdx.x] = total; }
+    if (threadIdx.x == 0) { partials[(i64)blockIdx.x * gridDim.y + blockIdx.y] = total; }
 }
 
 // No __restrict__: out may be x.
@@ -91,13 +95,13 @@ extern "C" __global__ void __launch_bounds__(256)
 muon_normalize(bf16* out, const bf16* x, const f64* __restrict__ partials, i32 num_partials,
                f32 margin, i64 n) {
     __shared__ f64 shared[32];
-    out += blockIdx.y * n, x += blockIdx.y * n, partials += (i64)blockIdx.y * num_partials;
+    out += blockIdx.x * n, x += blockIdx.x * n, partials += (i64)blockIdx.x * num_partials;
     f64 total = 0.0;
     for (int i = threadIdx.x; i < num_partials; i += blockDim.x) { total += partials[i]; }
     const float norm = (float)sqrt(block_sum(total, shared));
     const float factor = 1.0f / (fmaxf(to_f32(__float2bfloat16(norm)), 1e-7f) * margin);
-    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.x * blockDim.x;
-    const i64 own = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+    const i64 vectors = n / Vec<bf16>::N, stride = (i64)gridDim.y * blockDim.x;
+    const i64 own = (i64)blockIdx.y * blockDim.x + threadIdx.x;
     for (i64 i = own; i < vectors; i += stride) {
         Vec<bf16> v = load_vec_stream(x + i * Vec<bf16>::N);
 #pragma unroll
@@ -117,14 +121,28 @@ muon_diagonal(bf16* __restrict__ x, f32 value, i32 side, i32 count) {
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-muon_rows(bf16* __restrict__ x, f32 length, i32 columns) {
+muon_row_factors(f32* __restrict__ factors, f32* __restrict__ v, const f64* __restrict__ squares,
+                 f32 one_minus_decay, i32 columns, i32 rows) {
     __shared__ f64 shared[32];
-    bf16* const row = x + (i64)blockIdx.x * columns;
-    f64 total = 0.0;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        total += to_f32(row[i]) * to_f32(row[i]);
+    const i64 first = (i64)blockIdx.x * rows;
+    factors += first, v += first, squares += first;
+    f64 before = 0.0, after = 0.0;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) { before += squares[i]; }
+    before = block_sum(before, shared);
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) {
+        if (before > 0.0) { v[i] += ((float)(squares[i] / columns) - v[i]) * one_minus_decay; }
+        factors[i] = 1.0f / (sqrtf(v[i]) + 1e-10f);
+        after += squares[i] * factors[i] * factors[i];
     }
-    const float factor = length / fmaxf((float)sqrt(block_sum(total, shared)), 1e-7f);
+    after = block_sum(after, shared);
+    const float times = after > 0.0 ? (float)sqrt(before / after) : 0.0f;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) { factors[i] *= times; }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+muon_row_scale(bf16* __restrict__ x, const f32* __restrict__ factors, i32 columns) {
+    bf16* const row = x + (i64)blockIdx.x * columns;
+    const float factor = factors[blockIdx.x];
     for (int i = threadIdx.x; i < columns; i += blockDim.x) {
         row[i] = __float2bfloat16(to_f32(row[i]) * factor);
     }

@@ -26,6 +26,7 @@ from llmq.state.grads import Gradients
 from llmq.state.optimizer import Optimizer
 from llmq.state.pieces import State, state_of
 from llmq.state.placement import Placement, table_of
+from llmq.state.rules.rule import ROWS
 from llmq.state.snapshot import Snapshot
 from llmq.state.weights import Weights
 
@@ -197,7 +198,9 @@ class Step:
         groups = {"weights": self.weights.master} | self.optimizer.moment_groups()
         if self.weights.initial_adapters:
             groups["adapters.begun"] = self.weights.initial_adapters
-        return state_of(self.dev, self.table, groups | self.optimizer.scale_groups())
+        state = state_of(self.dev, self.table, groups | self.optimizer.scale_groups())
+        rows = [*self.optimizer.rows.values()]
+        return state | ({ROWS: rows} if rows else {})
 
     def stored_state(self) -> State:
         """The part of `state` that a checkpoint holds: with adapters not the model, which is

@@ -35,7 +35,15 @@ DIAGONAL = Kernel(
     "muon_diagonal",
     args="sparse inout bf16* x, f32 value, i32 side, i32 count",
 )
-ROWS = Kernel("muon.cu", "muon_rows", args="inout bf16* x, f32 length, i32 columns")
+ROW_FACTORS = Kernel(
+    "muon.cu",
+    "muon_row_factors",
+    args="f32* factors, inout f32* v, const f64* squares, f32 one_minus_decay, i32 columns, "
+    "i32 rows",
+)
+ROW_SCALE = Kernel(
+    "muon.cu", "muon_row_scale", args="inout bf16* x, const f32* factors, i32 columns"
+)
 APPLY = Kernel(
     "muon.cu",
     "muon_apply",
@@ -101,8 +109,8 @@ def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> No
     most = ceil_div(BLOCKS_PER_SM * dev.num_sms, count)
     blocks = min(ceil_div(n, MATRIX_THREADS * PER_THREAD), most)
     with dev.scratch("squares", (count, blocks), F64) as partials:
-        grid, flops = (blocks, count), Cost(flops=2 * x.size)
-        dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=flops)
+        grid = (count, blocks)
+        _squares(dev, partials, x, grid)
         args = (out, x, partials, blocks, margin, n)
         dev.launch(NORMALIZE, grid, MATRIX_THREADS, args, cost=Cost(flops=x.size))
 
@@ -129,18 +137,38 @@ def diagonal(dev: Device, x: Tensor, value: float) -> None:
     )
 
 
-def rows(dev: Device, x: Tensor, length: float) -> None:
-    """Each row gets this length, unless it is 0.
+def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
+    """Rows of ever the same share of their matrix's norm, as NorMuon has it (arXiv 2510.05491).
 
-    Args (contiguous):
+        v = decay * v + (1 - decay) * mean square of a row      x = c * x / (sqrt(v) + 1e-10)
+
+    with the c that keeps each matrix's norm. A matrix of zeros changes nothing.
+
+    Args (contiguous, 16-byte aligned; columns a multiple of 8):
         x  inout  BF16 (count, rows, columns)
+        v  inout  F32 (count, rows)            zero at the start
 
-    Cost:    reads and writes x; one launch.
+    Cost:    reads x twice and writes it once; three launches.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _expect_matrices("x", x)
-    columns, cost = x.shape[2], Cost(flops=3 * x.size)
-    dev.launch(ROWS, x.size // columns, MATRIX_THREADS, (x, length, columns), cost=cost)
+    count, rows, columns = x.shape
+    expect("muon", "v", v, F32, (count, rows))
+    if columns % PER_THREAD:
+        raise ValueError(f"muon: columns must be a multiple of {PER_THREAD}, got {columns}")
+    with dev.scratch("squares", v.shape, F64) as squares, dev.scratch("f", v.shape, F32) as factors:
+        each = count * rows
+        _squares(dev, squares.view(each, 1), x.view(each, 1, columns), (each, 1))
+        args = (factors, v, squares, 1.0 - decay, columns, rows)
+        dev.launch(ROW_FACTORS, count, MATRIX_THREADS, args, cost=Cost(flops=10 * v.size))
+        args, cost = (x, factors, columns), Cost(flops=x.size)
+        dev.launch(ROW_SCALE, each, MATRIX_THREADS, args, cost=cost)
+
+
+def _squares(dev: Device, partials: Tensor, x: Tensor, grid: tuple[int, int]) -> None:
+    """Sums of squares of matrices, as many of each as the second number of the grid says."""
+    n, cost = x.size // x.shape[0], Cost(flops=2 * x.size)
+    dev.launch(SQUARES, grid, MATRIX_THREADS, (partials, x, n), cost=cost)
 
 
 def apply(

@@ -26,7 +26,7 @@ OPTIMIZER_RULES = (
         help="as --learning-rate if not given, with another --muon-scale than match-rms 0.02",
     ),
     *refused(
-        "beta_1 beta_2 muon_momentum ema",
+        "beta_1 beta_2 muon_momentum muon_normalize_rows ema",
         lambda v, o: v >= 1,
         "{flag}: must be less than 1, got {value}",
     ),

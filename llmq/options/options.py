@@ -305,8 +305,12 @@ class TrainConfig(Derived):
         "Muon: the polynomials of its five steps; polar-express: singular values end closer to 1",
         choices=("jordan", "polar-express"),
     )
-    muon_normalize_rows: bool = switch(
-        _OPTIMIZER, "Muon: give all rows of a matrix's change the same length"
+    muon_normalize_rows: float = option(
+        _OPTIMIZER,
+        0.0,
+        "Muon: decay of a mean square of each row of changes, by whose root they are divided, as "
+        "NorMuon does with 0.95; 0: they are not",
+        min=0,
     )
     cautious_decay: bool = switch(
         _OPTIMIZER, "Muon: decay only weights that the change makes smaller, too"

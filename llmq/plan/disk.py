@@ -12,7 +12,7 @@ from llmq.checkpoint.retention import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, table_of, trained_count
-from llmq.state.rules import kept
+from llmq.state.rules import kept, rule_class
 from llmq.state.rules.rule import SCALES
 
 
@@ -90,8 +90,8 @@ def _given_back(config: TrainConfig, model: ModelConfig) -> int:
 
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
     """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
-    what is trained, and the scales of 8-bit ones. With adapters, of nothing else but what they
-    began as.
+    what is trained, scales of 8-bit ones, and numbers of rows. With adapters, of nothing else but
+    what they began as.
     """
     table, masters = table_of(config, model), []
     if config.has_adapters:
@@ -108,6 +108,8 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
                 total += store.dtype.itemsize * stored_values(group, param)
                 if store.is_scaled:
                     total += F32.itemsize * stored_values(f"{group}{SCALES}", param)
+        if stores.by_matrix and rule_class(config.optimizer).keeps_rows(config):
+            total += F32.itemsize * sum(param.rows for param in slab.params)
     return total
 
 

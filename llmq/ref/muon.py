@@ -86,12 +86,28 @@ def muon_diagonal(x: np.ndarray, value: float, side: int, count: int) -> None:
         numbers[...] = numbers.astype(np.float32) + np.float32(value)
 
 
-def muon_rows(x: np.ndarray, length: float, columns: int) -> None:
-    """Rows of one length."""
-    for row in x.reshape(-1, columns):
-        values = row.astype(np.float32)
-        norm = np.float32(np.sqrt(np.square(values).sum(dtype=np.float64)))
-        row[...] = values * (np.float32(length) / np.maximum(norm, LEAST_NORM))
+def muon_row_factors(
+    factors: np.ndarray,
+    v: np.ndarray,
+    squares: np.ndarray,
+    one_minus_decay: float,
+    columns: int,
+    rows: int,
+) -> None:
+    """The means of rows' squares, and what each row is multiplied by; see llmq.ops.muon.even."""
+    for to, mean, of in zip(*(t.reshape(-1, rows) for t in (factors, v, squares)), strict=True):
+        before = of.sum()
+        if before > 0:
+            mean += ((of / columns).astype(np.float32) - mean) * np.float32(one_minus_decay)
+        to[...] = np.float32(1) / (np.sqrt(mean) + np.float32(1e-10))
+        after = (of * to.astype(np.float64) ** 2).sum()
+        to *= np.float32(np.sqrt(before / after) if after > 0 else 0)
+
+
+def muon_row_scale(x: np.ndarray, factors: np.ndarray, columns: int) -> None:
+    """Each row times its factor."""
+    for row, factor in zip(x.reshape(-1, columns), factors.ravel(), strict=True):
+        row[...] = row.astype(np.float32) * factor
 
 
 def muon_apply(

@@ -22,6 +22,7 @@ from llmq.state.frozen import Elements
 from llmq.state.params import Param
 from llmq.state.pieces import SlabPiece
 from llmq.state.rules import AVERAGE
+from llmq.state.rules.rule import ROWS
 
 
 class Rank:
@@ -55,10 +56,7 @@ class Rank:
         histories = self.step.extra_state().items()
         self.step.load_extra_state({name: [0.0] * len(values) for name, values in histories})
         self.step.load_extra_state({})  # as if there were none
-        optimizer = self.step.optimizer
-        for tensors in (optimizer.moment_groups() | optimizer.scale_groups()).values():
-            for tensor in tensors.values():
-                self.dev.zero(tensor)
+        self.step.optimizer.zero_moments()
 
     def evaluate(self, batches: Iterable[Batch]) -> Result:
         """The mean loss over the batches of all ranks."""
@@ -94,10 +92,9 @@ class Rank:
         goes_on = reader.rule is type(optimizer.rule)
         moments = optimizer.moment_groups() | optimizer.scale_groups()
         for group, pieces in self.step.stored_state().items():
-            if group == AVERAGE.group:
+            there = goes_on or group not in moments
+            if group in (AVERAGE.group, ROWS):
                 there = group in reader.groups
-            else:
-                there = goes_on or group not in moments
             if there:
                 read_group(self.dev, reader, group, pieces, self.beat)
                 continue

@@ -27,9 +27,10 @@ from llmq.runtime.kernel import ceil_div
 from llmq.runtime.lane import Lane
 from llmq.state.grads import PIECE, SLOTS, Gradients
 from llmq.state.params import Slab
+from llmq.state.pieces import SlabPiece
 from llmq.state.placement import Placement
 from llmq.state.rules import AVERAGE, kept, rule_of
-from llmq.state.rules.rule import Part
+from llmq.state.rules.rule import Part, Whole
 from llmq.state.weights import Weights
 
 BUFFERS = 3  # one arrives, one is updated, one leaves
@@ -97,6 +98,8 @@ class Optimizer:
         self._rounds = _rounds(matrices, dev.mesh.size("shard"))
         for slab in self.table:
             self._alloc_slab(slab)
+        self.rows = dict(self._alloc_rows()) if self.rule.keeps_rows(options) else {}
+        self.zero_moments()
         self.pieces, self.wholes = Lane(dev, range(BUFFERS)), Lane(dev, range(SLOTS))
 
     def _alloc_slab(self, slab: Slab) -> None:
@@ -116,10 +119,30 @@ class Optimizer:
                 )
         segments = slab.segments()
         self.segments[name] = dev.alloc(f"{name}.segments", segments.shape, I64, "Activations")
-        for tensors in (*self.moments.values(), *self.scales.values()):
-            if name in tensors:
-                dev.zero(tensors[name])
         dev.upload(self.segments[name], segments)
+
+    def _alloc_rows(self) -> Iterator[tuple[str, SlabPiece]]:
+        """Those of the slabs that come to this rank, by the first slab of a turn. Where none comes
+        there are some that nobody writes down, so that all ranks have the same memory."""
+        mesh = self.dev.mesh
+        ranks, index = mesh.size("shard"), mesh.index("shard")
+        turns = (
+            slabs[i : i + ranks] for slabs in self._rounds for i in range(0, len(slabs), ranks)
+        )
+        for turn in turns:
+            comes = index < len(turn)
+            slab = turn[index if comes else 0].by_rows()
+            tensor = self.dev.alloc(f"{slab.name}.rows", (slab.size,), F32, "Adam V")
+            own = (0, slab.size if comes and mesh.index("replica") == 0 else 0)
+            yield turn[0].name, SlabPiece(slab, 0, slab.size, tensor, own)
+
+    def zero_moments(self) -> None:
+        """Let all be as at the start."""
+        for tensors in (*self.moments.values(), *self.scales.values()):
+            for tensor in tensors.values():
+                self.dev.zero(tensor)
+        for piece in self.rows.values():
+            self.dev.zero(piece.tensor)
 
     def moment_groups(self) -> dict[str, dict[str, Tensor]]:
         """Moments by their group of checkpoints and by slab."""
@@ -249,17 +272,20 @@ class Optimizer:
                         dev.copy(part(own(there, turn), index, group.size), piece)
             if group.size > 1:
                 here, there = there, here
-            pairs = []
-            for turn in range(len(turns)):
-                end = 0
+            wholes = []
+            for turn, several in enumerate(turns):
+                end, kept_rows = 0, self.rows.get(several[0].name)
                 for at, count, rows, columns in (*first.alike(), (first.size, 0, 0, 0)):
                     if end < at:  # between matrices nothing changes
                         dev.zero(own(there, turn).rows(end, at))
                     end = at + count * rows * columns
                     if count:
                         both = (own(tensor, turn).rows(at, end) for tensor in (here, there))
-                        pairs.append(tuple(t.view(count, rows, columns) for t in both))
-            self.rule.transform(dev, pairs)
+                        views = (tensor.view(count, rows, columns) for tensor in both)
+                        begin = first.row_of(at)
+                        of_rows = kept_rows and kept_rows.tensor.rows(begin, begin + count * rows)
+                        wholes.append(Whole(*views, of_rows and of_rows.view(count, rows)))
+            self.rule.transform(dev, wholes)
             for turn, several in enumerate(turns):
                 made = own(there, turn)
                 changes = group.all_to_all(made, spare) if group.size > 1 else [made]

@@ -17,7 +17,7 @@ every dtype. Each of W shards has the same number of its elements.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -154,6 +154,21 @@ class Slab:
                     rows = min(start + height, part.stop) - start
                     found.append((param.offset + start * param.columns, rows, param.columns))
         return tuple(sorted(found))
+
+    def by_rows(self) -> Slab:
+        """A slab of one number for each row of the parameters, one after another without gaps."""
+        params, offset = [], 0
+        for p in self.params:
+            params.append(replace(p, shape=(p.size // p.columns,), offset=offset))
+            offset += p.size // p.columns
+        size = align_up(offset, ELEMENT_ALIGN)
+        return replace(self, params=tuple(params), size=size, shard_size=size)
+
+    def row_of(self, element: int) -> int:
+        """The element of `by_rows` that belongs to the row of this one."""
+        at = max(i for i, param in enumerate(self.params) if param.offset <= element)
+        param = self.params[at]
+        return self.by_rows().params[at].offset + (element - param.offset) // param.columns
 
     def alike(self) -> list[tuple[int, int, int, int]]:
         """`matrices`, of which equal neighbours are taken together: first element, how many there

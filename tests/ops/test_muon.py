@@ -93,16 +93,23 @@ def test_normalize(dev, rng, case, size):
         np.testing.assert_allclose(made, want, rtol=2.0**-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", [(2, 24, 144), (1, 3, 7)], ids=["two", "ragged"])
-def test_rows(dev, rng, case):
-    """A row of zeros stays one."""
-    x = rng.normal(size=case).astype(BF16.numpy)
-    x[0, 1], x[0, 2] = 0, x[0, 2] * 1e-3
-    got = assert_same(dev, partial(muon.rows, length=3.0), {"x": x})["x"].astype(np.float64)
-    lengths = np.linalg.norm(got, axis=2)
-    assert lengths[0, 1] == 0
+def test_even(dev, rng):
+    """A row of zeros stays one, also in the first step; of a matrix of zeros nothing changes."""
+    x = rng.normal(size=(3, 300, 48)).astype(BF16.numpy)
+    x[0, 1], x[0, 2], x[2] = 0, x[0, 2] * 1e-3, 0
+    v = rng.random(size=(3, 300)).astype(np.float32)
+    v[0] = 0
+    call = partial(muon.even, decay=0.9)
+    got, want = (run(d, call, {"x": x, "v": v}) for d in (dev, host_device()))
+    np.testing.assert_allclose(got["v"], want["v"], rtol=1e-6)  # the order of sums
+    got, want = (made["x"].astype(np.float64) for made in (got, want))
+    np.testing.assert_allclose(got, want, rtol=2.0**-7)  # BF16 of nearly the same number
+    of = np.linalg.norm(x.astype(np.float64), axis=(1, 2))
     # BF16 has 8 significant bits: each number is off by at most 2^-8 of it.
-    np.testing.assert_allclose(np.delete(lengths.ravel(), 1), 3.0, rtol=2.0**-8)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=(1, 2)), of, rtol=2.0**-8)
+    lengths = np.linalg.norm(got[0], axis=1)
+    assert lengths[1] == 0
+    np.testing.assert_allclose(np.delete(lengths, 1), of[0] / 299**0.5, rtol=2.0**-8)
 
 
 def test_diagonal(dev, rng):
@@ -157,7 +164,8 @@ def test_checks_and_traffic():
         "change.size": lambda: propose(dev, make("change", BF16, 64), grad, m, scalars),
         "first": lambda: propose(dev, change, grad, m, scalars, first=64),
         "grad": lambda: propose(dev, change, make("grad", F32, 128), m, scalars),
-        "x": lambda: muon.rows(dev, change, 1.0),
+        "x": lambda: muon.even(dev, change, grad, decay=0.9),
+        "v": lambda: muon.even(dev, matrices, grad, decay=0.9),
         "size": lambda: muon.normalize(dev, *[make("x", BF16, 42).view(2, 3, 7)] * 2),
     }.items():
         with pytest.raises(ValueError, match=f"muon: .*{name} must"):

@@ -24,7 +24,7 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
 from llmq.state.rules.adamw import AdamW
-from llmq.state.rules.rule import Moment, Part
+from llmq.state.rules.rule import Moment, Part, Whole
 
 # (a, b, c) of each step X <- P X with P = a + b G + c G G.
 STEPS = 5
@@ -80,18 +80,22 @@ class Muon(AdamW):
             m_scale=part.scales.get("m"),
         )
 
-    def transform(self, dev: Device, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
+    @classmethod
+    def keeps_rows(cls, options: TrainConfig) -> bool:
+        return options.muon_normalize_rows > 0
+
+    def transform(self, dev: Device, matrices: Sequence[Whole]) -> None:
         """Products of all matrices with an equal shorter side are launched together, as far as
         they are of that side alone."""
-        together: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for x, out in matrices:
-            side, longer = sorted(x.shape[1:])
+        together: dict[int, list[Whole]] = {}
+        for each in matrices:
+            side, longer = sorted(each.proposed.shape[1:])
             # The sign tells those that are iterated at full length.
             by_gram = side >= LEAST_SIDE and longer > LONGER * side
-            together.setdefault(side if by_gram else -side, []).append((x, out))
-        for key, pairs in together.items():
+            together.setdefault(side if by_gram else -side, []).append(each)
+        for key, of in together.items():
             segments = SEGMENTS[self.options.muon_coefficients] if key > 0 else (1,) * STEPS
-            _Iteration(dev, self.options, abs(key), pairs).run(segments)
+            _Iteration(dev, self.options, abs(key), of).run(segments)
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
         """One launch, at a rate that is a fixed multiple of AdamW's."""
@@ -111,12 +115,12 @@ class Muon(AdamW):
 
 
 class _Iteration:
-    """That of matrices with one shorter side, pairs (x, out) of (count, rows, columns) each."""
+    """That of matrices with one shorter side. pairs: (x, out) of (count, rows, columns) each."""
 
-    def __init__(
-        self, dev: Device, options: TrainConfig, side: int, pairs: list[tuple[Tensor, Tensor]]
-    ):
-        self.dev, self.options, self.side, self.pairs = dev, options, side, pairs
+    def __init__(self, dev: Device, options: TrainConfig, side: int, matrices: list[Whole]):
+        self.dev, self.options, self.side = dev, options, side
+        self.pairs = [(each.proposed, each.change) for each in matrices]
+        self.rows = [each.rows for each in matrices]
 
     def run(self, segments: tuple[int, ...]) -> None:
         """segments: how many steps follow from Gram matrices before these are made again."""
@@ -193,13 +197,13 @@ class _Iteration:
 
     def _multiply(self, by: Tensor, beside: float, *, last: bool) -> None:
         """x and out are exchanged, where out is (by + beside) x, or of tall matrices x (by +
-        beside). The last product has the factor of the sizes."""
+        beside). The last product has the factor of the sizes, and then rows are scaled."""
         for i, (x, out, own) in enumerate(self._parts(by)):
             rows, columns = x.shape[1:]
             times = FACTORS[self.options.muon_scale](rows, columns) if last else 1.0
             operands = (x, own) if rows > columns else (own, x)
             added = {"addend": x, "beta": beside * times} if beside else {}
             matmul_batch(self.dev, out, *operands, alpha=times, **added)
-            if last and self.options.muon_normalize_rows:
-                muon.rows(self.dev, out, times * sqrt(self.side / rows))
+            if last and self.rows[i] is not None:
+                muon.even(self.dev, out, self.rows[i], decay=self.options.muon_normalize_rows)
             self.pairs[i] = out, x

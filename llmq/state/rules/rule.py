@@ -45,6 +45,10 @@ class Moment:
         return f"{self.group}{SCALES}"
 
 
+ROWS = "rows"
+"""The group of checkpoints with the numbers of rows, see UpdateRule.keeps_rows; F32."""
+
+
 class Part(NamedTuple):
     """The elements that one call of a rule updates: n elements of a slab from element `first` on.
 
@@ -64,6 +68,18 @@ class Part(NamedTuple):
     moments: Mapping[str, Tensor]
     scales: Mapping[str, Tensor]
     change: Tensor | None
+
+
+class Whole(NamedTuple):
+    """Neighbouring matrices of equal sizes, as whole as Hugging Face has them.
+
+    proposed: (count, rows, columns), which may be overwritten. change: the same, which must lie
+    there in the end. rows: inout F32 (count, rows), zero at the start, where the rule keeps such.
+    """
+
+    proposed: Tensor
+    change: Tensor
+    rows: Tensor | None
 
 
 class UpdateRule(ABC):
@@ -93,6 +109,12 @@ class UpdateRule(ABC):
         """Those of the moments that are kept of a slab."""
         return cls.moments
 
+    @classmethod
+    def keeps_rows(cls, options: TrainConfig) -> bool:
+        """Whether a run keeps a number for each row of whole matrices; the rank to which a matrix
+        goes for its update has those of it."""
+        return False
+
     @abstractmethod
     def prepare(self, scalars: np.void, step: int) -> None:
         """Fill what only this rule reads of StepScalars; steps since `begun`, counted from 1."""
@@ -107,11 +129,8 @@ class UpdateRule(ABC):
         where there is neither gradient nor moment, and of a step that is skipped."""
         raise NotImplementedError
 
-    def transform(self, dev: Device, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make what is proposed for whole matrices into their changes.
-
-        matrices: pairs (count, rows, columns) of neighbours with equal sizes: what is proposed,
-        which may be overwritten, and the changes, which must lie in the second in the end."""
+    def transform(self, dev: Device, matrices: Sequence[Whole]) -> None:
+        """Make what is proposed for whole matrices into their changes."""
         raise NotImplementedError
 
     def apply(self, dev: Device, part: Part, scalars: Tensor) -> None:
