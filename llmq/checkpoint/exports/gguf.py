@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -45,7 +45,7 @@ _WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0}
 or for the value that is as far from 0 on the other side a whole one, and the scale's rounding.
 MXFP4 is only written where the values are those of such codes."""
 _BLOCK = 32  # values with one scale
-_PIECE = 1 << 22  # values that a thread encodes at once
+_PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
 _PLAIN = ("_norm.weight", "position_embd.weight", "_inp.weight", "_inp_shexp.weight", ".bias",
           "ssm_conv1d.weight")  # fmt: skip
@@ -76,6 +76,11 @@ class _Tensor(NamedTuple):
     @property
     def quantized(self) -> bool:
         return self.kind in _WORST
+
+    @property
+    def nbytes(self) -> int:
+        block, size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self.kind]]
+        return prod(self.shape) // block * size
 
 
 class Gguf(ExportFormat):
@@ -416,14 +421,15 @@ def _positions(writer: Any, model: ModelConfig) -> None:
 
 
 class _Data:
-    """An array that is written with the system's errors, which NumPy's `tofile` does not tell."""
+    """Arrays that are written with the system's errors, which NumPy's `tofile` does not tell."""
 
-    def __init__(self, values: np.ndarray):
-        self.nbytes, self._data = values.nbytes, values.reshape(-1).view(np.uint8).data
+    def __init__(self, nbytes: int, pieces: Iterable[np.ndarray]):
+        self.nbytes, self._pieces = nbytes, pieces
 
     def tofile(self, file: BinaryIO) -> None:
         """Append the bytes, as the library's writer asks for it."""
-        file.write(self._data)
+        for piece in self._pieces:
+            file.write(piece.reshape(-1).view(np.uint8).data)
 
 
 def _write(source: Source, file: BinaryIO, dtype: str) -> None:
@@ -436,20 +442,22 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     for tensor in (tensor for each in tensors.values() for tensor in each):
         kind = gguf.GGMLQuantizationType[tensor.kind]
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        num_bytes = prod(tensor.shape) // block * size
-        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), num_bytes, kind)
+        plain = np.dtype(np.float32)
+        writer.add_tensor_info(tensor.name, tensor.shape, plain, tensor.nbytes, kind)
     # It would open a file by itself, which then had its name before it is complete.
     writer.fout, writer.state = [file], gguf.gguf_writer.WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for values in factors.values():
-        writer.write_tensor_data(_Data(values))
+        writer.write_tensor_data(_Data(values.nbytes, [values]))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for param, values in _read_ahead(source, tensors):
             for tensor in tensors[param]:
-                writer.write_tensor_data(_Data(_encoded(pool, tensor, tensor.made(values))))
+                rows = tensor.made(values)
+                pieces = (rows[piece] for piece in _pieces(tensor))
+                pieces = pool.map(partial(_codes, tensor), pieces)
+                writer.write_tensor_data(_Data(tensor.nbytes, pieces))
 
 
 def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param, np.ndarray]]:
@@ -471,33 +479,30 @@ def _pieces(tensor: _Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tensor.shape[0], step)]
 
 
-def _encoded(pool: ThreadPoolExecutor, tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
-    """A tensor as the file has it."""
-    gguf = _library()
-    if tensor.kind == "BF16" and rows.dtype == BF16.numpy:
-        return np.ascontiguousarray(rows)
-    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.kind]]
-    out = np.empty((tensor.shape[0], prod(tensor.shape[1:]) * size // block), np.uint8)
-
-    def encode(piece: slice) -> None:
-        out[piece] = _codes(tensor, rows[piece]).reshape(-1, out.shape[1])
-
-    list(pool.map(encode, _pieces(tensor)))
-    return out
-
-
 def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
+    """Rows as the file has them, contiguous bytes."""
     gguf = _library()
     if tensor.kind == "BF16":
-        return rows.astype(BF16.numpy).view(np.uint8)
-    rows = rows.astype(np.float32)
-    if tensor.kind == "MXFP4":
-        return _mxfp4(rows)
-    with np.errstate(over="ignore"):
-        found = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[tensor.kind])
+        return np.ascontiguousarray(rows, BF16.numpy).view(np.uint8)
+    if tensor.kind == "F16" and rows.dtype == BF16.numpy:
+        found = np.take(_halves(), rows.view(np.uint16))
+    elif tensor.kind == "MXFP4":
+        return _mxfp4(rows.astype(np.float32))
+    else:
+        with np.errstate(over="ignore"):
+            kind = gguf.GGMLQuantizationType[tensor.kind]
+            found = gguf.quants.quantize(rows.astype(np.float32), kind)
     if tensor.kind == "F16" and not all_finite(found) and all_finite(rows):
         raise LlmqError(f"{tensor.name} has values that fp16 cannot hold: give --dtype bf16")
     return np.ascontiguousarray(found).view(np.uint8)
+
+
+@lru_cache(maxsize=1)
+def _halves() -> np.ndarray:
+    """The F16 of each BF16: a third of the time that NumPy takes to round F32."""
+    with np.errstate(over="ignore"):
+        every = np.arange(1 << 16, dtype=np.uint16).view(BF16.numpy)
+        return every.astype(np.float32).astype(np.float16)
 
 
 def _mxfp4(values: np.ndarray) -> np.ndarray:
