@@ -90,7 +90,8 @@ def mlp(config: Any, layer: int) -> HalfSpec:
 
 def embedding(config: Any) -> tuple[Module, ...]:
     """embed: (Vp, C). positions: (P, C), where they are learned."""
-    modules = [_table(config, "embed", "model.embed_tokens", config.vocab_size)]
+    name = "model.embed_tokens"
+    modules = [_table(config, "embed", name, config.vocab_size, target="embedding")]
     if config.positions == "learned":
         count = config.max_positions
         modules.append(_table(config, "positions", "model.position_embedding", count, padded=count))
@@ -105,7 +106,8 @@ def head(config: Any) -> tuple[Module, ...]:
     norm = _norm(config, "norm", "model.norm", config.hidden_size, bias=layernorm)
     if config.tied_embeddings:
         return (*post, norm)
-    own = _table(config, "lm_head", "lm_head", config.outputs, config.padded_outputs)
+    sizes = (config.outputs, config.padded_outputs)
+    own = _table(config, "lm_head", "lm_head", *sizes, target="head")
     if config.num_labels:  # it takes the place of the LM head
         own = replace(own, name="score", parts=(Part(module="score", rows=config.outputs),))
     return (*post, norm, own)
@@ -140,14 +142,16 @@ def _norm(
     )
 
 
-def _table(config: Any, key: str, name: str, rows: int, padded: int | None = None) -> Module:
-    """A row of C channels for each token or position."""
+def _table(
+    config: Any, key: str, name: str, rows: int, padded: int | None = None, target: str = ""
+) -> Module:
+    """A row of C channels for each token or position. target: its name in --lora-targets."""
     (module,) = config.arch.modules[key]
     return Module(
         key=key,
         name=name,
         shape=(config.padded_vocab if padded is None else padded, config.hidden_size),
-        parts=(Part(module=module, rows=rows),),
+        parts=(Part(module=module, rows=rows, targets=(target,) if target else ()),),
         kind="embedding",
     )
 

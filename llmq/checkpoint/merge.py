@@ -24,7 +24,7 @@ from llmq.data.identity import noted_tokenizer
 from llmq.data.new_tokens import parse_tokens
 from llmq.data.tokenizer import HfTokenizer
 from llmq.formats import FORMATS
-from llmq.options.adapters import Adapters, all_adapted
+from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model
 from llmq.state.adapter_rows import NEW_ROWS, TABLES, trained_slabs
@@ -45,10 +45,11 @@ def merged_reader(
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
     by_key = {(p.block, p.key): p for p, _ in params.values()}
-    matrices = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters)}
+    matrices = {(block, m.key): m for block, m in all_adapted(model, adapters)}
 
     def read(param: Param) -> np.ndarray:
-        own, slab = params[param.name]
+        # A head that has become a table of its own is the embedding of the model.
+        own, slab = params.get(param.name) or params[table[0].params[0].name]
         if slab.name in trained:
             return adapter(own)
         matrix = matrices.get((param.block, param.key))
@@ -137,7 +138,14 @@ def open_merged(
             split = Split(model, adapters, initial_adapters)
             base_read = partial(_rest, split, base_read)
         read = merged_reader(model, adapters, as_kept(base_read, kept), read)
-        yield model.ending_at(files.ends), read
+        yield _untied(model, adapters).ending_at(files.ends), read
+
+
+def _untied(model: ModelConfig, adapters: Adapters) -> ModelConfig:
+    """The model with an LM head of its own, if adapters make it another than the embedding."""
+    if not model.tied_embeddings or not adapted_tables(model, adapters):
+        return model
+    return replace(model, tied_embeddings=False)
 
 
 def _grown(model: ModelConfig, weights: HfWeights, directory: Path, tokens: str) -> ModelConfig:

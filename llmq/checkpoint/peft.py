@@ -35,7 +35,7 @@ from llmq.checkpoint.hf import (
 )
 from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
-from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches
+from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches, token_matrices
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
 from llmq.state.adapter_rows import NEW_ROWS, PEFT_PREFIX, SLABS, token_tables
@@ -48,7 +48,7 @@ _UNKNOWN += ("monteclora_config", "kasa_config", "arrow_config")
 _NOT_AS_EXPECTED = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError)
 _NOT_AS_EXPECTED += (RecursionError,)
 _IN_WRAPPER = re.compile(r"\b(modules_to_save|original_module)\.(?=\w+$)")
-_BIAS_OF_ADAPTED = re.compile(r"\.base_layer\.(?=bias$)")
+_OF_ADAPTED = re.compile(r"\.base_layer\.(?=(bias|weight)$)")
 TIED_HEAD = "lm_head.weight"
 BIASES = {"all": "biases", "lora_only": "adapted-biases"}
 """By values of PEFT's `bias`, the names that --train has for them."""
@@ -327,13 +327,17 @@ class AdapterFiles(HfWeights):
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         if not modules:
             raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")
-        every = {
+        every: dict[str, tuple[int | None, tuple[str, ...]]] = {
             part.module: (layer, part.targets)
             for layer in range(model.num_layers)
             for matrix in model.matrices(layer)
             for part in (*matrix.parts, matrix.fused)
             if part is not None
         }
+        tables = {
+            p.module: (None, p.targets) for t in token_matrices(model).values() for p in t.parts
+        }
+        every |= tables
         here, content = {m for m in every if f"{PEFT_PREFIX}{m}" in modules}, self.config.content
         fused = {module for module in every if _adapts(content, module)}
         if content.get("target_modules") not in (None, "all-linear"):
@@ -351,6 +355,12 @@ class AdapterFiles(HfWeights):
                 name.endswith("lm_head") for name in self.config.new_tokens
             )
             parts.append("new-rows" if head else "new-embeddings")
+        alone = ("use_dora", *(("ensure_weight_tying",) if model.tied_embeddings else ()))
+        if wrong := [name for name in alone if content.get(name) and here & tables.keys()]:
+            raise LlmqError(
+                f"'{self.directory / ADAPTER_CONFIG}': {wrong[0]} is not supported of adapters of "
+                "embedding or LM head"
+            )
         if not here:
             first = min(modules).removeprefix(PEFT_PREFIX)
             raise LlmqError(
@@ -363,18 +373,18 @@ class AdapterFiles(HfWeights):
         return found
 
     def _adapters(
-        self, model: ModelConfig, here: dict[str, tuple[int, tuple[str, ...]]], train: tuple
+        self, model: ModelConfig, here: dict[str, tuple[int | None, tuple[str, ...]]], train: tuple
     ) -> Adapters:
         """Those of these modules, with their layers and the names that targets have."""
         content = self.config.content
         targets = {name for _, names in here.values() for name in names}
-        layers = sorted({layer for layer, _ in here.values()})
+        layers = sorted({layer for layer, _ in here.values() if layer is not None})
         ranks, alphas = (content.get(f"{name}_pattern") or {} for name in ("rank", "alpha"))
         found = Adapters(
             rank=int(content["r"]),
             targets=tuple(target for target in LORA_TARGETS if target in targets),
             train=train,
-            layers="all" if len(layers) == model.num_layers else ",".join(map(str, layers)),
+            layers=",".join(map(str, layers)) if 0 < len(layers) < model.num_layers else "all",
             alpha=float(content["lora_alpha"]),
             rs=bool(content.get("use_rslora")),
             ranks=tuple((pattern, int(rank)) for pattern, rank in ranks.items()),
@@ -417,9 +427,10 @@ class AdapterFiles(HfWeights):
         """LlmqError unless the file holds what is trained, and nothing else but copies."""
         path, used = self.directory / ADAPTER_FILE, set()
         if model.tied_embeddings:
-            embed = _params_of(model, "embeddings")[0].hf[0].name
-            if embed in self._where or TIED_HEAD in self._where:
-                self._check_tied(path, embed)
+            table = _params_of(model, "embeddings")[0]
+            here = {table.hf[0].name, TIED_HEAD} & self._where.keys()
+            if len(here) == 2 or (here and self._trains(model, table)):  # else it is a copy
+                self._check_tied(path, table.hf[0].name)
             used.add(TIED_HEAD)
         params = [p for s in weight_table(model, 1, adapters) for p in s.params if p.of_adapter]
         others = [p for part in PARTS for p in _params_of(model, part)]
@@ -437,7 +448,7 @@ class AdapterFiles(HfWeights):
             raise LlmqError(
                 f"'{path}' holds {name}, which the adapters of this model do not have: "
                 + (
-                    "they are of the matrices in its blocks"
+                    "they are of matrices, embedding and LM head"
                     if ".lora_" in name
                     else "beside them, only norms, embeddings and LM head can be trained"
                 )
@@ -493,7 +504,7 @@ def _own_name(name: str) -> str:
 
     If the model lies inside one with other parts, PEFT's prefix of that is left out.
     """
-    name = _BIAS_OF_ADAPTED.sub(".", name)
+    name = _OF_ADAPTED.sub(".", name)
     for inside, own in ((INSIDE, "model."), ("language_model.", "")):
         name = name.replace(PEFT_PREFIX + inside, PEFT_PREFIX + own, 1)
     return name if ".lora_" in name else name.removeprefix(PEFT_PREFIX)

@@ -35,7 +35,7 @@ from llmq.checkpoint.peft import (
 from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
-from llmq.options.adapters import Adapters, adapted_modules, all_adapted
+from llmq.options.adapters import Adapters, adapted_modules, adapted_tables, all_adapted
 from llmq.options.option_types import LORA_TARGETS
 from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
 from llmq.state.params import Param, weight_table
@@ -156,7 +156,8 @@ def _targets(
         return [], None
     if isinstance(targets, str) and every and not nested:
         return targets, None
-    if isinstance(targets, str) or (nested and not every):
+    tables = adapted_tables(model, adapters)
+    if isinstance(targets, str) or (nested and (tables or not every)) or (tables and not every):
         fused = _parameters(model, adapters, nested=False)
         modules = [m for m in adapted_modules(model, adapters) if not m.endswith((*fused, " "))]
         return "|".join(re.escape(nested_name(m) if nested else m) for m in modules), None
@@ -171,8 +172,8 @@ def target_modules(model: ModelConfig, adapters: Adapters) -> list[str]:
     whole = replace(adapters, layers="all")
     every, chosen = (
         {
-            (module, module.partition(f".{layer}.")[2])
-            for layer, matrix in all_adapted(model, each)
+            (module, module.partition(f".{block.partition('.')[2]}.")[2] or module)
+            for block, matrix in all_adapted(model, each)
             for module in (() if matrix.fused else matrix.modules)
         }
         for each in (replace(whole, targets=LORA_TARGETS), whole)

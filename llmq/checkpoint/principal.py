@@ -70,7 +70,7 @@ class _Matrix(NamedTuple):
 
 def _matrices(model: ModelConfig, adapters: Adapters) -> list[_Matrix]:
     """Those that have adapters, in the order of the model."""
-    adapted = {(f"layers.{i}", m.key): m for i, m in all_adapted(model, adapters)}
+    adapted = {(block, m.key): m for block, m in all_adapted(model, adapters)}
     table = weight_table(model, 1, adapters)
     params = {(param.block, param.key): param for slab in table for param in slab.params}
     return [

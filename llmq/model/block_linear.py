@@ -24,15 +24,15 @@ from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
 from llmq.base.operand import Operand, Result, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, Format
+from llmq.model.adapters import expanded, output_gradients, width_of
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import adapter, adapter_backward, reduce
+from llmq.ops import adapter
 from llmq.ops import bias as bias_op
-from llmq.ops.common import padded_columns
 from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
 from llmq.ops.product import accepts_addend, product
-from llmq.options.adapters import Adapted, adapters_of, all_adapted
+from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 
@@ -76,10 +76,10 @@ class BlockLinear:
         if adapters is None:
             return
         widest = 0
-        for layer, matrix in all_adapted(config, adapters):
+        for layer, matrix in adapted_in_layers(config, adapters):
             if matrix.groups > 1:
                 continue  # of experts, whose half computes them
-            width, name = padded_columns(len(matrix.parts), matrix.rank), matrix.key
+            width, name = width_of(matrix), matrix.key
             hidden = dev.alloc(
                 f"{name}_hidden.{layer}", (self._rows, width), format.dtype, "Activations"
             )
@@ -147,7 +147,7 @@ class BlockLinear:
         """Computes h; the matrix that it is multiplied by."""
         with self._dropped(parts, tensor_of(x)) as dropped:
             matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
-        with self._expanded(parts, b) as whole:
+        with expanded(self.dev, parts.matrix, b) as whole:
             yield whole
 
     def input_gradient(
@@ -232,7 +232,7 @@ class BlockLinear:
         # The sum is made again: what is kept of it is rounded, rotated, or added to the stream.
         with (
             self.dev.scratch("sum", d_out.shape, d_out.dtype) as both,
-            self._expanded(parts, w.adapters(key)[1]) as tail,
+            expanded(self.dev, parts.matrix, w.adapters(key)[1]) as tail,
         ):
             self.linear.forward(both, x, w[key])
             matmul(self.dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
@@ -242,41 +242,12 @@ class BlockLinear:
     def _output_gradients(
         self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads
     ) -> None:
-        """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
-        d_out, (_, b), (_, d_b) = tensor_of(d_out), w.adapters(key), g.adapters(key)
-        d_hidden = self._d_hidden_of(parts)
-        dev, spans, scales = self.dev, parts.matrix.spans, parts.matrix.scales
-        at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
-        if at_once and d_b is not None and len({*scales}) == 1:
-            of_b = (parts.hidden, b, spans, scales[0])
-            adapter_backward.backward(dev, d_hidden, d_b, d_out, *of_b)
-            return
-        with self._expanded(parts, b) as whole:
-            matmul(dev, d_hidden, d_out, whole)
-        if d_b is None:
-            return
-        dtype, shape = d_b.tensor.dtype, (parts.matrix.shape[0], parts.hidden.shape[1])
-        with (
-            dev.scratch("d_b_whole", shape, dtype) as whole,
-            dev.scratch("d_b", d_b.tensor.shape, dtype) as part,
-        ):
-            matmul(dev, whole, d_out, parts.hidden, trans_a=True)
-            adapter.collect(dev, part, whole, spans, scales)
-            reduce.add(dev, d_b, part)
+        (_, b), (_, d_b), d_hidden = w.adapters(key), g.adapters(key), self._d_hidden_of(parts)
+        of_b = (d_hidden, d_b, tensor_of(d_out), parts.hidden, b)
+        output_gradients(self.dev, parts.matrix, *of_b)
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:
         return self._d_hidden.rows(0, parts.hidden.size).view(*parts.hidden.shape)
-
-    @contextmanager
-    def _expanded(self, parts: _Parts, b: Tensor) -> Iterator[Tensor]:
-        """All adapters' B in one matrix (out_features, R), with scaling."""
-        shape, matrix = (parts.matrix.shape[0], parts.hidden.shape[1]), parts.matrix
-        if matrix.scales == (1,) and shape == b.shape:  # of one adapter, which has all rows
-            yield b
-            return
-        with self.dev.scratch("lora_b", shape, b.dtype) as whole:
-            adapter.expand(self.dev, whole, b, matrix.spans, matrix.scales)
-            yield whole
 
     @contextmanager
     def _dropped(self, parts: _Parts, x: Tensor) -> Iterator[Tensor]:

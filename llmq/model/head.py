@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
 from llmq.base.operand import Fp8, Operand, OutputForms
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
+from llmq.model.adapters import HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
@@ -61,7 +62,7 @@ class Head:
     """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
 
     losses, lse: F32 (rows,), per token, of the last micro-step. The logits of rows/chunks tokens
-    exist at a time, with chunks as --lmhead-chunks says.
+    exist at a time, with chunks as --lmhead-chunks says. drops: as of BlockLinear, of adapters.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Head:
         options: TrainConfig,
         residual: Tensor,
         largest: float = 1.0,
+        scalars: Tensor | None = None,
     ):
-        """residual: (rows, C), the stream behind the last block. largest: of the rows' weights."""
+        """residual: (rows, C), the stream behind the last block. largest: of the rows' weights.
+        scalars: StepScalars, which adapters need."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
@@ -87,6 +90,9 @@ class Head:
         self.losses = dev.alloc("losses", (rows,), F32, "Activations")
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         self.new_columns = _columns_of_new_rows(dev, config, options)
+        table = table_adapters(config, options, "head")
+        self.adapters = None if table is None else HeadAdapters(dev, table, options, scalars)
+        self.drops = False
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes
         self.linear = Linear(dev, self.operands)
@@ -114,29 +120,39 @@ class Head:
             )
 
     def token_losses(
-        self, lm_head: Operand, targets: Tensor, of_rows: Teacher | Labels | None = None
+        self, w: HeadWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
-        """Per-token losses only. lm_head: (Vp, C). targets: I32 (rows,), -100 where masked.
-        of_rows: as of Loss."""
-        for start, stop in self._chunks():
-            with ExitStack() as temps:
-                x = self._input(temps, start, stop, transposed=False)
-                if of_rows is not None:
-                    logits = temps.enter_context(self._logits(start, stop, x, lm_head))
-                    self._lose(start, stop, logits, targets, None, of_rows, gradient=False)
-                    continue
-                epilogue = self._cross_entropy(start, stop, targets, gradient=False)
-                temps.enter_context(self._logits(start, stop, x, lm_head, epilogue))
+        """Per-token losses only. targets: I32 (rows,), -100 where masked. of_rows: as of Loss."""
+        with self._adapters(w) as low:
+            for start, stop in self._chunks():
+                with ExitStack() as temps:
+                    x = self._input(temps, start, stop, transposed=False)
+                    epilogue = STORE
+                    if of_rows is None:
+                        epilogue = self._cross_entropy(start, stop, targets, gradient=False)
+                    made = self._logits(start, stop, x, w.lm_head, low, epilogue)
+                    logits = temps.enter_context(made)
+                    if of_rows is not None:
+                        self._lose(start, stop, logits, targets, None, of_rows, gradient=False)
 
-    def top_k(self, lm_head: Operand, told: Tensor) -> None:
+    def top_k(self, w: HeadWeights, told: Tensor) -> None:
         """The largest logits of all rows, F32 (rows, 2 k) as the operation says; after losses,
         whose log-sum-exp it takes."""
-        for start, stop in self._chunks():
-            with ExitStack() as temps:
-                x = self._input(temps, start, stop, transposed=False)
-                logits = temps.enter_context(self._logits(start, stop, x, lm_head))
-                of_rows = (told.rows(start, stop), logits, self.lse.rows(start, stop))
-                top_k(self.dev, *of_rows, self.config.outputs)
+        with self._adapters(w) as low:
+            for start, stop in self._chunks():
+                with ExitStack() as temps:
+                    x = self._input(temps, start, stop, transposed=False)
+                    logits = temps.enter_context(self._logits(start, stop, x, w.lm_head, low))
+                    of_rows = (told.rows(start, stop), logits, self.lse.rows(start, stop))
+                    top_k(self.dev, *of_rows, self.config.outputs)
+
+    def _adapters(
+        self, w: HeadWeights, g: HeadGrads | None = None, d_x: Tensor | None = None
+    ) -> AbstractContextManager[OfPass | None]:
+        """The adapters in a pass over all rows; None without any. g, d_x: as of of_pass."""
+        if self.adapters is None:
+            return nullcontext()
+        return self.adapters.of_pass(self.out, w, g, d_x, drops=self.drops)
 
     def _lose(
         self,
@@ -153,7 +169,7 @@ class Head:
         its = of_rows.rows(start, stop)
         its.launch(self.dev, logits, *cut, self.config.outputs, gradient=gradient)
 
-    def logits_of(self, lm_head: Operand, rows: Sequence[int]) -> Iterator[Tensor]:
+    def logits_of(self, w: HeadWeights, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
 
         Whole chunks are multiplied, as for losses, so that nothing needs memory of its own.
@@ -163,8 +179,9 @@ class Head:
             if not inside:
                 continue
             with ExitStack() as temps:
+                low = temps.enter_context(self._adapters(w))
                 x = self._input(temps, start, stop, transposed=False)
-                with self._logits(start, stop, x, lm_head) as logits:
+                with self._logits(start, stop, x, w.lm_head, low) as logits:
                     yield from (logits.rows(row, row + 1) for row in inside)
 
     def loss_and_backward(
@@ -188,23 +205,26 @@ class Head:
         """
         d_weight, d_rows = g.lm_head, g.new_rows
         trained = d_weight is not None or d_rows is not None
-        for start, stop in self._chunks():
-            with ExitStack() as temps:
-                x = self._input(temps, start, stop, transposed=trained)
-                epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
-                make = self._fp8_gradient if self.fp8 else self._gradient
-                if of_rows is None:
-                    gradient, after = make(temps, start, stop, x, w.lm_head, epilogue)
-                else:
-                    gradient = temps.enter_context(self._logits(start, stop, x, w.lm_head))
-                    self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
-                    after = STORE
-                d_x = d_norm.rows(start, stop)
-                self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
-                self.linear.weight_gradients(d_weight, None, gradient, x)
-                if d_rows is not None:
-                    self._rows_gradient(d_rows, gradient, x)
-            d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
+        with self._adapters(w, g, d_norm) as low:
+            for start, stop in self._chunks():
+                with ExitStack() as temps:
+                    x = self._input(temps, start, stop, transposed=trained)
+                    epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
+                    make = self._fp8_gradient if self.fp8 else self._gradient
+                    if of_rows is None:
+                        gradient, after = make(temps, start, stop, x, w.lm_head, low, epilogue)
+                    else:
+                        made = self._logits(start, stop, x, w.lm_head, low)
+                        gradient, after = temps.enter_context(made), STORE
+                        self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
+                    d_x = d_norm.rows(start, stop)
+                    self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
+                    self.linear.weight_gradients(d_weight, None, gradient, x)
+                    if d_rows is not None:
+                        self._rows_gradient(d_rows, gradient, x)
+                    if low is not None:
+                        low.of_logits(start, stop, gradient)
+                d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
         stream = OutputForms(d_residual) if post else to
         self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)
@@ -227,6 +247,7 @@ class Head:
         stop: int,
         x: Tensor,
         lm_head: Tensor,
+        low: OfPass | None,
         epilogue: CrossEntropy,
     ) -> tuple[Tensor, Epilogue]:
         """The gradient of the logits, in their place; and what follows the product that it is in.
@@ -236,6 +257,10 @@ class Head:
         """
         dev, after = self.dev, STORE
         logits = temps.enter_context(self._scratch(start, stop, lm_head))
+        if low is not None:
+            added = low.beside(start, stop)
+            self.linear.forward(logits, x, lm_head, epilogue=epilogue, adapters=added)
+            return logits, after
         if route(dev, logits, x, lm_head, trans_b=True, epilogue=epilogue) is not None:
             scratch = dev.scratch("logits.factors", (stop - start,), F32)
             after = RowFactors(factors=temps.enter_context(scratch))
@@ -250,6 +275,7 @@ class Head:
         stop: int,
         x: Fp8,
         lm_head: Fp8,
+        low: None,
         epilogue: CrossEntropy,
     ) -> tuple[Fp8, Epilogue]:
         """The same as codes. Transposed ones, which the gradient of the matrix alone needs, take
@@ -257,7 +283,7 @@ class Head:
         shape, transposed = (stop - start, lm_head.codes.shape[0]), None
         codes = temps.enter_context(self.dev.scratch("d_logits.q", shape, E5M2))
         coded = replace(epilogue, codes=codes, code_scale=self._code_scale)
-        with self._logits(start, stop, x, lm_head, coded):
+        with self._logits(start, stop, x, lm_head, low, coded):
             pass
         if epilogue.scale_a:
             scratch = self.dev.scratch("d_logits.q_t", shape[::-1], E5M2)
@@ -302,8 +328,15 @@ class Head:
 
     @contextmanager
     def _logits(
-        self, start: int, stop: int, x: Operand, lm_head: Operand, epilogue: Epilogue = STORE
+        self,
+        start: int,
+        stop: int,
+        x: Operand,
+        lm_head: Operand,
+        low: OfPass | None,
+        epilogue: Epilogue = STORE,
     ) -> Iterator[Tensor]:
+        added = None if low is None else low.beside(start, stop)
         with self._scratch(start, stop, lm_head) as logits:
-            self.linear.forward(logits, x, lm_head, epilogue=epilogue)
+            self.linear.forward(logits, x, lm_head, epilogue=epilogue, adapters=added)
             yield logits

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmq.base.epilogue import STORE, Epilogue, GradientSum
+from llmq.base.epilogue import STORE, Adapters, Epilogue, GradientSum
 from llmq.base.operand import Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Format
@@ -50,9 +50,12 @@ class Linear:
         bias: Tensor | None = None,
         *,
         epilogue: Epilogue = STORE,
+        adapters: Adapters | None = None,
     ) -> None:
-        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the epilogue."""
-        product(self.dev, out, bias=bias, epilogue=epilogue, **self.how(FORWARD, x, weight))
+        """out (rows, out_features) = x (rows, in_features) @ weight^T + bias + the adapters', and
+        the epilogue."""
+        terms = {"bias": bias, "adapters": adapters, "epilogue": epilogue}
+        product(self.dev, out, **terms, **self.how(FORWARD, x, weight))
 
     def input_gradient(
         self, d_x: Tensor, d_out: Operand, weight: Operand, *, epilogue: Epilogue = STORE

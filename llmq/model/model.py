@@ -10,6 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats import format_of
 from llmq.model.activations import Cache
+from llmq.model.adapters import EmbeddingAdapters, table_adapters
 from llmq.model.balance import Balance
 from llmq.model.block import Blocks
 from llmq.model.head import Head
@@ -63,7 +64,10 @@ class Model:
         shared = (self.residuals, self.operands, options, backend, starts, scalars, cache)
         self.blocks = Blocks(dev, config, *shared, self.balance)
         largest = loss.largest if trains else 1.0
-        self.head = Head(dev, config, self.operands, options, self.residuals.final, largest)
+        final = self.residuals.final
+        self.head = Head(dev, config, self.operands, options, final, largest, scalars)
+        table = table_adapters(config, options, "embed")
+        self.embedding = None if table is None else EmbeddingAdapters(dev, config, table)
         if trains:
             self.d_residual = dev.alloc("d_residual", shape, dtype, "Activations")
             self.d_norm = dev.alloc("d_norm", shape, dtype, "Activations")
@@ -84,7 +88,7 @@ class Model:
         """
         weights = self.weights
         self.operands.scales.start_micro_step(of_step=keep)
-        self.blocks.linear.drops = keep
+        self.blocks.linear.drops = self.head.drops = keep
         weights.start_micro_step(stale)
         weights.gather("embed")
         weights.gather("layers.0")
@@ -92,6 +96,8 @@ class Model:
         w = EmbeddingWeights(**weights.get("embed"))
         how = (position, self.config.embedding_scale, self.starts)
         embedding.forward(self.dev, residual, tokens, w.embed, w.positions, *how)
+        if self.embedding is not None:
+            self.embedding.forward(residual, tokens, w)
         weights.release("embed")
         for layer in self._layers:
             weights.gather(f"layers.{layer + 1}" if layer + 1 in self._layers else "head")
@@ -117,19 +123,20 @@ class Model:
         slab, _ = self._head_slab
         self.weights.gather(slab)
         of_rows = None if self.loss is None else self.loss.of_rows()
-        self.head.token_losses(self.weights.lm_head(), targets.view(targets.size), of_rows)
+        w = HeadWeights(**self.weights.of_logits())
+        self.head.token_losses(w, targets.view(targets.size), of_rows)
         self.weights.release(slab)
 
     def top_k(self, told: Tensor) -> None:
         """The largest logits of all rows, after `token_losses`, as Head.top_k."""
         slab, _ = self._head_slab
         self.weights.gather(slab)
-        self.head.top_k(self.weights.lm_head(), told)
+        self.head.top_k(HeadWeights(**self.weights.of_logits()), told)
         self.weights.release(slab)
 
     def logits(self, rows: Sequence[int]) -> Iterator[Tensor]:
         """After `forward`: what is predicted behind these of the B*T tokens, as Head.logits_of."""
-        return self.head.logits_of(self.weights.lm_head(), rows)
+        return self.head.logits_of(HeadWeights(**self.weights.of_logits()), rows)
 
     def next_logits(self, rows: Sequence[int]) -> np.ndarray:
         """The same on the host, F32 (len(rows), V); waits for the device."""
@@ -192,6 +199,11 @@ class Model:
             embedding.backward(dev, rows, d_residual, tokens, scale, padding, first, vocab)
         if g.positions is not None:
             embedding.backward_positions(dev, g.positions, d_residual, self.starts)
+        if self.embedding is not None:
+            self.weights.gather("embed")
+            w = EmbeddingWeights(**self.weights.get("embed"))
+            self.embedding.backward(d_residual, tokens, w, g)
+            self.weights.release("embed")
         grads.notify("embed")
 
     def _backward_head(self, grads: Gradients, targets: Tensor) -> None:
@@ -200,14 +212,14 @@ class Model:
         for name in {slab, "head"}:
             weights.gather(name)
         of_table = grads.full(slab)
-        w = HeadWeights(**weights.get("head") | {"lm_head": weights.lm_head()})
+        w = HeadWeights(**weights.get("head") | weights.of_logits())
         g = HeadGrads(**grads.full("head") | {name: of_table.get(k) for name, k in of_head})
         last, d_residual, d_norm = self.blocks.layers[-1], self.d_residual, self.d_norm
         d_out = self.blocks.norms.d_out(d_residual, d_norm)
         to = self.operands.measured(last.halves[-1].out_id, d_out)
         flat = targets.view(targets.size)
         if self.loss.ahead:
-            self.head.token_losses(w.lm_head, flat, self.loss.of_rows())
+            self.head.token_losses(w, flat, self.loss.of_rows())
         row_weights = self.loss.weights(self.rows(targets))
         row_weights = row_weights and row_weights.view(flat.size)
         how = (last.branch, to, d_residual, d_norm, self.loss.of_rows())

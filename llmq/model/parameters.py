@@ -16,10 +16,12 @@ T = TypeVar("T")
 
 
 class EmbeddingParameters(NamedTuple, Generic[T]):
-    """embed: (Vp, C). positions: (P, C), where they are learned. new_rows: (R, C), those of the
-    embedding that are trained alone."""
+    """embed: (Vp, C), its adapters embed_a, embed_b as BlockParameters has them. positions: (P, C),
+    where they are learned. new_rows: (R, C), those of the embedding that are trained alone."""
 
     embed: T | None = None
+    embed_a: T | None = None
+    embed_b: T | None = None
     positions: T | None = None
     new_rows: T | None = None
 
@@ -48,13 +50,16 @@ class BlockParameters(dict[str, T]):
 
 class HeadParameters(NamedTuple, Generic[T]):
     """norm, its bias: (C,). ln1_post: (C,), with post_norm, of what the last block puts out.
-    lm_head: (Vp, C). new_rows: (R, C), those of it that are trained alone.
+    lm_head: (Vp, C), its adapters lm_head_a, lm_head_b as BlockParameters has them. new_rows: (R,
+    C), those of it that are trained alone.
     """
 
     ln1_post: T | None = None
     norm: T | None = None
     norm_bias: T | None = None
     lm_head: T | None = None
+    lm_head_a: T | None = None
+    lm_head_b: T | None = None
     new_rows: T | None = None
 
 

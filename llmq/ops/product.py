@@ -457,7 +457,7 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
     e, dev = epilogue, terms.dev
-    if e.gradient and terms.route("exp", out.dtype) is not None:
+    if e.gradient and terms.adapters is None and terms.route("exp", out.dtype) is not None:
         _exponentials(terms, out, e)
         return
     _store(terms, out)

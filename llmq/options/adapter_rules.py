@@ -17,6 +17,7 @@ from llmq.options.conditions import (
     too_small_for_rank,
     uncoded_base,
     wrong_for_experts,
+    wrong_tables,
 )
 from llmq.options.loss_rules import trains_score
 from llmq.options.option_types import ADAPTERS_GROUP, QUANTIZED, numbers_of
@@ -156,6 +157,11 @@ ADAPTERS_REFUSED_WITH_MODEL = (
         "lora_targets",
         lambda v, o, model: lacking_targets(o, model),
         "--lora-targets: {model.architecture} has no {found}",
+    ),
+    *refused(
+        "lora_targets",
+        lambda v, o, model: wrong_tables(o, model),
+        "--lora-targets: {found}",
     ),
     *refused(
         "lora_rank_pattern lora_alpha_pattern",

@@ -8,17 +8,18 @@ values in one matrix, these three share an adapter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
-from llmq.arch.matrix import Part
+from llmq.arch.matrix import Matrix, Module, Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.base.layers import layer_set
-from llmq.options.option_types import LORA_TARGETS, OF_EXPERTS, numbers_of
+from llmq.options.option_types import LORA_TARGETS, OF_EXPERTS, OF_TABLES, numbers_of
 from llmq.options.rule import Options
 
 
@@ -77,7 +78,7 @@ class AdaptedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """A matrix of a block, by its key there, with its adapters.
+    """A matrix of a block, by its key there, with its adapters; or the embedding or the LM head.
 
     shape: (rows, in_features), with the rows of all experts. groups: number of experts, 1 if it is
     of none. active: of them, those that a token meets. parts: of fused experts one of each, all of
@@ -122,8 +123,8 @@ def adapters_of(config: Options) -> Adapters | None:
     """The adapters of a run; None where all of the model is trained. config: normalized."""
     if not config.has_adapters:
         return None
-    # Experts are so many that they have to be asked for.
-    targets = tuple(target for target in LORA_TARGETS if target not in OF_EXPERTS)
+    # Experts are so many that they have to be asked for, and so have tables, as in PEFT.
+    targets = tuple(t for t in LORA_TARGETS if t not in (*OF_EXPERTS, *OF_TABLES))
     if config.lora_targets != "all":
         targets = tuple(config.lora_targets.split(","))
     return Adapters(
@@ -143,60 +144,92 @@ def has_target(model: ModelConfig, target: str) -> bool:
     """Whether a module of the model is named so in --lora-targets."""
     matrices = (m for layer in range(model.num_layers) for m in model.matrices(layer))
     parts = (part for matrix in matrices for part in (*matrix.parts, matrix.fused))
+    parts = chain(parts, (part for table in token_matrices(model).values() for part in table.parts))
     return any(target in part.targets for part in parts if part is not None)
 
 
 @lru_cache(maxsize=1024)
 def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tuple[Adapted, ...]:
-    """The matrices of a block that get adapters, in the order of the block.
+    """The matrices of a layer that get adapters, in the order of the block.
 
     Targets that the model does not have are left out. ConfigError where a part of a module is
     named, and another one is not; ValueError for layers that it does not have.
     """
-    found, targets = [], adapters.targets
     if layer not in layer_set(adapters.layers, model.num_layers):
         return ()
-    for matrix in model.matrices(layer):
-        chosen: list[AdaptedPart] = []
-        fused = [] if matrix.fused is None else [(matrix.fused, 0, matrix.fused.rows)]
-        for part, start, stop in (*(s for s in matrix.spans if s not in fused), *fused):
-            if part.experts and chosen:
-                continue
-            if isinstance(targets, str):
-                named = part.targets if re.fullmatch(targets, part.module) else ()
-            else:
-                named = tuple(target for target in part.targets if target in targets)
-            if named and len(named) < len(part.targets):
-                raise ConfigError(
-                    f"--lora-targets: {', '.join(part.targets)} are one matrix, "
-                    f"{part.module.rpartition('.')[2]}, of {model.architecture}: name all of them "
-                    f"or none, got {', '.join(named)}"
-                )
-            if named:
-                step = (stop - start) // max(part.experts, 1)
-                its = adapters.of(part.module)
-                chosen += [
-                    AdaptedPart(part, first, first + step, *its)
-                    for first in range(start, stop, step)
-                ]
-        if chosen:
-            columns, groups = matrix.shape[-1], prod(matrix.shape[:-2])
-            shape = (prod(matrix.shape) // columns, columns)
-            sizes = {"shape": shape, "groups": groups, "active": matrix.active}
-            found.append(Adapted(key=matrix.key, parts=tuple(chosen), **sizes))
-    return tuple(found)
+    every = (_adapted(model, adapters, matrix) for matrix in model.matrices(layer))
+    return tuple(found for found in every if found is not None)
 
 
-def all_adapted(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[int, Adapted]]:
-    """As adapted_matrices, of all blocks, each with its layer."""
+@lru_cache(maxsize=64)
+def adapted_tables(model: ModelConfig, adapters: Adapters) -> Mapping[str, Adapted]:
+    """The embedding and the LM head, by block, if they get adapters: each its own, also where both
+    are one table."""
+    every = {
+        block: _adapted(model, adapters, table) for block, table in token_matrices(model).items()
+    }
+    return {block: found for block, found in every.items() if found is not None}
+
+
+def token_matrices(model: ModelConfig) -> dict[str, Module]:
+    """The embedding and the LM head, by block, whether it is a table of its own or not."""
+    untied = replace(model, tied_embeddings=False)
+    blocks = {"embed": model.arch.embedding(model), "head": model.arch.head(untied)}
+    keys = ("embed", "lm_head")
+    return {block: m for block, ms in blocks.items() for m in ms if m.key in keys}
+
+
+def _adapted(model: ModelConfig, adapters: Adapters, matrix: Module) -> Adapted | None:
+    """A matrix with its adapters, if it has any."""
+    targets, chosen = adapters.targets, []
+    whole = matrix.fused if isinstance(matrix, Matrix) else None
+    fused = [] if whole is None else [(whole, 0, whole.rows)]
+    for part, start, stop in (*(s for s in matrix.spans if s not in fused), *fused):
+        if part.experts and chosen:
+            continue
+        if isinstance(targets, str):
+            named = part.targets if re.fullmatch(targets, part.module) else ()
+        else:
+            named = tuple(target for target in part.targets if target in targets)
+        if named and len(named) < len(part.targets):
+            raise ConfigError(
+                f"--lora-targets: {', '.join(part.targets)} are one matrix, "
+                f"{part.module.rpartition('.')[2]}, of {model.architecture}: name all of them "
+                f"or none, got {', '.join(named)}"
+            )
+        if named:
+            step = (stop - start) // max(part.experts, 1)
+            its = adapters.of(part.module)
+            chosen += [
+                AdaptedPart(part, first, first + step, *its) for first in range(start, stop, step)
+            ]
+    if not chosen:
+        return None
+    columns, groups = matrix.shape[-1], prod(matrix.shape[:-2])
+    shape = (prod(matrix.shape) // columns, columns)
+    active = matrix.active if isinstance(matrix, Matrix) else 1
+    return Adapted(key=matrix.key, parts=tuple(chosen), shape=shape, groups=groups, active=active)
+
+
+def adapted_in_layers(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[int, Adapted]]:
+    """As adapted_matrices, of all layers, each with its number."""
     for layer in range(model.num_layers):
         for matrix in adapted_matrices(model, adapters, layer):
             yield layer, matrix
 
 
+def all_adapted(model: ModelConfig, adapters: Adapters) -> Iterator[tuple[str, Adapted]]:
+    """All matrices that get adapters, each with the name of its block."""
+    tables = adapted_tables(model, adapters)
+    yield from ((block, table) for block, table in tables.items() if block == "embed")
+    for layer, matrix in adapted_in_layers(model, adapters):
+        yield f"layers.{layer}", matrix
+    yield from ((block, table) for block, table in tables.items() if block == "head")
+
+
 def divided_bias(model: ModelConfig, adapters: Adapters) -> str | None:
     """The problem where some of the modules that share a bias have adapters, and others not."""
-    for layer, matrix in all_adapted(model, adapters):
+    for layer, matrix in adapted_in_layers(model, adapters):
         whole = next(m for m in model.matrices(layer) if m.key == matrix.key)
         if whole.bias and len(matrix.parts) < len(whole.parts):
             some = ", ".join(m.rpartition(".")[2] for m in matrix.modules)

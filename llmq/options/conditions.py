@@ -14,6 +14,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
 from llmq.options.adapters import (
     adapted_modules,
+    adapted_tables,
     adapters_of,
     all_adapted,
     divided_bias,
@@ -279,6 +280,25 @@ def wrong_for_experts(o: Options, model: ModelConfig) -> str | None:
             return f"--lora-rank: adapters of experts need a multiple of 8, got {matrix.rank}"
         if o.lora_dropout:
             return "--lora-dropout: adapters of experts have none, as in PEFT: use 0"
+    return None
+
+
+def wrong_tables(o: Options, model: ModelConfig) -> str | None:
+    """The problem with adapters of the embedding or the LM head."""
+    tables = adapted_tables(model, adapters_of(o)) if o.has_adapters else {}
+    whole = {"embed": ("embeddings", *NEW_PARTS), "head": ("head", "new-rows")}
+    if model.tied_embeddings:
+        whole = dict.fromkeys(whole, ("embeddings", *NEW_PARTS))
+    for block in tables:
+        name = "embedding" if block == "embed" else block
+        if found := [part for part in whole[block] if part in o.train]:
+            return f"{name} has no adapters beside --train={found[0]}, which trains it: name one"
+        if o.lora_dora:
+            return f"{name} has no magnitudes: leave it out, or --lora-dora"
+        if o.lora_init == "pissa":
+            return f"{name} is not split by --lora-init pissa: leave one of both out"
+        if block == "head" and o.head_dtype != o.model_dtype:
+            return f"head needs its products in {o.model_dtype}: leave --head-dtype out"
     return None
 
 

@@ -49,8 +49,12 @@ AUTO = "auto"
 SPLIT = "split"
 """Value of --eval-file that stands for a part of the training files."""
 
+OF_TABLES = ("embedding", "head")
+"""Those of LORA_TARGETS that have a row for each token."""
+
 LORA_TARGETS = tuple(dict.fromkeys(t for arch in ARCHITECTURES.values() for t in arch.targets))
-"""Matrices of a block that may have adapters."""
+LORA_TARGETS += OF_TABLES
+"""Matrices that may have adapters."""
 
 OF_EXPERTS = ("experts", "fused_experts")
 """Some of these: matrices of experts, module by module or as transformers fuses them."""

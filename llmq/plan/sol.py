@@ -51,8 +51,10 @@ def _adapter_weights(config: ModelConfig, adapters: Adapters | None) -> int:
     if adapters is None:
         return 0
     total = 0
-    for _, matrix in all_adapted(config, adapters):
-        sizes = (p.rank * (p.stop - p.start + matrix.shape[1]) for p in matrix.parts)
+    for block, matrix in all_adapted(config, adapters):
+        chosen = block == "embed"  # its rows are not multiplied
+        rows = (0 if chosen else p.stop - p.start for p in matrix.parts)
+        sizes = (p.rank * (n + matrix.shape[1]) for p, n in zip(matrix.parts, rows, strict=True))
         total += sum(sizes) * matrix.active // matrix.groups
     return total
 

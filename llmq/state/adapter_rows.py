@@ -30,12 +30,12 @@ def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tupl
     which nobody here knows anything.
     """
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
-    for layer, matrix in all_adapted(config, adapters):
-        a, b = _rows(matrix, layer)
+    for block, matrix in all_adapted(config, adapters):
+        a, b = _rows(matrix, block)
         slabs["lora_a"].append(a)
         slabs["lora_b"].append(b)
         if adapters.dora:
-            slabs.setdefault(MAGNITUDES, []).append(_magnitudes(matrix, layer))
+            slabs.setdefault(MAGNITUDES, []).append(_magnitudes(matrix, block))
     if config.new_tokens is not None and not {*NEW_PARTS}.isdisjoint(adapters.train):
         slabs[NEW_ROWS] = _new_rows(config, of_head="new-rows" in adapters.train)
     return slabs
@@ -65,15 +65,21 @@ TABLES = {"embed": "embed", "head": "lm_head"}
 """By block, the key of the matrix that has a row for each token."""
 
 
-def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
-    block, key, a, b, rows, rank = f"layers.{layer}", matrix.key, [], [], 0, matrix.rank
+def _rows(matrix: Adapted, block: str) -> tuple[tuple, tuple]:
+    key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
     count = len(matrix.parts)
     if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
         name, rows = f"{PEFT_PREFIX}{matrix.fused.module}", matrix.fused.rows
         a.append(HfPart(name=f"{name}.lora_A.weight", start=0, stop=count * rank))
         how = {"experts": count, "by_rank": True, "order": matrix.fused.order}
         b.append(HfPart(name=f"{name}.lora_B.weight", start=0, stop=rows, **how))
-    for i, (part, start, stop, own, _) in enumerate(() if matrix.fused else matrix.parts):
+    if block == "embed":  # PEFT has it transposed: what tokens choose among comes first
+        (part,), name = matrix.parts, f"{PEFT_PREFIX}{matrix.modules[0]}.lora_embedding_"
+        a.append(HfPart(name=f"{name}B", start=0, stop=rank, transposed=True))
+        rows, initial = part.stop, "unit"
+        b.append(HfPart(name=f"{name}A", start=0, stop=rows, transposed=True))
+    one_by_one = () if matrix.fused or block == "embed" else matrix.parts
+    for i, (part, start, stop, own, _) in enumerate(one_by_one):
         name, end = f"{PEFT_PREFIX}{part.module}", rows + stop - start
         a.append(HfPart(name=f"{name}.lora_A.weight", start=i * rank, stop=i * rank + own))
         how = {"order": part.order, "columns": None if own == rank else own}
@@ -82,12 +88,12 @@ def _rows(matrix: Adapted, layer: int) -> tuple[tuple, tuple]:
     full = f"model.{block}.{key}"
     shape_a, shape_b = (padded_columns(count, rank), matrix.shape[1]), (rows, rank)
     return (
-        (block, f"{key}_a", f"{full}.lora_A.weight", shape_a, "matrix", "adapter", tuple(a)),
+        (block, f"{key}_a", f"{full}.lora_A.weight", shape_a, "matrix", initial, tuple(a)),
         (block, f"{key}_b", f"{full}.lora_B.weight", shape_b, "matrix", "zero", tuple(b)),
     )
 
 
-def _magnitudes(matrix: Adapted, layer: int) -> tuple:
+def _magnitudes(matrix: Adapted, block: str) -> tuple:
     parts = tuple(
         HfPart(
             name=f"{PEFT_PREFIX}{part.module}.lora_magnitude_vector",
@@ -97,7 +103,7 @@ def _magnitudes(matrix: Adapted, layer: int) -> tuple:
         )
         for part, start, stop, _, _ in matrix.parts
     )
-    block, key, shape = f"layers.{layer}", matrix.key, matrix.shape[:1]
+    key, shape = matrix.key, matrix.shape[:1]
     full = f"model.{block}.{key}.lora_magnitude_vector"
     return block, f"{key}_m", full, shape, "vector", "zero", parts
 

@@ -25,6 +25,8 @@ def begin(
         std = config.initializer_range
         if param.init == "residual":
             std /= np.sqrt(2.0 * config.num_layers)
+        elif param.init == "unit":
+            std = 1.0
         elif param.init == "adapter":  # as wide as PEFT's, which are uniform
             std = 1.0 / np.sqrt(3.0 * param.columns)
         param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)

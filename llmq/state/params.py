@@ -39,10 +39,10 @@ class Param:
 
     name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
     there. shape: with padded rows. kind: as of Module. init: as of Module, or "adapter" (normal,
-    1/sqrt(3 in_features)). index: number in the whole model, seeds its random numbers. offset:
-    first element in the slab. first_row: of the block's token table, whose rows from there on these
-    are; None: it is no part of another parameter. fused: one tensor that files may hold instead of
-    those of hf.
+    1/sqrt(3 in_features)), or "unit" (normal, 1). index: number in the whole model, seeds its
+    random numbers. offset: first element in the slab. first_row: of the block's token table, whose
+    rows from there on these are; None: it is no part of another parameter. fused: one tensor that
+    files may hold instead of those of hf.
     """
 
     name: str
@@ -307,7 +307,7 @@ def _trained_biases(config: ModelConfig, adapters: Adapters | None) -> set[tuple
     """Block and key of the biases of matrices that have adapters, where these are trained."""
     if adapters is None or "adapted-biases" not in adapters.train:
         return set()
-    return {(f"layers.{layer}", f"{m.key}_bias") for layer, m in all_adapted(config, adapters)}
+    return {(block, f"{m.key}_bias") for block, m in all_adapted(config, adapters)}
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -275,6 +275,12 @@ class Weights:
         """The matrix that makes logits; its block must have been got in this micro-step."""
         return self._lm_head if self._head_codes is None else self._head_codes.operand
 
+    def of_logits(self) -> dict[str, Operand]:
+        """The same with its adapters, by key."""
+        own = (f"{TABLES['head']}_{n}" for n in "ab")
+        adapters = {key: self._views["head"][key] for key in own if key in self._views["head"]}
+        return {"lm_head": self.lm_head(), **adapters}
+
     def release(self, block: str) -> None:
         """Say that enqueued work was the last to read this block's work weights."""
         if block not in self._pass.held:

@@ -88,7 +88,7 @@ def test_what_is_beyond_the_matrices_is_not_read(dev, rng):
 
 
 @pytest.mark.parametrize("dev", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-@pytest.mark.parametrize("case", ["qwen7b_qkv", "qwen7b_up", "qwen7b_up_rank64"])
+@pytest.mark.parametrize("case", ["qwen7b_qkv", "qwen7b_up", "qwen7b_head", "qwen7b_up_rank64"])
 def test_same_bits_again(dev, rng, case):
     """With all multiprocessors at work, and numbers whose sums depend on their order."""
     _, N, rank, *edges = CASES[case]

@@ -33,7 +33,7 @@ from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import stored_shape
 from llmq.ops.rope import inverse_frequencies
-from llmq.options.adapters import all_adapted
+from llmq.options.adapters import adapted_tables, all_adapted
 from llmq.ref.mxfp4 import mxfp4_encode
 from llmq.state.adapter_rows import PEFT_PREFIX
 from llmq.state.params import Param
@@ -122,6 +122,10 @@ class Gguf(ExportFormat):
         if source.adapters is not None and source.adapters.dora:
             raise LlmqError(
                 "--format gguf: a file of adapters has no magnitudes (--lora-dora): add --merge"
+            )
+        if source.adapters is not None and adapted_tables(model, source.adapters):
+            raise LlmqError(
+                "--format gguf: adapters of embedding and head are not written: add --merge"
             )
         if source.adapters is not None and len(_alphas(source)) > 1:
             raise LlmqError(

@@ -24,7 +24,7 @@ from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter, reduce
 from llmq.ops.expert_rows import sum_rows
 from llmq.ops.product import grouped_gradient, grouped_product
-from llmq.options.adapters import Adapted, adapters_of, all_adapted
+from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
 
 
 class ExpertLinear:
@@ -35,7 +35,7 @@ class ExpertLinear:
         """rows: R."""
         self.dev, adapters = shared.dev, adapters_of(shared.options)
         self.fast = shared.operands.fast
-        every = all_adapted(shared.config, adapters) if adapters is not None else ()
+        every = adapted_in_layers(shared.config, adapters) if adapters is not None else ()
         self._adapted = {(layer, m.key): m for layer, m in every if m.groups > 1}
         widest = max((m.rank * _parts_of(m) for m in self._adapted.values()), default=0)
         if widest:  # one matrix at a time: its gradients follow its input's

@@ -1,0 +1,198 @@
+"""The thin products of adapters: of any matrix, and of the embedding and the LM head as a whole.
+
+Adapters of the LM head are those of a block's matrix (`BlockLinear`). Tokens choose rows of the
+embedding, W + s * B A, so that only rows of B are read:
+
+    h = (s * B)[tokens]            y = W[tokens] + h @ A
+    d_h = d_y @ A^T                d_A = h^T @ d_y,   d_B[id] = s * sum of d_h of its tokens
+
+A scale of embeddings multiplies h, too. PEFT has no dropout there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from llmq.arch.model_config import ModelConfig
+from llmq.base.epilogue import Adapters
+from llmq.base.tensor import Accumulator, Tensor
+from llmq.model.linear import Linear
+from llmq.model.parameters import EmbeddingGrads, EmbeddingWeights, HeadGrads, HeadWeights
+from llmq.ops import adapter, adapter_backward, embedding, reduce
+from llmq.ops.common import padded_columns
+from llmq.ops.dropout import dropout
+from llmq.ops.matmul import matmul
+from llmq.options.adapters import Adapted, adapted_tables, adapters_of
+from llmq.options.options import TrainConfig
+from llmq.runtime.device import Device
+
+HEAD_SALT = 1 << 20  # of dropout: matrices of blocks count from 0
+
+
+def width_of(matrix: Adapted) -> int:
+    """Columns of h."""
+    return padded_columns(len(matrix.parts), matrix.rank)
+
+
+@contextmanager
+def expanded(dev: Device, matrix: Adapted, b: Tensor) -> Iterator[Tensor]:
+    """All adapters' B in one matrix (out_features, R), with scaling."""
+    shape = (matrix.shape[0], width_of(matrix))
+    if matrix.scales == (1,) and shape == b.shape:  # of one adapter, which has all rows
+        yield b
+        return
+    with dev.scratch("lora_b", shape, b.dtype) as whole:
+        adapter.expand(dev, whole, b, matrix.spans, matrix.scales)
+        yield whole
+
+
+def output_gradients(
+    dev: Device,
+    matrix: Adapted,
+    d_hidden: Tensor,
+    d_b: Accumulator | None,
+    d_out: Tensor,
+    hidden: Tensor,
+    b: Tensor,
+) -> None:
+    """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
+    spans, scales = matrix.spans, matrix.scales
+    at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
+    if at_once and d_b is not None and len({*scales}) == 1:
+        adapter_backward.backward(dev, d_hidden, d_b, d_out, hidden, b, spans, scales[0])
+        return
+    with expanded(dev, matrix, b) as whole:
+        matmul(dev, d_hidden, d_out, whole)
+    if d_b is None:
+        return
+    with dev.scratch("d_b_whole", (matrix.shape[0], hidden.shape[1]), d_b.tensor.dtype) as whole:
+        matmul(dev, whole, d_out, hidden, trans_a=True)
+        _add_collected(dev, matrix, d_b, whole)
+
+
+def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor) -> None:
+    """The gradient of B, of that of what `expanded` makes of it."""
+    with dev.scratch("d_b", d_b.tensor.shape, d_b.tensor.dtype) as part:
+        adapter.collect(dev, part, whole, matrix.spans, matrix.scales)
+        reduce.add(dev, d_b, part)
+
+
+class EmbeddingAdapters:
+    """Those of the embedding. out, d_out: (B, T, C), the first residual and its gradient."""
+
+    def __init__(self, dev: Device, config: ModelConfig, matrix: Adapted):
+        self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
+        self._scale, self._padding = config.embedding_scale, config.padding_row
+
+    @contextmanager
+    def _hidden(self, tokens: Tensor, b: Tensor, like: Tensor) -> Iterator[Tensor]:
+        shape = (*tokens.shape, width_of(self._matrix))
+        with self._dev.scratch("embed_hidden", shape, like.dtype) as hidden:
+            with expanded(self._dev, self._matrix, b) as rows:
+                embedding.forward(self._dev, hidden, tokens, rows, None, scale=self._scale)
+            yield hidden.view(tokens.size, shape[-1])
+
+    def forward(self, out: Tensor, tokens: Tensor, w: EmbeddingWeights) -> None:
+        """Add what they give to `out`."""
+        flat = out.view(tokens.size, out.shape[-1])
+        with self._hidden(tokens, w.embed_b, out) as hidden:
+            matmul(self._dev, flat, hidden, w.embed_a, accumulate=True)
+
+    def backward(
+        self, d_out: Tensor, tokens: Tensor, w: EmbeddingWeights, g: EmbeddingGrads
+    ) -> None:
+        """The gradients of A and B."""
+        dev, flat = self._dev, d_out.view(tokens.size, d_out.shape[-1])
+        with self._hidden(tokens, w.embed_b, d_out) as hidden:
+            self._linear.weight_gradients(g.embed_a, None, hidden, flat)
+            matmul(dev, hidden, flat, w.embed_a, trans_b=True)
+            shape = (self._matrix.shape[0], hidden.shape[1])
+            with dev.scratch("d_b_whole", shape, g.embed_b.tensor.dtype) as whole:
+                dev.zero(whole)
+                d_rows = g.embed_b._replace(tensor=whole, accumulate=True)
+                d_hidden = hidden.view(*tokens.shape, hidden.shape[1])
+                embedding.backward(dev, d_rows, d_hidden, tokens, self._scale, self._padding)
+                _add_collected(dev, self._matrix, g.embed_b, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class OfPass:
+    """The adapters' part of one pass over all rows of the head. hidden, d_hidden: (rows, R). tail:
+    (Vp, R). a: (R, C), b: (V, rank). d_b: its gradient, None without one."""
+
+    dev: Device
+    matrix: Adapted
+    hidden: Tensor
+    d_hidden: Tensor | None
+    tail: Tensor
+    b: Tensor
+    d_b: Accumulator | None
+
+    def beside(self, start: int, stop: int) -> Adapters:
+        """The second term of logits of these rows."""
+        return Adapters(self.hidden.rows(start, stop), lambda: nullcontext(self.tail))
+
+    def of_logits(self, start: int, stop: int, gradient: Tensor) -> None:
+        """The gradients of h and B, of that of these rows' logits; chunks follow one another."""
+        d_b = self.d_b if start == 0 else self.d_b._replace(accumulate=True)
+        hidden, d_hidden = self.hidden.rows(start, stop), self.d_hidden.rows(start, stop)
+        output_gradients(self.dev, self.matrix, d_hidden, d_b, gradient, hidden, self.b)
+
+
+class HeadAdapters:
+    """Those of the LM head, of which the logits of a few rows are there at a time."""
+
+    def __init__(self, dev: Device, matrix: Adapted, options: TrainConfig, scalars: Tensor | None):
+        self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
+        self._scalars, self._probability = scalars, options.lora_dropout
+        self._sequences = options.batch_size
+
+    @contextmanager
+    def of_pass(
+        self, x: Tensor, w: HeadWeights, g: HeadGrads | None, d_x: Tensor | None, *, drops: bool
+    ) -> Iterator[OfPass]:
+        """A pass over the rows of x (rows, C). With gradients, that of A and what d_x (rows, C) has
+        of them are computed when it ends, after d_x has the rest. drops: whether with dropout."""
+        drops = drops and self._probability > 0
+        dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
+        with ExitStack() as temps:
+            hidden = temps.enter_context(dev.scratch("lm_head_hidden", shape, x.dtype))
+            d_hidden = None
+            if g is not None:
+                d_hidden = temps.enter_context(dev.scratch("d_lm_head_hidden", shape, x.dtype))
+            with self._dropped(x, drops) as dropped:
+                matmul(dev, hidden, dropped, w.lm_head_a, trans_b=True)
+            tail = temps.enter_context(expanded(dev, self._matrix, w.lm_head_b))
+            d_b = None if g is None else g.lm_head_b
+            yield OfPass(dev, self._matrix, hidden, d_hidden, tail, w.lm_head_b, d_b)
+            if g is None:
+                return
+            with self._dropped(x, drops) as dropped:
+                self._linear.weight_gradients(g.lm_head_a, None, d_hidden, dropped)
+            if not drops:
+                matmul(dev, d_x, d_hidden, w.lm_head_a, accumulate=True)
+                return
+            with dev.scratch("d_dropped", d_x.shape, d_x.dtype) as second:
+                matmul(dev, second, d_hidden, w.lm_head_a)
+                self._dropout(d_x, second, add=True)
+
+    @contextmanager
+    def _dropped(self, x: Tensor, drops: bool) -> Iterator[Tensor]:
+        if not drops:
+            yield x
+            return
+        with self._dev.scratch("dropped", x.shape, x.dtype) as dropped:
+            self._dropout(dropped, x, add=False)
+            yield dropped
+
+    def _dropout(self, out: Tensor, x: Tensor, *, add: bool) -> None:
+        how = {"probability": self._probability, "salt": HEAD_SALT, "sequences": self._sequences}
+        dropout(self._dev, out, x, self._scalars, add=add, **how)
+
+
+def table_adapters(config: ModelConfig, options: TrainConfig, block: str) -> Adapted | None:
+    """The adapters of the embedding, "embed", or of the LM head, "head"; None without any."""
+    adapters = adapters_of(options)
+    return None if adapters is None else adapted_tables(config, adapters).get(block)
