@@ -111,13 +111,6 @@ def test_7b_in_16_gib():
     assert speed > 889  # llm.q's published run on this card, with all blocks recomputed
 
 
-def test_14b_in_24_gib():
-    # llm.q's published run on this card: 32 x 16, 2001 tokens/s.
-    best = search("Qwen2.5-14B", "4090", 128, matmul_dtype="e4m3", grad_accumulation=4)[0]
-    assert best.config.shard_weights and best.config.offload_opt_v
-    assert best.need.speed > 2000
-
-
 def test_what_was_given_stays():
     fixed = {"recompute_block": True, "lmhead_chunks": 2, "offload_opt_m": False}
     for candidate in search("Qwen2.5-1.5B", "4070", None, tuple(fixed), **fixed):
@@ -130,7 +123,7 @@ def test_without_host_memory_there_is_another_way():
     assert any(candidate.need.host < GIB for candidate in found)
 
 
-FEW = {"batch_size": 1, "grad_accumulation": 2}
+FEW = {"batch_size": 1, "grad_accumulation": 1}
 
 
 def refusal(model: str, host: float | None, memory: float, **options: object) -> str:
@@ -169,7 +162,7 @@ def test_refusal_for_want_of_host_memory():
 def test_what_goes_to_host_memory_is_chosen_as_a_whole(memory, host, hosted):
     """The cheapest to put there comes first; where both memories are nearly full it is too large,
     or too small."""
-    sizes = {"matmul_dtype": "e4m3", "batch_size": 1, "grad_accumulation": 4}
+    sizes = FEW | {"matmul_dtype": "e4m3"}
     lightest = {"recompute_block", "shard_weights", "shard_gradients"}
     names = lightest | {f"offload_{name}" for name in hosted.split()}
     given = FULL | {"model": "Qwen2.5-1.5B", "lmhead-chunks": 4}
@@ -265,7 +258,8 @@ def test_shrinking_takes_the_cheapest_and_nothing_superfluous():
 # ------------------------------------------------------------------------------------------------
 # The commands
 
-PLAN = ["plan", "--fit", "--model=Qwen2.5-0.5B", "--from-scratch", "--batch-size=16"]
+PLAN = ["plan", "--fit", "--model=Qwen2.5-0.5B", "--from-scratch", "--batch-size=8"]
+PLAN += ["--grad-accumulation=1"]
 
 
 def test_command_prints_command_lines(capsys):
@@ -273,13 +267,13 @@ def test_command_prints_command_lines(capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("[Fit]\n  Device:          any GPU, 16384 MiB\n")
-    assert "  Host memory:     8192 MiB\n  Tokens per step: 65,536, as given\n" in out
+    assert "  Host memory:     8192 MiB\n  Tokens per step: 8,192, as given\n" in out
     assert "  Speed:           of NVIDIA GeForce RTX 5060 Ti, from llm.q's published" in out
     commands = [line.strip() for line in out.splitlines() if line.startswith("   llmq train ")]
     assert commands and all("--log-file=x.json" in command for command in commands)
     for command in commands:
         assert _run([*shlex.split(command)[1:], "--dry-run"]) == 0
-    assert "Tokens per step: 65,536" in capsys.readouterr().out
+    assert "Tokens per step: 8,192" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpus", [None, 2])
@@ -394,7 +388,8 @@ def test_choice_for_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr("llmq.plan.report.attention_backend", lambda *_: "cudnn")
     monkeypatch.setattr("llmq.plan.memory.available_host_memory", lambda: 9 * GIB)
     monkeypatch.setattr("llmq.plan.report.eight_bit_gain", lambda *_: [])  # has tests of its own
-    config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 16})
+    given = FULL | {"model": "Qwen2.5-0.5B", "batch-size": 8, "grad-accumulation": 1}
+    config = make_config(given)
     sizes = []
     for free in (20 * GIB, 5 * GIB):
         monkeypatch.setattr("llmq.runtime.gpu_info.least_free", lambda _, free=free: free)
