@@ -36,7 +36,7 @@ HEAD = {"head_dtype": "e4m3"}
 # o has none, so that one half adds to the stream itself.
 ADAPTERS = {"lora_rank": 3, "lora_dropout": 0.2, "lora_targets": "q,v,up,down", "train": ("norms",)}
 NF4, E4M3 = {"base_dtype": "nf4"}, {"base_dtype": "e4m3"}
-MODEL = model("tiny-qwen3", num_layers=3, tied_embeddings=False)
+MODEL = model("tiny-qwen3", num_layers=3, vocab_size=96, tied_embeddings=False)
 GPU = replace(HOST_SPEC, name="streams")  # so that it has memory for copies
 
 # Only masters and codes of the update's work are in host memory.
@@ -81,7 +81,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr("llmq.comm.options.STAGING_CHUNK", 4096)
-    move_in_pieces(monkeypatch, 1024)
+    move_in_pieces(monkeypatch, 2048)
 
 
 def program(session: Session) -> list:
