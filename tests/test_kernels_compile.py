@@ -74,7 +74,7 @@ def bounded() -> set[str]:
 
 
 def has_room(work: Work) -> bool:
-    """Whether nothing but the threads of a block bounds the kernel's registers, and these are few."""
+    """Whether only the threads of a block bound the kernel's registers, and these are few."""
     few = all(launch.threads <= 512 for launch in work.launches)
     return few and work.source.entry not in bounded()
 
@@ -83,8 +83,8 @@ def chosen() -> list[Work]:
     """Some of that work, so that every two have met of: an architecture, the types and constants of
     a file. All of its kernels that have these. tools/compile_all.py compiles the whole of it.
 
-    Of kernels that have room only those for the oldest architecture, which knows the fewest
-    instructions, and for the first one with those of clusters.
+    Kernels that have room are compiled for the oldest architecture, which knows the fewest
+    instructions, and for the first one that knows those of clusters.
     """
     by_row: dict[frozenset, list[Work]] = {}
     for work in work_of(launches()):
@@ -98,7 +98,7 @@ def chosen() -> list[Work]:
 def test_kernels_compile_without_spills():
     found = list(reports(chosen()))
     assert [str(report) for report in found if report.problem] == []
-    # What has room has so much that it has enough on other architectures, too.
+    # These have so much room that they have enough on other architectures, too.
     roomy = [each for each in found if has_room(Work(each.capability, each.source, {each.launch}))]
     assert roomy and all(each.resources.registers <= 128 for each in roomy)
     assert all(each.resources.registers * each.launch.threads <= REGISTERS // 2 for each in roomy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,10 +51,17 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    """The module, parsed once."""
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> list[str]:
     """Dotted names that a module imports, anywhere in it; of `from a import b` it is a.b."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -117,18 +125,15 @@ def test_no_import_circles():
 
 def test_packages_say_what_they_are_for():
     for name in ROOMS:
-        lines = ast.get_docstring(
-            ast.parse((PACKAGE / name.replace(".", "/") / "__init__.py").read_text())
-        )
+        lines = ast.get_docstring(tree(PACKAGE / name.replace(".", "/") / "__init__.py"))
         assert lines is not None and len(lines.splitlines()) >= 3, name
 
 
 def test_sizes_of_python():
     for path in modules():
-        text = path.read_text()
         most = 900 if path.relative_to(PACKAGE).as_posix() in TABLES else 600
-        assert len(text.splitlines()) <= most, path
-        for node in ast.walk(ast.parse(text)):
+        assert len(path.read_text().splitlines()) <= most, path
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef):
                 length = node.end_lineno - node.lineno + 1
                 assert length <= 60, f"{path}: {node.name} has {length} lines"
@@ -153,7 +158,7 @@ def test_docstrings_and_comments_are_sentences():
 
 def test_gpu_libraries_are_not_imported_at_the_top_level():
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module] if isinstance(node, ast.ImportFrom) else []
