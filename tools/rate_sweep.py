@@ -14,7 +14,6 @@ that it has are not made again: a sweep that was cut goes on.
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ import typer
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_file
 from llmq.base.json_file import read_json
-from llmq.bench.losses import measure_losses
+from llmq.bench.losses import best_of, loss_of, measure_losses
 from llmq.bench.sweep_file import Row, read_runs
 from llmq.commands.common import TrainCommand, train_options
 from llmq.report.plot import run_plot
@@ -46,19 +45,13 @@ def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
     return {way: sorted(of, key=lambda row: float(row[RATE])) for way, of in ways.items()}
 
 
-def best_of(runs: Records) -> dict[str, Any]:
-    """The run with the lowest loss."""
-    return min(runs, key=lambda run: math.inf if run["loss"] is None else run["loss"])
-
-
 def table(ways: dict[str, Records], share: float) -> list[str]:
     """The losses of all runs, and whether a share of the tokens was enough for the others."""
     lines = ["| way | tokens | rate | evaluation loss | seconds |", f"|{' --- |' * 5}"]
     best = {way: best_of(runs) for way, runs in ways.items()}
     for way, runs in ways.items():
         for run in runs:
-            loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
-            loss = f"**{loss}**" if run is best[way] else loss
+            loss = f"**{loss_of(run)}**" if run is best[way] else loss_of(run)
             tokens, rate = f"{run['tokens'] / 1e6:.2f}M", f"{run['learning_rate']:g}"
             lines.append(f"| {way} | {tokens} | {rate} | {loss} | {run['seconds']:.1f} |")
     lines.append("")

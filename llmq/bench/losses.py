@@ -83,12 +83,22 @@ def measure_losses(
     return [done[identity(row)] for row in rows if identity(row) in done]
 
 
+def best_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run with the lowest loss."""
+    return min(runs, key=lambda run: math.inf if run["loss"] is None else run["loss"])
+
+
+def loss_of(run: dict[str, Any]) -> str:
+    """The loss for people."""
+    return "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
+
+
 def told(record: dict[str, Any]) -> str:
     """A run for people."""
-    loss = "diverged" if record["loss"] is None else f"loss {record['loss']:.4f}"
     return (
         f"{record['parameters'] / 1e6:7.2f}M parameters, {record['tokens'] / 1e6:7.1f}M tokens, "
-        f"{record['optimizer']} at {record['learning_rate']:.3g}: {loss}, {record['seconds']:.1f} s"
+        f"{record['optimizer']} at {record['learning_rate']:.3g}: loss {loss_of(record)}, "
+        f"{record['seconds']:.1f} s"
     )
 
 

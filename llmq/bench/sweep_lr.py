@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_file
 from llmq.base.json_file import read_json
-from llmq.bench.losses import measure_losses
+from llmq.bench.losses import best_of, loss_of, measure_losses
 from llmq.bench.sweep_file import Row, read_runs
 from llmq.options.options import OPTIONS
 from llmq.plan.recipe import BASE, round_rate, sizes_of
@@ -41,8 +40,7 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
     ladder = [middle * STEP ** (n - rates // 2) for n in range(rates)]
     found = _measured(own, ladder, out)
     for _ in range(MOST_FURTHER):
-        best = min(found, key=_loss)
-        place = found.index(best)
+        place = found.index(best_of(found))
         if 0 < place < len(found) - 1:
             break
         further = found[place]["learning_rate"] * (STEP if place else 1 / STEP)
@@ -58,9 +56,8 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
     }
     write_file(out, json.dumps(result | read_json(out), indent=1) + "\n")
     for run in found:
-        mark = "  <" if run is min(found, key=_loss) else ""
-        loss = "diverged" if run["loss"] is None else f"{run['loss']:.4f}"
-        print(f"  {run['learning_rate']:10.3g}  {loss}{mark}")
+        mark = "  <" if run is best_of(found) else ""
+        print(f"  {run['learning_rate']:10.3g}  {loss_of(run)}{mark}")
     print(f"The best rate of {first['optimizer']} at {first['width']} channels: {rate:g}")
     print(f"llmq recipe --hours … --rates {out}")
 
@@ -73,19 +70,14 @@ def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
     return measure_losses(rows, out)
 
 
-def _loss(run: dict[str, Any]) -> float:
-    return math.inf if run["loss"] is None else run["loss"]
-
-
 def lowest(runs: list[dict[str, Any]]) -> float:
     """The rate at which a parabola through the best run and its neighbours is lowest, in the
     logarithm of the rate; the best run's own where it is at an end. LlmqError if all diverged."""
-    losses = [_loss(run) for run in runs]
-    place = min(range(len(runs)), key=losses.__getitem__)
-    if math.isinf(losses[place]):
+    place = runs.index(best_of(runs))
+    rate, losses = runs[place]["learning_rate"], [run["loss"] for run in runs]
+    if losses[place] is None:
         raise LlmqError("all runs diverged: begin with a lower --learning-rate")
-    rate = runs[place]["learning_rate"]
-    if not 0 < place < len(runs) - 1 or math.isinf(losses[place + 1]):
+    if not 0 < place < len(runs) - 1 or None in losses[place - 1 : place + 2]:
         return rate
     before, at, behind = losses[place - 1 : place + 2]
     curvature = before - 2 * at + behind

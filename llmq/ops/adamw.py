@@ -20,16 +20,15 @@ of m's own.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32, I32, I64, STEP_SCALARS_WORDS
+from llmq.base.dtypes import I64
 from llmq.base.tensor import Tensor
-from llmq.ops.common import SCALE_BLOCK, expect_moment
+from llmq.ops.common import expect_moment, expect_part
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 128
 PER_THREAD = 8  # elements: one 16-byte access of BF16, two of F32
-SEGMENT_MULTIPLE = SCALE_BLOCK  # elements; nothing that is shared belongs to two parameters
 
 ADAMW = Kernel(
     "adamw.cu",
@@ -93,37 +92,11 @@ def update(
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Segments are not checked:
              their values are in device memory.
     """
-    n = _check(param, work, grad, segments, scalars, first)
+    n = expect_part("adamw", {"param": param, "grad": grad}, scalars, first, work)
+    expect("adamw", "segments", segments, I64, (segments.shape[0], 2))
     expect_moment("adamw", "m", m, m_scale, n)
     expect_moment("adamw", "v", v, v_scale, n)
     hyper = (1.0 - beta1, 1.0 - beta2, float(epsilon), float(weight_decay), float(lr_scale))
     tensors = (param, work, grad, m, v, m_scale, v_scale, segments)
     args = (*tensors, segments.shape[0], scalars, *hyper, salt, first, n)
     dev.launch(ADAMW, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=16 * n))
-
-
-def _check(
-    param: Tensor,
-    work: Tensor | None,
-    grad: Tensor,
-    segments: Tensor,
-    scalars: Tensor,
-    first: int,
-) -> int:
-    """The number of elements."""
-    n = param.size
-    for name, tensor in (("param", param), ("grad", grad)):
-        expect("adamw", name, tensor, None, (n,))
-        if tensor.dtype not in (F32, BF16):
-            raise TypeError(f"adamw: {name} must be F32 or BF16, got {tensor.dtype.label}")
-    if work is not None:
-        expect("adamw", "work", work, BF16, (n,))
-    expect("adamw", "segments", segments, I64, (segments.shape[0], 2))
-    expect("adamw", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
-    if n == 0 or n % SEGMENT_MULTIPLE:
-        raise ValueError(
-            f"adamw: param.size must be a positive multiple of {SEGMENT_MULTIPLE}, got {n}"
-        )
-    if first < 0 or first % SEGMENT_MULTIPLE:
-        raise ValueError(f"adamw: first must be a multiple of {SEGMENT_MULTIPLE}, got {first}")
-    return n

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from llmq.base.dtypes import BF16, F32
+from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
     COLUMN_MULTIPLE,
@@ -196,8 +196,7 @@ def _launch(
     scales: Sequence[float],
     groups: int,
 ) -> None:
-    if whole.dtype not in (F32, BF16):
-        raise TypeError(f"adapter: whole must be F32 or BF16, got {whole.dtype.label}")
+    expect_float("adapter", "whole", whole)
     rows, period = whole.shape[0], whole.shape[0] // groups
     expect_spans("adapter", spans, period)
     count, rank = sum(stop - start for start, stop in spans), b.shape[1]

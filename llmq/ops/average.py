@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import SCALE_BLOCK
+from llmq.ops.common import expect_part
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -36,8 +36,8 @@ def update(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay: 
     Cost:    reads and writes average, reads param; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    n = _expect(average, param)
-    expect("average", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    n = expect_part("average", {"average": average, "param": param}, scalars)
+    expect("average", "average", average, F32, (n,))
     args = (average, param, scalars, decay, n)
     dev.launch(UPDATE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=3 * n))
 
@@ -55,16 +55,7 @@ def exchange(dev: Device, average: Tensor, param: Tensor, *, back: bool) -> None
     Cost:    reads and writes both; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    n = _expect(average, param)
+    n = expect_part("average", {"average": average, "param": param})
+    expect("average", "average", average, F32, (n,))
     args = (average, param, int(back), n)
     dev.launch(EXCHANGE, ceil_div(n, THREADS * PER_THREAD), THREADS, args)
-
-
-def _expect(average: Tensor, param: Tensor) -> int:
-    """The number of elements."""
-    n = average.size
-    expect("average", "average", average, F32, (n,))
-    expect("average", "param", param, param.dtype if param.dtype == BF16 else F32, (n,))
-    if n == 0 or n % SCALE_BLOCK:
-        raise ValueError(f"average: n must be a positive multiple of {SCALE_BLOCK}, got {n}")
-    return n

@@ -4,7 +4,7 @@ rows."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -368,6 +368,30 @@ def expect_operands(
         expect(op, "scale_b", scale_b, F32, (1,))
     elif scale_a is not None or scale_b is not None:
         raise TypeError(f"{op}: only fp8 codes have scales")
+
+
+def expect_part(
+    op: str,
+    tensors: Mapping[str, Tensor],
+    scalars: Tensor | None = None,
+    first: int = 0,
+    work: Tensor | None = None,
+) -> int:
+    """The number of elements of a part of a slab. Raise as an operation must unless it and its
+    first element are multiples of SCALE_BLOCK, and tensors of it, F32 or BF16, are equally long."""
+    name, n = next((name, tensor.size) for name, tensor in tensors.items())
+    if n == 0 or n % SCALE_BLOCK:
+        raise ValueError(f"{op}: {name}.size must be a positive multiple of {SCALE_BLOCK}, got {n}")
+    if first < 0 or first % SCALE_BLOCK:
+        raise ValueError(f"{op}: first must be a multiple of {SCALE_BLOCK}, got {first}")
+    for each, tensor in tensors.items():
+        expect(op, each, tensor, None, (n,))
+        expect_float(op, each, tensor)
+    if scalars is not None:
+        expect(op, "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    if work is not None:
+        expect(op, "work", work, BF16, (n,))
+    return n
 
 
 def expect_moment(op: str, name: str, tensor: Tensor, scale: Tensor | None, n: int) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -24,7 +24,6 @@ def convert(dev: Device, out: Tensor, x: Tensor) -> None:
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("convert", "out", out, None, x.shape)
-    for name, tensor in (("out", out), ("x", x)):
-        if tensor.dtype not in (F32, BF16):
-            raise TypeError(f"convert: {name} must be F32 or BF16, got {tensor.dtype.label}")
+    expect_float("convert", "out", out)
+    expect_float("convert", "x", x)
     dev.launch(CONVERT, ceil_div(x.size, THREADS * PER_THREAD), THREADS, (out, x, x.size))

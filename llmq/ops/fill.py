@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -21,6 +21,5 @@ def constant(dev: Device, x: Tensor, value: float) -> None:
     Cost:    x written once; one launch.
     Raises:  TypeError for a wrong dtype.
     """
-    if x.dtype not in (F32, BF16):
-        raise TypeError(f"fill: x must be F32 or BF16, got {x.dtype.label}")
+    expect_float("fill", "x", x)
     dev.launch(FILL, ceil_div(x.nbytes, 16 * THREADS), THREADS, (x, float(value), x.size))

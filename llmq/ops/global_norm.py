@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from llmq.base.dtypes import BF16, F32, F64, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import F64, I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_stats
+from llmq.ops.common import expect_float, expect_stats
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -56,8 +56,7 @@ def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
     Cost:    one read of x; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
     """
-    if x.dtype not in (F32, BF16):
-        raise TypeError(f"global_norm: {x.name} must be F32 or BF16, got {x.dtype.label}")
+    expect_float("global_norm", x.name, x)
     if x.size == 0:
         raise ValueError(f"global_norm: {x.name} must have elements, got {x.shape}")
     expect("global_norm", "sums", sums, F64, (num_partials(dev, x),))

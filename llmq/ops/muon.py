@@ -6,9 +6,9 @@ iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but wher
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32, F64, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import BF16, F32, F64
 from llmq.base.tensor import Tensor
-from llmq.ops.common import SCALE_BLOCK, expect_moment
+from llmq.ops.common import expect_moment, expect_part
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -84,8 +84,8 @@ def propose(
     Cost:    reads grad, reads and writes m, writes change, once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    n = _expect_part(change, scalars, first)
-    _expect_float("grad", grad, n)
+    n = expect_part("muon", {"change": change, "grad": grad}, scalars, first)
+    expect("muon", "change", change, BF16, (n,))
     expect_moment("muon", "m", m, m_scale, n)
     args = (change, grad, m, m_scale, scalars, 1.0 - momentum, salt, first, n)
     dev.launch(PROPOSE, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=7 * n))
@@ -202,34 +202,14 @@ def apply(
     Cost:    reads and writes param, reads change, writes work, once; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    n = _expect_part(change, scalars, first)
-    _expect_float("param", param, n)
-    if work is not None:
-        expect("muon", "work", work, BF16, (n,))
+    n = expect_part("muon", {"change": change, "param": param}, scalars, first, work)
+    expect("muon", "change", change, BF16, (n,))
     hyper = (float(lr_scale), float(weight_decay), int(cautious))
     args = (param, work, change, scalars, *hyper, salt, first, n)
     dev.launch(APPLY, ceil_div(n, THREADS * PER_THREAD), THREADS, args, cost=Cost(flops=4 * n))
-
-
-def _expect_part(change: Tensor, scalars: Tensor, first: int) -> int:
-    """The number of elements."""
-    n = change.size
-    expect("muon", "change", change, BF16, (n,))
-    expect("muon", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
-    if n == 0 or n % SCALE_BLOCK:
-        raise ValueError(f"muon: change.size must be a positive multiple of {SCALE_BLOCK}, got {n}")
-    if first < 0 or first % SCALE_BLOCK:
-        raise ValueError(f"muon: first must be a multiple of {SCALE_BLOCK}, got {first}")
-    return n
 
 
 def _expect_matrices(name: str, tensor: Tensor) -> None:
     expect("muon", name, tensor, BF16, tensor.shape)
     if len(tensor.shape) != 3 or not tensor.size:
         raise ValueError(f"muon: {name} must be (count, rows, columns), got {tensor.shape}")
-
-
-def _expect_float(name: str, tensor: Tensor, n: int) -> None:
-    expect("muon", name, tensor, None, (n,))
-    if tensor.dtype not in (F32, BF16):
-        raise TypeError(f"muon: {name} must be F32 or BF16, got {tensor.dtype.label}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Tensor
+from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
 
@@ -31,8 +31,7 @@ def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0
     Cost:    out written once; one launch. Meant for start-up, not tuned.
     Raises:  TypeError for a wrong dtype, ValueError for a negative first_index.
     """
-    if out.dtype not in (F32, BF16):
-        raise TypeError(f"random: out must be F32 or BF16, got {out.dtype.label}")
+    expect_float("random", "out", out)
     if first_index < 0:
         raise ValueError(f"random: first_index must be at least 0, got {first_index}")
     counters = ceil_div(first_index % PER_THREAD + out.size, PER_THREAD)

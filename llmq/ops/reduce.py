@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, F32, I32, STEP_SCALARS_WORDS
+from llmq.base.dtypes import I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Accumulator, Tensor
+from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -57,9 +58,8 @@ def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0
     shape = parts[0].shape
     expect("reduce", "acc.tensor", acc.tensor, None, shape)
     expect("reduce", "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
-    for name, tensor in (("acc.tensor", acc.tensor), ("parts[0]", parts[0])):
-        if tensor.dtype not in (F32, BF16):
-            raise TypeError(f"reduce: {name} must be F32 or BF16, got {tensor.dtype.label}")
+    expect_float("reduce", "acc.tensor", acc.tensor)
+    expect_float("reduce", "parts[0]", parts[0])
     for i, part in enumerate(parts):
         expect("reduce", f"parts[{i}]", part, parts[0].dtype, shape)
     missing = [None] * (MAX_PARTS - len(parts))

@@ -45,5 +45,5 @@ def test_wrong_arguments():
         average.update(dev, one, dev.alloc("x", (256,), I32, "Weights"), scalars, 0.5)
     with pytest.raises(ValueError, match="average: param must have shape"):
         average.exchange(dev, one, half, back=False)
-    with pytest.raises(ValueError, match="average: n must be a positive multiple of 128, got 64"):
+    with pytest.raises(ValueError, match="size must be a positive multiple of 128, got 64"):
         average.exchange(dev, half, half, back=True)
