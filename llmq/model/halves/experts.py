@@ -136,7 +136,8 @@ class ExpertsHalf:
 
     def multiplied_again(self, recompute: Recompute) -> tuple[str, ...]:
         """Keys of the matrices whose products backward computes again."""
-        return ("experts_up",) if recompute.ffn else ()
+        shared = ("shared_up",) * (self.shared is not None)
+        return ("experts_up", *shared) if recompute.ffn else ()
 
     def keep(self, here: HalfLayer) -> _Kept:
         """The tensors that a layer keeps."""
