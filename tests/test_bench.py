@@ -16,7 +16,7 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import bench, child, measure, peers, report_file, sweep_file
+from llmq.bench import bench, child, measure, report_file, sweep_file
 from llmq.bench.bench import run_bench
 from llmq.bench.bench_options import BenchOptions
 from llmq.bench.child import run_child
@@ -135,17 +135,17 @@ def test_facts_that_are_none_are_refused(tmp_path, odd):
         json.dumps({"runs": [{k: v for k, v in fact.items() if v is not None}], "floors": []})
     )
     with pytest.raises(ConfigError, match="is not a list of runs and floors"):
-        peers.read_facts(file)
+        bench.read_facts(file)
     file.unlink()
     os.mkfifo(file)
     with pytest.raises(ConfigError, match="is a pipe or a device"):
-        peers.read_facts(file)
+        bench.read_facts(file)
 
 
 def test_the_facts_about_other_programs_are_found():
-    facts = peers.read_facts(BENCHMARKS / "peers.json")
+    facts = bench.read_facts(BENCHMARKS / "peers.json")
     runs = [describe(options) for options in read_runs({}, BENCHMARKS / "h100" / "h100_bf16.yaml")]
-    found = [(peers.peers_of(facts, H100, run), peers.floor_of(facts, H100, run)) for run in runs]
+    found = [(bench.peers_of(facts, H100, run), bench.floor_of(facts, H100, run)) for run in runs]
     torch = "transformers+torch.compile"
     assert found == [
         ({"llm.q": 149000}, 212000),
@@ -154,16 +154,16 @@ def test_the_facts_about_other_programs_are_found():
         ({torch: 49100}, 74500),
         ({}, 212000),
     ]
-    assert peers.peers_of(facts, "another card", runs[0]) == {}
-    assert peers.floor_of(facts, "another card", runs[0]) is None
-    assert peers.floor_of(facts, H100, runs[0] | {"model": "Qwen2.5-3B"}) == 35796
-    assert peers.peers_of(facts, H100, runs[0] | {"seq_len": 512}) == {}
-    assert peers.peers_of(facts, H100, runs[0] | {"flags": {"memory-limit": "16GiB"}}) == {}
+    assert bench.peers_of(facts, "another card", runs[0]) == {}
+    assert bench.floor_of(facts, "another card", runs[0]) is None
+    assert bench.floor_of(facts, H100, runs[0] | {"model": "Qwen2.5-3B"}) == 35796
+    assert bench.peers_of(facts, H100, runs[0] | {"seq_len": 512}) == {}
+    assert bench.peers_of(facts, H100, runs[0] | {"flags": {"memory-limit": "16GiB"}}) == {}
     fp8 = {"model": "Qwen2.5-7B", "matmul-dtype": "e4m3", "batch-size": 16, "seq-len": 1024}
     four = describe(fp8 | {"gpus": 4, "grad-accumulation": 2, "from-scratch": True})
-    assert peers.peers_of(facts, "NVIDIA H200", four) == {"llm.q": 79100}
+    assert bench.peers_of(facts, "NVIDIA H200", four) == {"llm.q": 79100}
     heads = [describe(fp8 | {"head-dtype": h, "from-scratch": True}) for h in ("bf16", "e4m3")]
-    assert [peers.floor_of(facts, H100, run) for run in heads] == [27127, 28728]
+    assert [bench.floor_of(facts, H100, run) for run in heads] == [27127, 28728]
 
 
 def test_ceilings_are_of_cases_that_exist():

@@ -18,12 +18,11 @@ from llmq.ops import (
     matmul,
     matmul_fused,
 )
-from llmq.options import rig_cards
+from llmq.options import cards
 from llmq.options.card_file import path_of, read_card_file, record_of, write_card_file
-from llmq.options.cards import find_card, spec_of
+from llmq.options.cards import card_of_file, find_card, rig_card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.options.rig_cards import card_of_file, rig_card
 from llmq.plan.cost import Rates, exposed_seconds, step_time
 from llmq.plan.estimate import Planner
 from llmq.plan.measured import EXPOSED, Measured, More, half_wave
@@ -44,14 +43,14 @@ CARD = find_card("h100")
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("LLMQ_CACHE_DIR", str(tmp_path))
-    rig_cards._warn_once.cache_clear()
+    cards._warn_once.cache_clear()
     return tmp_path / "cards"
 
 
 @pytest.fixture
 def warnings(monkeypatch):
     lines = []
-    monkeypatch.setattr(rig_cards, "warn", lines.extend)
+    monkeypatch.setattr(cards, "warn", lines.extend)
     return lines
 
 
@@ -141,7 +140,7 @@ def test_a_sibling_with_other_memory_is_not_asked():
 
 # -- files that were shared ----------------------------------------------------------------------
 
-SHARED_FILES = sorted(rig_cards.SHARED.glob("*.json"))
+SHARED_FILES = sorted(cards.SHARED.glob("*.json"))
 
 
 @pytest.mark.parametrize("path", SHARED_FILES, ids=lambda path: path.stem)
@@ -175,14 +174,14 @@ def test_there_is_a_shared_file_and_plans_take_it(capsys):
 def test_this_machines_own_file_comes_before_a_shared_one(monkeypatch, tmp_path, warnings):
     shared = tmp_path / "shared"
     shared.mkdir()
-    monkeypatch.setattr(rig_cards, "SHARED", shared)
+    monkeypatch.setattr(cards, "SHARED", shared)
     for day in ("2026-11-20", "2026-11-21"):  # of two machines; the newest counts
         file = card_file(gpus=1, host=f"host{day[-2:]}", date=f"{day} 12:00 UTC")
         text = json.dumps(record_of(file))
         (shared / path_of(H100, 1, file.host).name).write_text(text)
     (shared / path_of(H100, 2, "else").name).write_text(text)  # not what its name says
     card = rig_card(CARD, 1)
-    assert card.measured.day == "2026-11-21" and card.error == rig_cards.OTHER_RIG
+    assert card.measured.day == "2026-11-21" and card.error == cards.OTHER_RIG
     assert len(warnings) == 1 and "holds another rig" in warnings[0]
     write_card_file(card_file())
     card = rig_card(CARD, 1)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import llmq.run.chat
+import llmq.run.sampling
 from llmq.commands.cli import _run
 from llmq.data.chat_template import end_of_turn, load_chat_template
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
-from llmq.run.chat import Conversation
-from llmq.run.sampling import open_model
+from llmq.run.sampling import Conversation, open_model
 from tests.chat_templates import CHATML, TEMPLATES, write_chat_tokenizer
 from tests.runs import CONFIG, make_workplace, train
 from tests.text_data import run
@@ -134,8 +133,10 @@ def test_on_a_terminal(model, said, capsys, monkeypatch):
     stdin.isatty = lambda: True
     monkeypatch.setattr("sys.stdin", stdin)
     monkeypatch.setattr("builtins.input", read)
-    until = llmq.run.chat._until_interrupted
-    monkeypatch.setattr(llmq.run.chat, "_until_interrupted", lambda new: until(interrupted(new)))
+    until = llmq.run.sampling._until_interrupted
+    monkeypatch.setattr(
+        llmq.run.sampling, "_until_interrupted", lambda new: until(interrupted(new))
+    )
     assert chat(model) == 0
     assert capsys.readouterr().out.splitlines()[1:] == ["o", "t"]
     assert prompts[1][0] == "ufirst;ao;usecond;a"

@@ -274,7 +274,7 @@ COMMANDS = [
     ),
     ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
     ("verify --model tiny --from-scratch", "bench.verify.run_verify", None),
-    ("score tiny a.bin --from-scratch --out s", "run.run_score.run_score", None),
+    ("score tiny a.bin --from-scratch --out s", "run.evaluate.run_score", None),
     ("rig --out x/rig --minutes 3", "rig.rig.run_rig", ((Path("x/rig"), 3.0), {})),
     (
         "tokenize a.txt b.txt --tokenizer bytes --out data --workers 2 --overwrite",
@@ -391,7 +391,7 @@ COMMANDS = [
     ),
     (
         "sweep-lr --data d --depth 3 --rates 4 --out o.json --lr 0.1",
-        "bench.sweep_lr.run_sweep_lr",
+        "bench.losses.run_sweep_lr",
         (
             (
                 {

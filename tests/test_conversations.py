@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import llmq.data.documents
+import llmq.data.inputs
 import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
@@ -160,7 +160,7 @@ def test_control_tokens_in_messages_are_warned_of(tmp_path, chat_tokenizer, monk
     ]
     talks = [QA, forged[0], [user("<|im_begin|> <s >"), assistant("c")], forged[1]]
     path = write_records(tmp_path / "a.jsonl", [{"messages": m} for m in talks])
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 1)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 1)
     how = {"out": tmp_path / "out", "tokenizer": str(chat_tokenizer)}
     expected = [
         "2 conversations have a control token written out in a message, which becomes that token, "
@@ -303,7 +303,7 @@ def test_the_template_goes_with_the_tokens(tmp_path, chat_tokenizer):
 
 def test_resumed_conversations_are_the_same(tmp_path, chatml, monkeypatch):
     """Shards that end within a byte of mask bits, killed again and again."""
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 2)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     records = [{"messages": [user("q" * i), assistant("a" * (i % 5))]} for i in range(17)]
     write_records(tmp_path / "a.jsonl", records)
@@ -329,7 +329,7 @@ def test_interrupted_at_the_end(tmp_path, chatml, monkeypatch):
     """The token files are complete, and their masks are read back from them."""
     records = [{"messages": [user("q" * i), assistant("a")]} for i in range(9)]
     write_records(tmp_path / "a.jsonl", records)
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 2)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     run(tmp_path / "a.jsonl", out=tmp_path / "whole", chat_template=chatml)
     save = llmq.data.tokenize.Manifest.save

@@ -17,7 +17,7 @@ from llmq.checkpoint.manifest import digest_of, manifest_damage
 from llmq.checkpoint.store import delete_old, own_checkpoints
 from llmq.commands.cli import _run
 from llmq.report.json_log import is_damaged_log, log_owner
-from llmq.run.find_log import find_log, log_of_run
+from llmq.run.run_paths import find_log, log_of_run
 from llmq.run.trainer import Trainer
 from tests import mpi
 from tests.runs import flags, make_workplace, options, records, train

@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 import pytest
 
-from llmq.data.order import FILE_ORDER, epoch_order, philox_4x32, shuffled
+from llmq.data.epoch_plan import FILE_ORDER, epoch_order, philox_4x32, shuffled
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524
 

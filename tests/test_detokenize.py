@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from llmq.data.detokenize import INCOMPLETE, TextStream, continuation, streamed
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer import (
+    INCOMPLETE,
+    ByteTokenizer,
+    HfTokenizer,
+    TextStream,
+    continuation,
+    streamed,
+)
 
 TEXT = "Die Größe: 12 €, naïve 漢字 und 👩‍🚀🇩🇪!\n\n\tEnde. " * 3
 

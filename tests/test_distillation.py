@@ -11,9 +11,8 @@ import torch
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.document_index import DocumentIndex
-from llmq.data.scores import ScoreFile, scores_path
+from llmq.data.scores import ScoreFile, decoded, encoded, record_bytes, scores_path
 from llmq.data.tokens import TokenFile
-from llmq.data.top_k_file import decoded, encoded, record_bytes
 from tests.models import VOCAB, exported, hf_model, trainer_for
 from tests.pairs_data import write_documents
 from tests.ref.test_distill import teacher_of

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import llmq.data.documents
+import llmq.data.inputs
 from llmq.base.errors import DataError
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import DocumentIndex
@@ -213,7 +213,7 @@ def test_what_is_written_wins_over_the_separator(tmp_path):
 @pytest.mark.parametrize("shard_tokens", [17, 10**6])
 def test_documents_of_tokenize(tmp_path, monkeypatch, workers, shard_tokens):
     """In files cut anywhere, of training and of evaluation, from one process or from two."""
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 4)
     texts = [*documents(30), "", "x" * 40, "y"]
     write_jsonl(tmp_path / "a.jsonl", texts)
     out = tmp_path / "out"

@@ -21,7 +21,7 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
 from llmq.plan.checks import check_machine
-from llmq.run.idle_experts import IdleExperts
+from llmq.run.monitor import IdleExperts
 from llmq.runtime.machine import Machine
 from llmq.runtime.plan_device import Work
 from llmq.state.params import weight_table

@@ -10,8 +10,7 @@ from rich.console import Console, Group
 
 from llmq.report.gauges import Panel, Row, bar, panel_lines, record_line, waiting_line
 from llmq.report.live import Progress
-from llmq.run.sensing import row_of
-from llmq.run.sensors import Sensor, Sensors
+from llmq.run.sensors import Sensor, Sensors, row_of
 from llmq.runtime.nvml import find_gpu
 from tests.fake_nvml import GIB, FakeGpu, FakeNvml
 

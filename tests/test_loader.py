@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import DataError
+from llmq.data.epoch_plan import FILE_ORDER, epoch_order
 from llmq.data.loader import DataLoader
-from llmq.data.order import FILE_ORDER, epoch_order
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 
 TRAIN_SEED, EVAL_SEED = 0x83B45442, 0x384B4524

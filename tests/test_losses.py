@@ -9,10 +9,9 @@ import pytest
 
 from llmq import Trainer
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import sweep_lr
-from llmq.bench.losses import measure_losses
+from llmq.bench import losses
+from llmq.bench.losses import lowest, measure_losses, run_sweep_lr
 from llmq.bench.sweep_file import read_runs
-from llmq.bench.sweep_lr import lowest, run_sweep_lr
 from llmq.data.tokenize import tokenize
 from llmq.data.tokens import open_token_files
 
@@ -129,7 +128,7 @@ def ladder_of(best: float, monkeypatch):
         out.write_text(json.dumps({"runs": records}))
         return records
 
-    monkeypatch.setattr(sweep_lr, "measure_losses", measured)
+    monkeypatch.setattr(losses, "measure_losses", measured)
     return made
 
 

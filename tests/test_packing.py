@@ -14,9 +14,8 @@ from llmq.commands.cli import _run
 from llmq.data.dataset import SequenceLayout
 from llmq.data.document_file import documents_path
 from llmq.data.document_index import has_trained_tokens, trained_tokens
-from llmq.data.epoch_plan import Split, shares_of
+from llmq.data.epoch_plan import Split, hashed_order, shares_of
 from llmq.data.loader import DataLoader
-from llmq.data.order import hashed_order
 from llmq.data.packing import best_fit, cut_documents
 from llmq.data.tokens import MASKED_TARGET, TokenFile, TokenWriter
 from llmq.options.option_types import split_weight, split_weights

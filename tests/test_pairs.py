@@ -140,7 +140,7 @@ def test_bad_pairs_are_named(tmp_path, record, error):
 
 
 def test_interrupted_pairs_are_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmq.data.documents.BLOCK_PIECES", 2)
+    monkeypatch.setattr("llmq.data.inputs.BLOCK_PIECES", 2)
     monkeypatch.setattr("llmq.data.tokenize.SAVE_SECONDS", 0)
     pairs = [{"prompt": f"q{i}", "chosen": "a" * i, "rejected": "b"} for i in range(1, 12)]
     tokenized(tmp_path / "a", pairs, eval_fraction=0.25)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from llmq.base.tier import TIERS
-from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
+from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, read_group, write_group
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.shards import read_group, write_group
 from llmq.commands.cli import _run
 from llmq.ops.common import SCALE_BLOCK
 from llmq.plan.placement_table import placement_table

@@ -14,8 +14,7 @@ from matplotlib.image import imread
 
 from llmq.commands.cli import _run
 from llmq.report.curves import LOSS, read_log, series_of, smoothed
-from llmq.report.plot import figure_of, panels_of, read_runs
-from llmq.report.plot_html import MAX_POINTS, thinned
+from llmq.report.plot import MAX_POINTS, figure_of, panels_of, read_runs, thinned
 
 
 def write_log(path, steps, evals=(), others=(), start=()):

@@ -18,7 +18,7 @@ from llmq.comm.links import Link, LinkTable
 from llmq.model.step import Step
 from llmq.options.options_io import make_config
 from llmq.plan.sol import peaks
-from llmq.run import announce, scaling
+from llmq.run import announce, monitor
 from tests.fake_nvml import FakeGpu, fake_sensors
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
 from tests.test_training import GPU, GpuLike, digests, measured
@@ -84,7 +84,7 @@ def test_counts_are_of_all_ranks():
 
 
 def test_an_option_for_several_gpus_on_one(capsys):
-    steps = scaling.SKIPPED + 2  # after which there would be a record
+    steps = monitor.SKIPPED + 2  # after which there would be a record
     assert train(steps=steps, gpus=1, measure_scaling=True, all_to_all_reduce=True) == 0
     out, err = capsys.readouterr()
     assert err == (
@@ -109,7 +109,7 @@ def test_time_breakdown_of_ranks(capsys):
         )
 
 
-ENOUGH = scaling.SKIPPED + scaling.COMPARED  # steps after which --measure-scaling knows
+ENOUGH = monitor.SKIPPED + monitor.COMPARED  # steps after which --measure-scaling knows
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,10 @@ def test_measured_scaling_changes_nothing(steps, said_at, changes, capsys):
 def test_first_steps_of_a_continued_run_do_not_count_as_its_speed():
     """They launch and capture as the first ones of any run do."""
     options = {"gpus": 2, "save_training_state": True, "measure_scaling": True}
-    assert train(**options, steps=scaling.SKIPPED) == 0
-    assert train(**options, **{"continue": ""}, steps=2 * scaling.SKIPPED) == 0
+    assert train(**options, steps=monitor.SKIPPED) == 0
+    assert train(**options, **{"continue": ""}, steps=2 * monitor.SKIPPED) == 0
     assert records("scaling") == []
-    assert train(**options, **{"continue": ""}, steps=3 * scaling.SKIPPED + 1) == 0
+    assert train(**options, **{"continue": ""}, steps=3 * monitor.SKIPPED + 1) == 0
     assert len(records("scaling")) == 1
 
 

@@ -15,14 +15,14 @@ import pytest
 import llmq
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError
+from llmq.checkpoint.checkpoint import write_group
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.shards import write_group
 from llmq.comm.collectives import SingleComm
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
+from llmq.run.monitor import time_alone
 from llmq.run.rank import Rank
 from llmq.run.ranks import Ranks
-from llmq.run.scaling import time_alone
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.machine import Machine
 from llmq.state.params import weight_table

@@ -12,8 +12,8 @@ import pytest
 from llmq.base.errors import DataError
 from llmq.commands.cli import _run
 from llmq.options.options import OPTIONS
-from llmq.report.course import without_undone
-from llmq.run.find_log import find_log
+from llmq.report.json_log import without_undone
+from llmq.run.run_paths import find_log
 from tests.runs import make_workplace, options, records, signal_after, train
 from tests.test_places import forget_ids, run_of_checkpoint, run_of_export
 

@@ -20,13 +20,10 @@ from llmq.rig import (
     child,
     exchanges,
     facts,
-    host,
     ladder,
-    launches,
     load,
-    picture,
+    markdown,
     rig,
-    rows,
     steps,
 )
 from llmq.rig.findings import words_on
@@ -196,14 +193,14 @@ def cache(monkeypatch, tmp_path):
 def trained(monkeypatch):
     """Rows of llm.q's table without a search and without a GPU."""
     asked = []
-    monkeypatch.setattr(rows, "fastest", lambda options, file: options)
+    monkeypatch.setattr(rig, "fastest", lambda options, file: options)
 
     def train(options, file, limit):
         asked.append((options, limit))
         record = {"options": options, "status": "ok", "measured": 990.0, "predicted": 1000.0}
         return record | {"joules_per_token": None, "spread": 0.01}
 
-    monkeypatch.setattr(rows, "trained", train)
+    monkeypatch.setattr(rig, "trained", train)
     return asked
 
 
@@ -272,7 +269,7 @@ def test_a_gpu_that_fails_under_load_leaves_a_picture_of_the_others(cache, train
     parts = results()
     parts["load"]["gpus"][0] |= {"series": {"seconds": []}, "settled": {}}
     run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
-    assert [gpu for gpu, _ in picture._series(report(parts), "clock")] == [1]
+    assert [gpu for gpu, _ in markdown._series(report(parts), "clock")] == [1]
     both = (tmp_path / "rig.png").read_bytes()
     parts["load"]["gpus"][1] = parts["load"]["gpus"][0]
     run_rig(tmp_path / "rig", 10.0, StandIn(parts, takes=0.1))
@@ -397,19 +394,19 @@ def test_a_child_ends_with_a_rig_that_is_killed(monkeypatch):
     ],
 )
 def test_a_row_that_is_not_measured_says_why(monkeypatch, outcome, told):
-    monkeypatch.setattr(rows, "speed_of", lambda config, file: 1000.0)
-    monkeypatch.setattr(rows, "shortened", lambda found: (found, 0.5))
-    monkeypatch.setattr(rows, "flags_of", lambda config: {"model": "tiny"})
+    monkeypatch.setattr(rig, "speed_of", lambda config, file: 1000.0)
+    monkeypatch.setattr(rig, "shortened", lambda found: (found, 0.5))
+    monkeypatch.setattr(rig, "flags_of", lambda config: {"model": "tiny"})
     asked = []
-    monkeypatch.setattr(rows, "run_child", lambda *args: asked.append(args) or outcome)
-    record = rows.trained(None, None, 40.0)
+    monkeypatch.setattr(rig, "run_child", lambda *args: asked.append(args) or outcome)
+    record = rig.trained(None, None, 40.0)
     assert (record["status"], record["message"]) == told and record["predicted"] == 1000.0
-    assert asked == [({"model": "tiny"}, 10, rows.REPEATS, 40.0)]
+    assert asked == [({"model": "tiny"}, 10, rig.REPEATS, 40.0)]
 
 
 def test_disk_and_memory_of_the_host(tmp_path):
     work, notes = job()
-    host.measure(work, disk=str(tmp_path), disk_mib=16, memory_mib=1)
+    facts.measure_host(work, disk=str(tmp_path), disk_mib=16, memory_mib=1)
     assert notes[-1]["disk"]["bytes"] == 16 << 20 and notes[-1]["disk"]["read"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -417,8 +414,8 @@ def test_disk_and_memory_of_the_host(tmp_path):
 def test_a_rig_that_is_killed_leaves_nothing_on_the_disk(tmp_path, monkeypatch):
     """The file that is written has no name at any time, so that there is nothing to clean up."""
     seen = []
-    monkeypatch.setattr(host, "_read_rate", lambda *_: seen.extend(tmp_path.iterdir()) or 1.0)
-    assert host.disk_rates(tmp_path, 16, 1.0)["read"] == 1.0
+    monkeypatch.setattr(facts, "_read_rate", lambda *_: seen.extend(tmp_path.iterdir()) or 1.0)
+    assert facts.disk_rates(tmp_path, 16, 1.0)["read"] == 1.0
     assert seen == []
 
 
@@ -582,12 +579,12 @@ def test_rows_are_shortened_and_become_flags(tmp_path):
     from llmq.plan.estimate import Estimate
     from llmq.plan.fit import Candidate
 
-    options = next(rows.rows(True, 1))
+    options = next(rig.table_rows(True, 1))
     config = make_config(options | {"recompute-swiglu": True})
     need = Estimate(device=0, host=0, tokens=1, time=StepTime(parts={"blocks": 6.0}))
-    short, seconds = rows.shortened(Candidate(config=config, need=need))
+    short, seconds = rig.shortened(Candidate(config=config, need=need))
     assert (short.grad_accumulation, seconds) == (8, 1.5)
-    again = make_config(rows.flags_of(short))
+    again = make_config(rig.flags_of(short))
     assert again.recompute_swiglu and again.grad_accumulation == 8
     assert (again.matmul_dtype, again.gpus, again.from_scratch) == ("e4m3", 1, True)
 
@@ -647,9 +644,9 @@ def test_a_run_that_is_refused_ends_no_child(cache, trained, tmp_path):
 def test_a_model_that_is_too_large_is_nothing_wrong_with_the_rig(
     cache, trained, tmp_path, monkeypatch
 ):
-    fastest = rows.fastest
+    fastest = rig.fastest
     monkeypatch.setattr(
-        rows, "fastest", lambda o, file: None if o["model"] == "Qwen2.5-7B" else fastest(o, file)
+        rig, "fastest", lambda o, file: None if o["model"] == "Qwen2.5-7B" else fastest(o, file)
     )
     parts = results()
     parts["steps"]["refused"] = {"2": steps.NO_ROOM, "3": "it broke"}
@@ -707,7 +704,7 @@ def test_steps_that_do_not_fit_are_left_out(monkeypatch):
 def test_launches_together_take_as_long_as_a_step():
     kind, other = Kind("copy/", (1 << 20,)), Kind("zero/", (1 << 20,))
     step = [launch(2.0, kind), launch(1.0, other), launch(9.0, other, main=False), launch(1.0)]
-    table = launches.as_in_steps([step, step], 3e-3)
+    table = steps.as_in_steps([step, step], 3e-3)
     assert table == {"copy/": [[[1 << 20], 1.5e-3]], "zero/": [[[1 << 20], pytest.approx(7.5e-4)]]}
 
 

@@ -19,8 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from llmq.base.console import printable
 from llmq.base.errors import LlmqError
 from llmq.commands.cli import _run
-from llmq.data.detokenize import continuation
-from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
+from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, continuation
 from llmq.options.presets import preset
 from llmq.run.sampling import (
     Sampler,

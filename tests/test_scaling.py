@@ -6,7 +6,7 @@ import pytest
 import llmq
 from llmq.base.dtypes import F32
 from llmq.comm.collectives import SilentComm
-from llmq.run.scaling import COMPARED, Scaling, alone, time_alone
+from llmq.run.monitor import COMPARED, Scaling, alone, time_alone
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.mesh import Mesh

@@ -12,8 +12,7 @@ import pytest
 
 from llmq.base.errors import LlmqError
 from llmq.model.results import Result
-from llmq.run.sensing import Sensing, Waits
-from llmq.run.sensors import Sensor, Sensors, Window, open_sensors
+from llmq.run.sensors import Sensing, Sensor, Sensors, Waits, Window, open_sensors
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, load_nvml, reason, xid_text
 from llmq.runtime.world import World
@@ -310,7 +309,7 @@ def test_records_of_several_machines(monkeypatch):
             records, _ = own
             return [([records[0] | {"id": 7}], ["GPU 0: Xid 13"]), own]
 
-    monkeypatch.setattr("llmq.run.sensing.processes", Both)
+    monkeypatch.setattr("llmq.run.sensors.processes", Both)
     try:
         sensing.after_step(done(0, result(1.0, 2.0), 10.0))
     finally:
@@ -334,7 +333,7 @@ def test_processes_of_one_machine_have_one_record_of_its_cpus(monkeypatch):
         def gather(self, own):
             return [own] * 3
 
-    monkeypatch.setattr("llmq.run.sensing.processes", Three)
+    monkeypatch.setattr("llmq.run.sensors.processes", Three)
     try:
         sensing.after_step(done(0, result(), 10.0))
     finally:

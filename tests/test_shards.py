@@ -9,9 +9,16 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter
+from llmq.checkpoint.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    assemble,
+    check_formats,
+    parts_of,
+    read_group,
+    write_group,
+)
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.shards import assemble, check_formats, parts_of, read_group, write_group
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.presets import preset
 from llmq.runtime.device import MemorySizes

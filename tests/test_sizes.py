@@ -20,8 +20,7 @@ from llmq.options.command_line import command_line
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.memory import needed_bytes
-from llmq.run.model_of_run import model_of_run, vocabulary_line
-from llmq.run.tokenizers import tokenizer_source
+from llmq.run.model_of_run import model_of_run, tokenizer_source, vocabulary_line
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 from tests.runs import options, records, train

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-import llmq.data.documents
+import llmq.data.inputs
 from llmq.base.errors import ConfigError
 from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
 from tests.text_data import encoded, ids, mixed_text, run, write_bpe, write_jsonl, write_parquet
@@ -88,7 +88,7 @@ def test_what_was_added_is_said(tmp_path):
 
 
 def test_a_long_text_has_them_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 400)
     folder = make_tokenizer(tmp_path / "t", f"{BOS} $A {EOS}")
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):

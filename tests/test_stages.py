@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from llmq.base.errors import ConfigError
 from llmq.options.options_io import make_config
-from llmq.run.stages import of_longest, stages_of
+from llmq.run.resume import of_longest, stages_of
 from tests.runs import make_workplace, records, signal_after, train
 
 LENGTHS = "8:0.5,16:0.25,32:0.25"

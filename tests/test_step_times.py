@@ -9,7 +9,7 @@ import pytest
 
 import llmq
 from llmq.base.dtypes import F32, F64, I64
-from llmq.run.scaling import Scaling
+from llmq.run.monitor import Scaling
 from llmq.run.trainer import Trainer
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice

@@ -16,10 +16,9 @@ import pytest
 
 from llmq.base import files
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import bench, child, plan_runs, predict, report_file
-from llmq.bench.bench import run_bench
+from llmq.bench import bench, child, plan_runs, report_file
+from llmq.bench.bench import Forecast, run_bench
 from llmq.bench.bench_options import BenchOptions
-from llmq.bench.predict import Forecast
 from llmq.commands.cli import _run
 from tests.conftest import gpu_problem
 from tests.sweeps import GRID, MACHINE, TABLE, Sweeps, ok, planned
@@ -353,11 +352,11 @@ def test_killed_at_twenty_moments_and_resumed_to_the_same_table(sweeps, monkeypa
 STUB = """
 import json, os, pathlib, sys, time
 sys.path[:0] = {paths!r}
-from llmq.bench import child, predict
+from llmq.bench import bench, child
 from llmq.commands.cli import _run
 made = ["-c", {made!r}]
 child.CHILD = (sys.executable, *made)
-predict.PLANNER = (sys.executable, "-c", "pass")
+bench.PLANNER = (sys.executable, "-c", "pass")
 sys.exit(_run(sys.argv[1:]))
 """
 MADE = """
@@ -475,8 +474,8 @@ def test_time_left_is_said_and_known_again_after_an_interruption(sweeps, monkeyp
 
 
 def test_a_planner_that_dies_is_no_reason_to_stop(monkeypatch, capfd):
-    monkeypatch.setattr(predict, "PLANNER", (sys.executable, "-c", "raise SystemExit(3)"))
-    runs, machine = predict.predict([{}, {}])
+    monkeypatch.setattr(bench, "PLANNER", (sys.executable, "-c", "raise SystemExit(3)"))
+    runs, machine = bench.predict([{}, {}])
     assert (runs, machine) == ([{}, {}], None)
     assert "warning: the runs cannot be planned: the process that does it ended with 3" in (
         capfd.readouterr().err

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.bench.conditions import Condition
-from llmq.bench.sweep_file import read_runs
+from llmq.bench.sweep_file import Condition, read_runs
 
 VALUES = {"batch-size": 4, "seq-len": 1024, "model-dtype": "bf16", "lr": 1e-4, "memory-limit": None}
 VALUES |= {"recompute-block": True, "offload-master": False, "continue": None}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import zstandard
 
-import llmq.data.documents
+import llmq.data.inputs
 import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
@@ -130,7 +130,7 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch):
     texts = documents(9)
     with open(tmp_path / "a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 2)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 2)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     interrupt_report(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
@@ -199,7 +199,7 @@ def test_the_text_is_said_once(tmp_path, capsys):
 @pytest.mark.parametrize("pack", [gzip.compress, zst])
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
 def test_packed_texts_are_cut_like_plain_ones(tmp_path, monkeypatch, pack, fraction):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
     text = "\ufeff" + mixed_text(4000)
     plain = tmp_path / "plain.txt"
     plain.write_text(text)
@@ -213,7 +213,7 @@ def test_packed_texts_are_cut_like_plain_ones(tmp_path, monkeypatch, pack, fract
 
 @pytest.mark.parametrize("count", [0, 299, 300, 301, 600])
 def test_the_end_of_a_packed_text(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"a" * count))
     (tmp_path / "y.txt").write_text("b")
     run(tmp_path / "x.txt.gz", tmp_path / "y.txt", out=tmp_path / "out")
@@ -292,7 +292,7 @@ def test_standard_input_may_be_packed(tmp_path, piped, pack):
 
 
 def test_the_same_standard_input_goes_on(tmp_path, piped, monkeypatch):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 300)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     data = mixed_text(4000).encode()
     piped(data)
@@ -379,7 +379,7 @@ def test_data_sets_that_cannot_be_read(dataset, tmp_path, monkeypatch):
 
 
 def test_a_data_set_goes_on_where_it_was(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmq.data.documents.BLOCK_PIECES", 2)
+    monkeypatch.setattr("llmq.data.inputs.BLOCK_PIECES", 2)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     chosen = HubDataset(dataset, "en", "train")
     run(out=tmp_path / "whole", dataset=chosen)

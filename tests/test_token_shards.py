@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-import llmq.data.documents
+import llmq.data.inputs
 import llmq.data.tokenize
 import llmq.data.tokens
 from llmq.base.errors import DataError, LlmqError
@@ -30,8 +30,8 @@ from tests.text_data import (
 @pytest.fixture
 def all_inputs(tmp_path, monkeypatch):
     """One of each kind, in small blocks; the state is saved after each."""
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 4)
     monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
     return write_inputs(tmp_path / "in")
 

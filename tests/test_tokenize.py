@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-import llmq.data.documents
+import llmq.data.inputs
 import llmq.data.tokenize
-import llmq.report.progress
+import llmq.report.views
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.documents import EvalSplit
-from llmq.data.inputs import InputSource
+from llmq.data.inputs import EvalSplit, InputSource
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files
 from tests.text_data import (
@@ -95,7 +94,7 @@ def test_two_documents_are_enough_for_both_parts(tmp_path, fraction, count):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_single_text_is_split_by_position(tmp_path, monkeypatch, fraction):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 1000)
     text = "".join(f"line {i} of the text\n" for i in range(500))
     (tmp_path / "a.txt").write_text(text)
     summary = run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=fraction)
@@ -118,7 +117,7 @@ def test_too_few_documents_for_an_eval_split(tmp_path):
 
 
 def test_workers_do_not_change_the_result(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 7)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 7)
     write_jsonl(tmp_path / "a.jsonl", documents(100))
     (tmp_path / "b.txt").write_text(mixed_text(3000))
     for workers in (1, 2):
@@ -144,7 +143,7 @@ def test_error_in_a_worker(tmp_path):
 
 KILLED = """
 import time
-from llmq.data.documents import Block, DocumentPart, Position
+from llmq.data.inputs import Block, DocumentPart, Position
 from llmq.base.worker import Bounds
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
 from llmq.data.record_text import RecordText
@@ -222,9 +221,9 @@ def test_tokenizer_without_an_end(tmp_path):
 
 
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llmq.data.documents, "PIECE_BYTES", 400)
-    monkeypatch.setattr(llmq.data.documents, "BLOCK_PIECES", 4)
-    monkeypatch.setattr(llmq.report.progress, "REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 400)
+    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 4)
+    monkeypatch.setattr(llmq.report.views, "REPORT_SECONDS", 0.0)
     summary = run(write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 10

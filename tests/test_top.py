@@ -18,7 +18,7 @@ from llmq.base.locks import lock_beside, locked
 from llmq.commands.cli import _run
 from llmq.report.json_log import JsonLog
 from llmq.run import top as top_module
-from llmq.run.find_log import is_written, running_log
+from llmq.run.run_paths import is_written, running_log
 from llmq.run.top import Follower, Top, run_top
 from tests.fake_nvml import FakeGpu, FakeNvml
 

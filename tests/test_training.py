@@ -29,10 +29,10 @@ from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.report import live
 from llmq.report.json_log import JsonLog
-from llmq.run import announce, sensing
+from llmq.run import announce, sensors
 from llmq.run import loop as training
 from llmq.run.diagnose import MAX_SKIPPED
-from llmq.run.rounds import Rounds
+from llmq.run.ranks import Rounds
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.host_device import HostDevice
@@ -661,7 +661,7 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
 
 
 def test_no_sensors_are_read_where_none_are_wanted(monkeypatch, capsys):
-    monkeypatch.setattr(sensing, "open_sensors", None)
+    monkeypatch.setattr(sensors, "open_sensors", None)
     assert train(steps=1, log_gpu_util=0) == 0
     assert "[G]" not in capsys.readouterr().out
     assert records("cpu") == []

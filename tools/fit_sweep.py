@@ -57,7 +57,7 @@ from llmq.options.presets import preset
 from llmq.plan.estimate import RECOMPUTE, Planner
 from llmq.plan.fit import Candidate, Fit
 from llmq.plan.target import target
-from llmq.rig.rows import flags_of
+from llmq.rig.rig import flags_of
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 AGAIN = ("", "swiglu", "norm swiglu", "norm ffn", "norm ffn qkv", "norm swiglu att")

@@ -20,10 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.options.cards import CARDS, Card, spec_of
+from llmq.options.cards import CARDS, Card, card_from, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.options.rig_cards import card_from
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import Rates, step_time
 from llmq.plan.plan import Plan, fewest_attention_parts, make_plan

@@ -21,7 +21,7 @@ from llmq.base.dtypes import MIB
 from llmq.commands.cli import _run
 from llmq.data.tokens import TokenWriter
 from llmq.plan.memory import CONTEXT_BYTES
-from llmq.report import progress
+from llmq.report import views
 from llmq.run import score
 
 VOCAB = 151936
@@ -74,7 +74,7 @@ def main(what: str, layers: str = "80") -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if what == "teacher":
-            score.ROUNDS, progress.REPORT_SECONDS = 1, 0.0  # a line for each batch
+            score.ROUNDS, views.REPORT_SECONDS = 1, 0.0  # a line for each batch
             data = write_data(folder / "talks.bin", BATCHES * 64, 255, in_pairs=False)
             flags = [f"--{name}={value}" for name, value in TEACHER.items()]
             flags += ["--from-scratch", "--shard-weights", "--offload-master"]

@@ -32,7 +32,7 @@ def alone(trainer: Any) -> Iterator[None]:
 @contextmanager
 def sensors(trainer: Any) -> Iterator[Any]:
     """The thread that reads the sensors, as a run has it."""
-    from llmq.run.sensing import Sensing
+    from llmq.run.sensors import Sensing
 
     with closing(Sensing(trainer.ranks.devices, trainer.machine.world, None, 1)) as sensing:
         yield sensing

@@ -1,28 +1,151 @@
 """`llmq bench`: the speed of one or many configurations, in a report that grows with each run.
 
-Every configuration runs in a child process (llmq/bench/measure.py); this one loads no CUDA.
+Every configuration runs in a child process (llmq/bench/measure.py), and another one makes all plans
+before (llmq/bench/plan_runs.py); this one loads no CUDA.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.json_file import read_json
 from llmq.base.signals import Interrupted
 from llmq.bench.bench_options import BenchOptions
-from llmq.bench.child import EXTRA_STEPS, WARM_UP, run_child
-from llmq.bench.peers import floor_of, peers_of, read_facts
-from llmq.bench.predict import Forecast, Prediction, predict
+from llmq.bench.child import EXTRA_STEPS, WARM_UP, run_child, run_watched
 from llmq.bench.report import describe, full_title, markdown, shared_flags
 from llmq.bench.report_file import Report, ReportFile, differences, in_order, merge
 from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
+
+# Every entry of --peers has these fields, beside speeds whose names begin with "tps".
+_FACTS = {
+    "runs": ("device", "system", "gpus", "model", "dtype", "batch", "accumulation", "tps"),
+    "floors": ("device", "model", "seq_len"),
+}
+_PEERS_SEQ_LEN = 1024  # of runs that do not say
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The runs and floors of a --peers file; ConfigError if it is none."""
+    try:
+        content = read_json(path)
+        facts = {kind: [dict(fact) for fact in content[kind]] for kind in _FACTS}
+        for kind, names in _FACTS.items():
+            for fact in facts[kind]:
+                missing = [name for name in names if name not in fact]
+                wrong = [n for n, v in fact.items() if n.startswith("tps") and not v > 0]
+                wrong += [] if isinstance(fact.get("system", ""), str) else ["system"]
+                if missing or wrong:
+                    raise ValueError(f"wrong or missing in {fact}: {', '.join(missing + wrong)}")
+        return facts
+    except OSError as error:
+        raise ConfigError(f"--peers: cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--peers: {path} is not a list of runs and floors ({error!r})") from None
+
+
+def peers_of(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> dict[str, float]:
+    """Tokens per second of other programs on the same machine with the same batch, by name; the
+    most of each. They had all memory."""
+    if "memory-limit" in run["flags"]:
+        return {}
+    keys = ("gpus", "model", "dtype", "batch", "accumulation", "seq_len")
+    found: dict[str, float] = {}
+    for peer in facts["runs"]:
+        if peer["device"] == device and _same({"seq_len": _PEERS_SEQ_LEN} | peer, run, keys):
+            found[peer["system"]] = max(peer["tps"], found.get(peer["system"], 0))
+    return found
+
+
+def floor_of(facts: dict[str, Any], device: str | None, run: dict[str, Any]) -> float | None:
+    """Tokens per second of nothing but products and attention, the products tuned if known."""
+    for floor in facts["floors"]:
+        same = _same(floor, run, ("model", "seq_len"))
+        if same and floor["device"] == device and run["gpus"] == 1:
+            name = f"tps_{run['dtype']}"
+            best = floor.get(f"{name}_tuned", floor.get(name))
+            # With an fp8 head none was made of tuned products.
+            return max(best, floor.get(f"{name}_head_fp8", best)) if run["fp8_head"] else best
+    return None
+
+
+def _same(fact: dict[str, Any], run: dict[str, Any], keys: tuple[str, ...]) -> bool:
+    return all(str(fact[key]).lower() == str(run[key]).lower() for key in keys)
+
+
+PLANNER = (sys.executable, "-m", "llmq.bench.plan_runs")
+LIMIT = 300  # seconds for the plan of one run
+
+Prediction = dict[str, Any]
+"""The prediction of one run, as llmq/bench/plan_runs.py writes it."""
+
+
+def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:
+    """The prediction of each run, and the machine. A child that fails is reported, and nothing is
+    known."""
+    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
+        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
+        text = json.dumps({"runs": runs, "parent": os.getpid()})
+        status = run_watched([*PLANNER, str(path), str(alive)], text, alive, LIMIT)
+        if path.exists():
+            result = json.loads(path.read_text())
+            return result["runs"], result["machine"]
+    warn([f"the runs cannot be planned: the process that does it ended with {status}"])
+    return [{}] * len(runs), None
+
+
+class Forecast:
+    """How long runs take, from the plan's predictions and from the runs that are over.
+
+    counted: steps of one run. For the CPU the plan only says how runs compare, so that there
+    nothing is known before the first one is over.
+    """
+
+    START = 30.0  # seconds beside the steps, before a run has shown how many it takes
+
+    def __init__(self, counted: int):
+        self._counted = counted
+        self._walls: list[float] = []
+        self._starts: list[float] = []
+        self._ratios: list[float] = []
+
+    def finished(self, prediction: Prediction, wall: float, step_seconds: float) -> None:
+        """A run took so long, and each of its steps so long."""
+        self._walls.append(wall)
+        self._starts.append(max(wall - self._counted * step_seconds, 0.0))
+        if prediction.get("step_seconds"):
+            self._ratios.append(step_seconds / prediction["step_seconds"])
+
+    def seconds(self, prediction: Prediction) -> float | None:
+        """The seconds of one run; None: nothing is known."""
+        predicted = prediction.get("step_seconds")
+        if predicted is None or not (self._ratios or prediction["on_gpu"]):
+            return statistics.fmean(self._walls) if self._walls else None
+        ratio = statistics.median(self._ratios) if self._ratios else 1.0
+        start = statistics.median(self._starts) if self._starts else self.START
+        return start + self._counted * ratio * predicted
+
+    def left(self, predictions: Iterable[Prediction]) -> str:
+        """For people, of all these; "" where that is not known."""
+        each = [self.seconds(prediction) for prediction in predictions]
+        if not each or None in each:
+            return ""
+        total = sum(each)
+        for seconds, unit in ((1, "s"), (60, "min")):
+            if total < 90 * seconds:
+                return f", about {total / seconds:.0f} {unit} left"
+        return f", about {total / 3600:.1f} h left"
+
 
 FAILED = ("failed", "hung")
 # When a run is ended that makes progress, but hardly: seconds for its start, kernels compiled and

@@ -1,4 +1,5 @@
-"""Final losses of many short runs, in one process: sweeps of rates, and of a scaling law.
+"""Final losses of many short runs, in one process: sweeps of rates, and of a scaling law; and
+`llmq sweep-lr`, a short ladder of learning rates at small size for `llmq recipe`.
 
 Runs that differ in rates and length only are made by one trainer, one after the other from the same
 first weights on the same data, so that a run of seconds does not wait for its start.
@@ -16,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmq.base.errors import ConfigError
+from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import write_file
 from llmq.base.json_file import read_json
-from llmq.bench.sweep_file import Row, identity
-from llmq.options.options import TrainConfig
+from llmq.bench.sweep_file import Row, identity, read_runs
+from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import make_config
+from llmq.plan.recipe import BASE, round_rate, sizes_of
 from llmq.report.json_log import JsonLog
-from llmq.run.loaders import move_loaders
-from llmq.run.model_of_run import model_of_run
-from llmq.run.tokenizers import agreed_tokenizer
+from llmq.run.batches import move_loaders
+from llmq.run.model_of_run import agreed_tokenizer, model_of_run
 from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 
@@ -150,3 +151,74 @@ def _run(trainer: Trainer, config: TrainConfig, logs: Path | None) -> dict[str, 
         "loss": found if math.isfinite(found) else None,
         "seconds": round(time.monotonic() - start, 2),
     }
+
+
+STEP = 2.0  # from one rate to the next
+MOST_FURTHER = 3  # rates beyond an end of the ladder at which the best one lies
+FEWEST = 3  # a curve through less has no lowest point
+# Options that are not given. 16 million tokens are three for each parameter of four blocks: too few
+# for the lowest loss, and enough to tell rates apart.
+USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
+USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
+
+
+def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) -> None:
+    """Train a model of so many blocks at each rate of a ladder, and note the best one in `out`.
+
+    given: options of the runs, by flag name; with --model it is that model. rates: of the ladder,
+    STEP times one another, around --learning-rate; where the best one is at an end, the ladder goes
+    on. Raises ConfigError and LlmqError.
+    """
+    if rates < FEWEST:
+        raise ConfigError(f"--rates: must be at least {FEWEST}, got {rates}")
+    own = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}
+    own |= {OPTIONS[name].flags[0]: size for name, size in sizes_of(depth).items()}
+    own = ({} if "model" in given else own) | USUAL | given
+    middle = float(own["learning-rate"])
+    own.setdefault("warmup", max(int(own["steps"]) // 20, 1))
+    ladder = [middle * STEP ** (n - rates // 2) for n in range(rates)]
+    found = _measured(own, ladder, out)
+    for _ in range(MOST_FURTHER):
+        place = found.index(best_of(found))
+        if 0 < place < len(found) - 1:
+            break
+        further = found[place]["learning_rate"] * (STEP if place else 1 / STEP)
+        found = _measured(own, [run["learning_rate"] for run in found] + [further], out)
+    rate = lowest(found)
+    first = found[0]
+    result = {
+        "rate": rate,
+        "width": first["width"],
+        "optimizer": first["optimizer"],
+        "tokens": first["tokens"],
+        "tokens_per_step": first["tokens_per_step"],
+    }
+    write_file(out, json.dumps(result | read_json(out), indent=1) + "\n")
+    for run in found:
+        mark = "  <" if run is best_of(found) else ""
+        print(f"  {run['learning_rate']:10.3g}  {loss_of(run)}{mark}")
+    print(f"The best rate of {first['optimizer']} at {first['width']} channels: {rate:g}")
+    print(f"llmq recipe --hours … --rates {out}")
+
+
+def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
+    """The runs with these rates, in their order."""
+    rows = [own | {"learning-rate": round_rate(rate)} for rate in sorted(ladder)]
+    for row in rows:
+        read_runs(row, None, trains=True)
+    return measure_losses(rows, out)
+
+
+def lowest(runs: list[dict[str, Any]]) -> float:
+    """The rate at which a parabola through the best run and its neighbours is lowest, in the
+    logarithm of the rate; the best run's own where it is at an end. LlmqError if all diverged."""
+    place = runs.index(best_of(runs))
+    rate, losses = runs[place]["learning_rate"], [run["loss"] for run in runs]
+    if losses[place] is None:
+        raise LlmqError("all runs diverged: begin with a lower --learning-rate")
+    if not 0 < place < len(runs) - 1 or None in losses[place - 1 : place + 2]:
+        return rate
+    before, at, behind = losses[place - 1 : place + 2]
+    curvature = before - 2 * at + behind
+    shift = 0.5 * (before - behind) / curvature if curvature > 0 else 0.0
+    return round_rate(rate * STEP**shift)

@@ -32,10 +32,10 @@ from llmq.base.files import write_file
 from llmq.bench.child import SETTLE, TIMED, WARM_UP, job_of_parent
 from llmq.model.results import Result
 from llmq.options.adapters import adapters_of
+from llmq.options.cards import card_here
 from llmq.options.conditions import Ranks
 from llmq.options.options_io import make_config
 from llmq.options.presets import model_warnings
-from llmq.options.rig_cards import card_here
 from llmq.options.rules import RULES
 from llmq.plan.cost import step_time
 from llmq.plan.memory import OutOfMemory, needed_bytes

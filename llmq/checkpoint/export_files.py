@@ -16,7 +16,7 @@ from llmq.data.tokenizer import (
     copy_tokenizer_files,
     tokenizer_names,
 )
-from llmq.data.tokenizer_config import take_as_it_is
+from llmq.data.tokenizer_files import take_as_it_is
 from llmq.options.options import TrainConfig
 
 CONFIG_FILE = "config.json"

@@ -13,16 +13,15 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
-from llmq.checkpoint.base_id import base_id, check_same_base
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf import HfWeights, base_id, check_same_base
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer
-from llmq.data.new_tokens import parse_tokens
 from llmq.data.tokenizer import HfTokenizer
+from llmq.data.tokenizer_files import parse_tokens
 from llmq.formats import FORMATS
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.options.option_types import QUANTIZED

@@ -18,7 +18,6 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable
 from llmq.base.json_file import json_object
-from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -28,6 +27,7 @@ from llmq.checkpoint.folder import entries, is_complete
 from llmq.checkpoint.hf import (
     IMPORTED_DTYPES,
     SCORE_HEAD,
+    BaseId,
     HfTensor,
     HfWeights,
     same_values,

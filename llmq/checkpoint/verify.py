@@ -17,8 +17,8 @@ from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import open_file
-from llmq.checkpoint.base_id import HASH_THREADS
 from llmq.checkpoint.folder import is_complete
+from llmq.checkpoint.hf import HASH_THREADS
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.runtime.processes import Processes, processes
 

@@ -40,9 +40,8 @@ from llmq.commands import (
     watch,
 )
 from llmq.commands import eval as evaluation
-from llmq.commands.common import TrainCommand
+from llmq.commands.common import TrainCommand, UsageError, one_line
 from llmq.commands.help import Command, Group
-from llmq.commands.message import UsageError, one_line
 from llmq.runtime.processes import refuse_several
 
 TRAIN = "llmq-train"  # the console script that is `llmq train`

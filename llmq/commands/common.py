@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import errno
 import inspect
 import re
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.errors import ConfigError, warn
+from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.commands.help import Command
 from llmq.options.option_types import (
     NEWEST,
@@ -249,3 +250,62 @@ def load_run(
         return config, model, model_dir, fields_of(layers)
 
     return processes().each(load)
+
+
+Inputs = Annotated[
+    list[str] | None,
+    typer.Argument(help="Text, JSON lines, JSON, CSV, TSV or Parquet; globs; -: standard input."),
+]
+Dataset = Annotated[
+    str | None,
+    typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
+]
+Split = Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")]
+Field = Annotated[
+    list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
+]
+Template = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'."),
+]
+
+
+# The base of all errors of the command-line parser, whose own module is not public.
+LONGEST = 2000  # characters of an error: values of others may have millions
+UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _meant(error: Any) -> str | None:
+    """The options that one that is not there may stand for: those that begin so, if there are any.
+
+    The parser's own guess goes by letters alone, and takes --eval-every for --eval-seed.
+    """
+    name = getattr(error, "option_name", None)
+    if name is None or not hasattr(error, "possibilities"):
+        return None
+    known = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
+    begun = sorted(flag for flag in known if flag.startswith(name))
+    return begun and f"No such option: {name}, did you mean {' or '.join(begun)}?"
+
+
+def one_line(error: BaseException) -> str:
+    """The text that the user needs to know of an error."""
+    if isinstance(error, UsageError):
+        text = _meant(error) or error.format_message()
+        if "extra argument" in text and isinstance(error.ctx.command, TrainCommand):
+            text += " Put a pattern such as 'data/train*.bin' in quotes."
+    elif isinstance(error, MemoryError):
+        text = "out of host memory, lower --batch-size or --seq-len"
+        text += f": {error}" if str(error) else ""
+    elif isinstance(error, RecursionError):
+        text = "a JSON or YAML file is nested too deeply, mend it (LLMQ_DEBUG=1 shows where)"
+    elif isinstance(error, OSError) and error.strerror:
+        text = ": ".join(str(part) for part in (error.strerror, error.filename) if part)
+        if error.errno == errno.ENOSPC:
+            text += "; free some space or write to another disk"
+    else:
+        text = error.headline if isinstance(error, LlmqError) else str(error)
+        text = text or type(error).__name__
+    notes = ", ".join(getattr(error, "__notes__", ()))  # such as the rank it comes from
+    text = " ".join([*text.split(), *([f"({notes})"] if notes else [])])
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"

@@ -36,6 +36,6 @@ def plot(
 ) -> None:
     """Draw losses, evaluations, learning rate, norm, speed, power and clock of runs on one page."""
     from llmq.report.plot import run_plot
-    from llmq.run.find_log import find_log
+    from llmq.run.run_paths import find_log
 
     run_plot([find_log(log) for log in logs], out, x, html, overwrite)

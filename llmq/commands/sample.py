@@ -49,7 +49,7 @@ def sample(
         "model_dtype": checked("model_dtype", model_dtype),
     }
     if chat:
-        from llmq.run.chat import run_chat
+        from llmq.run.sampling import run_chat
 
         return run_chat(model, system=system, chat_template=chat_template, **options)
     for flag, value in (("--system", system), ("--chat-template", chat_template)):

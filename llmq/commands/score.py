@@ -55,6 +55,6 @@ def score(
 
         run_plan(config, model, card=card)
         return
-    from llmq.run.run_score import run_score
+    from llmq.run.evaluate import run_score
 
     run_score(config, model, model_dir, out, top_k)

@@ -22,7 +22,7 @@ def sweep_lr(
     ),
 ) -> None:
     """Train a small model at a ladder of learning rates, and find the best one."""
-    from llmq.bench.sweep_lr import run_sweep_lr
+    from llmq.bench.losses import run_sweep_lr
     from llmq.options.options import OPTIONS
 
     files = {OPTIONS[name].flags[0]: value for name, value in files_of(data, given).items()}

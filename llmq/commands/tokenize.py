@@ -9,8 +9,7 @@ import typer
 
 from llmq.base.errors import ConfigError
 from llmq.base.signals import ending_children
-from llmq.commands.common import size_of
-from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
+from llmq.commands.common import Dataset, Field, Inputs, Split, Template, size_of
 
 Tokenizer = Annotated[
     str | None,
@@ -84,9 +83,9 @@ def tokenize(
     """Turn texts and conversations into token files."""
     from llmq.checkpoint.hub import find_tokenizer
     from llmq.data.inputs import dataset_of
-    from llmq.data.new_tokens import grown_tokenizer, parse_tokens
     from llmq.data.record_text import one_field
     from llmq.data.tokenize import tokenize
+    from llmq.data.tokenizer_files import grown_tokenizer, parse_tokens
 
     if tokenizer is None:
         raise ConfigError(

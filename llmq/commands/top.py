@@ -24,7 +24,7 @@ def top(
     ] = False,
 ) -> None:
     """Show the progress of a run and its GPUs, second by second, until the run ends or Ctrl-C."""
-    from llmq.run.find_log import find_log, running_log
+    from llmq.run.run_paths import find_log, running_log
     from llmq.run.top import run_top
 
     run_top(running_log() if log is None else find_log(log), once=once)

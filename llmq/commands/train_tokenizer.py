@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from llmq.commands.text_options import Dataset, Field, Inputs, Split, Template
+from llmq.commands.common import Dataset, Field, Inputs, Split, Template
 
 
 def train_tokenizer(

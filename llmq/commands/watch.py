@@ -31,7 +31,7 @@ def watch(
 ) -> None:
     """Send the log of a run to TensorBoard or W&B, while it is written or afterwards."""
     from llmq.report.watch import run_watch
-    from llmq.run.find_log import find_log
+    from llmq.run.run_paths import find_log
 
     with ending_children():
         run_watch(find_log(log), tensorboard=tensorboard, wandb=wandb, name=name, interval=interval)

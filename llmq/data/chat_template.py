@@ -27,7 +27,7 @@ from llmq.base.errors import DataError
 from llmq.base.files import check_readable
 from llmq.base.records import MAX_RECORD
 from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokenizer, read_json
-from llmq.data.tokenizer_config import OWN_TOKENS
+from llmq.data.tokenizer_files import OWN_TOKENS
 
 OTHER_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
 SHIPPED = Path(__file__).with_name("chat_templates")

@@ -24,7 +24,7 @@ from llmq.data.conversations import (
     check_whole,
     weight_of,
 )
-from llmq.data.documents import Block, DocumentPart, Position
+from llmq.data.inputs import Block, DocumentPart, Position
 from llmq.data.record_text import RecordText, whole_characters
 from llmq.data.token_shards import Ids
 from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer

@@ -16,11 +16,10 @@ import numpy as np
 
 from llmq.base.console import print_own, printable
 from llmq.base.errors import ConfigError, DataError
-from llmq.data.detokenize import continuation
 from llmq.data.document_file import has_pairs
 from llmq.data.document_index import DocumentIndex, count_documents
 from llmq.data.identity import tokenizers_of_files
-from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, continuation, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files
 
 DOCUMENTS = 3  # printed if no limit is given

@@ -35,9 +35,8 @@ from llmq.base.json_file import read_json
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import Counts, count_documents, count_duplicates
-from llmq.data.documents import Position
 from llmq.data.identity import MANIFEST, SHARD_NAME, TokenizerId, tokenizer_of_folder
-from llmq.data.inputs import InputSource
+from llmq.data.inputs import InputSource, Position
 from llmq.data.tokenizer import TEMPLATE_FILE, HfTokenizer, Tokenizer
 from llmq.data.tokens import TokenFile, TokenWriter, mask_path
 

@@ -24,15 +24,22 @@ from llmq.base.worker import Bounds, in_worker
 from llmq.data.chat_masks import TRAIN_ON, Chat, Completion
 from llmq.data.chat_template import end_of_turn, lacking_tokens, load_chat_template
 from llmq.data.conversations import CLASSES, LABELS, PAIRS, PLAIN, RecordConversation
-from llmq.data.documents import EvalSplit, Position, read_blocks
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
-from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
+from llmq.data.inputs import (
+    EvalSplit,
+    HubDataset,
+    InputSource,
+    Position,
+    find_sources,
+    read_blocks,
+    reading_standard_input,
+)
 from llmq.data.record_format import choose_format
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
-from llmq.report.progress import Progress
+from llmq.report.views import Progress
 
 SHARD_TOKENS = 100_000_000  # if not given
 SAVE_SECONDS = 15.0  # between saved states: an interruption costs no more than this

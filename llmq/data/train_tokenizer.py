@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import staged_directory
 from llmq.data.chat_template import load_chat_template
-from llmq.data.documents import EvalSplit, Position, read_blocks
-from llmq.data.inputs import HubDataset, InputSource, find_sources, reading_standard_input
+from llmq.data.inputs import (
+    EvalSplit,
+    HubDataset,
+    InputSource,
+    Position,
+    find_sources,
+    read_blocks,
+    reading_standard_input,
+)
 from llmq.data.record_format import having_fields
 from llmq.data.record_text import DEFAULT_FIELD, RecordText, mended
 from llmq.data.tokenizer import (

@@ -1,19 +1,14 @@
 """The rules of all options: what they imply, what is refused, and what has no effect, and why.
 
-One table, in the order in which errors and warnings are looked for; `adapter_rules.py`,
-`loss_rules.py` and `optimizer_rules.py` have the parts about these, `savers.py` that which says
-what may be tried. `rule.py` says what a rule is, and evaluates them. A condition gets the option's
-value `v`, the options `o`, and the fact that the rule is about (`conditions.py`).
+One table, in the order in which errors and warnings are looked for; `training_rules.py` has the
+parts about the optimizer, losses and adapters, `savers.py` that which says what may be tried.
+`rule.py` says what a rule is, and evaluates them. A condition gets the option's value `v`, the
+options `o`, and the fact that the rule is about (`conditions.py`).
 """
 
 from __future__ import annotations
 
 from llmq.base.layers import layer_set
-from llmq.options.adapter_rules import (
-    ADAPTER_DEFAULTS,
-    ADAPTERS_REFUSED,
-    ADAPTERS_REFUSED_WITH_MODEL,
-)
 from llmq.options.conditions import (
     CHUNK_ROWS,
     CODES_MULTIPLE,
@@ -36,8 +31,6 @@ from llmq.options.conditions import (
     wrong_lengths,
     wrong_parts,
 )
-from llmq.options.loss_rules import LOSS_RULES
-from llmq.options.optimizer_rules import OPTIMIZER_RULES
 from llmq.options.option_types import (
     FP8_DTYPES,
     SIZES_GROUP,
@@ -47,6 +40,13 @@ from llmq.options.option_types import (
 )
 from llmq.options.rule import IMPLY, REFUSE, Rule, Rules, default, idle, refused, switches
 from llmq.options.savers import SAME_BITS, SAVERS
+from llmq.options.training_rules import (
+    ADAPTER_DEFAULTS,
+    ADAPTERS_REFUSED,
+    ADAPTERS_REFUSED_WITH_MODEL,
+    LOSS_RULES,
+    OPTIMIZER_RULES,
+)
 
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
 FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes

@@ -12,11 +12,10 @@ from typing import Any
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, warn
-from llmq.options.cards import card_of
+from llmq.options.cards import card_of, rig_card
 from llmq.options.command_line import command_line
 from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig
-from llmq.options.rig_cards import rig_card
 from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits, mib, room
 from llmq.plan.allocator_table import allocator_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
+from llmq.options.cards import card_here
 from llmq.options.options import TrainConfig
-from llmq.options.rig_cards import card_here
 from llmq.plan.advice import check_fits
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.cost import Network

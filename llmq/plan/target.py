@@ -8,9 +8,8 @@ from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, warn
-from llmq.options.cards import Card, card_of, card_with, find_card, spec_of
+from llmq.options.cards import Card, card_from, card_of, card_with, find_card, rig_card, spec_of
 from llmq.options.options import TrainConfig
-from llmq.options.rig_cards import card_from, rig_card
 from llmq.options.rules import RULES
 from llmq.plan.checks import installed_attention
 from llmq.plan.cost import ONE_MACHINE, Network

@@ -14,7 +14,7 @@ import numpy as np
 from llmq.base.errors import DataError
 from llmq.base.files import check_readable
 from llmq.base.records import elements
-from llmq.report.course import is_undone, without_undone
+from llmq.report.json_log import is_undone, without_undone
 
 SMOOTHING = 10  # steps to each side
 

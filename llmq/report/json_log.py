@@ -1,6 +1,7 @@
 """The JSON log of a run: one array that is complete after every record.
 
-Numbers that are not finite are written as null.
+Numbers that are not finite are written as null. A run that goes on from an earlier checkpoint than
+its last step undoes the steps since then: the log keeps their records, a curve has each step once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import BytesIO
@@ -311,3 +312,51 @@ def _parsed(text: bytes) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataError("no record of a log") from error
     return record
+
+
+_OF_STEPS = {
+    "step",
+    "gpu",
+    "cpu",
+    "abs-maxes",
+    "fast-products",
+    "choices",
+}  # step s writes them; others: between
+
+
+class Course:
+    """Follows the records of a log."""
+
+    def __init__(self) -> None:
+        self._newest = -1  # step
+
+    def back_to(self, record: dict[str, Any]) -> int | None:
+        """How many steps count as done from this record on, if it undoes others; else None."""
+        step = None
+        if record["log"] == "step":
+            step, after = record["step"], record["step"]
+        elif record["log"] == "cmd":  # logs of older versions do not say it
+            step = record.get("resumed_at")
+            after = self._newest if step is None else step - 1
+        if step is None:
+            return None
+        back = step if step <= self._newest else None
+        self._newest = after if back is not None else max(self._newest, after)
+        return back
+
+
+def is_undone(record: dict[str, Any], steps: int) -> bool:
+    """Whether a record is about what going back to so many done steps undoes."""
+    of_step = record["log"] in _OF_STEPS or record.get("type") == "time-breakdown"
+    return record["step"] >= steps if of_step else record["step"] > steps
+
+
+def without_undone(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a log without those of undone steps."""
+    course, kept = Course(), []
+    for record in records:
+        back = course.back_to(record)
+        if back is not None:
+            kept = [r for r in kept if not is_undone(r, back)]
+        kept.append(record)
+    return kept

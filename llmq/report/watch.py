@@ -23,8 +23,7 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.base.files import check_writable, disk_errors
 from llmq.base.run_id import RunId
-from llmq.report.course import Course, is_undone, without_undone
-from llmq.report.json_log import LogReader
+from llmq.report.json_log import Course, LogReader, is_undone, without_undone
 
 DONE = ("Done. validation loss", "Done. No validation")  # the message of a run at its end
 _COMMON = {"log", "time", "step"}

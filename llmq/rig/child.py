@@ -28,7 +28,7 @@ PARTS = {
     name: f"llmq.rig.{place}"
     for name, place in {
         "facts": "facts:measure",
-        "host": "host:measure",
+        "host": "facts:measure_host",
         "bus": "bus:measure",
         "exchanges": "exchanges:measure",
         "load": "load:measure",

@@ -24,7 +24,7 @@ from llmq.ops import (
 )
 from llmq.options.rules import FP8_CAPABILITY
 from llmq.rig.child import Job
-from llmq.rig.launches import table_of
+from llmq.rig.steps import table_of
 from llmq.runtime.device import Device, DeviceSpec
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.plan_device import PlanDevice

@@ -6,7 +6,8 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,116 @@ from typing import Any
 from llmq import __version__
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import prepare_report, write_file
+from llmq.bench.child import run_child
 from llmq.options.card_file import CardFile, checked, record_of, this_host, write_card_file
+from llmq.options.command_line import command_line
+from llmq.options.options import TrainConfig
+from llmq.options.options_io import make_config
+from llmq.options.presets import preset
 from llmq.options.rules import FP8_CAPABILITY
-from llmq.rig import rows, steps
+from llmq.plan.fit import Candidate, Fit
+from llmq.plan.memory import OutOfMemory
+from llmq.plan.target import target
+from llmq.rig import steps
 from llmq.rig.child import GRACE, run_part
 from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import NO_ROOM, words_on
-from llmq.rig.launches import in_time, merged
-from llmq.rig.markdown import markdown, please_share
-from llmq.rig.picture import draw
+from llmq.rig.markdown import draw, markdown, please_share
+from llmq.rig.steps import in_time, merged
+from llmq.runtime.host_memory import available_host_memory
+
+MODELS = ("1.5B", "0.5B", "7B", "3B", "14B")  # of Qwen2.5, the most telling first
+SEQUENCES = 512  # of a step of all GPUs, as in llm.q's table, at T = 1024
+SECONDS = 30.0
+ROW_STEP = 1.5  # seconds of a timed step, about: fewer micro-steps than a real one has
+REPEATS = 3
+START = 25.0  # seconds until the first step, and for what is timed beside the steps
+SHORTEST_ROW = START + REPEATS * ROW_STEP  # seconds that a row takes at least
+WHOLE_ROW = START + SECONDS  # and one that is not cut short, about
+
+
+def table_rows(fp8: bool, gpus: int) -> Iterator[dict[str, Any]]:
+    """The options of every row, by flag; its products are in fp8 first, where there is fp8."""
+    for dtype in ("e4m3", "bf16") if fp8 else ("bf16",):
+        for model in MODELS:
+            options = {
+                "model": f"Qwen2.5-{model}",
+                "from-scratch": True,
+                "model-dtype": "bf16",
+                "matmul-dtype": dtype,
+                "opt-m-dtype": "bf16",
+                "opt-v-dtype": "bf16",
+                "seq-len": 1024,
+                "batch-size": 16,
+                "grad-accumulation": max(SEQUENCES // gpus // 16, 1),
+                "gpus": gpus,
+            }
+            yield options | ({"fp8-recipe": "delayed"} if dtype == "e4m3" else {})
+
+
+def fastest(options: dict[str, Any], card_file: Path) -> Candidate | None:
+    """The options that --fit finds for a row on this rig; None where nothing fits."""
+    config = make_config(options)
+    model = preset(config.model)
+    config = config.validate_with(model)
+    host = available_host_memory()
+    where = target(config, model, None, host, None, None, search=True, card_file=card_file)
+    try:
+        return Fit(config, where.planner(model), where.limits, frozenset({"gpus"})).search()[0]
+    except OutOfMemory:
+        return None
+
+
+def shortened(found: Candidate) -> tuple[TrainConfig, float]:
+    """With fewer micro-steps, so that a step takes ROW_STEP, and what that one should take."""
+    config, seconds = found.config, found.need.time.total
+    count = min(
+        max(round(ROW_STEP * config.grad_accumulation / seconds), 1), config.grad_accumulation
+    )
+    share = count / config.grad_accumulation
+    return replace(config, grad_accumulation=count), share * seconds
+
+
+def flags_of(config: TrainConfig) -> dict[str, Any]:
+    """Its options by flag, as configuration files have them."""
+    found: dict[str, Any] = {}
+    for word in command_line(config)[2:]:
+        name, equals, value = word.removeprefix("--").partition("=")
+        found[name.removeprefix("no-")] = value if equals else not name.startswith("no-")
+    return found
+
+
+def trained(found: Candidate, card_file: Path, limit: float) -> dict[str, Any]:
+    """A row's record: `options`, tokens per second `predicted` and, with `status` ok, `measured`.
+
+    limit: seconds after which the run is ended.
+    """
+    config, step = shortened(found)
+    steps = max(1, round(min(SECONDS, limit - START) / REPEATS / step))
+    options = flags_of(config)
+    record = {"options": options, "predicted": speed_of(config, card_file)}
+    outcome = run_child(options, steps, REPEATS, limit)
+    if outcome["status"] == "hung":  # its message names options that a rig does not have
+        return record | {"status": "failed", "message": "it took too long"}
+    if outcome["status"] != "ok":
+        return record | {"status": outcome["status"], "message": outcome["message"]}
+    result = outcome["result"]
+    memory = result["memory"]
+    return record | {
+        "status": "ok",
+        "measured": result["tokens_per_second"],
+        "spread": result["spread"],
+        "joules_per_token": result["joules_per_token"],
+        "memory": memory["used"] or memory["planned"],
+    }
+
+
+def speed_of(config: TrainConfig, card_file: Path) -> float:
+    """Tokens per second that the plan predicts for exactly this."""
+    model = preset(config.model)
+    where = target(config, model, None, None, None, None, search=False, card_file=card_file)
+    return where.planner(model).exact(config).speed
+
 
 MINUTES = 10.0
 LAST = 10.0  # seconds that the report takes
@@ -167,7 +269,7 @@ def _measure_gpus(rig: Rig, gpus: int) -> None:
     measured["steps"] = []
     share = SHARES["steps"] + (SHARES["exchanges"] if gpus == 1 else 0)
     seconds = share * rig.seconds
-    if rig.left - seconds < rows.WHOLE:
+    if rig.left - seconds < WHOLE_ROW:
         seconds = rig.left
     _measure_steps(rig, steps.runs(fp8, gpus), rig.elapsed + seconds)
 
@@ -241,22 +343,22 @@ def _keep(rig: Rig, out: Path) -> None:
         rig.note("card file", " ".join(str(error).split()), 0.0)
         return
     fp8 = file.capability >= FP8_CAPABILITY
-    for options in rows.rows(fp8, file.gpus):
+    for options in table_rows(fp8, file.gpus):
         start = rig.elapsed
         row = steps.title_of({name: options[name] for name in ("model", "matmul-dtype")})
         title = f"rows {row}"
-        if rig.left < rows.SHORTEST:
+        if rig.left < SHORTEST_ROW:
             break
         rig.say(f"{LABELS['rows']}: {row}")
         try:
-            found = rows.fastest(options, Path(f"{out}.json"))
+            found = fastest(options, Path(f"{out}.json"))
             if found is None:
                 rig.note(title, NO_ROOM, rig.elapsed - start)
                 continue
-            limit = min(rows.START + 2 * rows.SECONDS, rig.left)
-            if limit < rows.SHORTEST:
+            limit = min(START + 2 * SECONDS, rig.left)
+            if limit < SHORTEST_ROW:
                 break
-            record = rows.trained(found, Path(f"{out}.json"), limit)
+            record = trained(found, Path(f"{out}.json"), limit)
         except Exception as error:  # the report is worth more than this row
             if not isinstance(error, LlmqError):
                 traceback.print_exc()

@@ -20,13 +20,13 @@ from llmq.plan.allocator_table import allocator_rows, allocator_table
 from llmq.plan.memory import needed_bytes
 from llmq.plan.sol import peaks
 from llmq.run.metrics import Reporter
+from llmq.run.model_of_run import lost_tokenizer, unknown_tokenizer
 from llmq.run.monitor import (
     SpeedOfLight,
     measured_peak,
     system_lines,
     system_record,
 )
-from llmq.run.tokenizers import lost_tokenizer, unknown_tokenizer
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_memory import host_memory

@@ -15,10 +15,16 @@ from typing import Any
 
 from llmq.base.errors import DiskError
 from llmq.base.run_id import RunId
-from llmq.checkpoint.best import Best, Measured
 from llmq.checkpoint.folder import checkpoint_path
 from llmq.checkpoint.retention import Candidates, CheckpointInfo, Verdict, outdated
-from llmq.checkpoint.store import checkpoint_owner, delete_old, kept_checkpoints, write_verdict
+from llmq.checkpoint.store import (
+    Best,
+    Measured,
+    checkpoint_owner,
+    delete_old,
+    kept_checkpoints,
+    write_verdict,
+)
 from llmq.checkpoint.verify import forget_pages, problem_of
 from llmq.options.options import TrainConfig
 from llmq.run.guard import PERSISTS, Guard, Judgement

@@ -1,4 +1,6 @@
-"""`llmq eval`: accuracy and perplexity of a model on tasks in local files."""
+"""`llmq eval`: accuracy and perplexity of a model on tasks in local files; and `llmq score`: a
+model's scores of token files, made as a run's validations are.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import check_writable, write_file
+from llmq.base.locks import LOCK, locked
+from llmq.data.scores import LARGEST_ID
 from llmq.data.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
 from llmq.data.tasks import Task, read_tasks
 from llmq.data.tokenizer import load_tokenizer
+from llmq.data.tokens import open_token_files
 from llmq.model.inference import Scorer, scoring_options
+from llmq.options.options import TrainConfig
 from llmq.plan.checks import attention_backend, check_sizes
-from llmq.report.progress import Progress
 from llmq.report.tables import Terminal
+from llmq.report.views import Progress
+from llmq.run.model_of_run import agreed_tokenizer
 from llmq.run.sampling import open_model
+from llmq.run.score import score_files
+from llmq.run.trainer import Trainer
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, open_apart
 from llmq.runtime.plan_device import PlanDevice
@@ -226,3 +235,46 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# `llmq score`
+
+
+def run_score(
+    config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
+) -> None:
+    """Write the scores of --train-file to `out`, and print where they are. top_k: of a teacher.
+
+    LlmqError for options that mean another thing than a model and documents, data of another
+    tokenizer, and scores of something else in `out`, unless with --overwrite.
+    """
+    if config.adapter is not None or config.continue_from is not None:
+        raise ConfigError(
+            "--adapter, --continue: a model is scored, without adapters: `llmq merge` makes one of "
+            "both"
+        )
+    if model.num_labels:
+        raise ConfigError("MODEL: has a score head, which says nothing of tokens")
+    if top_k and model.vocab_size > LARGEST_ID:
+        raise ConfigError(f"--top-k: files have room for {LARGEST_ID} ids, not {model.vocab_size}")
+    if not config.document_mask:
+        raise ConfigError(
+            "--no-document-mask: each document is scored alone, as losses that read scores have it"
+        )
+    check_writable("--out", out.absolute())
+    with locked(out / LOCK, "--out", out):
+        tokenizer = agreed_tokenizer(config, model_dir)
+        files = open_token_files(config.train_patterns, model.vocab_size)
+        total = sum(file.num_tokens for file in files)
+        with (
+            Trainer.from_config(config, model, model_dir, tokenizer) as trainer,
+            Progress("score", total) as progress,
+        ):
+            trainer.load_weights()
+            how = {"separator": config.document_separator, "overwrite": config.overwrite}
+            identity = trainer.identity.record()
+            how |= {"top_k": top_k, "report": progress.update}
+            paths = score_files(trainer.ranks, files, out, identity, **how)
+    for file, path in zip(files, paths, strict=True):
+        print(f"{file.num_tokens} tokens of {file.path}: scores in {path}")

@@ -21,18 +21,17 @@ import numpy as np
 from llmq.base.batch import Batch
 from llmq.base.console import printable
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.checkpoint.best import Measured
+from llmq.checkpoint.store import Measured
 from llmq.data import scoring
-from llmq.data.detokenize import continuation
 from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
-from llmq.data.tokenizer import Tokenizer, load_tokenizer
+from llmq.data.tokenizer import Tokenizer, continuation, load_tokenizer
 from llmq.model.results import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
+from llmq.run.batches import mean_loss, open_loaders
 from llmq.run.events import Member
-from llmq.run.loaders import mean_loss, open_loaders
 from llmq.run.metrics import Reporter, duration
 from llmq.run.rank import Rank
 from llmq.run.ranks import CutShort

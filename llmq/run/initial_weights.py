@@ -14,17 +14,16 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
-from llmq.checkpoint.base_id import BaseId, base_id, check_same_base, random_base_id
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import HubModel
-from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf import BaseId, HfWeights, base_id, check_same_base, random_base_id
 from llmq.checkpoint.hf_export import export_model
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled
 from llmq.data.identity import TokenizerId
-from llmq.data.new_tokens import first_new_id, parse_tokens
 from llmq.data.tokenizer import Tokenizer
+from llmq.data.tokenizer_files import first_new_id, parse_tokens
 from llmq.options.adapters import adapted_modules, adapters_of
 from llmq.options.command_line import flag
 from llmq.options.option_types import LORA_TARGETS, texts_of

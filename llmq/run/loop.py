@@ -18,8 +18,8 @@ from llmq.base.errors import DataError, ModelError, warn
 from llmq.base.files import check_writable
 from llmq.base.run_id import RunId
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.checkpoint.best import Best
 from llmq.checkpoint.folder import check_shared
+from llmq.checkpoint.store import Best
 from llmq.model.losses import loss_class
 from llmq.model.results import Result
 from llmq.options.conditions import Length, Ranks
@@ -44,12 +44,12 @@ from llmq.run.diagnose import abs_maxes, not_moved
 from llmq.run.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.run.events import Member, StepDone, state_of
 from llmq.run.guard import Guard
-from llmq.run.idle_experts import IdleExperts
 from llmq.run.judging import Judging
 from llmq.run.metrics import Reporter
-from llmq.run.monitor import StepReports, speed_of_light
+from llmq.run.model_of_run import agreed_tokenizer
+from llmq.run.monitor import IdleExperts, Scaling, StepReports, speed_of_light, time_alone
 from llmq.run.requests import Ending, Requests
-from llmq.run.resume import fork_lines
+from llmq.run.resume import Stage, fork_lines, left_stages
 from llmq.run.run_paths import (
     checkpoint_to_continue,
     clear_places,
@@ -59,10 +59,7 @@ from llmq.run.run_paths import (
     things_in_the_way,
     undone_checkpoints,
 )
-from llmq.run.scaling import Scaling, time_alone
-from llmq.run.sensing import Sensing
-from llmq.run.stages import Stage, left_stages
-from llmq.run.tokenizers import agreed_tokenizer
+from llmq.run.sensors import Sensing
 from llmq.run.trainer import Trainer
 from llmq.run.watcher import Watcher, check_libraries, start_watchers
 from llmq.runtime.host_memory import available_host_memory

@@ -12,8 +12,9 @@ from llmq.checkpoint.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     FileEntry,
+    read_group,
+    write_group,
 )
-from llmq.checkpoint.shards import read_group, write_group
 from llmq.comm.collectives import silenced
 from llmq.model.results import Result
 from llmq.model.step import Step

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import DiskError
 from llmq.base.signals import ending_signals
-from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry
+from llmq.checkpoint.checkpoint import CheckpointWriter, FileEntry, write_group
 from llmq.checkpoint.folder import discard
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.shards import write_group
 from llmq.run.ranks import Ranks
 from llmq.runtime.processes import ALONE, Outcome, Processes, processes
 from llmq.state.pieces import SlabPiece

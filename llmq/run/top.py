@@ -21,9 +21,8 @@ from llmq.report.gauges import WIDE, Panel, Row, panel_lines
 from llmq.report.json_log import LogReader
 from llmq.report.live import DRAWS, Progress
 from llmq.report.watch import DONE
-from llmq.run.find_log import has_writer, is_written_here, silence
-from llmq.run.sensing import row_of
-from llmq.run.sensors import INTERVAL, Sensor, Sensors
+from llmq.run.run_paths import has_writer, is_written_here, silence
+from llmq.run.sensors import INTERVAL, Sensor, Sensors, row_of
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
 

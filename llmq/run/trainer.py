@@ -16,12 +16,10 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, DataError, LlmqError, warn
 from llmq.base.run_id import RunId
-from llmq.checkpoint.base_id import BaseId
-from llmq.checkpoint.changes import changed_options
-from llmq.checkpoint.checkpoint import CheckpointReader
+from llmq.checkpoint.checkpoint import CheckpointReader, check_formats
 from llmq.checkpoint.finite import finite
+from llmq.checkpoint.hf import BaseId
 from llmq.checkpoint.manifest import Manifest
-from llmq.checkpoint.shards import check_formats
 from llmq.checkpoint.store import check_model, checkpoint_at
 from llmq.data.identity import TokenizerId
 from llmq.data.loader import DataLoader
@@ -36,20 +34,22 @@ from llmq.options.rules import RULES
 from llmq.plan.plan import Usage
 from llmq.plan.run_plan import plan_run
 from llmq.run.agreement import check_start
-from llmq.run.batches import checked_batches
+from llmq.run.batches import checked_batches, mean_loss, move_loaders, open_loaders
 from llmq.run.initial_weights import InitialWeights, with_adapter
-from llmq.run.loaders import mean_loss, move_loaders, open_loaders
-from llmq.run.model_of_run import at_commit, model_of_run, packing_of_data
-from llmq.run.ranks import Ranks
-from llmq.run.sampling import Predictor, Sampling
-from llmq.run.score import Report, score_files
-from llmq.run.tokenizers import (
+from llmq.run.model_of_run import (
     agreed_tokenizer,
+    at_commit,
     check_same,
     exported_otherwise,
+    model_of_run,
+    packing_of_data,
     tokenizer_source,
     with_tokens_of,
 )
+from llmq.run.ranks import Ranks
+from llmq.run.resume import changed_options
+from llmq.run.sampling import Predictor, Sampling
+from llmq.run.score import Report, score_files
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.mesh import DATA

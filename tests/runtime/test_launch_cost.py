@@ -8,10 +8,9 @@ from functools import cache
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I8
-from llmq.options.cards import CARDS, spec_of
+from llmq.options.cards import CARDS, card_from, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.options.rig_cards import card_from
 from llmq.plan.cost import step_time
 from llmq.plan.plan import Plan, make_plan
 from llmq.runtime.cost import Cost, Kind, product_cost

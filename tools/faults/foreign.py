@@ -26,7 +26,7 @@ import numpy as np
 from llmq.base.errors import LlmqError, MachineError
 from llmq.base.files import read_own
 from llmq.checkpoint.manifest import digest_of
-from llmq.data.order import shuffled
+from llmq.data.epoch_plan import shuffled
 from llmq.data.tokenizer import EXACT_CODE, EXACT_MODULE
 from llmq.data.tokens import TokenWriter
 from tests import runs

@@ -15,11 +15,10 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError, warn
 from llmq.base.json_file import json_object
 from llmq.base.run_id import RunId
-from llmq.checkpoint.base_id import BaseId
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel
 from llmq.checkpoint.finite import finite
-from llmq.checkpoint.hf import HfWeights
+from llmq.checkpoint.hf import BaseId, HfWeights
 from llmq.checkpoint.manifest import Manifest
 from llmq.checkpoint.merge import check_base, open_merged, tokenizer_folder
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles

@@ -1,0 +1,240 @@
+"""Files of a tokenizer that are changed: for transformers' AutoTokenizer, and for new tokens.
+
+AutoTokenizer of a model must make the ids of the training. transformers 5 lets some classes, such
+as Qwen2Tokenizer, build their own normalizer and pre-tokenizer in place of those in tokenizer.json;
+if the file names no class, the model's type decides which one it is. PreTrainedTokenizerFast takes
+tokenizer.json as it is. For models of the type qwen2 transformers 5 ignores the class that the file
+names, unless it has an auto_map, too: such a model gets one, and the module that it names, which is
+loaded only with trust_remote_code. Nothing changes if the tokenizer cuts texts as Qwen2's does.
+
+Special tokens that a tokenizer does not have yet (`--add-tokens`) come behind its last ids. A copy
+of its files gets them, and everything else works with the copy. A model gets rows of embedding and
+LM head for them (`llmq/checkpoint/hf.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmq.base.errors import ConfigError, DataError
+from llmq.base.worker import Bounds, in_worker
+from llmq.data.identity import TokenizerId, tokenizer_of_folder
+from llmq.data.tokenizer import (
+    CONFIG_FILE,
+    END_OF_TEXT,
+    EXACT_CODE,
+    EXACT_MAP,
+    EXACT_MODULE,
+    HfTokenizer,
+    load_tokenizer,
+    open_tokenizer,
+    read_json,
+)
+
+AS_IT_IS = "PreTrainedTokenizerFast"
+_SAFE = {AS_IT_IS, "TokenizersBackend"}
+
+# Prints the ids that a folder's AutoTokenizer makes of standard input, nothing without the library.
+# PyTorch stays out: its import takes most of the time, and tokenizers do without it.
+_TRIAL = """
+import json, sys
+sys.modules["torch"] = None
+try:
+    from transformers import AutoTokenizer
+except ImportError:
+    sys.exit()
+try:
+    theirs = AutoTokenizer.from_pretrained(
+        sys.argv[1], local_files_only=True, trust_remote_code=False
+    )
+    text = sys.stdin.buffer.read().decode()
+    made = {"ids": theirs(text, add_special_tokens=False, verbose=False)["input_ids"]}
+except Exception as error:  # the files may make the library raise anything
+    made = {"error": " ".join(str(error).split())[:200]}
+print(json.dumps(made))
+"""
+_TRIAL_SECONDS = 120  # a cold start from a slow disk may take many
+
+# Special tokens that a class has by default. They are written out, so that they are not lost
+# together with the class.
+OWN_TOKENS = {
+    "Qwen2Tokenizer": dict.fromkeys(("eos", "pad", "unk"), END_OF_TEXT),
+    "GPT2Tokenizer": dict.fromkeys(("bos", "eos", "unk"), END_OF_TEXT),
+    "GemmaTokenizer": {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"},
+    "LlamaTokenizer": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
+}
+
+
+def take_as_it_is(folder: Path, *, own: str | None = None) -> None:
+    """Have AutoTokenizer use the tokenizer.json in a model directory as it is.
+
+    Nothing happens without one, or if the class does so already. Every other field stays. EOS and
+    BOS are added if no file names them. own: the class that transformers takes for this type of
+    model, whatever class the file names.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    try:
+        config = read_json(folder / CONFIG_FILE)
+        tokenizer = HfTokenizer(folder)
+    except DataError:  # damaged files are copied as they are; nothing can make them load
+        return
+    named = config.get("tokenizer_class")
+    changed = dict(config)
+    if tokenizer.is_qwen2 and (own or str(named)).startswith("Qwen2Tokenizer"):
+        return
+    if own is not None and "auto_map" not in config:
+        (folder / EXACT_MODULE).write_text(EXACT_CODE)
+        changed["auto_map"] = EXACT_MAP
+    if named not in _SAFE:
+        changed["tokenizer_class"] = AS_IT_IS
+        tokens = OWN_TOKENS.get(str(named).removesuffix("Fast"), {})
+        _name_tokens(changed, tokenizer, tokens)
+    if named is None:
+        ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+        tokens = {name: tokenizer.decode([i]) for name, i in ids.items() if i is not None}
+        _name_tokens(changed, tokenizer, tokens)
+    if changed != config:
+        (folder / CONFIG_FILE).write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
+
+
+def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, str]) -> None:
+    """Add the special tokens that no file names and the tokenizer has."""
+    named = read_json(tokenizer.folder / "special_tokens_map.json")
+    for name, text in own.items():
+        key = f"{name}_token"
+        if key not in config and key not in named and len(tokenizer.encode(text)) == 1:
+            config[key] = text
+
+
+def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
+    """Describe how AutoTokenizer of a model directory differs from the training, on a text.
+
+    None if it does not, or if transformers is not installed. Another process tries it, without
+    PyTorch.
+    """
+    made = _trial(folder, text)
+    if made is None:
+        return None
+    if "error" in made:
+        return f"cannot be loaded ({made['error']})"
+    got, expected = made["ids"], tokenizer.encode(text)
+    if got == expected:
+        return None
+    pairs = enumerate(zip(got, expected, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(got), len(expected)))
+    near = tokenizer.decode(expected[max(first - 3, 0) : first + 4])
+    return (
+        f"makes {len(got)} tokens of a text that has {len(expected)} in training, the first other "
+        f"one near {near!r}"
+    )
+
+
+def _trial(folder: Path, text: str) -> dict[str, Any] | None:
+    """The object that _TRIAL prints; None if it fails."""
+    command = [sys.executable, "-P", "-c", _TRIAL, str(folder)]
+    try:
+        done = subprocess.run(
+            command, input=text.encode(), capture_output=True, timeout=_TRIAL_SECONDS
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
+        return None
+
+
+# ------------------------------------------------------------------------------------------------
+# New tokens
+
+
+_OLD_FILE = "added_tokens.json"  # ids by text
+
+
+class NewTokens(NamedTuple):
+    """The ids [first, first + count) of new tokens, and the tokenizer that has them."""
+
+    first: int
+    count: int
+    made: TokenizerId
+
+
+def parse_tokens(text: str | None) -> tuple[str, ...]:
+    """The tokens of --add-tokens, divided by commas. ConfigError for an empty or repeated one."""
+    tokens = tuple(text.split(",")) if text else ()
+    for token in tokens:
+        if not token.strip() or tokens.count(token) > 1:
+            raise ConfigError(f"--add-tokens: {token!r} is empty or given twice")
+    return tokens
+
+
+@contextmanager
+def grown_tokenizer(spec: str | Path, tokens: Sequence[str]) -> Iterator[str]:
+    """The tokenizer `spec` with these tokens, as a folder for load_tokenizer; it without any.
+
+    ConfigError for a token that it has, DataError for one that cannot be loaded.
+    """
+    if not tokens:
+        yield str(spec)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / f"{Path(spec).resolve().name}+{len(tokens)}"
+        write = partial(_write_grown, spec, tuple(tokens), folder)
+        if problem := in_worker(write, f"the tokenizer '{spec}'", Bounds()):
+            raise ConfigError(f"--add-tokens: {problem}")
+        yield str(folder)
+
+
+def first_new_id(folder: Path) -> int:
+    """The id of the first token that a model directory's tokenizer gets behind its own."""
+    return load_tokenizer(folder).vocab_size
+
+
+def new_tokens(folder: Path, tokens: Sequence[str]) -> NewTokens:
+    """The ids that grown_tokenizer gives to tokens of a model directory's tokenizer."""
+    with grown_tokenizer(folder, tokens) as grown:
+        made = tokenizer_of_folder(Path(grown))
+    return NewTokens(first_new_id(folder), len(tokens), made)
+
+
+def _write_grown(spec: str | Path, tokens: Sequence[str], folder: Path) -> str | None:
+    """Write the copy; what is wrong with the tokens, if something is."""
+    tokenizer = load_tokenizer(spec)
+    if not isinstance(tokenizer, HfTokenizer):
+        return f"the tokenizer '{spec}' has no files: make one with `llmq train-tokenizer`"
+    from tokenizers import AddedToken
+
+    inner = open_tokenizer(tokenizer.folder)
+    for token in tokens:
+        if inner.token_to_id(token) is not None:
+            return f"{token} is a token of '{spec}' already: leave it out"
+    tokenizer.save(folder)
+    inner.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in tokens])
+    ids = {token: inner.token_to_id(token) for token in tokens}
+    if [*ids.values()] != list(range(tokenizer.vocab_size, tokenizer.vocab_size + len(tokens))):
+        return f"the ids of '{spec}' have gaps, and new ones would not lie behind them"
+    (folder / "tokenizer.json").write_text(inner.to_str(pretty=True) + "\n", "utf-8")
+    for name in (CONFIG_FILE, "special_tokens_map.json", _OLD_FILE):
+        if name != CONFIG_FILE and not (folder / name).is_file():
+            continue
+        content = read_json(folder / name)
+        if name == _OLD_FILE:
+            content |= ids
+        else:
+            names = content.get("additional_special_tokens") or []
+            content["additional_special_tokens"] = [*names, *tokens]
+        if "added_tokens_decoder" in content:
+            flags = {"normalized": False, "special": True}
+            flags |= dict.fromkeys(("lstrip", "rstrip", "single_word"), False)
+            content["added_tokens_decoder"] |= {
+                str(i): {"content": token, **flags} for token, i in ids.items()
+            }
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        (folder / name).write_text(text, "utf-8")
+    return None
