@@ -35,11 +35,11 @@ def workplace(tmp_path, monkeypatch):
 @pytest.fixture
 def machine(monkeypatch):
     """Sets the GPUs of this machine; without it there is no NVML."""
-    monkeypatch.setattr(top_module, "_nvml", lambda: None)
+    monkeypatch.setattr(top_module, "find_nvml", lambda: None)
 
     def have(*gpus):
         nvml = FakeNvml(*gpus)
-        monkeypatch.setattr(top_module, "_nvml", lambda: nvml)
+        monkeypatch.setattr(top_module, "find_nvml", lambda: nvml)
         return nvml
 
     return have

@@ -381,7 +381,6 @@ class Sweep:
             print(f"  {run['status']}: {said}", file=sys.stderr, flush=True)
 
     def _learn(self, options: Row, run: dict[str, Any]) -> None:
-        """How long further runs will take."""
         if run["status"] == "ok" and "seconds" in run:
             step = statistics.median(run["result"]["step_seconds"])
             self.forecast.finished(self._prediction(options), run["seconds"], step)

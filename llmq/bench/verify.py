@@ -51,7 +51,6 @@ class Comparison:
 
     @property
     def names(self) -> list[str]:
-        """The names of the results."""
         return [*(f"step {i}" for i in range(len(self.without) - 1)), "evaluation"]
 
 

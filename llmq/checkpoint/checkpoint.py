@@ -28,6 +28,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import OPTION_DTYPES, DType
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import (
+    Closing,
     disk_errors,
     make_directory,
     publish_directory,
@@ -197,7 +198,6 @@ class CheckpointWriter:
         return self.path
 
     def _document(self, manifest: Manifest, entries: list[FileEntry]) -> dict[str, Any]:
-        """The content of checkpoint.json."""
         needed = required_groups(rule_saved(manifest.options))
         for group in {e.group for e in entries} | set(needed):
             if [e.rank for e in entries if e.group == group] != list(range(self.world)):
@@ -239,7 +239,7 @@ def _model_of(saved: dict[str, Any]) -> ModelConfig:
     raise LlmqError(f"its new_tokens are no ids of the model: {reprlib.repr(new)}")
 
 
-class CheckpointReader:
+class CheckpointReader(Closing):
     """A verified checkpoint. All ranks of a process share one reader.
 
     path; step; world: ranks that wrote it; manifest; rule: whose moments it has.
@@ -365,15 +365,8 @@ class CheckpointReader:
         return cover
 
     def close(self) -> None:
-        """Give the file descriptors back."""
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> CheckpointReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _ranges_of(file: SafetensorsFile) -> dict[str, list[int]]:

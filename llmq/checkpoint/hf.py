@@ -22,7 +22,7 @@ from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
-from llmq.base.files import check_readable
+from llmq.base.files import Closing, check_readable
 from llmq.base.json_file import json_object
 from llmq.checkpoint.coded import decoded
 from llmq.checkpoint.coded.matrix import CodedMatrix
@@ -118,7 +118,7 @@ class _GrownTable:
         return out
 
 
-class HfWeights:
+class HfWeights(Closing):
     """The tensors of a model directory: model.safetensors, else the files its index names.
 
     Tensors are read piece by piece when they are asked for. A checkpoint whose names lack their
@@ -339,15 +339,8 @@ class HfWeights:
         return found.hexdigest()
 
     def close(self) -> None:
-        """Give the mapped files back."""
         self._where.clear()
         self._files.clear()
-
-    def __enter__(self) -> HfWeights:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _language_model(where: dict[str, HfTensor]) -> tuple[dict[str, HfTensor], bool]:

@@ -121,7 +121,6 @@ class SafetensorsFile:
         return out
 
     def close(self) -> None:
-        """Give the file descriptor back."""
         self._file.close()
 
 

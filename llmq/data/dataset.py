@@ -87,7 +87,6 @@ class SequenceLayout:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether it matters where documents are."""
         return self.packs or self.document_mask
 
 

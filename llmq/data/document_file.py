@@ -178,7 +178,6 @@ class DocumentWriter:
         self._file.close()
 
     def discard(self) -> None:
-        """Remove the partial file."""
         self._file.close()
         partial_path(self.path).unlink(missing_ok=True)
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from llmq.base.batch import Batch
 from llmq.base.errors import DataError, warn
+from llmq.base.files import Closing
 from llmq.data.dataset import DataSet, SequenceLayout
 from llmq.data.epoch_plan import FilesInTurn, Split
 from llmq.data.reader import RowReader, Span
@@ -46,7 +47,7 @@ class _EpochPlace:
     chunk_index: int = 0
 
 
-class DataLoader:
+class DataLoader(Closing):
     """Batches of rank `rank` out of `world_size`, read ahead by a thread of its own.
 
     data: the files and the plan of their epochs, which loaders of several ranks share.
@@ -304,12 +305,6 @@ class DataLoader:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._pending.clear()
         self._reader.close()
-
-    def __enter__(self) -> DataLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _order(self, epoch: int) -> np.ndarray:
         return self.data.plan.parts(self.seed, epoch)

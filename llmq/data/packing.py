@@ -43,7 +43,6 @@ class Pieces:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all pieces."""
         return int(self.length.sum(dtype=np.int64))
 
     @property

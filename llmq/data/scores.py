@@ -224,7 +224,6 @@ class ScoreFile:
         return decoded(out) if self.scored.top_k else out.astype(np.float32, copy=False)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -311,7 +310,6 @@ class ScoreWriter:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Complete the file and give it its name."""
         self.save(COMPLETE)
         self._file.close()
         checksums_path(self.path).unlink(missing_ok=True)

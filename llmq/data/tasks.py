@@ -68,7 +68,6 @@ class Task:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics."""
         if self.is_text:
             return TEXT_METRICS
         return ("acc", "acc_norm") if KINDS[self.kind].normalized else ("acc",)

@@ -100,15 +100,14 @@ class ShardWriter:
         vocab_size: int,
         shard_tokens: int,
         tokens: int,
-        *,
-        with_masks: bool = False,
-        with_weights: bool = False,
-        in_pairs: bool = False,
+        **masks: bool,
     ) -> None:
-        """Go on behind `tokens` tokens, which the last saved state counts; drop what follows."""
-        self.out, self.split, self.with_masks, self.in_pairs = out, split, with_masks, in_pairs
-        self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
-        self.tokens, self.with_weights = tokens, with_weights
+        """Go on behind `tokens` tokens, which the last saved state counts; drop what follows.
+
+        masks: with_masks, with_weights and in_pairs as of TokenWriter.
+        """
+        self.out, self.split, self._masks = out, split, masks
+        self.vocab_size, self.shard_tokens, self.tokens = vocab_size, shard_tokens, tokens
         self.documents = 0  # those that ended since then
         number, keep = divmod(tokens, shard_tokens)
         path = _shard(out, split, number)
@@ -126,10 +125,8 @@ class ShardWriter:
     def _open(self, number: int, keep: int = 0) -> TokenWriter:
         return TokenWriter(
             *(_shard(self.out, self.split, number), self.vocab_size),
-            with_masks=self.with_masks,
-            with_weights=self.with_weights,
+            **self._masks,
             with_documents=True,
-            in_pairs=self.in_pairs,
             with_checksums=True,
             keep_tokens=keep,
         )

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
@@ -37,7 +37,7 @@ from llmq.data.inputs import (
 from llmq.data.record_format import choose_format
 from llmq.data.record_text import DEFAULT_FIELD, RecordText
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
-from llmq.data.tokenizer import Added, ByteTokenizer, Tokenizer, load_tokenizer
+from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS
 from llmq.report.views import Progress
 
@@ -90,8 +90,8 @@ def tokenize(
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
     bounds = Bounds(seconds=record_seconds)
-    how = (special_tokens, train_on, chat_template, weights)
-    recipe, said, stop = _prepared(tokenizer, wanted, *how, bounds)
+    how = _How(special_tokens, train_on, chat_template, weights)
+    recipe, said, stop = _prepared(tokenizer, wanted, how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
     shard_tokens = _one_file(shard_tokens, warnings) if recipe.in_pairs else shard_tokens
@@ -110,35 +110,33 @@ def tokenize(
         return manifest.summary(warnings, was_complete, was_resumed, seq_len)
 
 
+class _How(NamedTuple):
+    """Options of `tokenize` that say what becomes of records."""
+
+    special_tokens: str
+    train_on: str
+    chat_template: str | None
+    weights: bool
+
+
 def _prepared(
-    spec: str, wanted: RecordText | RecordConversation, *how: Any
+    spec: str, wanted: RecordText | RecordConversation, how: _How, bounds: Bounds
 ) -> tuple[Recipe, list[str], int | None]:
     """The recipe, warnings, and the id that ends a turn of conversations, found where the files of
-    others can do no harm. how: special_tokens, train_on, --chat-template, weights, bounds.
-
-    DataError for what cannot be loaded, or takes more than the bounds.
-    """
-    *options, bounds = how
-    prepare = partial(_prepare, spec, wanted, *options)
+    others can do no harm. DataError for what cannot be loaded, or takes more than the bounds."""
+    prepare = partial(_prepare, spec, wanted, how)
     if spec == ByteTokenizer.fingerprint and isinstance(wanted, RecordText):
         return prepare()
-    *_, given, _ = options
-    what = f"the tokenizer '{spec}'" + (f" or the chat template '{given}'" if given else "")
-    return in_worker(prepare, what, bounds)
+    given = f" or the chat template '{how.chat_template}'" if how.chat_template else ""
+    return in_worker(prepare, f"the tokenizer '{spec}'{given}", bounds)
 
 
 def _prepare(
-    spec: str,
-    wanted: RecordText | RecordConversation,
-    special_tokens: str,
-    train_on: str,
-    given: str | None,
-    weights: bool,
+    spec: str, wanted: RecordText | RecordConversation, how: _How
 ) -> tuple[Recipe, list[str], int | None]:
-    """given: --chat-template."""
     tokenizer = load_tokenizer(spec)
-    recipe = _recipe(tokenizer, spec, wanted, special_tokens, train_on, given)
-    recipe = recipe.weighted() if weights else recipe
+    recipe = _recipe(tokenizer, spec, wanted, how)
+    recipe = recipe.weighted() if how.weights else recipe
     stop = end_of_turn(recipe.chat.template, tokenizer) if recipe.is_chat else None
     if stop is not None and stop.text and tokenizer.fingerprint != ByteTokenizer.fingerprint:
         missing = lacking_tokens(recipe.chat.template, tokenizer)
@@ -150,72 +148,60 @@ def _prepare(
                 "of a format whose tokens it has"
             )
     ends = None if stop is None or stop.text is not None else next(iter(stop.ids), None)
-    return recipe, _warnings(recipe, special_tokens, train_on, given), ends
+    return recipe, _warnings(recipe, how), ends
 
 
 def _recipe(
-    tokenizer: Tokenizer,
-    spec: str,
-    wanted: RecordText | RecordConversation,
-    special_tokens: str,
-    train_on: str,
-    given: str | None,
+    tokenizer: Tokenizer, spec: str, wanted: RecordText | RecordConversation, how: _How
 ) -> Recipe:
-    chat = (
-        None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, train_on, given, wanted)
-    )
-    if chat is not None and wanted.in_pairs and train_on == "each":
+    chat = None if isinstance(wanted, RecordText) else _chat(tokenizer, spec, wanted, how)
+    if chat is not None and wanted.in_pairs and how.train_on == "each":
         raise ConfigError(
             "--train-on each: makes several documents of an answer, where a pair has two: give "
             "assistant or last"
         )
     if isinstance(chat, Chat) and wanted.form != CLASSES:  # which may be texts
         return Recipe(spec, wanted, ([], []), chat)
-    return Recipe(spec, wanted, _added(tokenizer, spec, special_tokens), chat)
-
-
-def _added(tokenizer: Tokenizer, spec: str, special_tokens: str) -> Added:
-    """Ids to add before and behind each text, whose end is added in any case."""
     if tokenizer.eos_id is None:
         raise DataError(
             f"the tokenizer '{spec}' names no end-of-text token: set eos_token in its "
             "tokenizer_config.json"
         )
-    return tokenizer.added if special_tokens == "auto" else ([], [])
+    added = tokenizer.added if how.special_tokens == "auto" else ([], [])  # the end in any case
+    return Recipe(spec, wanted, added, chat)
 
 
 def _chat(
-    tokenizer: Tokenizer, spec: str, train_on: str, given: str | None, wanted: RecordConversation
+    tokenizer: Tokenizer, spec: str, wanted: RecordConversation, how: _How
 ) -> Chat | Completion:
+    given = how.chat_template
     template = None if given == NO_TEMPLATE else load_chat_template(tokenizer, given)
     if template is not None:
-        return Chat(template, train_on)
+        return Chat(template, how.train_on)
     if wanted.form in (PLAIN, PAIRS, LABELS, CLASSES):  # the formats that can do without
-        return Completion(train_on)
+        return Completion(how.train_on)
     raise DataError(
         f"the tokenizer '{spec}' has no chat template, which the conversations need: give "
         "--chat-template FILE, or the tokenizer of a model that has one"
     )
 
 
-def _warnings(
-    recipe: Recipe, special_tokens: str, train_on: str, chat_template: str | None
-) -> list[str]:
+def _warnings(recipe: Recipe, how: _How) -> list[str]:
     """Warnings of the template, and one for every option without effect on records like these."""
     said = recipe.chat.warnings() if recipe.chat is not None else []
     if recipe.chat is not None and not recipe.is_chat:
-        if chat_template is None:
+        if how.chat_template is None:
             said.append(
                 "the tokenizer has no chat template: prompt and completion follow each other as "
                 f"they are; --chat-template {NO_TEMPLATE} says that this is meant"
             )
         return said
     if recipe.is_chat:
-        idle = [f"--special-tokens {special_tokens}"] * (special_tokens != "auto")
+        idle = [f"--special-tokens {how.special_tokens}"] * (how.special_tokens != "auto")
         reason = "the chat template says which special tokens a conversation has"
     else:
-        idle = [f"--train-on {train_on}"] * (train_on != "assistant")
-        idle += [f"--chat-template {chat_template}"] * (chat_template is not None)
+        idle = [f"--train-on {how.train_on}"] * (how.train_on != "assistant")
+        idle += [f"--chat-template {how.chat_template}"] * (how.chat_template is not None)
         reason = "the inputs are texts, not conversations"
     return said + [f"{flag} has no effect: {reason}" for flag in idle]
 

@@ -193,7 +193,6 @@ class ByteTokenizer:
     added: Added = ([], [])
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -401,7 +400,6 @@ class HfTokenizer:
         return self._tokenizer.token_to_id(END_OF_TEXT)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
         with self._errors():
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -452,7 +450,6 @@ class HfTokenizer:
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def save(self, folder: Path) -> None:
-        """Copy the tokenizer's files."""
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         copy_tokenizer_files(self.folder, folder)

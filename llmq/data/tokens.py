@@ -12,14 +12,13 @@
     1024 + 4n    n bytes  only with weights: each is a token's weight in 200ths, 0 = do not train
 
 Everything is little-endian. The mask bit of a token says whether *predicting that token* counts.
-While a file is written, its mask bits wait in a file of their own, `X.mask.partial` beside
-`X.bin.partial`, because they belong behind the tokens.
+While a file is written, weights of its tokens wait in a file of their own, `X.mask.partial` beside
+`X.bin.partial`, because they, or the bits made of them, belong behind the tokens.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -43,60 +42,7 @@ def mask_path(token_file: Path) -> Path:
 
 
 class MaskWriter:
-    """Appends mask bits; those of a last, unfinished byte wait in memory."""
-
-    def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
-        """keep: how many bits of the partial file to keep, or those bits themselves."""
-        self.path = partial_path(path)
-        self._rest = np.empty(0, bool)  # fewer than 8 bits
-        count = keep if isinstance(keep, int) else 0
-        if count and (not self.path.exists() or self.path.stat().st_size < -(-count // 8)):
-            raise DataError(f"'{self.path}' is missing or too short: start again with --overwrite")
-        with disk_errors(self.path):
-            self._file = open(self.path, "r+b" if count else "wb")  # noqa: SIM115 (kept open)
-            if count:
-                self._file.seek(count // 8)
-                last = np.frombuffer(self._file.read(1) * bool(count % 8), np.uint8)
-                self._rest = np.unpackbits(last, bitorder="little")[: count % 8].astype(bool)
-                self._file.seek(count // 8)
-                self._file.truncate()
-        if not isinstance(keep, int):
-            self.write(keep)
-
-    def write(self, mask: np.ndarray) -> None:
-        """Append bits (n,) bool."""
-        bits = np.concatenate([self._rest, mask.astype(bool)])
-        whole = len(bits) // 8 * 8
-        with disk_errors(self.path):
-            self._file.write(np.packbits(bits[:whole], bitorder="little").tobytes())
-        self._rest = bits[whole:]
-
-    def sync(self) -> None:
-        """Force all bits to the disk."""
-        with disk_errors(self.path):
-            self._file.write(np.packbits(self._rest, bitorder="little").tobytes())
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.seek(-(len(self._rest) > 0), os.SEEK_CUR)
-
-    def copy_to(self, file: BinaryIO) -> None:
-        """Append all bits to another file."""
-        self.sync()
-        with disk_errors(self.path), open(self.path, "rb") as masks:
-            shutil.copyfileobj(masks, file)
-
-    def suspend(self) -> None:
-        """Leave the file as it is, to be continued with `keep`."""
-        self._file.close()
-
-    def discard(self) -> None:
-        """Remove the file."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
-class WeightWriter(MaskWriter):
-    """Appends weights in the place of mask bits."""
+    """Appends the weights of tokens, a byte for each in 200ths, also where they are mask bits."""
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
         """keep: how many weights of the partial file to keep, or those weights themselves."""
@@ -122,6 +68,22 @@ class WeightWriter(MaskWriter):
             self._file.flush()
             os.fsync(self._file.fileno())
 
+    def copy_to(self, file: BinaryIO, *, as_bits: bool) -> None:
+        """Append all weights to another file, or whether they are more than 0."""
+        self.sync()
+        with disk_errors(self.path), open(self.path, "rb") as weights:
+            while piece := weights.read(_COPY_BYTES):
+                bits = np.frombuffer(piece, np.uint8) > 0
+                file.write(np.packbits(bits, bitorder="little").tobytes() if as_bits else piece)
+
+    def suspend(self) -> None:
+        """Leave the file as it is, to be continued with `keep`."""
+        self._file.close()
+
+    def discard(self) -> None:
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
 
 # ------------------------------------------------------------------------------------------------
 
@@ -134,6 +96,7 @@ MAX_TOKENS = 2**31 - 1  # the header counts tokens in an int32
 MASKED_TARGET = -100  # the target id that the loss ignores
 
 _SAMPLES, _SAMPLE_BYTES = 8, 4096
+_COPY_BYTES = 1 << 20
 _FIELDS = struct.Struct("<8s5i")
 _TOKEN = np.dtype("<i4")
 
@@ -374,7 +337,7 @@ class TokenWriter:
             complete = TokenFile(partial_path(self.path))
             kept = complete.read_weights(0, keep_tokens)
             complete.close()
-        return (WeightWriter if self.with_weights else MaskWriter)(path, kept)
+        return MaskWriter(path, kept)
 
     def _keep(self, tokens: int) -> None:
         length = HEADER_BYTES + TOKEN_BYTES * tokens
@@ -447,7 +410,6 @@ class TokenWriter:
             beside.suspend()
 
     def discard(self) -> None:
-        """Remove the partial files."""
         self.suspend()
         partial_path(self.path).unlink(missing_ok=True)
         for beside in self._beside():
@@ -460,7 +422,7 @@ class TokenWriter:
         """
         with disk_errors(self.path), self._file:
             if self._masks is not None:
-                self._masks.copy_to(self._file)
+                self._masks.copy_to(self._file, as_bits=not self.with_weights)
             self._file.seek(0)
             self._file.write(self._header())
             self.sync()

@@ -77,7 +77,6 @@ class CardFile:
 
 
 def folder() -> Path:
-    """The folder of card files."""
     return cache_dir() / "cards"
 
 

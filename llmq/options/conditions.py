@@ -341,7 +341,6 @@ def wrong_lengths(o: Options) -> str | None:
 
 
 def adapts_experts(o: Options, model: ModelConfig) -> bool:
-    """Whether matrices of experts have adapters."""
     return any(matrix.groups > 1 for _, matrix in all_adapted(model, adapters_of(o)))
 
 

@@ -118,7 +118,6 @@ def _by_field(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _of_file(file: Path | None) -> dict[str, Any]:
-    """Values of a file by field name."""
     if file is None:
         return {}
     from llmq.options import option_file  # here, so that --help does not wait for YAML

@@ -200,7 +200,6 @@ class LiveView:
         self._live.update(self._render())  # drawn by a thread of its own, which sees only this
 
     def close(self) -> None:
-        """Leave the last state on the screen."""
         with optional_console():
             self._live.stop()
 

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,6 @@ class End:
         return rates
 
     def close(self) -> None:
-        """Free all of it."""
         self.api.setDevice(self.gpu)
         for way in range(2):
             self.api.streamSynchronize(self.streams[way])
@@ -109,7 +109,6 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
     """Rates of GPUs that copy at the same time, each driven by a thread of its own."""
     start = threading.Barrier(len(gpus))
     found: Rates = {name: [0.0] * len(gpus) for name in WAYS}
-    errors: list[Exception] = []
 
     def run(index: int) -> None:
         try:
@@ -124,17 +123,14 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
                     found[PAGEABLE] = end.pageable()
             finally:
                 end.close()
-        except Exception as error:  # the others would wait for ever
-            errors.append(error)
-            start.abort()
+        except Exception:
+            start.abort()  # the others would wait for ever
+            raise
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(gpus))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        runs = [pool.submit(run, index) for index in range(len(gpus))]
+    for error in (run.exception() for run in runs):
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
             raise error
     return found
 

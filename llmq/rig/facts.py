@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
 from llmq.runtime.host_memory import available_host_memory, host_memory
 from llmq.runtime.host_usage import allowed_cpus
 from llmq.runtime.machine import choose_machine
-from llmq.runtime.nvml import open_nvml
+from llmq.runtime.nvml import find_nvml, told
 
 # A fact of a GPU, by NVML: what it is called here, and how it is asked.
 _READINGS: dict[str, Callable[[Any, Any], Any]] = {
@@ -73,7 +74,7 @@ def measure(job: Job, **_: Any) -> None:
         "memory": spec.memory,
     }
     facts["versions"] = {"llmq": __version__} | library_versions()
-    nvml = _nvml()
+    nvml = find_nvml()
     facts["driver"] = "" if nvml is None else nvml.nvmlSystemGetDriverVersion()
     for index in range(gpu_count()):
         place = bus_id(index)
@@ -89,12 +90,7 @@ def gpu_facts(nvml: Any, place: str, devices: Path = Path("/sys/bus/pci/devices"
             handle = nvml.nvmlDeviceGetHandleByPciBusId(place)
         except nvml.NVMLError as error:
             return {"nvml": str(error)}
-        facts["name"] = nvml.nvmlDeviceGetName(handle)
-        for name, get in _READINGS.items():
-            try:
-                facts[name] = get(nvml, handle)
-            except (nvml.NVMLError, AttributeError):  # not of this card, or of this release
-                continue
+        facts |= {"name": nvml.nvmlDeviceGetName(handle)} | told(nvml, handle, _READINGS)
     folder = devices / place.lower()
     for name, file in (("numa", "numa_node"), ("pcie_width_slot", "max_link_width")):
         if (text := _text(folder / file)).lstrip("-").isdigit():
@@ -125,13 +121,6 @@ def host_facts(root: Path = Path("/")) -> dict[str, Any]:
         "iommu_options": [word for word in kernel if "iommu" in word or "acs" in word.lower()],
         "virtual": "hypervisor" in about,
     }
-
-
-def _nvml() -> Any | None:
-    try:
-        return open_nvml()
-    except Exception:  # no module, no library, no driver: each its own class
-        return None
 
 
 def _text(path: Path) -> str:
@@ -165,20 +154,19 @@ def memory_rate(seconds: float, mib: int, threads: int | None = None) -> float:
     """GB/s of copies by as many threads as there are CPUs, at most 16, read and written."""
     threads = threads or min(os.cpu_count() or 1, 16)
     size = max(mib * MIB // threads, MIB)
-    copied, start = [0] * threads, threading.Barrier(threads)
-    ends = [0.0] * threads
+    start = threading.Barrier(threads)
 
-    def work(index: int) -> None:
-        source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    def rate(_: int) -> float:
+        source, target, copied = np.ones(size, np.uint8), np.zeros(size, np.uint8), 0
         start.wait()
         begin = time.perf_counter()
-        while copied[index] == 0 or time.perf_counter() - begin < seconds:
+        while copied == 0 or time.perf_counter() - begin < seconds:
             np.copyto(target, source)
-            copied[index] += 2 * size
-        ends[index] = time.perf_counter() - begin
+            copied += 2 * size
+        return copied / (time.perf_counter() - begin)
 
-    _all(work, threads)
-    return sum(n / t for n, t in zip(copied, ends, strict=True)) / 1e9
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(rate, range(threads))) / 1e9
 
 
 def product_rate(seconds: float, size: int = PRODUCT) -> float:
@@ -225,11 +213,3 @@ def _read_rate(descriptor: int, piece: mmap.mmap, seconds: float) -> float:
             break
         count += got
     return count / (time.perf_counter() - begin) / 1e9
-
-
-def _all(work: Callable[[int], None], count: int) -> None:
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()

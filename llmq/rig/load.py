@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from llmq.base.dtypes import BF16, U8
@@ -15,7 +17,7 @@ from llmq.rig.child import Job
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id
 from llmq.runtime.machine import Machine, choose_machine, open_apart
-from llmq.runtime.nvml import open_nvml
+from llmq.runtime.nvml import open_nvml, told
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.timing import Marks
 
@@ -37,37 +39,23 @@ REASONS = {
 }
 
 
-class Sensor:
-    """Power in W, temperature in °C, clock in MHz, reasons and PCIe link of one GPU, from NVML."""
+# Power in W, temperature in °C, clock in MHz, reasons and PCIe link of a GPU, as NVML tells them.
+_READINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "power": lambda n, h: n.nvmlDeviceGetPowerUsage(h) / 1000,
+    "temperature": lambda n, h: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU),
+    "clock": lambda n, h: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
+    "reasons": lambda n, h: n.nvmlDeviceGetCurrentClocksThrottleReasons(h),
+    "pcie_generation": lambda n, h: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
+    "pcie_width": lambda n, h: n.nvmlDeviceGetCurrPcieLinkWidth(h),
+}
 
-    def __init__(self, gpu: int):
-        self._nvml = self._handle = None
-        try:
-            nvml = open_nvml()
-            self._handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu))
-            self._nvml = nvml
-        except Exception:  # no module, no library, no driver, no GPU: each its own class
-            return
 
-    def read(self) -> dict[str, Any]:
-        """A reading of the GPU; nothing without NVML."""
-        n, h = self._nvml, self._handle
-        if n is None:
-            return {}
-        found = {}
-        for name, get in {
-            "power": lambda: n.nvmlDeviceGetPowerUsage(h) / 1000,
-            "temperature": lambda: n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU),
-            "clock": lambda: n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM),
-            "reasons": lambda: n.nvmlDeviceGetCurrentClocksThrottleReasons(h),
-            "pcie_generation": lambda: n.nvmlDeviceGetCurrPcieLinkGeneration(h),
-            "pcie_width": lambda: n.nvmlDeviceGetCurrPcieLinkWidth(h),
-        }.items():
-            try:
-                found[name] = get()
-            except n.NVMLError:  # not of this card
-                continue
-        return found
+def _reader(gpu: int) -> Callable[[], dict[str, Any]]:
+    """The function that reads a GPU's sensors; it gives nothing without NVML."""
+    with contextlib.suppress(Exception):  # no module, library, driver or GPU: each its own class
+        nvml = open_nvml()
+        return partial(told, nvml, nvml.nvmlDeviceGetHandleByPciBusId(bus_id(gpu)), _READINGS)
+    return dict
 
 
 class Load:
@@ -110,7 +98,7 @@ def _loaded(
     plan = PlanDevice(machine.spec)
     Load(plan, rows).enqueue(lambda: None)
     with closing(open_apart(machine, gpu, plan.sizes())) as dev:
-        load, sensor = Load(dev, rows), Sensor(gpu) if machine.kind == "cuda" else None
+        load, read = Load(dev, rows), _reader(gpu) if machine.kind == "cuda" else dict
         load.run()
         start = last = time.monotonic()
         rates: list[tuple[float, float]] = []
@@ -118,8 +106,7 @@ def _loaded(
             rates.append(load.run())
             if time.monotonic() - last >= EVERY or not series["seconds"]:
                 last = time.monotonic()
-                reading = {} if sensor is None else sensor.read()
-                reading |= {"seconds": last - start}
+                reading = read() | {"seconds": last - start}
                 reading |= {"tflops": statistics.median(rate for rate, _ in rates)}
                 reading |= {"gb_per_s": statistics.median(rate for _, rate in rates)}
                 for name, value in reading.items():
@@ -135,23 +122,14 @@ def measure(job: Job, *, gpus: int, device: str = "cuda", **_: Any) -> None:
     budget = machine.spec.memory // 4
     rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])
     seconds, alone = job.left, None
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def together(count: int, seconds: float) -> list[dict[str, list[Any]]]:
-        """Each in a thread, which moves to the CPUs near its GPU."""
+        """Each in a thread, which moves to the CPUs near its GPU; where one fails, others go on."""
         each: list[dict[str, list[Any]]] = [{"seconds": []} for _ in range(count)]
-
-        def run(gpu: int) -> None:
-            try:
-                _loaded(machine, gpu, rows, seconds, each[gpu])
-            except Exception as error:  # the others go on
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(gpu,)) for gpu in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(count) as pool:
+            loads = [pool.submit(_loaded, machine, g, rows, seconds, each[g]) for g in range(count)]
+        errors.extend(error for load in loads if (error := load.exception()) is not None)
         return each
 
     if gpus > 1:

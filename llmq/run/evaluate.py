@@ -18,7 +18,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.base.files import check_writable, write_file
+from llmq.base.files import Closing, check_writable, write_file
 from llmq.base.locks import LOCK, locked
 from llmq.data.scores import LARGEST_ID
 from llmq.data.scoring import Asked, Batch, Encoder, Score, check_ids, judge, make_batches
@@ -161,7 +161,7 @@ class Shapes:
         return max(-(-length // step) * step, LEAST)
 
 
-class Fleet:
+class Fleet(Closing):
     """A model on every device of a machine. Devices take batches in turn, as they get done."""
 
     def __init__(
@@ -227,14 +227,7 @@ class Fleet:
         return out
 
     def close(self) -> None:
-        """Free the devices and end the threads."""
         self.pool.close(lambda rank: rank in self._scorers and self._scorers[rank].dev.close())
-
-    def __enter__(self) -> Fleet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # ------------------------------------------------------------------------------------------------

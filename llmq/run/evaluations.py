@@ -59,11 +59,9 @@ class EvaluationInputs:
 
     @property
     def loaders(self) -> list[DataLoader]:
-        """The loaders of all sets."""
         return [loader for loaders in self.sets.values() for loader in loaders]
 
     def close(self) -> None:
-        """Close the token files."""
         for loader in self.loaders:
             loader.close()
 

@@ -49,7 +49,6 @@ class Judgement(NamedTuple):
 
     @property
     def bad(self) -> bool:
-        """Whether the step was bad."""
         return self.reason is not None
 
 

@@ -195,7 +195,6 @@ class InitialWeights:
         return split
 
     def init(self, ranks: Ranks) -> None:
-        """Random weights."""
         zero = self.config.init_proj_to_zero
         ranks.init(self.model, self.config.seed, zero_projections=zero)
 

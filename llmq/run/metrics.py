@@ -346,11 +346,9 @@ class Reporter:
             self.log.write("choices", step, choices=chosen)
 
     def scaling(self, step: int, line: str, record: dict[str, float]) -> None:
-        """Report the findings of --measure-scaling."""
         self.view.line(line)
         self.log.write("scaling", step, **record)
 
     def close(self) -> None:
-        """Close the view and the log."""
         self.view.close()
         self.log.close()

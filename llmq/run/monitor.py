@@ -50,7 +50,6 @@ def system_record(index: int, info: GpuInfo, source: NvmlGpu | None) -> dict[str
 
 
 def system_lines(record: dict[str, Any]) -> list[str]:
-    """The lines of [System r]."""
     driver, runtime = (
         f"{record[name] // 1000}.{record[name] % 1000 // 10}"
         for name in ("cuda_driver", "cuda_runtime")

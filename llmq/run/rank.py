@@ -127,7 +127,6 @@ class Rank:
         self._begin()
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
-        """Random weights."""
         self.step.weights.init(model, seed, zero_projections=zero_projections)
         self._begin()
 

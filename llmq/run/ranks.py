@@ -384,7 +384,6 @@ class Ranks:
         self.run("loading weights", lambda rank: rank.load(read, elements))
 
     def init(self, model: ModelConfig, seed: int, *, zero_projections: bool) -> None:
-        """Random weights."""
         self.run(
             "initializing weights",
             lambda rank: rank.init(model, seed, zero_projections=zero_projections),

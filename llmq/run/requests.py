@@ -110,7 +110,6 @@ class Ending:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note signals during the block."""
         with self._first, self.requests.signal:
             yield
 

@@ -16,6 +16,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.console import print_text
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.files import Closing
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.hf import HfWeights
@@ -124,7 +125,7 @@ class Predictor:
             yield from new.values()
 
 
-class Sampler(Predictor):
+class Sampler(Predictor, Closing):
     """A model loaded for inference, with a cache of keys and values of one text."""
 
     def __init__(
@@ -158,14 +159,7 @@ class Sampler(Predictor):
         return [self.decoder.forward(np.array(text[position:]), position)]
 
     def close(self) -> None:
-        """Free the device."""
         self.dev.close()
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @contextmanager
@@ -480,7 +474,6 @@ def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | No
 
 
 def _answer(talk: Conversation, ids: list[int], count: int, generate: Generate) -> None:
-    """Several replies to one question."""
     for number in range(count):
         talk.reply(ids, generate(ids, number), print_text)
         print(flush=True)

@@ -330,7 +330,6 @@ class Sensing(Member):
                 error.add_note(line)
 
     def close(self) -> None:
-        """Stop reading."""
         self.sensors.close()
 
     def _tell(self, step: int, news: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from llmq.report.watch import DONE
 from llmq.run.run_paths import has_writer, is_written_here, silence
 from llmq.run.sensors import INTERVAL, Sensor, Sensors, row_of
 from llmq.runtime.host_usage import HostUsage
-from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, open_nvml
+from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, find_nvml
 
 LOOKS = 1.0  # seconds between looks at the log
 FIRST_LOOK = 1.2 * INTERVAL  # seconds until the CPUs' use is known
@@ -114,12 +114,6 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _nvml() -> Any | None:
-    with suppress(Exception):  # no module, no library, no driver: each its own class
-        return open_nvml()
-    return None
-
-
 def _here(nvml: Any | None, model: dict[str, Any], log: Path) -> NvmlGpu | None:
     """The GPU of a `gpu-model` record of this log, if this machine has it."""
     uuid, place = model.get("uuid"), model.get("bus_id")
@@ -140,7 +134,7 @@ class Top:
     def __init__(self, log: Path | None):
         self.run = None if log is None else Follower(log)
         self._machine = os.environ.get("LLMQ_MACHINE") or socket.gethostname()
-        self._nvml, self._known = _nvml(), {}
+        self._nvml, self._known = find_nvml(), {}
         self._sensors, self._news = Sensors([]), []
         try:
             self.look()
@@ -237,7 +231,6 @@ class Top:
         return written and not self.run.ended
 
     def close(self) -> None:
-        """Stop reading."""
         self._sensors.close()
 
 

@@ -15,6 +15,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import ConfigError, DataError, LlmqError, warn
+from llmq.base.files import Closing
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader, check_formats
 from llmq.checkpoint.finite import finite
@@ -57,7 +58,7 @@ from llmq.runtime.processes import processes, refuse_several
 from llmq.state.params import Param
 
 
-class Trainer:
+class Trainer(Closing):
     """One training run.
 
         with Trainer(model="tiny", from_scratch=True, train_file="data/train*.bin") as trainer:
@@ -135,12 +136,10 @@ class Trainer:
 
     @property
     def dev(self) -> Device:
-        """The device of rank 0."""
         return self.ranks.first.dev
 
     @property
     def _step(self) -> Step:
-        """The step of rank 0."""
         return self.ranks.first.step
 
     @cached_property
@@ -361,7 +360,6 @@ class Trainer:
         self._origin.load(self.ranks)
 
     def init_weights(self) -> None:
-        """Random weights."""
         self._origin.init(self.ranks)
 
     @cached_property
@@ -484,9 +482,3 @@ class Trainer:
             for name in ("train_loaders", "eval_loaders"):
                 for loader in self.__dict__.get(name, []):
                     loader.close()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

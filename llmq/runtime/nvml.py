@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 UNSUPPORTED = -1
@@ -125,6 +125,25 @@ def open_nvml() -> Any:
 
     pynvml.nvmlInit()
     return pynvml
+
+
+def find_nvml() -> Any | None:
+    """The initialized NVML module; None where NVML cannot be used."""
+    with contextlib.suppress(Exception):  # no module, no library, no driver: each its own class
+        return open_nvml()
+    return None
+
+
+def told(
+    nvml: Any, handle: Any, readings: Mapping[str, Callable[[Any, Any], Any]]
+) -> dict[str, Any]:
+    """Readings by name; those that the card, or this release of NVML, does not tell are left
+    out."""
+    found = {}
+    for name, get in readings.items():
+        with contextlib.suppress(nvml.NVMLError, AttributeError):
+            found[name] = get(nvml, handle)
+    return found
 
 
 class NvmlGpu:

@@ -24,7 +24,6 @@ _STATE = ".quant_state.bitsandbytes__"
 
 
 def decode_bitsandbytes(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """See CODED."""
     if config.get("load_in_8bit"):
         raise LlmqError("quantization_config: 8 bits of bitsandbytes cannot be read, only nf4")
     states = {name.partition(_STATE)[0]: name for name in tensors if _STATE in name}

@@ -17,7 +17,6 @@ _FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
 
 
 def decode_compressed_tensors(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """See CODED."""
     kind = config.get("format")
     sparse = (config.get("sparsity_config") or {}).get("format", "dense")
     if kind not in _FORMATS or sparse != "dense":

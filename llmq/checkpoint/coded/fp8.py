@@ -16,7 +16,6 @@ FP8, SCALES = ("F8_E4M3",), ("_scale_inv", "_scale")
 
 
 def decode_fp8(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """See CODED."""
     block = config.get("weight_block_size")
     put_scaled(tensors, FP8, None if block is None else (int(block[0]), int(block[1])))
     take(tensors, ".input_scale", ".activation_scale")

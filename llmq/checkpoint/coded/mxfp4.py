@@ -21,7 +21,6 @@ _CODES, _SCALES = "_blocks", "_scales"
 
 
 def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
-    """See CODED."""
     for stored in [name for name in tensors if name.endswith(_CODES)]:
         name, codes = stored.removesuffix(_CODES), tensors.pop(stored)
         scales = tensors.pop(name + _SCALES, None)
