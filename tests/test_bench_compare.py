@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from llmq.bench.compare import Change, _quantile, change, comparison
 from llmq.bench.report import describe
+from llmq.bench.report_file import Change, _quantile, change, comparison
 from llmq.commands.cli import _run
 from tests.sweeps import MACHINE, ok
 

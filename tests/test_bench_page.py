@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from llmq.bench.compare import comparison
 from llmq.bench.page import Bar, Cell, bars, heat_map, number, page
 from llmq.bench.report import as_csv, describe
-from llmq.bench.report_file import ReportFile, read_report
+from llmq.bench.report_file import ReportFile, comparison, read_report
 from tests.kept import kept_reports
 from tests.sweeps import MACHINE, ok
 

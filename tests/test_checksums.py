@@ -11,10 +11,9 @@ import xxhash
 
 from llmq.base.errors import DataError
 from llmq.data import checksums
-from llmq.data.checksums import PIECE_BYTES, checksums_path
+from llmq.data.checksums import PIECE_BYTES, checksums_path, find_token_files
 from llmq.data.document_index import DocumentIndex
 from llmq.data.loader import DataLoader
-from llmq.data.patterns import find_token_files
 from llmq.data.tokens import TokenFile, TokenWriter
 from tests.text_data import run, write_jsonl
 

@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from llmq.report.tables import Csv, Html, Markdown, Terminal
+from llmq.report.tables import csv_table, html_table, markdown_table, terminal_table
 
 HEAD = ("run", "tok/s", "ok")
 ROWS = [("tiny [bold]", 1234, True), ("a, b & <c>", "7", None)]
@@ -16,24 +16,24 @@ ROWS = [("tiny [bold]", 1234, True), ("a, b & <c>", "7", None)]
 def test_markdown():
     lines = ["| run | tok/s | ok |", "| --- | --- | --- |"]
     lines += ["| tiny [bold] | 1234 | True |", "| a, b & <c> | 7 | None |"]
-    assert Markdown().table(HEAD, iter(ROWS)) == "\n".join(lines)
-    assert Markdown().table(HEAD, iter([])) == "", "there is no table without rows"
+    assert markdown_table(HEAD, iter(ROWS)) == "\n".join(lines)
+    assert markdown_table(HEAD, iter([])) == "", "there is no table without rows"
 
 
 def test_csv():
-    text = Csv().table(HEAD, iter(ROWS))
+    text = csv_table(HEAD, iter(ROWS))
     assert text == 'run,tok/s,ok\ntiny [bold],1234,true\n"a, b & <c>",7,\n'
     assert list(csv.reader(io.StringIO(text)))[2] == ["a, b & <c>", "7", ""]
 
 
 def test_html():
-    text = Html().table(HEAD, iter(ROWS))
+    text = html_table(HEAD, iter(ROWS))
     assert text.startswith("<table>\n<tr><th>run</th><th>tok/s</th><th>ok</th></tr>\n")
     assert "<tr><td>a, b &amp; &lt;c&gt;</td><td>7</td><td>None</td></tr>\n</table>" in text
 
 
 def test_terminal_aligns_and_reads_no_markup():
-    text = Terminal(right=(1,), indent=2).table(HEAD, iter(ROWS))
+    text = terminal_table(HEAD, iter(ROWS), right=(1,), indent=2)
     assert text.splitlines() == [
         "  run          tok/s  ok",
         "  tiny [bold]   1234  True",
@@ -45,5 +45,5 @@ def test_terminal_aligns_and_reads_no_markup():
 def test_terminal_cuts_nothing_whatever_its_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    text = Terminal().table(["x" * 150, "y"], [("z" * 300, "é")])
+    text = terminal_table(["x" * 150, "y"], [("z" * 300, "é")])
     assert text == f"{'x' * 150}{' ' * 152}y\n{'z' * 300}  é"

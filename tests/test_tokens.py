@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import DataError, LlmqError
-from llmq.data.patterns import expand_pattern
+from llmq.base.files import expand_pattern
 from llmq.data.tokens import TokenFile, TokenWriter, open_token_files, partial_path
 
 

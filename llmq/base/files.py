@@ -7,6 +7,7 @@ else is ever overwritten or removed on the way, and no link is followed to what 
 from __future__ import annotations
 
 import errno
+import glob
 import itertools
 import os
 import shutil
@@ -313,3 +314,43 @@ def prepare_report(flag: str, out: Path, *suffixes: str) -> list[Path]:
                 if stat.S_IFMT(os.lstat(path).st_mode) not in (stat.S_IFREG, stat.S_IFLNK):
                     raise ConfigError(f"{flag}: '{path}' is no file: choose another name")
     return paths
+
+
+def expand_pattern(pattern: str | Path) -> list[Path]:
+    """The paths that a glob pattern with `~`, `{a,b}`, `*`, `?`, `[…]` names, sorted, once each.
+
+    A name that exists is taken literally, so that special characters in it do no harm.
+    """
+    literal = Path(os.path.expanduser(pattern))  # pathlib's raises if there is no such user
+    if literal.exists():
+        return [literal]
+    names: set[str] = set()
+    for alternative in _expand_braces(os.fspath(pattern)):
+        names.update(glob.glob(os.path.expanduser(alternative), recursive=True))
+    return [Path(name) for name in sorted(names, key=os.fsencode)]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """`a{b,c{d,e}}` -> [ab, acd, ace]. Braces without a partner or a comma stand for themselves."""
+    start = pattern.find("{")
+    while start >= 0:
+        depth, commas = 0, []
+        for i in range(start, len(pattern)):
+            if pattern[i] == "{":
+                depth += 1
+            elif pattern[i] == "," and depth == 1:
+                commas.append(i)
+            elif pattern[i] == "}":
+                depth -= 1
+                if depth == 0:
+                    break
+        if depth == 0 and commas:
+            edges = [start, *commas, i]
+            parts = [pattern[a + 1 : b] for a, b in itertools.pairwise(edges)]
+            return [
+                expanded
+                for part in parts
+                for expanded in _expand_braces(pattern[:start] + part + pattern[i + 1 :])
+            ]
+        start = pattern.find("{", start + 1)
+    return [pattern]

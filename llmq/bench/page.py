@@ -20,7 +20,7 @@ from llmq.base.errors import ConfigError
 from llmq.bench.report import full_title, shared_flags, table_of
 from llmq.bench.sweep_file import value_of
 from llmq.report.plot import COLORS
-from llmq.report.tables import Html
+from llmq.report.tables import html_table
 
 WIDTH = 900  # pixels, as all sizes here
 SMALL = 560  # of points
@@ -247,7 +247,7 @@ def page(report: dict[str, Any]) -> str:
             drawn = _predicted(predicted, shared, colors)
             sections.append(("predicted", "Measured against predicted", drawn))
         sections += _heat_maps(runs, list(models))
-        sections.append(("table", "Table", Html().table(*table_of(report))))
+        sections.append(("table", "Table", html_table(*table_of(report))))
     if missing := [run for run in runs if run["status"] != "ok"]:
         sections.append(("missing", "Without a speed", _missing(missing, shared_flags(runs))))
     sections.append(("commands", "Commands", _commands(report)))

@@ -8,7 +8,7 @@ from typing import Any
 from llmq.base.dtypes import GIB
 from llmq.bench.sweep_file import flag_of
 from llmq.options.options_io import make_config
-from llmq.report.tables import Csv, Markdown
+from llmq.report.tables import csv_table, markdown_table
 
 SHOWN_WORDS = 12  # lines of the last words of a run
 
@@ -142,7 +142,7 @@ def markdown(report: dict[str, Any]) -> str:
     if not runs:
         return f"{_heading(report)}\n\n{_left(report)}\n"
     shared = shared_flags(runs)
-    table = Markdown().table(*table_of(report))
+    table = markdown_table(*table_of(report))
     blocks = [
         _heading(report),
         f"All runs: {' '.join(shared.values())}" if shared else "",
@@ -218,7 +218,7 @@ def as_csv(report: dict[str, Any]) -> str:
     for run in runs:
         line = {key: run["options"].get(key) for key in options} | {"status": run["status"]}
         lines.append(line | _csv_numbers(run.get("result")) | {"message": run.get("message")})
-    return Csv().table(list(lines[0]) if lines else [], (line.values() for line in lines))
+    return csv_table(list(lines[0]) if lines else [], (line.values() for line in lines))
 
 
 _NUMBERS = (

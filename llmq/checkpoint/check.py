@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llmq.base.errors import LlmqError
-from llmq.base.files import check_readable
+from llmq.base.files import check_readable, expand_pattern
 from llmq.checkpoint.checkpoint import CheckpointReader, padded_size
 from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.exports.source import saved_slabs
@@ -29,7 +29,6 @@ from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path
 from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import MANIFEST, RUN_FILE, SHARD_NAME
-from llmq.data.patterns import expand_pattern
 from llmq.data.token_shards import Tokenized, token_files
 from llmq.data.tokens import TokenFile
 from llmq.options.presets import resolve_model

@@ -94,7 +94,7 @@ def bench(
         overwrite=bool(given.pop("overwrite", False)),  # of a run it would have no effect here
     )
     if compare is not None:
-        from llmq.bench.compare import run_compare
+        from llmq.bench.report_file import run_compare
 
         if given or config_file or save or how != BenchOptions():
             raise ConfigError("--compare: reads two reports and makes no runs: leave out the rest")

@@ -13,6 +13,8 @@
 Everything is little-endian. XXH3 has 64 bits and no seed. Version 1, which is read too, has CRC-32
 instead, as uint32. A piece is small, because rows are read in a shuffled order and the first one
 that touches a piece has to read all of it.
+
+The files that a pattern names are looked up here, because those beside a token file are none.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ import numpy as np
 import xxhash
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, disk_errors, replacing
+from llmq.base.files import check_readable, disk_errors, expand_pattern, replacing
+from llmq.data.document_file import SUFFIX as DOCUMENTS_SUFFIX
 from llmq.data.document_file import documents_path
 
 MAGIC = b"BIN.SUM\n"
@@ -179,6 +182,16 @@ class Checksums:
                 f"'{path}' is not the one that '{self.path.name}' was written for: it is damaged, "
                 "or of another token file; copy them together, or tokenize the data again"
             )
+
+
+def find_token_files(pattern: str | Path) -> list[Path]:
+    """Paths that a glob pattern names, without folders and the files beside token files."""
+    found = expand_pattern(pattern)
+    return [
+        path
+        for path in found
+        if path.suffix not in (SUFFIX, DOCUMENTS_SUFFIX) and not path.is_dir()
+    ]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmq.base.errors import DataError
+from llmq.data.checksums import find_token_files
 from llmq.data.document_index import (
     DocumentIndex,
     has_trained_tokens,
@@ -28,7 +29,6 @@ from llmq.data.epoch_plan import (
     WindowSource,
 )
 from llmq.data.packing import Pieces, cut_documents, joined, whole_pairs
-from llmq.data.patterns import find_token_files
 from llmq.data.tokens import TokenFile, open_token_files
 from llmq.options.options import TrainConfig
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.files import disk_errors
+from llmq.base.files import disk_errors, expand_pattern
 from llmq.base.records import (
     MAX_RECORD,
     TABLES,
@@ -41,7 +41,6 @@ from llmq.base.records import (
 )
 from llmq.base.unpack import READ_BYTES, is_packed, packing_of, skip, unpack, unpacked_size
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
-from llmq.data.patterns import expand_pattern
 from llmq.data.tokenizer import HfTokenizer
 
 STANDARD_INPUT = "-"

@@ -1,7 +1,6 @@
 """The `.scores` file of a token file: what a model thinks of each token.
 
-    offset 0     8 bytes  b"BIN.SCR
-"
+    offset 0     8 bytes  b"BIN.SCR\n"
            8     int32    version, 1
           12     int32    bytes of what describes it
           16     int64    number of tokens of the token file

@@ -29,10 +29,9 @@ import numpy as np
 
 from llmq.base.errors import DataError
 from llmq.base.files import disk_errors, open_file, sync_directory
-from llmq.data.checksums import Checksums, checksums_path, write_checksums
+from llmq.data.checksums import Checksums, checksums_path, find_token_files, write_checksums
 from llmq.data.conversations import WEIGHT_PARTS
 from llmq.data.document_file import DocumentWriter, documents_path, partial_path
-from llmq.data.patterns import find_token_files
 from llmq.data.public_sets import maker
 
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from llmq.base.dtypes import OPTION_DTYPES
-from llmq.report.tables import Terminal
+from llmq.report.tables import terminal_table
 from llmq.state.placement import Placement, SlabPlacement, Store
 
 KINDS = ("work", "base", "master", "part", "transposed", "mirror", "gradient")  # then moments
@@ -58,7 +58,7 @@ def placement_table(placement: Placement) -> list[str]:
     for name, slab, stores in groups:
         cells = [_words(stores[kind]) for kind in kinds]
         rows.append([name, slab.group if slab.trainable else "frozen", *cells])
-    table = Terminal(indent=2).table(["slabs", "group", *kinds], rows)
+    table = terminal_table(["slabs", "group", *kinds], rows, indent=2)
     head = [] if placement.head is None else [f"  LM head: {_words(placement.head)} beside these"]
     return [*table.splitlines(), *head]
 

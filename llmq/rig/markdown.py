@@ -8,12 +8,11 @@ from typing import Any
 
 from llmq.base.dtypes import GIB
 from llmq.base.files import replacing
-from llmq.report.tables import Markdown
+from llmq.report.tables import markdown_table
 from llmq.rig.exchanges import LOAD
 from llmq.rig.steps import in_time
 
 Report = dict[str, Any]
-_TABLES = Markdown()
 BESIDE = " (products as beside other GPUs)"
 
 
@@ -81,7 +80,7 @@ def _machine(report: Report) -> str:
         ("products of NumPy, F32", _number(found.get("product"), "{:.0f} GFLOP/s")),
         ("disk", "{write:.2f} GB/s written, {read:.2f} read".format(**disk) if disk else ""),
     ]
-    return _TABLES.table(("", ""), [row for row in rows if row[1]]) if host else ""
+    return markdown_table(("", ""), [row for row in rows if row[1]]) if host else ""
 
 
 def _of(value: float | None, most: float | None, form: str = "{:.0f}", unit: str = "") -> str:
@@ -110,7 +109,7 @@ def _gpus(report: Report) -> str:
             )
         )
     head = ("GPU", "name", "PCIe", "lanes", "ECC", "persistence", "power limit", "NUMA")
-    return _TABLES.table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _bus(report: Report) -> str:
@@ -126,7 +125,7 @@ def _bus(report: Report) -> str:
         if n != "1"
     ]
     head = ("", "to the GPU", "from it", "each way, both at once", "not pinned: to, from")
-    return _TABLES.table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _pairs(report: Report) -> str:
@@ -147,7 +146,7 @@ def _pairs(report: Report) -> str:
             )
         )
     head = ("", "peer access", "each way, both at once", "through host memory, one half")
-    return _TABLES.table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _exchanges(report: Report) -> str:
@@ -158,7 +157,7 @@ def _exchanges(report: Report) -> str:
                 rates = (_number(received / seconds / 1e9) for seconds in (alone, beside))
                 rows.append((backend, operation, f"{received / (1 << 20):.1f}", *rates))
     head = ("backend", "operation", "MiB received", "alone", "beside kernels")
-    table = _TABLES.table(head, rows)
+    table = markdown_table(head, rows)
     slow = [
         f"{backend} {found['slowdown']:.2f}"
         for backend, found in report["measured"].get("exchanges", {}).items()
@@ -191,7 +190,7 @@ def _load(report: Report) -> str:
             )
         )
     head = ("GPU", "bf16 TFLOP/s", "copy GB/s", "W", "°C at most", "MHz", "held down by")
-    return _TABLES.table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _ladder(report: Report) -> str:
@@ -200,7 +199,7 @@ def _ladder(report: Report) -> str:
     for row in rows:
         rate = f"{row['tflops']:.0f}" if "tflops" in row else f"{row['gb_per_s']:,.0f} GB/s"
         sizes.setdefault(row["what"], []).append(f"{row['size']}: {rate}")
-    return _TABLES.table(("", "TFLOP/s by size"), ((k, ", ".join(v)) for k, v in sizes.items()))
+    return markdown_table(("", "TFLOP/s by size"), ((k, ", ".join(v)) for k, v in sizes.items()))
 
 
 def _steps(report: Report) -> str:
@@ -215,7 +214,7 @@ def _steps(report: Report) -> str:
         )
         for found in report["measured"].get("steps", [])
     ]
-    return _TABLES.table(("model", "micro-batch", "flags", "tokens/s", "idle", "took"), rows)
+    return markdown_table(("model", "micro-batch", "flags", "tokens/s", "idle", "took"), rows)
 
 
 def _idle(share: float | None) -> str:
@@ -237,7 +236,7 @@ def _rows(report: Report) -> str:
         for row in report["measured"].get("rows", [])
     ]
     head = ("model", "batch", "flags", "tokens/s", "predicted", "difference", "mJ/token")
-    return _TABLES.table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _flags(options: dict[str, Any]) -> str:
@@ -249,7 +248,7 @@ def _flags(options: dict[str, Any]) -> str:
 
 def _time(report: Report) -> str:
     rows = ((k, f"{p['seconds']:.0f} s", p["error"] or "") for k, p in report["parts"].items())
-    return _TABLES.table(("part", "took", ""), rows)
+    return markdown_table(("part", "took", ""), rows)
 
 
 def _part(report: Report, name: str) -> dict[str, Any]:

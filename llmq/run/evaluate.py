@@ -28,7 +28,7 @@ from llmq.data.tokens import open_token_files
 from llmq.model.inference import Scorer, scoring_options
 from llmq.options.options import TrainConfig
 from llmq.plan.checks import attention_backend, check_sizes
-from llmq.report.tables import Terminal
+from llmq.report.tables import terminal_table
 from llmq.report.views import Progress
 from llmq.run.model_of_run import agreed_tokenizer
 from llmq.run.sampling import open_model
@@ -139,7 +139,7 @@ def table(scores: list[Score]) -> list[str]:
         error = "-" if s.stderr is None else f"{s.stderr:.4f}"
         value = f"{s.value:.4f}" if s.value < 1e6 else f"{s.value:.4g}"
         rows.append((s.task, s.metric, value, error, s.count))
-    return Terminal(right=(2, 3, 4)).table(head, rows).splitlines()
+    return terminal_table(head, rows, right=(2, 3, 4)).splitlines()
 
 
 class Shapes:
