@@ -70,11 +70,7 @@ class DataLoader(Closing):
         layout: SequenceLayout | None = None,
         drop_last: bool = False,
         prefetch: int = 4,
-        scores: Path | None = None,
-        top_k: int = 0,
-        weights: bool = False,
-        labels: int = 0,
-        pad: int | None = None,
+        **reading: Any,
     ) -> None:
         """files: glob pattern(s). seed: uint64. vocab_size: the model's. prefetch: batches ahead.
 
@@ -82,9 +78,8 @@ class DataLoader(Closing):
         batches instead of filling them up with sequences that are read elsewhere, too, so that no
         other values arise in the model, and whose targets are masked.
         split: the side of the files that is read; None: all of them. layout: how documents become
-        sequences; None: llm.q's windows. scores: the folder with those of the files, if the loss
-        reads them; it may be filled before the first batch is asked for. top_k, weights, labels,
-        pad: as of RowReader.
+        sequences; None: llm.q's windows. reading: scores, top_k, weights, labels and pad as of
+        RowReader; the folder of scores may be filled before the first batch is asked for.
         Every file is checked here; DataError if one is damaged or all together hold no batch.
         """
         if not (seq_len > 0 and micro_batch > 0 and prefetch > 0 and 0 <= rank < world_size):
@@ -101,9 +96,7 @@ class DataLoader(Closing):
             everything=everything,
         )
         self.seq_len, self.micro_batch, self.seed = seq_len, micro_batch, seed % 2**64
-        self.world_size, self.scores = world_size, scores
-        self._how = {"scores": scores, "top_k": top_k, "weights": weights}
-        self._how |= {"labels": labels, "pad": pad}
+        self.world_size, self._reading = world_size, reading
         self._drop_last, self._prefetch = drop_last, prefetch
         self._counts = self.data.plan.counts
         self._groups = [self._parts(count, world_size) for count in self._counts]
@@ -131,7 +124,7 @@ class DataLoader(Closing):
             data.vocab_size,
             document_mask=data.layout.document_mask,
             pairs=data.layout.pairs is not None,
-            **self._how,
+            **self._reading,
         )
 
     @property
