@@ -12,8 +12,7 @@ from typing import Any
 from llmq.arch.common import QUANTIZATIONS
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.coded.bitsandbytes import decode_bitsandbytes
-from llmq.checkpoint.coded.compressed_tensors import decode_compressed_tensors
-from llmq.checkpoint.coded.fp8 import decode_fp8
+from llmq.checkpoint.coded.fp8 import decode_compressed_tensors, decode_fp8
 from llmq.checkpoint.coded.matrix import Stored
 from llmq.checkpoint.coded.mxfp4 import decode_mxfp4
 

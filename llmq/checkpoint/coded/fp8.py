@@ -1,7 +1,14 @@
-"""FP8 files as DeepSeek and transformers write them: codes with a scale a tensor, row, or block.
+"""FP8 and INT8 files: codes with a scale a tensor, row, group of columns, or block.
 
-NAME.weight                                F8_E4M3 (out, in)
-NAME.weight_scale_inv or NAME.weight_scale what codes are multiplied with
+DeepSeek and transformers write
+
+    NAME.weight                                F8_E4M3 (out, in)
+    NAME.weight_scale_inv or NAME.weight_scale what codes are multiplied with
+
+and compressed-tensors (llm-compressor, vLLM)
+
+    NAME.weight        F8_E4M3 or I8 (out, in)
+    NAME.weight_scale  of the whole, of rows (out, 1), of groups of columns, or of blocks
 """
 
 from __future__ import annotations
@@ -37,3 +44,31 @@ def put_scaled(
                 f"'{codes.path}': {found[0]} has not as many scales as {name} {list(codes.shape)} "
                 "has parts"
             ) from error
+
+
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+
+
+def decode_compressed_tensors(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    kind = config.get("format")
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if kind not in _FORMATS or sparse != "dense":
+        raise LlmqError(
+            f"quantization_config: the format {kind!r} of compressed-tensors cannot be read, only "
+            f"{', '.join(_FORMATS)}"
+        )
+    blocks = {_block(group.get("weights") or {}) for group in config["config_groups"].values()}
+    if len(blocks) > 1:
+        raise LlmqError("quantization_config: groups with different scales cannot be read")
+    put_scaled(tensors, (*FP8, "I8"), blocks.pop())
+    take(tensors, ".input_scale", ".output_scale", ".k_scale", ".v_scale")
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The part of a matrix that has one scale, as of `scaled`."""
+    if not weights.get("symmetric", True):
+        raise LlmqError("quantization_config: codes with zero points cannot be read")
+    if weights.get("strategy") == "block":
+        rows, columns = weights["block_structure"]
+        return int(rows), int(columns)
+    return (1, int(weights["group_size"])) if weights.get("strategy") == "group" else None
