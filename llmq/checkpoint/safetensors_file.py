@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -148,15 +148,11 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-class Sink(Protocol):
-    """A file that is written to."""
-
-    def write(self, data: Any, /) -> object:
-        """Append these bytes."""
-
-
 def write_safetensors(
-    file: Sink, specs: Sequence[TensorSpec], arrays: Iterable[np.ndarray], metadata: dict[str, str]
+    file: BinaryIO | HashingSink,
+    specs: Sequence[TensorSpec],
+    arrays: Iterable[np.ndarray],
+    metadata: dict[str, str],
 ) -> None:
     """Write a whole file; arrays yields the tensors in the order of specs, one at a time.
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.model.results import Result
@@ -53,13 +53,6 @@ _MEANS = (
 _NO_MAX = ("fan",)
 # ... and of free memory the mean and the least.
 _LEAST = ("dram_free",)
-
-
-class SensorSource(Protocol):
-    """A source of readings: an NvmlGpu or a HostUsage."""
-
-    def read(self) -> dict[str, Any]:
-        """Readings of this moment."""
 
 
 class Window:
@@ -129,7 +122,7 @@ class Sensor:
     there is none. at: when the last sample was taken, as time.monotonic().
     """
 
-    def __init__(self, source: SensorSource, name: str, index: int | None = None):
+    def __init__(self, source: NvmlGpu | HostUsage, name: str, index: int | None = None):
         self.source, self.name, self.index = source, name, index
         self.newest: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
