@@ -10,15 +10,15 @@
 //          nf4_decode_fp8: out E4M3 (n), divided by *scale before it is rounded.
 //          Decoding: n is of one of the modules that follow each other, each with groups and a mean
 //          of its own.
-// Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks, times modules where these are
-//          decoded. nf4_quantize_scales: a block for each group.
-// Cost     what is read and written, once; a thread reads 4 bytes of codes.
+// Launch   256 threads. 8 elements per thread, which decodes 16: ceil(n / 2048) or ceil(n / 4096)
+//          blocks, times modules where these are decoded. nf4_quantize_scales: a block for each group.
+// Cost     what is read and written, once; a thread that decodes reads 8 bytes of codes.
 // Needs    n a multiple of 64.
 // Same name  llmq/ops/nf4.py  llmq/ref/nf4.py  tests/ops/test_nf4.py
 #include "common.cuh"
 #include "ptx.cuh"
 
-constexpr int THREADS = 256, COUNT = 8;  // elements of a thread
+constexpr int THREADS = 256, COUNT = 8, DECODED = 16;  // elements of a thread
 constexpr int BLOCK = 64, GROUP = 256;   // of llmq/ref/nf4.py, as LEAST
 constexpr int LANES = BLOCK / COUNT;     // that share a block
 constexpr float LEAST = 1e-38f;
@@ -71,18 +71,19 @@ nf4_quantize_scales(u8* __restrict__ codes, f32* __restrict__ groups,
     if (t == 0) { groups[blockIdx.x] = largest; }
 }
 
-// COUNT elements of this block's module from `first` on, n of a module, and their scale. `before`:
+// DECODED elements of this block's module from `first` on, n of a module, and their scale. `before`:
 // elements of the modules before. table: LEVELS, in shared memory.
-__device__ __forceinline__ void decode(float (&v)[COUNT], const float* table, i64 first, i64 before,
+__device__ __forceinline__ void decode(float (&v)[DECODED], const float* table, i64 first, i64 before,
                                        i64 n, const u8* codes, const u8* scale_codes,
                                        const f32* groups, const f32* mean, const f32* levels) {
     const i64 block = first / BLOCK, of_module = (n / BLOCK + GROUP - 1) / GROUP;
     const float group = groups[blockIdx.y * of_module + block / GROUP];
     const float scale = levels[scale_codes[before / BLOCK + block]] * group + mean[blockIdx.y];
-    const u32 packed = *reinterpret_cast<const u32*>(codes + (before + first) / 2);
+    const uint2 packed = *reinterpret_cast<const uint2*>(codes + (before + first) / 2);
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) {
-        v[k] = table[packed >> (8 * (k / 2) + (k % 2 ? 0 : 4)) & 15] * scale;
+    for (int k = 0; k < DECODED; ++k) {
+        const u32 word = k < 8 ? packed.x : packed.y;
+        v[k] = table[word >> (8 * (k % 8 / 2) + (k % 2 ? 0 : 4)) & 15] * scale;
     }
 }
 
@@ -93,13 +94,13 @@ nf4_decode(T* __restrict__ out, const u8* __restrict__ codes, const u8* __restri
     __shared__ float table[16];
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     __syncthreads();
-    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT, before = blockIdx.y * n;
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * DECODED, before = blockIdx.y * n;
     if (first >= n) { return; }
-    float v[COUNT];
+    float v[DECODED];
     decode(v, table, first, before, n, codes, scale_codes, groups, mean, levels);
-    Pack<T, COUNT> result;
+    Pack<T, DECODED> result;
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) { result.set(k, from_f32<T>(v[k])); }
+    for (int k = 0; k < DECODED; ++k) { result.set(k, from_f32<T>(v[k])); }
     result.store(out + before + first);
 }
 
@@ -111,13 +112,18 @@ nf4_decode_fp8(e4m3* __restrict__ out, const f32* __restrict__ scale,
     __shared__ float table[16];
     if (threadIdx.x < 16) { table[threadIdx.x] = LEVELS[threadIdx.x]; }
     __syncthreads();
-    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * COUNT, before = blockIdx.y * n;
+    const i64 first = ((i64)blockIdx.x * THREADS + threadIdx.x) * DECODED, before = blockIdx.y * n;
     if (first >= n) { return; }
     const float factor = 1.0f / *scale;
-    float v[COUNT];
+    float v[DECODED];
     decode(v, table, first, before, n, codes, scale_codes, groups, mean, levels);
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) { v[k] *= factor; }
-    *reinterpret_cast<uint2*>(out + before + first) =
-        make_uint2(to_fp8<e4m3>(v[0], v[1], v[2], v[3]), to_fp8<e4m3>(v[4], v[5], v[6], v[7]));
+    for (int k = 0; k < DECODED; ++k) { v[k] *= factor; }
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        words[i] = to_fp8<e4m3>(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    }
+    *reinterpret_cast<uint4*>(out + before + first) =
+        make_uint4(words[0], words[1], words[2], words[3]);
 }

@@ -16,7 +16,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
 THREADS = 256
-PER_THREAD = 8  # elements
+PER_THREAD, DECODED = 8, 16  # elements that a thread encodes, and decodes
 NUM_LEVELS = 256  # of scales
 
 _SCALES = "const u8* scale_codes, const f32* groups, const f32* mean, const f32* levels"
@@ -116,7 +116,10 @@ def decode(
     expect("nf4", "groups", groups, F32, (count * num_groups,))
     expect("nf4", "mean", mean, F32, (count,))
     expect("nf4", "levels", levels, F32, (NUM_LEVELS,))
-    args, grid = (codes, scale_codes, groups, mean, levels, n), (_blocks(n), count)
+    args, grid = (
+        (codes, scale_codes, groups, mean, levels, n),
+        (ceil_div(n, THREADS * DECODED), count),
+    )
     if fp8_scale is None:
         expect_float("nf4", "out", out)
         dev.launch(DECODE, grid, THREADS, (out, *args))
