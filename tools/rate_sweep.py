@@ -1,6 +1,7 @@
 """Compare final losses of several ways to train, each at its own best rate.
 
-    python tools/rate_sweep.py FILE --data DATA --steps N --out OUT [--share 0.75] [options]
+    python tools/rate_sweep.py FILE --data DATA --steps N --out OUT [--share 0.75] [--minutes M]
+    [options]
 
 FILE is a sweep file as of `llmq bench`. Runs that differ in their rates only are one way, and a
 trainer makes them one after the other from the same first weights on the same data. The first way
@@ -9,7 +10,8 @@ whether these reach its best loss in that part of the tokens. Options of `llmq t
 
 DATA has train*.bin and eval*.bin. OUT.md is the table, OUT.json its numbers, OUT/ the runs' logs,
 and OUT.png the curves of each way's best run, by `llmq plot`. With an OUT.json that is there, runs
-that it has are not made again: a sweep that was cut goes on.
+that it has are not made again: a sweep that was cut goes on. Runs are made in the order of FILE,
+and none begins after M minutes.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
-    """Runs by what tells their way from the others, each in the order of its rates."""
+    """Runs by what tells their way from the others."""
     ways: dict[str, list[Row]] = {}
     keys = sorted({key for row in rows for key in row} - {RATE})
     differ = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
     for row in rows:
         ways.setdefault(" ".join(str(row.get(key, "-")) for key in differ) or "all", []).append(row)
-    return {way: sorted(of, key=lambda row: float(row[RATE])) for way, of in ways.items()}
+    return ways
 
 
 def table(ways: dict[str, Records], share: float) -> list[str]:
@@ -75,6 +77,7 @@ def main(
     data: Annotated[Path, typer.Option(help="Folder with train*.bin and eval*.bin.")],
     out: Annotated[Path, typer.Option(help="Results, without an ending.")],
     share: Annotated[float, typer.Option(help="Of the steps, of all ways but the first.")] = 1.0,
+    minutes: Annotated[float, typer.Option(min=0, help="After which no run begins.")] = 0.0,
 ) -> None:
     """Compare final losses of several ways to train, each at its own best rate."""
     steps = int(given.pop("steps", -1))
@@ -89,10 +92,16 @@ def main(
         rows += ways[way]
     report = out.with_suffix(".json")
     report.parent.mkdir(parents=True, exist_ok=True)
-    runs = measure_losses(rows, report, logs=out)
+    runs = sorted(
+        measure_losses(rows, report, seconds=60 * minutes, logs=out),
+        key=lambda run: run["learning_rate"],
+    )
+    if not runs:
+        raise ConfigError("--minutes: are too few to begin a run")
     found = {way: [run for run in runs if run["options"] in of] for way, of in ways.items()}
+    found = {way: of for way, of in found.items() if of}  # of the others there was no time for any
     lines = [
-        f"# {' and '.join(ways)}: {runs[0]['parameters'] / 1e6:.0f}M parameters, "
+        f"# {' and '.join(found)}: {runs[0]['parameters'] / 1e6:.0f}M parameters, "
         f"{read_json(report)['device']}",
         "",
         f"`{' '.join(['tools/rate_sweep.py', *sys.argv[1:]])}`",
