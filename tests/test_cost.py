@@ -264,7 +264,7 @@ def test_small_products_are_less_efficient():
 
 
 FORWARD, BACKWARD = {"matmul_swiglu": 1}, {"matmul_swiglu_backward": 1}
-AGAIN, AGAIN_TWICE = {"matmul_adapted": 1}, {"matmul_adapted": 2}  # without adapters
+AGAIN = {"matmul_adapted": 1}  # without adapters
 BOTH = FORWARD | BACKWARD
 # qkv, o and the MLP's other product, in both directions or in one.
 OTHERS, OTHERS_FORWARD = {"matmul_adapted": 6}, {"matmul_adapted": 3}
@@ -290,12 +290,12 @@ FUSED_WHERE = [
     (H100, {"recompute-swiglu": True}, BOTH),
     (H100, {"recompute-ffn": True}, BOTH | AGAIN),
     (H100, {"matmul-dtype": "e4m3"}, BOTH),
-    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, FORWARD | AGAIN),
+    (H100, {"matmul-dtype": "e4m3", "recompute-swiglu": True}, BOTH),
     (H100, DELAYED, BOTH),
     (
         H100,
         DELAYED | {"gradient-dtype": "e5m2", "recompute-block": True},
-        FORWARD | AGAIN_TWICE,
+        BOTH | AGAIN,
     ),
     (H100, DELAYED | {"fp8-fast-accumulation": "none"}, {}),
     (H100, DELAYED | {"mlp-dtype": "e4m3"}, FORWARD),

@@ -130,8 +130,8 @@ def forward(bench: Bench, case: Case, *, coded: bool = False) -> Ways:
     return Ways(product, two, one, (results(up_gate, old), results(same_up_gate, new)))
 
 
-def backward(bench: Bench, case: Case) -> Ways:
-    """The down product's input gradient."""
+def backward(bench: Bench, case: Case, *, again: bool = False) -> Ways:
+    """The down product's input gradient. again: with the activation's codes, transposed."""
     M, F, K, R, dtype = case
     dev = bench.dev
     a = bench.operand("a", dtype, M, K, 0.3)
@@ -146,6 +146,12 @@ def backward(bench: Bench, case: Case) -> Ways:
     up_gate = bench.operand("up_gate", BF16, M, 2 * F, 0.0)
     d_out = bench.result("d_out", M, F)
     old, new = (Results.made(bench, case, 2 * F, scale) for _ in range(2))
+    old_act, new_act = (
+        Fp8Out(None, bench.empty("act", E4M3, F, M), scale, bench.empty("saturated", I32, 1))
+        if again
+        else None
+        for _ in range(2)
+    )
 
     def product() -> None:
         if R:
@@ -157,21 +163,27 @@ def backward(bench: Bench, case: Case) -> Ways:
 
     def two() -> None:
         product()
-        swiglu.backward(dev, old.out, d_out, up_gate, abs_max=old.abs_max, fp8=old.fp8)
+        swiglu.backward(
+            dev, old.out, d_out, up_gate, abs_max=old.abs_max, fp8=old.fp8, out_fp8=old_act
+        )
 
     def one() -> None:
         matmul_fused.swiglu_backward(
-            dev, new.out, a, b, up_gate, h, tail, *scales, abs_max=new.abs_max, fp8=new.fp8
-        )
+            dev, new.out, a, b, up_gate, h, tail, *scales,
+            abs_max=new.abs_max, fp8=new.fp8, out_fp8=new_act,
+        )  # fmt: skip
 
-    return Ways(product, two, one, (old.tensors(), new.tensors()))
+    def results(made: Results, act: Fp8Out | None) -> list[Tensor]:
+        return made.tensors() + ([] if act is None else [act.transposed, act.saturated])
+
+    return Ways(product, two, one, (results(old, old_act), results(new, new_act)))
 
 
 # For each element of the activation: up_gate, out and its codes; d_up_gate and its codes, and of
 # up_gate and d_out, which both ways share, half.
 FORWARD_BYTES, BACKWARD_BYTES = 2 * 2 + 2 + 2, 2 * (2 + 2) + 3
-CODES_BYTES = 2 + 2  # forward, up_gate as codes
-of_codes = partial(forward, coded=True)
+CODES_BYTES, AGAIN_BYTES = 2 + 2, BACKWARD_BYTES + 1  # forward, up_gate as codes; and act's
+of_codes, again = partial(forward, coded=True), partial(backward, again=True)
 # Name: what makes the case, the case, and bytes of its results.
 CASES: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
     "0.5B forward, fp8": (forward, Case(32768, 4864, 896, 0, E4M3), FORWARD_BYTES),
@@ -186,6 +198,9 @@ CASES: dict[str, tuple[Callable[[Bench, Case], Ways], Case, int]] = {
     "0.5B backward, fp8": (backward, Case(32768, 4864, 896, 0, E4M3), BACKWARD_BYTES),
     "1.5B backward, fp8": (backward, Case(32768, 8960, 1536, 0, E4M3), BACKWARD_BYTES),
     "7B backward, fp8": (backward, Case(16384, 18944, 3584, 0, E4M3), BACKWARD_BYTES),
+    "0.5B backward, fp8, again": (again, Case(32768, 4864, 896, 0, E4M3), AGAIN_BYTES),
+    "1.5B backward, fp8, again": (again, Case(32768, 8960, 1536, 0, E4M3), AGAIN_BYTES),
+    "7B backward, fp8, again": (again, Case(16384, 18944, 3584, 0, E4M3), AGAIN_BYTES),
     "7B LoRA backward, fp8": (backward, Case(4096, 18944, 3584, 16, E4M3), BACKWARD_BYTES),
     "0.5B backward, bf16": (backward, Case(32768, 4864, 896, 0, BF16), BACKWARD_BYTES),
     "1.5B backward, bf16": (backward, Case(32768, 8960, 1536, 0, BF16), BACKWARD_BYTES),

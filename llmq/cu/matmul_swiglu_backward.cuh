@@ -12,8 +12,8 @@
 // codes of the one before; elsewhere all warps do it behind their tile, box after box.
 //
 // Data     N is F. d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
-//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu. D_UP_GATE: whether
-//          d_up_gate is written, else it is null.
+//          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu, and so are those of
+//          out's codes, for Hopper. D_UP_GATE: whether d_up_gate is written, else it is null.
 // Cost     Reads 4 F bytes a row, and writes as many with codes in both layouts: bound by memory where
 //          K is below about 2000 (fp8).
 // Needs    M % 16 == 0, F % 64 == 0.
@@ -26,17 +26,19 @@ using Gate = GateOf<GELU>::Type;
 
 constexpr int WARPS = CLUSTER == 1 ? 4 : 7;  // of the epilogue
 constexpr int UNIT_ROWS = 16;
-// Transposed codes of a box, of up and then of gate: a line of 128 bytes for each column, whose 16
+// Transposed codes of a box, of up, of gate and of out: a line of 128 bytes for each column, whose 16
 // bytes of unit u lie in place u ^ (column / 8). On Hopper two boxes take turns.
 constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = CLUSTER;
+constexpr int TURNED = 2 * TRANSPOSED + OUT_TRANSPOSED;  // matrices that have transposed codes
 constexpr int BARRIER_BYTES = 512;  // not all of them are used
 
 struct Shape : Boxes {
     static constexpr int UNITS_OF_BOX = TILE_ROWS / UNIT_ROWS;
-    static constexpr int BARRIERS = TRANSPOSED ? 2 * BUFFERS : 0;
+    static constexpr int BARRIERS = TURNED ? 2 * BUFFERS : 0;
 };
 using Product = Cooperative<Mainloop, WARPS, Shape>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
+using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
 constexpr int UNITS_OF_BOX = Product::UNITS_OF_BOX, UNITS = Product::BOXES * UNITS_OF_BOX;
 
 // A unit: of a tile its box, and 16 rows of that. row, column: of the lane's first element, which has
@@ -56,6 +58,11 @@ struct Unit {
     }
 };
 
+// A lane's codes of a unit.
+struct Codes {
+    uint2 up[4], gate[4], out[4];
+};
+
 // A box whose transposed codes are in shared memory. turn: its number of all of this block.
 struct TransposedBox {
     u32 turn;
@@ -73,10 +80,14 @@ struct Epilogue {
     f32* abs_max;
     const f32* scale;
     i32* saturated;
+    e4m3* out_transposed;
+    const f32* out_scale;
+    i32* out_saturated;
     int M, F;
     unsigned char *dynamic, *lines;  // shared memory: of all, of transposed codes
     SharedAddress coded, drained;  // barriers, as many as buffers: all units are in; have been copied
     Encoder encoder;
+    OutEncoder out_encoder;
     uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
     // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
@@ -84,16 +95,16 @@ struct Epilogue {
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         const Tile tile = product.fill_boxes(work);
         lines = dynamic + Product::BOXES * Product::BOX_BYTES;
-        encoder.begin(scale);
+        encoder.begin(scale), out_encoder.begin(out_scale);
         Unit now(tile, me, M, F);
         load(now);
 #pragma unroll 1
         for (int unit = me; unit < UNITS; unit += WARPS) {
             const Unit then(tile, min(unit + WARPS, UNITS - 1), M, F);
-            uint2 up_codes[4], gate_codes[4];
-            work_on(now, then, dynamic + now.box * Product::BOX_BYTES, up_codes, gate_codes);
-            if constexpr (TRANSPOSED) {
-                put_transposed(now, 0, up_codes, gate_codes);
+            Codes codes_of;
+            work_on(now, then, dynamic + now.box * Product::BOX_BYTES, codes_of);
+            if constexpr (TURNED > 0) {
+                put_transposed(now, 0, codes_of);
                 if (unit % UNITS_OF_BOX >= UNITS_OF_BOX - WARPS) {  // the box is all there
                     __syncthreads();
                     const TransposedBox box{0, tile.row, tile.column + now.box * BOX};
@@ -105,7 +116,7 @@ struct Epilogue {
             }
             now = then;
         }
-        encoder.finish(saturated, abs_max);
+        encoder.finish(saturated, abs_max), out_encoder.finish(out_saturated, nullptr);
     }
 
 private:
@@ -117,7 +128,7 @@ private:
         lines = dynamic + (product.boxes - shared_address(dynamic)) +
                 Product::BOXES * Product::BOX_BYTES + BARRIER_BYTES;
         coded = product.more, drained = coded + 8 * BUFFERS;
-        encoder.begin(scale);
+        encoder.begin(scale), out_encoder.begin(out_scale);
         u32 parity = 0;
         int unit = me;
         Tile tile(work.cluster, work);
@@ -132,11 +143,11 @@ private:
                 const bool wraps = unit + WARPS >= UNITS;
                 const Unit then(wraps ? next : tile, unit + WARPS - (wraps ? UNITS : 0), M, F);
                 barrier_wait(product.ready + 8 * now.box, parity);
-                uint2 up_codes[4], gate_codes[4];
-                work_on(now, then, boxes + now.box * Product::BOX_BYTES, up_codes, gate_codes);
+                Codes codes_of;
+                work_on(now, then, boxes + now.box * Product::BOX_BYTES, codes_of);
                 arrive(product.taken + 8 * now.box);
-                if constexpr (TRANSPOSED) {
-                    put_transposed(now, first.turn + now.box, up_codes, gate_codes);
+                if constexpr (TURNED > 0) {
+                    put_transposed(now, first.turn + now.box, codes_of);
                     const TransposedBox last =
                         now.box == 0 ? before
                                      : TransposedBox{first.turn + now.box - 1, tile.row,
@@ -151,12 +162,12 @@ private:
             first.turn += Product::BOXES;
             tile = next;
         }
-        if constexpr (TRANSPOSED) {
+        if constexpr (TURNED > 0) {
             if (first.turn > 0) {
                 for (int part = me; part < UNITS_OF_BOX; part += WARPS) { copy_transposed(before, part); }
             }
         }
-        encoder.finish(saturated, abs_max);
+        encoder.finish(saturated, abs_max), out_encoder.finish(out_saturated, nullptr);
     }
 
 private:
@@ -183,8 +194,7 @@ private:
 
     // A unit, while what `then` needs is loaded.
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
-                                            const unsigned char* box, uint2 (&up_codes)[4],
-                                            uint2 (&gate_codes)[4]) {
+                                            const unsigned char* box, Codes& to) {
         const unsigned char* const rows = box + unit.line * LINE;
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
@@ -198,16 +208,17 @@ private:
             forget(d_up), forget(d_gate);
             encoder.see(d_up, d_gate);
             const i64 place = unit.place + (i64)row * 2 * F;
-            up_codes[row] = encoder.codes(d_up);
-            gate_codes[row] = encoder.codes(d_gate);
+            to.up[row] = encoder.codes(d_up);
+            to.gate[row] = encoder.codes(d_gate);
             if constexpr (D_UP_GATE) {
                 store(d_up_gate + place, d_up);
                 store(d_up_gate + place + F, d_gate);
             }
             if constexpr (CODES) {
-                store(codes + place, up_codes[row]);
-                store(codes + place + F, gate_codes[row]);
+                store(codes + place, to.up[row]);
+                store(codes + place + F, to.gate[row]);
             }
+            if constexpr (OUT_TRANSPOSED) { to.out[row] = out_encoder.encode(again); }
             if constexpr (OUT) { store(out + place - (i64)(unit.row + row) * F, again); }
         }
     }
@@ -217,14 +228,16 @@ private:
     }
 
     // The lane's codes into those of the box, when its place has been left by the one before the last.
-    __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const uint2 (&up_codes)[4],
-                                               const uint2 (&gate_codes)[4]) const {
+    __device__ __forceinline__ void put_transposed(const Unit& unit, u32 turn, const Codes& of) const {
         const u32 buffer = turn % BUFFERS;
         wait(drained + 8 * buffer, turn / BUFFERS & 1 ^ 1);
-        unsigned char* const mine = lines + buffer * 2 * TRANSPOSED_BYTES + unit.octet * 8 * LINE +
+        unsigned char* const mine = lines + buffer * TURNED * TRANSPOSED_BYTES + unit.octet * 8 * LINE +
                                     (unit.part ^ unit.octet) * 16 + unit.line % 16;
-        put_octets(mine, up_codes);
-        put_octets(mine + TRANSPOSED_BYTES, gate_codes);
+        if constexpr (TRANSPOSED) {
+            put_octets(mine, of.up);
+            put_octets(mine + TRANSPOSED_BYTES, of.gate);
+        }
+        if constexpr (OUT_TRANSPOSED) { put_octets(mine + 2 * TRANSPOSED * TRANSPOSED_BYTES, of.out); }
         arrive(coded + 8 * buffer);
     }
 
@@ -239,23 +252,32 @@ private:
         }
     }
 
-    // From there to transposed (2F, M), of up and of gate the columns of octet `part`: eight lanes
-    // have a line.
+    // From there to transposed (2F, M), of up and of gate the columns of octet `part`, and to
+    // out_transposed (F, M): eight lanes have a line.
     __device__ __forceinline__ void copy_transposed(const TransposedBox& box, int part) const {
         wait(coded + 8 * box.buffer(), box.parity());
         const int lane = threadIdx.x % 32, word = lane % 8, c = part * 8 + lane / 8;
         const int row = box.row + 16 * word, column = box.column + c;
         if (row < M && column < F) {
-            const unsigned char* const from = lines + box.buffer() * 2 * TRANSPOSED_BYTES + c * LINE +
-                                              (word ^ part) * 16;
-            Q* const to = transposed + (i64)column * M + row;
-            uint4 x[4];
+            const unsigned char* const from = lines + box.buffer() * TURNED * TRANSPOSED_BYTES +
+                                              c * LINE + (word ^ part) * 16;
+            const i64 place = (i64)column * M + row;
+            uint4 x[3][2];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                x[i] = *reinterpret_cast<const uint4*>(from + i / 2 * TRANSPOSED_BYTES + i % 2 * 4 * LINE);
+            for (int i = 0; i < 2 * TURNED; ++i) {
+                x[i / 2][i % 2] = *reinterpret_cast<const uint4*>(from + i / 2 * TRANSPOSED_BYTES +
+                                                                  i % 2 * 4 * LINE);
             }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) { store(to + (i64)(i / 2 * F + i % 2 * 4) * M, x[i]); }
+            for (int i = 0; i < 2; ++i) {
+                if constexpr (TRANSPOSED) {
+                    store(transposed + place + i * 4 * (i64)M, x[0][i]);
+                    store(transposed + place + (F + i * 4) * (i64)M, x[1][i]);
+                }
+                if constexpr (OUT_TRANSPOSED) {
+                    store(out_transposed + place + i * 4 * (i64)M, x[TURNED - 1][i]);
+                }
+            }
         }
         arrive(drained + 8 * box.buffer());
     }
@@ -295,7 +317,8 @@ private:
 };
 
 #define PARAMETERS                                                                                 \
-    bf16 *d_up_gate, const bf16 *up_gate, bf16 *out, f32 *abs_max, Q *codes, Q *transposed,        \
-        const f32 *scale, i32 *saturated
+    bf16 *d_up_gate, const bf16 *up_gate, f32 *abs_max, Q *codes, Q *transposed, const f32 *scale, \
+        i32 *saturated, bf16 *out, e4m3 *out_transposed, const f32 *out_scale, i32 *out_saturated
 #define ARGUMENTS                                                                                  \
-    d_up_gate, up_gate, out, codes, transposed, abs_max, scale, saturated, M, N, dynamic
+    d_up_gate, up_gate, out, codes, transposed, abs_max, scale, saturated, out_transposed,         \
+        out_scale, out_saturated, M, N, dynamic

@@ -30,6 +30,7 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, STEP_SCALARS_WORDS, DTy
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (
+    AGAIN_ARGS,
     CAPABILITY,
     FP8_ARGS,
     MULTIPLE,
@@ -38,6 +39,8 @@ from llmq.ops.common import (
     WIDE,
     Tiles,
     abs_max_consts,
+    again_args,
+    again_consts,
     expect_added,
     expect_matrix,
     expect_operands,
@@ -59,8 +62,8 @@ GRADIENT_COLUMNS = 64  # F is a multiple of them in `swiglu_backward`: what its 
 PART_STEPS = 4
 
 # Bytes of shared memory: of a block, of barriers and alignment, of a tile's three boxes, of two
-# boxes of transposed codes of up and of gate, of 16 rows of a box.
-SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 32768, 2048
+# boxes of transposed codes, of 16 rows of a box.
+SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 16384, 2048
 # On other GPUs: kernels that there are, and formats of a; rows and columns of a tile, threads of a
 # block and bytes of a stage; the capabilities with 100 KiB for two blocks.
 GENERIC = {
@@ -153,8 +156,8 @@ class _Product(NamedTuple):
         which there are as many as it has place for. count: tiles of all results, where there are
         several of (M, N), or of other rows. a_rows: of a box of a."""
         N = self.N // (1 + paired)
-        coded = (consts or {}).get("CODED", 0)
-        generic = entry in GENERIC and not (on_hopper(dev) or self.rank or coded)
+        only = any((consts or {}).get(name) for name in ("CODED", "OUT_TRANSPOSED"))
+        generic = entry in GENERIC and not (on_hopper(dev) or self.rank or only)
         if generic:
             columns, threads, cluster, boxes = GENERIC_TILE, GENERIC_THREADS, 1, ()
             blocks = ceil_div(self.M, GENERIC_TILE) * ceil_div(N, columns // (1 + paired))
@@ -550,12 +553,11 @@ def swiglu_backward(
     abs_max: Tensor | None = None,
     fp8: Fp8Out | None = None,
     out: Tensor | None = None,
+    out_fp8: Fp8Out | None = None,
 ) -> None:
     """d_up_gate of d_out = scale_a * scale_b * (a @ b) + h @ tail, as `swiglu.backward` defines it.
 
-    The bits are those of `adapted` (fp8: with fast accumulation), which rounds d_out, and of
-    `swiglu.backward`, which reads that. With gelu of GeGLU. If forward's result was not kept, it
-    can be written again, but not its codes: with these, two kernels take less time.
+    The bits are those of `adapted` and, behind it, `swiglu.backward`. gelu: of GeGLU.
 
     Args (N is F, of codes b E4M3; M a multiple of 16, F of 64):
         d_up_gate  out    BF16  (M,2F)  [d_up | d_gate]; may be up_gate; None with fp8
@@ -564,7 +566,8 @@ def swiglu_backward(
         tail       in     BF16  (R,F)   or None, with h
         abs_max    inout  F32   (1,)    or None; raised to the largest |d_up_gate|
         fp8        out          (M,2F)  or None; d_up_gate in FP8
-        out        out    BF16  (M,F)   or None; the bits of forward's out
+        out        out    BF16  (M,F)   or None; what forward has written
+        out_fp8    out          (M,F)   or None, if out is; on Hopper that in E4M3, transposed
 
     Cost:    2*M*F*(K+R) FLOPs; one launch.
     """
@@ -578,19 +581,20 @@ def swiglu_backward(
     expect(op, "up_gate", up_gate, BF16, (M, 2 * F))
     if d_up_gate is None and fp8 is None:
         raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")
-    consts = _results(op, {"D_UP_GATE": (d_up_gate, BF16, (M, 2 * F)), "OUT": (out, BF16, (M, F))})
-    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, 2 * F) | {"GELU": int(gelu)}
-    written = (abs_max, *fp8_args(fp8))
+    consts = _results(op, {"D_UP_GATE": (d_up_gate, BF16, (M, 2 * F))}) | {"GELU": int(gelu)}
+    consts |= again_consts(op, out, out_fp8, BF16, (M, F))
+    consts |= abs_max_consts(op, abs_max) | fp8_consts(op, fp8, M, 2 * F)
+    written, again = (abs_max, *fp8_args(fp8)), again_args(out, out_fp8)
     # A square b counts as transposed, too: card files have it so.
     how = {"trans_b": b.shape == (F, p.K), "fast": True, "epilogue": "swiglu_backward"}
-    how["besides"] = formats((d_up_gate, up_gate, *written, out))
+    how["besides"] = formats((d_up_gate, up_gate, *written, out or again[1]))
     how["transposes"] = consts["CODES"] == consts["TRANSPOSED"] == 1
     p.launch(
         dev,
         op,
-        f"bf16*? d_up_gate, const bf16* up_gate, bf16*? out, inout f32*? abs_max, {FP8_ARGS}",
-        (d_up_gate, up_gate, out, *written),
+        f"T*? d_up_gate, const T* up_gate, inout f32*? abs_max, {FP8_ARGS}, {AGAIN_ARGS}",
+        (d_up_gate, up_gate, *written, *again),
         product_cost((M, F, p.K), a.dtype, BF16, rank=p.rank, **how),
-        beside=BOXES + consts["TRANSPOSED"] * TRANSPOSED,
+        beside=BOXES + (2 * consts["TRANSPOSED"] + consts["OUT_TRANSPOSED"]) * TRANSPOSED,
         consts=consts,
     )

@@ -425,33 +425,32 @@ def _raised(to: OutputForms | None) -> tuple[Tensor | None, ...]:
 
 def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> Run:
     name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
-    # Two kernels are faster if these are codes.
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
     _, backward = ACTIVATIONS[name]
 
     def one() -> None:
         with terms.operands() as operands:
             matmul_fused.swiglu_backward(
-                terms.dev, to.out, **operands, up_gate=up, out=again.out,
-                gelu=name == "geglu", abs_max=to.abs_max, fp8=to.fp8,
+                terms.dev, to.out, **operands, up_gate=up, gelu=name == "geglu",
+                abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
             )  # fmt: skip
 
     def two() -> None:
         with ExitStack() as temps:
             # The activation may go where its gradient is, which is not needed again.
             place = out.place(temps) if again.out is None else again.out
-            d_act = out.result(place, _alone(terms, route))
+            d_act = out.result(place, _alone(terms, None))
             launch = partial(
                 backward, terms.dev, to.out, d_act, up,
                 abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
             )  # fmt: skip
             out.written(launch)
 
-    # With the activation's codes in it as well, one kernel takes longer than two.
-    if again.fp8 is not None or name not in GATED or not isinstance(up, Tensor):
-        return two
     if route is not None:
         return one
+    # On other GPUs than Hopper the activation's codes are written by the second kernel.
+    if again.fp8 is not None or name not in GATED or not isinstance(up, Tensor):
+        return two
     return terms.choice("glu_grad", None, two, one, kept=(up, *_raised(to)))
 
 

@@ -247,14 +247,17 @@ def matmul_swiglu(
 
 def matmul_swiglu_backward(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
-    M: int, N: int, K: int, d_up_gate: Array, up_gate: np.ndarray, out: Array, abs_max: Array,
+    M: int, N: int, K: int, d_up_gate: Array, up_gate: np.ndarray, abs_max: Array,
     codes: Array, transposed: Array, scale: Array, saturated: Array,
+    out: Array, out_transposed: Array, out_scale: Array, out_saturated: Array,
     *, gelu: int = 0, b_k_outside: int = 0, tail_k_outside: int = 0,
 ) -> None:  # fmt: skip
     """x is d_out (M,N), rounded to BF16; of that and up_gate (M,2N) the gradients of up and gate,
-    and forward's out."""
+    and forward's out or its codes."""
     if d_up_gate is None:
         d_up_gate = np.empty((M, 2 * N), BF16)
+    if out_transposed is not None:
+        out = np.empty((M, N), BF16)
     operands = (a, b, h, tail, scale_a, scale_b)
     for rows, total in _sums(*operands, b_k_outside, tail_k_outside):
         d = compute(total.astype(BF16))
@@ -269,3 +272,5 @@ def matmul_swiglu_backward(
             d_up_gate[rows, N:] = slope * up * d
     update_abs_max(abs_max, d_up_gate)
     emit_fp8(codes, transposed, scale, saturated, d_up_gate)
+    if out_transposed is not None:
+        emit_fp8(None, out_transposed, out_scale, out_saturated, out)

@@ -684,8 +684,9 @@ def down_arrays(rng, case, left):
     }
 
 
-def down_results(case, *, tensor, fp8, layout, out, abs_max=True):
-    """Arrays to write to. fp8: the format of codes, or None. out: whether it is written."""
+def down_results(case, *, tensor, fp8, layout, out=False, again=False, abs_max=True):
+    """Arrays to write to. fp8: the format of codes, or None. out, again: whether it is written, and
+    whether its codes are."""
     M, F, _, _ = case
 
     def empty(dtype, *shape):
@@ -700,6 +701,9 @@ def down_results(case, *, tensor, fp8, layout, out, abs_max=True):
         "scale": np.array([1 / 300], np.float32) if fp8 else None,
         "saturated": np.array([7], np.int32) if fp8 else None,
         "out": empty(BF16, M, F) if out else None,
+        "out_transposed": empty(E4M3, F, M) if again else None,
+        "out_scale": np.array([1 / 50], np.float32) if again else None,
+        "out_saturated": np.array([3], np.int32) if again else None,
     }
 
 
@@ -709,10 +713,15 @@ def check_backward(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **w
     if in_place:
         written["d_up_gate"] = None
 
-    def called(op, dev, *, codes, transposed, scale, saturated, **rest):
+    def called(
+        op, dev, *, codes, transposed, scale, saturated,
+        out_transposed, out_scale, out_saturated, **rest,
+    ):  # fmt: skip
         if in_place:
             rest["d_up_gate"] = rest["up_gate"]
-        op(dev, gelu=gelu, fp8=fp8_of(codes, transposed, scale, saturated), **rest)
+        fp8 = fp8_of(codes, transposed, scale, saturated)
+        again = fp8_of(None, out_transposed, out_scale, out_saturated)
+        op(dev, gelu=gelu, fp8=fp8, out_fp8=again, **rest)
 
     got = run(dev, partial(called, matmul_fused.swiglu_backward), given | written)
     M, F, *_ = case
@@ -726,10 +735,12 @@ def check_backward(dev, rng, case, left=E4M3, *, gelu=False, in_place=False, **w
 
 
 def test_swiglu_backward(hopper, rng):
-    """Codes in both layouts."""
-    for case in small("matmul_swiglu_backward").values():
-        want = check_backward(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", out=False)
+    """Codes in both layouts, and in the largest case those of the activation."""
+    for name, case in small("matmul_swiglu_backward").items():
+        again = name == "tiles"
+        want = check_backward(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", again=again)
         assert want["saturated"][0] > 7
+        assert not again or want["out_saturated"][0] > 3
 
 
 def test_backward_without_hopper(generic, rng):
@@ -748,7 +759,14 @@ LARGE = (2064, 4160, 1040, 0)  # several tiles of each cluster, in several group
 @gpu_only
 @pytest.mark.parametrize("layout", ["rows", "transposed"])
 def test_backward_to_codes_in_one_layout(hopper, rng, layout):
-    check_backward(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout=layout, out=False)
+    check_backward(hopper, rng, LARGE, tensor=False, fp8=E4M3, layout=layout)
+
+
+@gpu_only
+@pytest.mark.parametrize("layout", ["both", None])
+def test_backward_with_codes_of_the_activation(hopper, rng, layout):
+    fp8 = E5M2 if layout else None
+    check_backward(hopper, rng, LARGE, E5M2, tensor=not layout, fp8=fp8, layout=layout, again=True)
 
 
 @gpu_only
