@@ -17,7 +17,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.advice import CAREFUL, check_fits, savings, spelled
 from llmq.plan.estimate import Planner
-from llmq.plan.larger_batch import WORTH, larger_batch
+from llmq.plan.faster import WORTH, larger_batch
 from llmq.plan.memory import Limits, OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.plan import make_plan
 from llmq.plan.shrink import Shrinker, savers

@@ -606,14 +606,14 @@ def test_exposed_communication_by_measured_links():
 
 def test_a_run_on_this_machine_is_planned_with_them(monkeypatch):
     """Advice and --auto ask for the machine's own rates."""
-    from llmq.plan import run_plan
+    from llmq.plan import checks
     from llmq.runtime.machine import Machine
 
     write_card_file(card_file())
     asked = []
-    monkeypatch.setattr(run_plan, "Planner", lambda *args, **rest: asked.append(args[3]) or 1 / 0)
-    monkeypatch.setattr(run_plan, "attention_backend", lambda *args: "cudnn")
+    monkeypatch.setattr(checks, "Planner", lambda *args, **rest: asked.append(args[3]) or 1 / 0)
+    monkeypatch.setattr(checks, "attention_backend", lambda *args: "cudnn")
     machine = Machine(kind="cuda", spec=spec_of(CARD), note=None)
     with pytest.raises(ZeroDivisionError):
-        run_plan.plan_run(make_config({"model": "tiny"}), preset("tiny"), machine)
+        checks.plan_run(make_config({"model": "tiny"}), preset("tiny"), machine)
     assert asked[0].measured.gpus == 2

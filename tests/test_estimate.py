@@ -10,8 +10,8 @@ import pytest
 from llmq.options.cards import find_card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
+from llmq.plan.checks import plan_run
 from llmq.plan.estimate import Planner
-from llmq.plan.run_plan import plan_run
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine
 from llmq.runtime.world import World

@@ -23,8 +23,8 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset, resolve_model
 from llmq.plan import advice
 from llmq.plan.cost import Network
-from llmq.plan.eight_bit_gain import eight_bit_gain
 from llmq.plan.estimate import FEW_LAYERS, Planner
+from llmq.plan.faster import eight_bit_gain
 from llmq.plan.fit import Fit
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.plan import Plan, make_plan

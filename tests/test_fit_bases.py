@@ -13,8 +13,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan import largest
 from llmq.plan.estimate import Planner
-from llmq.plan.fit import Fit
-from llmq.plan.fit_bases import search_bases
+from llmq.plan.fit import Fit, search_bases
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.target import target
 

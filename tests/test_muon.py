@@ -14,8 +14,8 @@ from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.options.presets import preset
 from llmq.plan.disk import disk_use
-from llmq.plan.placement_table import placement_table
 from llmq.plan.plan import make_plan
+from llmq.plan.report import placement_table
 from llmq.ref.common import step_scalars
 from llmq.runtime.device import HOST_SPEC
 from llmq.state import rules

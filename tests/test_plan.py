@@ -22,9 +22,8 @@ from llmq.options.option_types import parse_size
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
-from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import installed_attention
-from llmq.plan.memory import needed_bytes
+from llmq.plan.memory import allocator_table, needed_bytes
 from llmq.plan.plan import Usage, fewest_attention_parts, make_plan
 from llmq.plan.report import run_plan
 from llmq.plan.sol import flops_per_token

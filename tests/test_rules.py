@@ -21,10 +21,9 @@ from llmq.options.rule import EXACT, IDLE, IMPLY, REFUSE, SAVE, Rule, Rules, eac
 from llmq.options.rules import RULES
 from llmq.plan.advice import advice
 from llmq.plan.cost import PARTS, Network, StepTime
-from llmq.plan.eight_bit_gain import eight_bit_gain
 from llmq.plan.estimate import Estimate, Planner
-from llmq.plan.fit import Fit
-from llmq.plan.fit_bases import search_bases
+from llmq.plan.faster import eight_bit_gain
+from llmq.plan.fit import Fit, search_bases
 from llmq.plan.memory import Limits, OutOfMemory
 from llmq.plan.shrink import Shrinker
 

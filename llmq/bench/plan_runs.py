@@ -21,9 +21,9 @@ from llmq.bench.child import job_of_parent
 from llmq.bench.measure import versions_of
 from llmq.options.options_io import make_config
 from llmq.plan.advice import shortages
+from llmq.plan.checks import plan_unchecked
 from llmq.plan.cost import step_time
 from llmq.plan.memory import memory_limit, needed_bytes
-from llmq.plan.run_plan import plan_unchecked
 from llmq.run.model_of_run import model_of_run
 from llmq.runtime.machine import Machine, choose_machine
 

@@ -1,9 +1,11 @@
-"""Whether a machine can compute a run at all, and by which attention."""
+"""Whether a machine can compute a run at all, and by which attention; the plan of a run that begins
+on it."""
 
 from __future__ import annotations
 
 import functools
 from contextlib import closing
+from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
@@ -12,9 +14,15 @@ from llmq.model.attention_choice import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS
+from llmq.options.cards import card_here
 from llmq.options.conditions import AttentionHere, Here, why_no_cudnn
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
+from llmq.plan.advice import check_fits
+from llmq.plan.cost import Network
+from llmq.plan.estimate import Planner
+from llmq.plan.memory import memory_limit
+from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.runtime import cudnn
 from llmq.runtime.device import DeviceSpec
 from llmq.runtime.machine import PLAN_SPEC, Machine
@@ -124,3 +132,33 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
 @functools.cache
 def _warn_once(line: str) -> None:
     warn([line])
+
+
+class RunPlan(NamedTuple):
+    """A plan, the options that it is of, and by which attention it computes."""
+
+    plan: Plan
+    config: TrainConfig
+    backend: str
+
+
+def plan_run(config: TrainConfig, model: ModelConfig, machine: Machine) -> RunPlan:
+    """Raises ConfigError for what the machine cannot compute, OutOfMemory for what does not fit."""
+    planner, run = plan_unchecked(config, model, machine)
+    check_fits(config, planner, run.plan, memory_limit(config, machine))
+    return run
+
+
+def plan_unchecked(
+    config: TrainConfig, model: ModelConfig, machine: Machine
+) -> tuple[Planner, RunPlan]:
+    """As plan_run, whether it fits or not; and what has planned it."""
+    check_machine(config, model, machine)
+    backend, spec = attention_backend(config, model, machine), machine.spec
+    network = Network(machine.world.num_machines)
+    of_ranks = (machine.world_size, network.machines)
+    planned = fewest_attention_parts(config, model, spec, backend, *of_ranks)
+    card = card_here(spec, machine.world_size, cuda=machine.kind == "cuda")
+    shared = (spec, backend, card, machine.world_size)
+    planner = Planner(model, *shared, network=network, gpus=machine.world.ranks_here)
+    return planner, RunPlan(planner.plan(planned), planned, backend)

@@ -13,8 +13,7 @@ from llmq.base.errors import ConfigError
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS, released
 from llmq.options.sizes import SIZES
-from llmq.plan.fit import Fit
-from llmq.plan.fit_bases import fits_of
+from llmq.plan.fit import Fit, fits_of
 from llmq.plan.memory import Limits, OutOfMemory
 from llmq.plan.report import SearchResult, fit_record, fit_report
 from llmq.plan.target import PlanTarget, target

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json as json_module
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import MIB
+from llmq.base.dtypes import MIB, OPTION_DTYPES
 from llmq.base.errors import ConfigError, warn
 from llmq.options.cards import card_of, rig_card
 from llmq.options.command_line import command_line
@@ -18,25 +20,84 @@ from llmq.options.conditions import Ranks
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits, mib, room
-from llmq.plan.allocator_table import allocator_table
 from llmq.plan.checks import attention_backend, check_machine
 from llmq.plan.cost import StepTime, cost_by_kind, exposed_seconds, step_time
 from llmq.plan.data_report import data_record, data_report
 from llmq.plan.disk import DiskUse, disk_use
-from llmq.plan.eight_bit_gain import EightBitGain, eight_bit_gain
 from llmq.plan.estimate import Planner
-from llmq.plan.fit import SHOWN, Candidate, Fit
-from llmq.plan.fit_bases import search_bases
-from llmq.plan.larger_batch import larger_batch
-from llmq.plan.memory import kept_free, memory_limit, needed_bytes
-from llmq.plan.placement_table import placement_record, placement_table
+from llmq.plan.faster import EightBitGain, eight_bit_gain, larger_batch
+from llmq.plan.fit import SHOWN, Candidate, Fit, search_bases
+from llmq.plan.memory import allocator_table, kept_free, memory_limit, needed_bytes
 from llmq.plan.plan import Plan, fewest_attention_parts
 from llmq.plan.target import PlanTarget, target
+from llmq.report.tables import terminal_table
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.world import World
 from llmq.state.params import parameter_count
-from llmq.state.placement import place, table_of, trained_count
+from llmq.state.placement import Placement, SlabPlacement, Store, place, table_of, trained_count
+
+# Tensors of a slab, as the columns of [Placement]: then come moments.
+PLACED = ("work", "base", "master", "part", "transposed", "mirror", "gradient")
+NAMES = {dtype: name for name, dtype in OPTION_DTYPES.items()}
+
+
+def _groups(placement: Placement) -> list[tuple[str, SlabPlacement]]:
+    """Neighbours that are placed alike as one: "layers.0-27"."""
+    groups = []
+    kinds = [(name.partition(".")[0], slab) for name, slab in placement.slabs.items()]
+    for (_, alike), run in groupby(zip(kinds, placement.slabs, strict=True), itemgetter(0)):
+        first, *others = [name for _, name in run]
+        last = f"-{others[-1].partition('.')[2]}" if others else ""
+        groups.append((first + last, alike))
+    return groups
+
+
+def _stores(slab: SlabPlacement, placement: Placement) -> dict[str, Store | None]:
+    """By kind of tensor, in the order of the columns; of moments those that any slab has."""
+    names = dict.fromkeys(name for other in placement.slabs.values() for name in other.moments)
+    moments = {name: slab.moments.get(name) for name in names}
+    return (
+        {kind: getattr(slab, kind) for kind in PLACED} | moments | {"begun": slab.initial_adapters}
+    )
+
+
+def placement_record(placement: Placement) -> dict[str, Any]:
+    """For programs. slabs: those that are placed alike in one row; head: see Placement."""
+    rows = [
+        {"slabs": name, "trainable": slab.trainable, "group": slab.group}
+        | {kind: _record(store) for kind, store in _stores(slab, placement).items()}
+        for name, slab in _groups(placement)
+    ]
+    return {"slabs": rows, "head": _record(placement.head)}
+
+
+def _record(store: Store | None) -> dict[str, Any] | None:
+    return None if store is None else asdict(store) | {"dtype": NAMES[store.dtype]}
+
+
+def placement_table(placement: Placement) -> list[str]:
+    """The lines of [Placement], without kinds of tensors that no slab has."""
+    groups = [(name, slab, _stores(slab, placement)) for name, slab in _groups(placement)]
+    every = dict.fromkeys(kind for *_, stores in groups for kind in stores)
+    kinds = [kind for kind in every if any(stores[kind] for *_, stores in groups)]
+    rows = []
+    for name, slab, stores in groups:
+        cells = [_words(stores[kind]) for kind in kinds]
+        rows.append([name, slab.group if slab.trainable else "frozen", *cells])
+    table = terminal_table(["slabs", "group", *kinds], rows, indent=2)
+    head = [] if placement.head is None else [f"  LM head: {_words(placement.head)} beside these"]
+    return [*table.splitlines(), *head]
+
+
+def _words(store: Store | None) -> str:
+    """A store in a few words: "bf16", "bf16 shard, pinned", "e4m3, in slots"."""
+    if store is None:
+        return "-"
+    words = NAMES[store.dtype] + (" shard" if store.sharded else "")
+    places = [store.memory.replace("_", "-")] if store.on_host else []
+    return ", ".join([words, *places, *(["in slots"] if store.streamed else [])])
+
 
 CONTEXT_WHEN_ASKED = 256 * MIB  # of CONTEXT_BYTES, taken already when the free memory is read
 

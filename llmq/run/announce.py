@@ -16,8 +16,7 @@ from llmq.data.token_shards import duplicates_line, gaps
 from llmq.options.conditions import why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import MODEL_ROWS, option_rows
-from llmq.plan.allocator_table import allocator_rows, allocator_table
-from llmq.plan.memory import needed_bytes
+from llmq.plan.memory import allocator_rows, allocator_table, needed_bytes
 from llmq.plan.sol import peaks
 from llmq.run.metrics import Reporter
 from llmq.run.model_of_run import lost_tokenizer, unknown_tokenizer

@@ -30,7 +30,7 @@ from llmq.checkpoint.store import (
 from llmq.options.command_line import fewest_values, flag
 from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
-from llmq.plan.run_plan import plan_run
+from llmq.plan.checks import plan_run
 from llmq.run.agreement import compare
 from llmq.run.run_paths import log_of_run
 from llmq.runtime.machine import choose_machine

@@ -32,8 +32,8 @@ from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of
 from llmq.options.rules import RULES
+from llmq.plan.checks import plan_run
 from llmq.plan.plan import Usage
-from llmq.plan.run_plan import plan_run
 from llmq.run.agreement import check_start
 from llmq.run.batches import checked_batches, mean_loss, move_loaders, open_loaders
 from llmq.run.initial_weights import InitialWeights, with_adapter
