@@ -7,7 +7,7 @@ import os
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.base.json_file import json_object, read_json
+from llmq.base.files import json_object, read_json
 
 
 def test_what_a_file_holds_or_what_is_wrong(tmp_path):

@@ -13,7 +13,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan import checks
 from llmq.plan.checks import attention_backend
-from llmq.runtime import compile, cuda_api, cuda_device, host_memory, machine
+from llmq.runtime import compile, cuda_api, cuda_device, host_usage, machine
 from llmq.runtime.device import DeviceSpec, MemorySizes
 from llmq.runtime.machine import Machine, choose_machine, divide_gpus
 from llmq.runtime.mesh import Mesh
@@ -250,9 +250,9 @@ def test_host_memory_that_is_not_there(monkeypatch):
 
 
 def test_host_memory():
-    available, total = host_memory.host_memory()
+    available, total = host_usage.host_memory()
     assert 0 < available <= total
-    assert 0 < host_memory.available_host_memory() <= available
+    assert 0 < host_usage.available_host_memory() <= available
 
 
 GIB = 1 << 30
@@ -276,20 +276,20 @@ def test_limits_of_all_groups_above_count(tmp_path):
     membership.write_text("0::/outer/inner\n")
     group(mount / "outer" / "inner", "max", GIB, 0)
     group(mount / "outer", 4 * GIB, 3 * GIB, GIB)
-    assert list(host_memory._cgroup_headrooms(membership, mount)) == [2 * GIB]
+    assert list(host_usage._cgroup_headrooms(membership, mount)) == [2 * GIB]
     group(mount / "outer" / "inner", 2 * GIB, 3 * GIB, 0)
-    assert list(host_memory._cgroup_headrooms(membership, mount)) == [0, 2 * GIB]
+    assert list(host_usage._cgroup_headrooms(membership, mount)) == [0, 2 * GIB]
 
 
 def test_container_that_knows_its_group_by_the_name_outside(tmp_path):
     mount, membership = tmp_path / "cgroup", tmp_path / "membership"
     membership.write_text("4:memory:/docker/0123\n3:cpu,cpuacct:/docker/0123\n0::/\n")
     group(mount / "memory", 8 * GIB, 5 * GIB, GIB, version=1)
-    assert list(host_memory._cgroup_headrooms(membership, mount)) == [4 * GIB]
+    assert list(host_usage._cgroup_headrooms(membership, mount)) == [4 * GIB]
 
 
 def test_no_groups(tmp_path):
-    assert list(host_memory._cgroup_headrooms(tmp_path / "none", tmp_path)) == []
+    assert list(host_usage._cgroup_headrooms(tmp_path / "none", tmp_path)) == []
 
 
 def test_kernels_are_compiled_ahead_on_gpus_only(monkeypatch):

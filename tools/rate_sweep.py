@@ -23,8 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import write_file
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json, write_file
 from llmq.bench.losses import best_of, loss_of, measure_losses
 from llmq.bench.sweep_file import Row, read_runs
 from llmq.commands.common import TrainCommand, train_options

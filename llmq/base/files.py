@@ -9,15 +9,16 @@ from __future__ import annotations
 import errno
 import glob
 import itertools
+import json
 import os
 import shutil
 import stat
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from llmq.base.errors import ConfigError, DiskError, DiskFull, LlmqError
 
@@ -354,3 +355,28 @@ def _expand_braces(pattern: str) -> list[str]:
             ]
         start = pattern.find("{", start + 1)
     return [pattern]
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file in UTF-8. ConfigError where it is a pipe or a device, else what
+    reading and parsing raise: OSError, ValueError, RecursionError."""
+    check_readable(path)
+    return json.loads(path.read_text("utf-8"))
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none that can be read."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError, RecursionError, ConfigError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def values_of(content: dict[str, Any], **kinds: Callable[[Any], Any]) -> tuple[Any, ...] | None:
+    """Take an object's fields, each as the type of its name makes it; None where one is missing or
+    is no such value."""
+    try:
+        return tuple(kind(content[name]) for name, kind in kinds.items())
+    except (ValueError, LookupError, TypeError, OverflowError):  # int() of infinity
+        return None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json
 from llmq.base.signals import Interrupted
 from llmq.bench.bench_options import BenchOptions
 from llmq.bench.child import EXTRA_STEPS, WARM_UP, run_child, run_watched

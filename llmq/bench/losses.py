@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import write_file
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json, write_file
 from llmq.bench.sweep_file import Row, identity, read_runs
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import make_config

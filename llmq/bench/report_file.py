@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import prepare_report, write_file
-from llmq.base.json_file import read_json
+from llmq.base.files import prepare_report, read_json, write_file
 from llmq.base.locks import lock_beside, locked
 from llmq.bench.page import page
 from llmq.bench.report import as_csv, full_title, markdown, shared_flags

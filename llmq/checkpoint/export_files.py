@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.json_file import json_object
+from llmq.base.files import json_object
 from llmq.base.run_id import RunId
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import (

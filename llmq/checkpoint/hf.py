@@ -22,8 +22,7 @@ from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
-from llmq.base.files import Closing, check_readable
-from llmq.base.json_file import json_object
+from llmq.base.files import Closing, check_readable, json_object
 from llmq.checkpoint.coded import decoded
 from llmq.checkpoint.coded.matrix import CodedMatrix
 from llmq.checkpoint.export_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, warn
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json
 from llmq.checkpoint.export_files import INDEX_FILE, SINGLE_FILE
 from llmq.data.tokenizer import HfTokenizer
 from llmq.options.presets import find_directory, hub_cache

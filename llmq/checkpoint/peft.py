@@ -16,8 +16,7 @@ import numpy as np
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
-from llmq.base.files import check_readable
-from llmq.base.json_file import json_object
+from llmq.base.files import check_readable, json_object
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,

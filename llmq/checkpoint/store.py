@@ -15,8 +15,7 @@ from typing import Any
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.files import write_file
-from llmq.base.json_file import json_object, values_of
+from llmq.base.files import json_object, values_of, write_file
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.folder import delete, entries, is_complete, leftovers

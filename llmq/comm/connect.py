@@ -1,18 +1,125 @@
-"""Choose the collectives of a run's ranks by their devices and options."""
+"""Choose the collectives of a run's ranks by their devices and options.
+
+Those of a plan are here, too: nothing moves, and what would is counted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
-from llmq.comm.collectives import SingleComm, join
+from llmq.base.tensor import Tensor
+from llmq.comm.collectives import Comm, SingleComm, join, part, same_memory
 from llmq.comm.links import LinkTable
-from llmq.comm.options import CommOptions
-from llmq.comm.plan import connect_plan
-from llmq.runtime.device import Device
+from llmq.comm.options import CommOptions, allocate
+from llmq.runtime.device import HOST_SPEC, Device, Event
+from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
 from llmq.runtime.world import World
+
+
+def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:
+    """For one rank of the world; its machines have as many ranks each."""
+    if dev.spec != HOST_SPEC:
+        allocate(dev, options)
+    machines = world.num_machines if dev.mesh.size("replica") == 1 else 1
+    ends = {
+        "shard": partial(PlanComm, dev, options, machines),
+        "replica": partial(CrossPlanComm, dev),
+    }
+    join(dev, lambda axis: ends[axis]())
+
+
+class PlanComm(Comm):
+    """Counts. A collective's memory traffic: what is received is written, as much is read."""
+
+    _dev: PlanDevice
+
+    def __init__(self, dev: PlanDevice, options: CommOptions, machines: int = 1):
+        """machines: that the group is spread over."""
+        super().__init__(dev, "shard")
+        self._options, self._machines = options, machines
+        self.exchange_stream = options.exchange_stream
+
+    def _others(self, buffer: Tensor) -> int:
+        """Bytes of all parts but one."""
+        return buffer.nbytes // self.size * (self.size - 1)
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        received = dst.nbytes - src.nbytes
+        loaded = src.nbytes if src.on_host else 0
+        own = 0 if same_memory(part(dst, self.rank, self.size), src) else src.nbytes
+        device_bytes = 2 * (received + own) - loaded
+        copies = self._options.memcpy_all_gather
+        from_host = copies and (src.on_host or mirror is not None)
+        self._dev.collective(
+            "all_gather",
+            device_bytes,
+            loaded=loaded,
+            received=0 if from_host else received,
+            shared=received if from_host else 0,
+            # A copy in host memory serves all others; NCCL sends from one to the next.
+            sent=0 if from_host else src.nbytes if copies else received,
+            network=self._ring(received),
+        )
+
+    def _ring(self, received: int) -> int:
+        """The bytes that each machine of a ring through all GPUs passes on: those that one GPU
+        receives."""
+        return received if self._machines > 1 else 0
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        received = self._others(buffer)
+        self._exchange("reduce_scatter", received, self._ring(received))
+
+    def _all_reduce(self, buffer: Tensor) -> None:
+        raise AssertionError("all_reduce is for the groups across replicas")
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+        here = self.size // self._machines
+        from_others = buffer.nbytes // self.size * (self.size - here)
+        self._exchange("all_to_all", self._others(buffer), here * from_others)
+
+    def _exchange(self, kind: str, received: int, network: int) -> None:
+        """Every rank sends as much as it receives."""
+        self._dev.collective(
+            kind,
+            2 * received,
+            loaded=0,
+            received=received,
+            shared=0,
+            sent=received,
+            network=network,
+        )
+
+
+class CrossPlanComm(Comm):
+    """Counts what goes across machines, by the network alone. All ranks of one do so at once."""
+
+    _dev: PlanDevice
+
+    def __init__(self, dev: PlanDevice):
+        super().__init__(dev, "replica")
+
+    def _count(self, kind: str, device_bytes: int, received: int) -> None:
+        network = received * self._dev.mesh.size("shard")
+        sizes = {"loaded": 0, "received": 0, "shared": 0, "sent": 0}
+        self._dev.collective(kind, device_bytes, network=network, **sizes)
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        received = dst.nbytes - src.nbytes
+        self._count("all_gather", 2 * received, received)
+
+    def _all_reduce(self, buffer: Tensor) -> None:
+        """Its parts are summed in a ring, and gathered in one."""
+        received = 2 * (buffer.nbytes * (self.size - 1) // self.size)
+        self._count("all_reduce", 2 * received, received)
+
+    def _nothing(self, *_: object) -> None:
+        raise AssertionError("across replicas there is all_gather and all_reduce")
+
+    _reduce_scatter = _all_to_all = _nothing
 
 
 def connect(
@@ -49,7 +156,7 @@ def connect(
         return None
     several = world is not None and world.several
     if kind == "host" and several:
-        from llmq.comm.host_processes import connect_processes
+        from llmq.comm.host import connect_processes
 
         connect_processes(devices, workers, world, processes())
         return None

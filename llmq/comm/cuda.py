@@ -18,7 +18,7 @@ from llmq.comm.nccl import Nccl
 from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, allocate
 from llmq.comm.probe import probe
 from llmq.comm.staged import Rings
-from llmq.comm.stream_memory import CudaQueue
+from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Event
 from llmq.runtime.processes import processes
@@ -26,6 +26,43 @@ from llmq.runtime.workers import Workers
 
 LOOK_SECONDS = 0.2  # how often the watching thread looks whether the run is over
 RELEASE_SECONDS = 0.001  # how often it ends waits after a failure: streams still change the flags
+WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
+
+
+class CudaQueue:
+    """The current stream of a device, as staged.Queue describes it.
+
+    Calls release the interpreter lock: they block where a stream's queue is full, and it may be
+    another rank's thread that lets the stream go on.
+    """
+
+    def __init__(self, dev: CudaDevice):
+        self._dev = dev
+        self.copy = dev.copy_bytes
+        self._driver = cuda_api.load().driver
+
+    def wait(self, address: int, value: int) -> None:
+        """Wait until the 32-bit word at the address has a bit in common with value."""
+        self._check(*self._driver.cuStreamWaitValue32(self._dev.stream, address, value, WAIT_AND))
+
+    def write(self, address: int, value: int) -> None:
+        """Write the word; everything before is visible to whoever sees it."""
+        self._check(*self._driver.cuStreamWriteValue32(self._dev.stream, address, value, 0))
+
+    def pace(self) -> None:
+        """Outside of graphs, wait for the stream.
+
+        A stream holds about a thousand operations. Where it is full the driver blocks the thread,
+        and with it, for peer copies, threads of other ranks that would let the stream go on.
+        """
+        if not self._dev.capturing:
+            self._dev.synchronize_stream()
+
+    def _check(self, status: Any) -> None:
+        if status:
+            raise RuntimeError(
+                f"stream memory operation: {status.name} (rank {self._dev.mesh.rank})"
+            )
 
 
 def connect_cuda(

@@ -1,11 +1,17 @@
-"""Collectives between ranks that are threads of this process and share their memory.
+"""Collectives between ranks on the CPU: threads that share memory, in one process or in several.
 
 Copies are done by the calling thread; ranks wait for each other at the barrier of their Workers,
 which raises Stopped in all of them when one fails.
+
+Data of other processes travel through MPI. The rank that needs data of another process
+receives them, directly into their place; data that all ranks of a process need are received by one
+of them, in turn, and copied by the others. Sums are in rank order, so that it makes no difference
+to any bit how ranks are spread over processes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -15,7 +21,9 @@ from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import Comm, join, part, same_memory, storages
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mpi import MpiProcesses
 from llmq.runtime.workers import Workers
+from llmq.runtime.world import World
 
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
@@ -86,3 +94,161 @@ class HostComm(Comm):
         for k in range(1, self.size):
             self._peer(self.rank, targets[k])[:] = self._peer(self.rank - k, targets[0])
             self._workers.barrier()
+
+
+AHEAD = 2  # parts of other ranks that are received while one is added
+
+
+def connect_processes(
+    devices: Sequence[HostDevice], workers: Workers, world: World, processes: MpiProcesses
+) -> None:
+    """Give each device of this process its collectives. workers: of its ranks."""
+    memories = {dev.mesh.rank: storages(dev) for dev in devices}
+    for dev in devices:
+        join(dev, partial(ProcessComm, dev, memories, workers, world, processes))
+
+
+class ProcessComm(HostComm):
+    """One rank's end. memories: storages by place of each rank of this process.
+
+    Ranks are meant by their places in the group.
+    """
+
+    def __init__(
+        self,
+        dev: HostDevice,
+        memories: dict[int, dict[str, Storage]],
+        workers: Workers,
+        world: World,
+        processes: MpiProcesses,
+        axis: str,
+    ):
+        super().__init__(dev, memories, workers, axis)
+        self._world, self._processes = world, processes
+        self._members: dict[int, list[int]] = {}  # of each process, those in the group
+        for place, rank in enumerate(self.ranks):
+            self._members.setdefault(world.processes[rank], []).append(place)
+        self._local = self._members[world.index]
+        self._remote = [place for place in range(self.size) if place not in self._local]
+        self._others = [process for process in self._members if process != world.index]
+
+    def _number(self, source: int, target: int) -> int:
+        """The number of the data that one rank sends to another one."""
+        return self.ranks[source] * self._world.size + self.ranks[target]
+
+    def _process(self, place: int) -> int:
+        return self._world.processes[self.ranks[place]]
+
+    def _reader(self, source: int, process: int) -> int:
+        """The rank of a process that receives what a rank sends to all."""
+        members = self._members[process]
+        return members[source % len(members)]
+
+    def _send(self, data: np.ndarray, target: int) -> list:
+        sends = [(self._process(target), self._number(self.rank, target), data)]
+        return self._processes.begin(sends=sends)
+
+    def _receive(self, data: np.ndarray, source: int) -> list:
+        receives = [(self._process(source), self._number(source, self.rank), data)]
+        return self._processes.begin(receives=receives)
+
+    def _finish(self, requests: list, peer: int | None = None) -> None:
+        """peer: the rank that is waited for, if it is a single one."""
+        self.waits_for = "others" if peer is None else self._world.name(self.ranks[peer])
+        self._processes.finish(requests, self._workers.check)
+        self.waits_for = None
+
+    def _barrier(self) -> None:
+        """A barrier of the ranks in this process."""
+        self.waits_for = "others"
+        self._workers.barrier()
+        self.waits_for = None
+
+    def _all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None) -> None:
+        here, own = self._world.index, part(dst, self.rank, self.size)
+        in_place = same_memory(own, src)
+        self._barrier()  # of no rank anything is read any more
+        receives = {
+            r: self._receive(self._peer(self.rank, part(dst, r, self.size)), r)
+            for r in self._remote
+            if self._reader(r, here) == self.rank
+        }
+        sent = self._peer(self.rank, src if mirror is None else mirror)
+        sends = [q for p in self._others for q in self._send(sent, self._reader(self.rank, p))]
+        for rank in self._local:
+            piece = part(dst, rank, self.size)
+            if rank != self.rank or not in_place:
+                source = (piece if in_place else src) if mirror is None else mirror
+                self._peer(self.rank, piece)[:] = self._peer(rank, source)
+        for rank, requests in receives.items():
+            self._finish(requests, rank)
+        self._finish(sends)
+        self._barrier()
+        for rank in self._remote:
+            if rank not in receives:
+                piece = part(dst, rank, self.size)
+                self._peer(self.rank, piece)[:] = self._peer(self._reader(rank, here), piece)
+        self._barrier()
+
+    def _reduce_scatter(self, buffer: Tensor) -> None:
+        own = part(buffer, self.rank, self.size)
+        sends = []
+        for rank in self._remote:
+            sends += self._send(self._peer(self.rank, part(buffer, rank, self.size)), rank)
+        total = self._sum(own, sends)
+        self._peer(self.rank, buffer).fill(0xFF)  # undefined: NaN
+        self._peer(self.rank, own).view(buffer.dtype.numpy)[:] = total
+
+    def _all_reduce(self, buffer: Tensor) -> None:
+        own = self._peer(self.rank, buffer)
+        sends = [request for rank in self._remote for request in self._send(own, rank)]
+        own.view(buffer.dtype.numpy)[:] = self._sum(buffer, sends)
+
+    def _sum(self, tensor: Tensor, sends: list) -> np.ndarray:
+        """The sum of what all have in a tensor, once all of this one's sends have been read."""
+        numpy = tensor.dtype.numpy
+        self._barrier()
+        coming: deque[tuple[list, np.ndarray]] = deque()
+        left = iter(self._remote)
+
+        def receive() -> None:
+            rank = next(left, None)
+            if rank is not None:
+                data = np.empty(tensor.nbytes, np.uint8)
+                coming.append((self._receive(data, rank), data))
+
+        for _ in range(AHEAD):
+            receive()
+        total: np.ndarray | None = None
+        with np.errstate(all="ignore"):  # a diverging run is reported by the trainer
+            for rank in range(self.size):
+                if rank in self._local:
+                    data = self._peer(rank, tensor)
+                else:
+                    requests, data = coming.popleft()
+                    self._finish(requests, rank)
+                    receive()
+                if total is None:
+                    total = data.view(numpy).astype(np.float32)
+                else:
+                    total += data.view(numpy)
+            total = total.astype(numpy)
+        self._finish(sends)
+        self._barrier()
+        return total
+
+    def _all_to_all(self, buffer: Tensor, targets: list[Tensor], written: Event | None) -> None:
+        self._barrier()
+        for k in range(1, self.size):
+            source, target = (self.rank - k) % self.size, (self.rank + k) % self.size
+            place, requests = self._peer(self.rank, targets[k]), []
+            if source not in self._local:
+                requests += self._receive(place, source)
+            if target not in self._local:
+                requests += self._send(
+                    self._peer(self.rank, part(buffer, target, self.size)), target
+                )
+            if source in self._local:
+                place[:] = self._peer(source, targets[0])
+            self._finish(requests, source)
+            self._barrier()

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, read_own, write_shared
-from llmq.base.json_file import json_object
+from llmq.base.files import check_readable, json_object, read_own, write_shared
 from llmq.data.checksums import find_token_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
 from llmq.runtime.compile import cache_dir

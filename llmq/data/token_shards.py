@@ -27,11 +27,11 @@ from llmq.base.errors import DataError
 from llmq.base.files import (
     disk_errors,
     make_directory,
+    read_json,
     sync_directory,
     sync_files,
     write_file,
 )
-from llmq.base.json_file import read_json
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import Counts, count_documents, count_duplicates

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmq.base import json_file
+from llmq.base import files
 from llmq.base.errors import DataError, LlmqError, warn
 from llmq.base.files import check_readable, disk_errors, write_file
 from llmq.options.presets import find_directory
@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json_file.read_json(path)
+        content = files.read_json(path)
     except (ValueError, RecursionError) as error:
         raise DataError(f"cannot read '{path}': {error}") from error
     if not isinstance(content, dict):

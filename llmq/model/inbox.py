@@ -12,8 +12,8 @@ from llmq.model.losses.loss import Loss
 from llmq.model.results import Results
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
+from llmq.runtime.lane import Ring
 from llmq.runtime.mesh import DATA, Mesh
-from llmq.runtime.ring import Ring
 from llmq.state.rules.rule import UpdateRule
 
 MOST_SLOTS = 1024  # for micro-steps on their way to the device

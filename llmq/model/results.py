@@ -13,7 +13,7 @@ from llmq.base.tensor import Tensor
 from llmq.model.losses.loss import Loss
 from llmq.ops import clock, global_norm
 from llmq.runtime.device import Clock, Device
-from llmq.runtime.ring import Ring
+from llmq.runtime.lane import Ring
 
 RESULTS = 4  # steps whose results can be read; older ones are overwritten
 

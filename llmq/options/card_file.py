@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError
-from llmq.base.files import write_shared
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json, write_shared
 from llmq.runtime.compile import cache_dir
 from llmq.runtime.device import DeviceSpec
 

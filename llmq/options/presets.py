@@ -17,7 +17,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import all_but_every
 from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.errors import ConfigError
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json
 
 _SIZES = (
     "hidden_size intermediate_size num_heads num_kv_heads num_layers norm_eps tied_embeddings"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json
 
 LAYOUT = "llmq scaling law"
 OURS = Path(__file__).with_name("law.json")

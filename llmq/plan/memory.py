@@ -12,7 +12,7 @@ from llmq.options.cards import is_data_center
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, Usage
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
-from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.machine import Machine
 
 

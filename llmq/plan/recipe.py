@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.base.json_file import read_json
+from llmq.base.files import read_json
 from llmq.options.options import TrainConfig
 from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use

@@ -16,7 +16,7 @@ from llmq.plan.cost import ONE_MACHINE, Network
 from llmq.plan.estimate import Planner
 from llmq.plan.memory import Limits, kept_free
 from llmq.runtime.device import HOST_SPEC, DeviceSpec
-from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.machine import PLAN_SPEC
 
 

@@ -29,8 +29,7 @@ from llmq.base.errors import LlmqError
 from llmq.rig.child import Job
 from llmq.runtime.affinity import parse_cpus
 from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
-from llmq.runtime.host_memory import available_host_memory, host_memory
-from llmq.runtime.host_usage import allowed_cpus
+from llmq.runtime.host_usage import allowed_cpus, available_host_memory, host_memory
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.nvml import find_nvml, told
 

@@ -31,7 +31,7 @@ from llmq.rig.exchanges import BACKENDS
 from llmq.rig.findings import NO_ROOM, words_on
 from llmq.rig.markdown import draw, markdown, please_share
 from llmq.rig.steps import in_time, merged
-from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.host_usage import available_host_memory
 
 MODELS = ("1.5B", "0.5B", "7B", "3B", "14B")  # of Qwen2.5, the most telling first
 SEQUENCES = 512  # of a step of all GPUs, as in llm.q's table, at T = 1024

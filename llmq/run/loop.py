@@ -62,7 +62,7 @@ from llmq.run.run_paths import (
 from llmq.run.sensors import Sensing
 from llmq.run.trainer import Trainer
 from llmq.run.watcher import Watcher, check_libraries, start_watchers
-from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.processes import processes
 
 

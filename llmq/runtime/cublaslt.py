@@ -17,8 +17,7 @@ from llmq.base.tensor import Tensor
 from llmq.runtime.algorithm_file import CHOICE_BYTES, algorithm_file
 from llmq.runtime.block_scales import BETA, computes_right
 from llmq.runtime.kernel import POINTER_ALIGN
-from llmq.runtime.product import Algorithm, Operands, Product
-from llmq.runtime.product_plan import Plan, describe, free, set_attribute
+from llmq.runtime.product import Algorithm, Operands, Plan, Product, describe, free, set_attribute
 from llmq.runtime.tuning import Unsupported, fastest
 
 CANDIDATES = 48  # algorithms asked of the heuristic

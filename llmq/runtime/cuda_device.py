@@ -20,13 +20,13 @@ from llmq.base.tensor import Storage, Tensor
 from llmq.base.tier import TIERS, host_tiers
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
-from llmq.runtime.choices import Choices
 from llmq.runtime.compile import cache_dir
 from llmq.runtime.cuda_kernels import CudaKernels
 from llmq.runtime.device import Device, DeviceSpec, Launch, MemorySizes
 from llmq.runtime.graph import LATE, CudaEvent, Graphs, noticing
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.pinned import PinnedMemory, read_write_combined
+from llmq.runtime.tuning import Choices
 
 STREAMS = ("main", "comm", "exchange", "copy", "store", "stage", "save")
 NOT_READY = 600  # cudaErrorNotReady

@@ -12,11 +12,10 @@ from typing import Any
 
 from llmq.base.dtypes import DType
 from llmq.base.errors import LlmqError
-from llmq.runtime.arguments import Arguments
+from llmq.runtime.arguments import Arguments, tensor_map
 from llmq.runtime.compile import compile_kernel
 from llmq.runtime.device import FUSED, Launch
 from llmq.runtime.kernel import Kernel, KernelSource
-from llmq.runtime.tensor_map import tensor_map
 
 DEFAULT_SHARED = 48 << 10  # bytes of a block's shared memory that need no opting in
 

@@ -238,7 +238,7 @@ class Device(ABC):
         work: tells it from all other. ways: by name; each enqueues launches on the current stream,
         and has all that it writes written over by any other, but for `kept`, what it adds to, or
         reads. A CUDA device that tunes takes the fastest one, and the same ever after; it does
-        without those that raise Unsupported (llmq/runtime/choices.py).
+        without those that raise Unsupported (llmq/runtime/tuning.py).
         """
         next(iter(ways.values()))()
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from llmq.base.dtypes import DType
 from llmq.runtime.device import Device, Event
 
 
@@ -171,3 +172,20 @@ class Lane:
         """Let the current stream wait until all that has left is gone, the last of it last."""
         if self._last is not None:
             self.dev.wait(self._last)
+
+
+class Ring:
+    """Pinned buffers that are used in turn, each with the event of its last use."""
+
+    def __init__(self, dev: Device, name: str, slots: int, words: int, dtype: DType):
+        self.slots = [
+            dev.alloc(f"{name}.{i}", (words,), dtype, "Activations", "pinned") for i in range(slots)
+        ]
+        self.events: list[Event] = [dev.event() for _ in range(slots)]
+        self.used = 0
+
+    def advance(self) -> int:
+        """Index of the next slot; recording its event is the caller's part."""
+        index = self.used % len(self.slots)
+        self.used += 1
+        return index

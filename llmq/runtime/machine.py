@@ -11,7 +11,7 @@ from llmq.runtime.affinity import stay_near
 from llmq.runtime.device import HOST_SPEC, Device, DeviceSpec, MemorySizes
 from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.host_device import HostDevice
-from llmq.runtime.host_memory import available_host_memory
+from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.processes import Processes, processes

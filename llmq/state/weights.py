@@ -9,6 +9,10 @@ use:
     streamed   (--shard-weights) one of two slots holds the block, gathered at every use
 
 In fp8 the blocks travel as codes, from which the transposed codes are made after the gather.
+
+With `--mirror-weights` the shards that ranks gather from each other at every use have copies in
+pinned memory. A GPU reads there what its peer cannot copy to it: then the peer writes its shard to
+the host once per update, not once per gather.
 """
 
 from __future__ import annotations
@@ -24,18 +28,88 @@ from llmq.base.dtypes import DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.frozen import Write
-from llmq.ops import convert
+from llmq.ops import convert, fill, random
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
-from llmq.state import fresh
 from llmq.state.adapter_rows import NEW_ROWS, TABLES
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
 from llmq.state.frozen import Elements, FrozenBlocks, of_host
-from llmq.state.mirrors import Mirrors
 from llmq.state.params import SHARED, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 
 SLOTS = 2  # one block is used, the next one arrives
+
+
+class Mirrors:
+    """Mirrors of the blocks in the order in which forward gathers them."""
+
+    def __init__(self, dev: Device):
+        self.dev = dev
+        self._shards: dict[str, Tensor] = {}
+        self._mirrors: dict[str, Tensor] = {}
+        self._lane = Lane(dev, arrive="stage")
+        # These are of capture time. next: the first of the blocks whose mirror is not written yet.
+        self._stale, self._next = False, 0
+
+    def add(self, block: str, shard: Tensor, category: str) -> None:
+        """Allocate the mirror of a block's shard (n,)."""
+        self._shards[block] = shard
+        self._mirrors[block] = self.dev.alloc(
+            f"{block}.mirror", shard.shape, shard.dtype, category, "pinned"
+        )
+        self._lane.add(block)
+
+    def start_micro_step(self, stale: bool) -> None:
+        """Before the first gather. stale: it is the first after an update."""
+        self._stale, self._next = stale, 0
+
+    def get(self, block: str) -> Tensor | None:
+        """The memory that peers may read in the gather that comes next on the current stream; None:
+        nothing.
+
+        If mirrors are stale, that of the next block is written while this one is gathered.
+        """
+        mirror = self._mirrors.get(block)
+        if mirror is not None and self._stale:
+            self._write(block)
+            self._lane.use(block)
+        return mirror
+
+    def _write(self, block: str) -> None:
+        blocks = list(self._mirrors)
+        due = blocks[self._next : blocks.index(block) + 2]
+        self._next += len(due)
+        if due:
+            self._lane.follow()
+        for name in due:
+            copy = partial(self.dev.copy, self._mirrors[name], self._shards[name])
+            self._lane.arrive(name, copy)
+
+
+def first_values(
+    dev: Device, param: Param, target: Tensor, first: int, config: ModelConfig, seed: int
+) -> None:
+    """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
+    if param.init == "one":
+        fill.constant(dev, target, 1.0)
+    elif param.init == "log_uniform":  # of vectors, which are small
+        rng = np.random.default_rng((seed & 0xFFFFFFFF, param.index))
+        values = np.log(rng.uniform(0.01, 16, param.size))[first : first + target.size]
+        dev.upload(target, values.astype(target.dtype.numpy))
+    elif param.init != "zero":
+        std = config.initializer_range
+        if param.init == "residual":
+            std /= np.sqrt(2.0 * config.num_layers)
+        elif param.init == "unit":
+            std = 1.0
+        elif param.init == "adapter":  # as wide as PEFT's, which are uniform
+            std = 1.0 / np.sqrt(3.0 * param.columns)
+        param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
+        random.normal(dev, target, float(std), param_seed, first)
+    for start, stop in param.gaps:
+        own = [min(max(row * param.columns - first, 0), target.size) for row in (start, stop)]
+        if own[0] < own[1]:
+            dev.zero(target.rows(*own))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -362,7 +436,7 @@ class Weights:
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
-                fresh.begin(self.dev, param, target, first, config, seed)
+                first_values(self.dev, param, target, first, config, seed)
 
         for slab in self._with_masters():
             self.dev.zero(self.master[slab.name])
@@ -399,7 +473,7 @@ class Weights:
             for param, target, first in self._owned(slab):
                 values = read(param)
                 if values is None:
-                    fresh.begin(self.dev, param, target, first, *new)
+                    first_values(self.dev, param, target, first, *new)
                     continue
                 flat = values.reshape(-1)[first : first + target.size]
                 at = param.offset + first - self.dev.mesh.index("shard") * slab.shard_size

@@ -9,8 +9,7 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.runtime import algorithm_file
-from llmq.runtime.choices import Choices
-from llmq.runtime.tuning import Unsupported
+from llmq.runtime.tuning import Choices, Unsupported
 from tests.harness import host_device
 from tests.runtime.fake_cublaslt import STREAM, FakeCuda
 

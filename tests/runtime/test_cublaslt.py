@@ -18,7 +18,7 @@ from llmq.runtime.algorithm_file import (
     algorithm_file,
 )
 from llmq.runtime.cublaslt import CublasLt
-from llmq.runtime.product_plan import COMPUTE_32F, CUDA_TYPES
+from llmq.runtime.product import COMPUTE_32F, CUDA_TYPES
 from tests.harness import dtype_of, host_device
 from tests.runtime.fake_cublaslt import RESULT, STREAM, WORKSPACE, FakeCublasLt, FakeCuda
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.comm import cuda, nccl, stream_memory
+from llmq.comm import cuda, nccl
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
 from llmq.comm.flags import EMPTY, FULL
@@ -282,9 +282,9 @@ def test_copies_need_no_nccl(machine, library):
     to_b, to_a = flags[1] + 4 * 0, flags[0] + 4 * 1  # in the reader's memory, by source
     assert machine.api.memory_operations == [
         ("write", b.stream, to_b, EMPTY, 0),
-        ("wait", b.stream, to_a, EMPTY, stream_memory.WAIT_AND),
+        ("wait", b.stream, to_a, EMPTY, cuda.WAIT_AND),
         ("write", b.stream, to_a, FULL, 0),
-        ("wait", b.stream, to_b, FULL, stream_memory.WAIT_AND),
+        ("wait", b.stream, to_b, FULL, cuda.WAIT_AND),
     ]
     a.mesh.group("shard").all_gather(*tensors[0])
     for dev, (dst, _) in zip(devices, tensors, strict=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError, warn
-from llmq.base.json_file import json_object
+from llmq.base.files import json_object
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, HubModel

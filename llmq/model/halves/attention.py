@@ -21,8 +21,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.attention_choice import directions
-from llmq.model.halves.half import Frame, Shared
-from llmq.model.halves.output import Output
+from llmq.model.halves.half import Frame, Output, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import (
     attention,

@@ -19,8 +19,7 @@ from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
-from llmq.model.halves.half import Frame, Shared
-from llmq.model.halves.output import Output
+from llmq.model.halves.half import Frame, Output, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import delta_gates, delta_rule, gated_norm, short_conv
 from llmq.ops.delta_rule import Heads
