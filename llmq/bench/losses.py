@@ -75,7 +75,9 @@ def measure_losses(
             for row in group:
                 if time.monotonic() > end:
                     break
-                record = {"options": row} | _run(made, make_config(row), logs)
+                own = make_config(row)
+                log = None if logs is None else logs / _log_name(own, report["runs"])
+                record = {"options": row} | _run(made, own, log)
                 report["runs"].append(record)
                 done[identity(row)] = record
                 write_file(out, json.dumps(report, indent=1) + "\n")
@@ -110,7 +112,14 @@ def _shared(config: TrainConfig) -> TrainConfig:
     return replace(config, learning_rate=1.0, **quotients, **{n: defaults[n] for n in _BY_STEP})
 
 
-def _run(trainer: Trainer, config: TrainConfig, logs: Path | None) -> dict[str, Any]:
+def _log_name(config: TrainConfig, runs: list[dict[str, Any]]) -> str:
+    """A name that no other run has."""
+    name = f"{config.optimizer}-{config.learning_rate:g}-{config.steps}"
+    alike = [run for run in runs if run.get("log", "").startswith(name)]
+    return f"{name}-{len(alike) + 1}.json" if alike else f"{name}.json"
+
+
+def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, Any]:
     """The record of one run, from the first weights and the start of the data."""
     start, tokens = time.monotonic(), trainer.plan.tokens
     trainer.restart()
@@ -127,18 +136,16 @@ def _run(trainer: Trainer, config: TrainConfig, logs: Path | None) -> dict[str, 
     trained = course[-1].loss
     finite = math.isfinite(trained)
     found = trainer.validate(config.eval_num_steps).loss if finite else math.nan
-    log = {}
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-        log = {"log": f"{config.optimizer}-{config.learning_rate:g}-{config.steps}.json"}
-        (logs / log["log"]).unlink(missing_ok=True)
-        with closing(JsonLog(logs / log["log"])) as records:
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.unlink(missing_ok=True)
+        with closing(JsonLog(log)) as records:
             for step, result in enumerate(course):
                 numbers = {"loss": result.loss, "norm": result.norm}
                 numbers["lr"] = config.rate(step, config.steps)
                 records.write("step", step, step_tokens=tokens, **numbers)
             records.write("eval", len(course), loss=found)
-    return log | {
+    return ({} if log is None else {"log": log.name}) | {
         "optimizer": config.optimizer,
         "parameters": parameter_count(trainer.model),
         "width": trainer.model.hidden_size,
