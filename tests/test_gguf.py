@@ -405,12 +405,14 @@ def refused(where: Path | str, out: Path, message: str, **options: object) -> No
 def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
     out = tmp_path / "out" / "m.gguf"
     out.parent.mkdir()
-    refused(exported("gemma3"), out, "query_pre_attn_scalar 20 cannot be written")
+    refused(exported("gemma3"), out, "with query_pre_attn_scalar 20, only")
     refused(exported("olmo2"), out, "no OLMo2 with 4 heads of 32 channels")
     refused(exported("olmoe"), out, "no OLMoE with fewer keys than queries")
     refused(exported("qwen3_moe"), out, "no Qwen3-MoE of which some layers have an MLP")
-    refused(exported("qwen2_moe", norm_topk_prob=True), out, "norm_topk_prob must be False")
-    refused(exported("gpt_oss"), out, "swiglu_limit 7, this model with 1.702 and 0.3")
+    refused(
+        exported("qwen2_moe", norm_topk_prob=True), out, "no Qwen2-MoE with norm_topk_prob True"
+    )
+    refused(exported("gpt_oss"), out, "swiglu_limit 0.3, only swiglu_alpha 1.702 and .* 7")
     for more, message in (
         ({"tie_word_embeddings": True}, "loads no gpt-oss without output.weight"),
         ({"attention_bias": False}, "loads no gpt-oss without blk.0.attn_output.bias"),
@@ -418,9 +420,9 @@ def test_what_no_gguf_file_holds_is_refused(tmp_path, monkeypatch):
         refused(exported("gpt_oss", **CHANGED["gpt_oss"], **more), out, message)
     every = {"layer_types": ["full_attention"] * 2} | CHANGED["gpt_oss"]
     hf_model("gpt_oss", **every).save_pretrained(tmp_path / "every")
-    refused(tmp_path / "every", out, "windows in all layers but those")
+    refused(tmp_path / "every", out, "windows in other layers than those whose number")
     for name, more, message in (
-        ("qwen2", {"attention_factor": 2.0}, "has an attention factor of 1.13863, this model 2"),
+        ("qwen2", {"attention_factor": 2.0}, "with an attention factor of 2, only 1.13863"),
         ("qwen2", {"rope_type": "dynamic"}, "no Qwen2 with positions stretched as dynamic"),
         ("mistral", LONG, "no Mistral with positions stretched as longrope"),
     ):
@@ -453,10 +455,17 @@ def test_a_relative_is_no_name_in_gguf(tmp_path, monkeypatch):
 def test_adapters_with_parts_of_the_model_are_refused(tmp_path):
     peft_adapter("qwen3", tmp_path / "a", modules_to_save=["norm", "input_layernorm"])
     out = tmp_path / "m.gguf"
-    refused(tmp_path / "a", out, "norms were trained beside", base=str(source("qwen3")))
+    refused(
+        tmp_path / "a",
+        out,
+        "norms, which were trained beside them: add --merge",
+        base=str(source("qwen3")),
+    )
     refused(tmp_path / "a", out, "in PEFT's format already", base=str(source("qwen3")), to="hf")
     peft_adapter("qwen3", tmp_path / "c", r=4, alpha_pattern={"q_proj": 3})
-    refused(tmp_path / "c", out, "one numerator of their scalings", base=str(source("qwen3")))
+    refused(
+        tmp_path / "c", out, "more than one numerator of their scalings", base=str(source("qwen3"))
+    )
     peft_adapter("qwen3", tmp_path / "b", trainable_token_indices=[129, 130])
     refused(
         tmp_path / "b", out, "brings rows of new tokens: add --merge", base=str(source("qwen3"))

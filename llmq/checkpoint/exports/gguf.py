@@ -27,13 +27,13 @@ from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
-from llmq.checkpoint.exports.gguf_delta import add_delta, check_delta, delta_tensors
+from llmq.checkpoint.exports.gguf_delta import add_delta, delta_lacks, delta_tensors
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import stored_shape
 from llmq.ops.rope import inverse_frequencies
-from llmq.options.adapters import adapted_tables, all_adapted
+from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.ref.mxfp4 import mxfp4_encode
 from llmq.state.adapter_rows import PEFT_PREFIX
 from llmq.state.params import Param
@@ -95,43 +95,15 @@ class Gguf(ExportFormat):
             raise LlmqError("--format gguf: models with a score head are not written")
         if _kind_of(model) is None:
             raise LlmqError(f"--format gguf: {model.architecture} has no name in GGUF files")
-        _check_positions(model)
-        if model.query_pre_attn_scalar not in (None, _own_scalar(model)):
-            raise LlmqError(
-                f"--format gguf: query_pre_attn_scalar {model.query_pre_attn_scalar} cannot be "
-                f"written, llama.cpp computes with {_own_scalar(model)}"
-            )
-        if not _kind_of(model).heads and model.num_heads * model.head_dim != model.hidden_size:
-            raise LlmqError(
-                f"--format gguf: llama.cpp has no {model.arch.label} with {model.num_heads} heads "
-                f"of {model.head_dim} channels and a hidden size of {model.hidden_size}"
-            )
-        _check_experts(source)
-        _check_windows(model)
-        if "delta" in model.arch.own_fields:
-            check_delta(model)
+        if lacks := next(_lacks(model), None):
+            raise LlmqError(f"--format gguf: llama.cpp has no {model.arch.label} {lacks}")
+        if source.adapters is not None and (lacks := _not_of_adapters(source, source.adapters)):
+            raise LlmqError(f"--format gguf: a file of adapters has no {lacks}: add --merge")
+        warn(_otherwise(model))
         if source.coded == "mxfp4" and not source.exact:
             warn(["experts are written decoded: after a merge codes of 4 bits may not hold them"])
         if source.adapters is None and source.tokenizer is None:
             warn(["no tokenizer is known of this model: the file has none"])
-        if source.adapters is not None and source.adapters.train:
-            raise LlmqError(
-                f"--format gguf: {', '.join(source.adapters.train)} were trained beside the "
-                "adapters, which a GGUF file of adapters cannot hold: add --merge"
-            )
-        if source.adapters is not None and source.adapters.dora:
-            raise LlmqError(
-                "--format gguf: a file of adapters has no magnitudes (--lora-dora): add --merge"
-            )
-        if source.adapters is not None and adapted_tables(model, source.adapters):
-            raise LlmqError(
-                "--format gguf: adapters of embedding and head are not written: add --merge"
-            )
-        if source.adapters is not None and len(_alphas(source)) > 1:
-            raise LlmqError(
-                "--format gguf: a GGUF file of adapters has one numerator of their scalings, these "
-                "have several: add --merge"
-            )
         made = {tensor.name for each in _tensors(source, dtype).values() for tensor in each}
         lacking = {*_kind_of(model).needs} - made if source.adapters is None else {}
         if lacking:
@@ -163,68 +135,65 @@ def _kind_of(model: ModelConfig) -> GgufKind | None:
     return vars(type(model.arch)).get("gguf")
 
 
-def _check_windows(model: ModelConfig) -> None:
-    """LlmqError where llama.cpp has windows in other layers; a warning where it has none."""
-    window, every = model.sliding_window, _kind_of(model).full_every
-    if window is not None and not _kind_of(model).windows:
-        warn([f"llama.cpp attends to all positions, where this model sees the last {window}"])
-    if every is None:
-        return
-    if _windows(model) != [(layer + 1) % every != 0 for layer in range(model.num_layers)]:
-        raise LlmqError(
-            f"--format gguf: llama.cpp's {model.arch.label} has windows in all layers but those "
-            f"whose number is a multiple of {every}, this model in others"
+def _lacks(model: ModelConfig) -> Iterator[str]:
+    """What this model has and llama.cpp's of its architecture has not."""
+    kind, its, scaling = _kind_of(model), model.experts, model.rope_scaling
+    if not kind.heads and model.num_heads * model.head_dim != model.hidden_size:
+        yield (
+            f"with {model.num_heads} heads of {model.head_dim} channels and a hidden size of "
+            f"{model.hidden_size}"
         )
-
-
-def _check_positions(model: ModelConfig) -> None:
-    """LlmqError where llama.cpp stretches positions otherwise, or not at all."""
-    scaling = model.rope_scaling
-    kind = None if scaling is None else scaling.kind
-    if kind not in _ROPE_KINDS and not (kind == "longrope" and _kind_of(model).longrope):
-        raise LlmqError(
-            f"--format gguf: llama.cpp has no {model.arch.label} with positions stretched as {kind}"
-        )
-    if kind != "yarn":
-        return
-    usual = RopeScaling(kind=kind, factor=scaling.factor).attention(0)
-    if abs(scaling.attention(0) - usual) > 1e-6 * usual:
-        raise LlmqError(
-            f"--format gguf: with yarn:{scaling.factor:g} llama.cpp has an attention factor of "
-            f"{usual:.6g}, this model {scaling.attention(0):.6g}"
-        )
-    if not scaling.truncate:
-        warn(["llama.cpp truncates the bounds of yarn to whole channels, this model does not"])
-
-
-def _check_experts(source: Source) -> None:
-    """LlmqError where llama.cpp computes something else than this model's experts."""
-    model, kind = source.model, _kind_of(source.model)
     if not kind.grouped and model.num_kv_heads != model.num_heads:
-        raise LlmqError(
-            f"--format gguf: llama.cpp has no {model.arch.label} with fewer keys than queries"
-        )
-    its = model.experts
+        yield "with fewer keys than queries"
+    if model.query_pre_attn_scalar not in (None, _own_scalar(model)):
+        yield f"with query_pre_attn_scalar {model.query_pre_attn_scalar}, only {_own_scalar(model)}"
+    positions = None if scaling is None else scaling.kind
+    if positions not in _ROPE_KINDS and not (positions == "longrope" and kind.longrope):
+        yield f"with positions stretched as {positions}"
+    if positions == "yarn" and abs(scaling.attention(0) / (own := _own_factor(scaling)) - 1) > 1e-6:
+        yield f"with an attention factor of {scaling.attention(0):.6g}, only {own:.6g}"
+    every, last = kind.full_every, model.num_layers + 1
+    if every is not None and _windows(model) != [layer % every != 0 for layer in range(1, last)]:
+        yield f"with windows in other layers than those whose number is no multiple of {every}"
+    if "delta" in model.arch.own_fields:
+        yield from delta_lacks(model)
     if its is None:
         return
     if its.layers is not None:
-        raise LlmqError(
-            f"--format gguf: llama.cpp has no {model.arch.label} of which some layers have an MLP"
-        )
+        yield "of which some layers have an MLP"
     if its.renormalize != kind.renormalize:
-        raise LlmqError(
-            f"--format gguf: norm_topk_prob must be {kind.renormalize} for {model.arch.label}, as "
-            "llama.cpp computes it"
-        )
+        yield f"with norm_topk_prob {its.renormalize}"
     if (its.alpha, its.limit) != kind.activation:
-        alpha, limit = kind.activation
-        raise LlmqError(
-            f"--format gguf: llama.cpp computes {model.arch.label} with swiglu_alpha {alpha:g} and "
-            f"swiglu_limit {limit:g}, this model with {its.alpha:g} and {its.limit:g}"
-        )
-    adapted = all_adapted(model, source.adapters) if source.adapters is not None else ()
-    if any(matrix.groups > 1 for _, matrix in adapted):
-        raise LlmqError("--format gguf: adapters of experts are not written: add --merge")
+        own = "swiglu_alpha {:g} and swiglu_limit {:g}"
+        yield f"with {own.format(its.alpha, its.limit)}, only {own.format(*kind.activation)}"
+
+
+def _otherwise(model: ModelConfig) -> Iterator[str]:
+    """What llama.cpp computes a little otherwise, a line each."""
+    if model.sliding_window is not None and not _kind_of(model).windows:
+        window = model.sliding_window
+        yield f"llama.cpp attends to all positions, where this model sees the last {window}"
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.kind == "yarn" and not scaling.truncate:
+        yield "llama.cpp truncates the bounds of yarn to whole channels, this model does not"
+
+
+def _not_of_adapters(source: Source, adapters: Adapters) -> str | None:
+    """What these have that a file of adapters cannot."""
+    if adapters.train:
+        return f"{', '.join(adapters.train)}, which were trained beside them"
+    if adapters.dora:
+        return "magnitudes (--lora-dora)"
+    if adapted_tables(source.model, adapters):
+        return "adapters of embedding and head"
+    if any(matrix.groups > 1 for _, matrix in all_adapted(source.model, adapters)):
+        return "adapters of experts"
+    return "more than one numerator of their scalings" if len(_alphas(source)) > 1 else None
+
+
+def _own_factor(scaling: RopeScaling) -> float:
+    """The attention factor that llama.cpp derives from YaRN's factor."""
+    return RopeScaling(kind="yarn", factor=scaling.factor).attention(0)
 
 
 def _windows(model: ModelConfig) -> list[bool]:

@@ -16,7 +16,6 @@ from llmq.arch.delta import DeltaNet
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.arch.rope_family import all_but_every
-from llmq.base.errors import LlmqError
 from llmq.state.params import Param
 
 _AT = ".linear_attn."
@@ -25,17 +24,16 @@ _AXES = (11, 11, 10, 0)
 a model's files have none. Models whose value heads are stored in turns have to say them."""
 
 
-def check_delta(model: ModelConfig) -> None:
-    """LlmqError where llama.cpp has no such delta nets."""
-    net, label = model.delta, f"--format gguf: llama.cpp has no {model.arch.label}"
+def delta_lacks(model: ModelConfig) -> Iterator[str]:
+    """What this model has and llama.cpp's delta nets have not."""
+    net = model.delta
     if net is None:
-        raise LlmqError(f"{label} without delta nets")
+        yield "without delta nets"
+        return
     if net.key_dim != net.value_dim:
-        raise LlmqError(
-            f"{label} with keys of {net.key_dim} and values of {net.value_dim} channels"
-        )
+        yield f"with keys of {net.key_dim} and values of {net.value_dim} channels"
     if net.layers != all_but_every(_distance(net), model.num_layers):
-        raise LlmqError(f"{label} whose layers with attention stand at several distances")
+        yield "whose layers with attention stand at several distances"
 
 
 def _distance(net: DeltaNet) -> int:
