@@ -136,7 +136,7 @@ def _kind_of(model: ModelConfig) -> GgufKind | None:
 
 
 def _lacks(model: ModelConfig) -> Iterator[str]:
-    """What this model has and llama.cpp's of its architecture has not."""
+    """Properties of this model that llama.cpp's of its architecture has not."""
     kind, its, scaling = _kind_of(model), model.experts, model.rope_scaling
     if not kind.heads and model.num_heads * model.head_dim != model.hidden_size:
         yield (
@@ -169,7 +169,7 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
 
 
 def _otherwise(model: ModelConfig) -> Iterator[str]:
-    """What llama.cpp computes a little otherwise, a line each."""
+    """Lines to warn of: llama.cpp computes a little otherwise."""
     if model.sliding_window is not None and not _kind_of(model).windows:
         window = model.sliding_window
         yield f"llama.cpp attends to all positions, where this model sees the last {window}"
@@ -179,7 +179,7 @@ def _otherwise(model: ModelConfig) -> Iterator[str]:
 
 
 def _not_of_adapters(source: Source, adapters: Adapters) -> str | None:
-    """What these have that a file of adapters cannot."""
+    """The first thing that these have and a file of adapters cannot; None: there is none."""
     if adapters.train:
         return f"{', '.join(adapters.train)}, which were trained beside them"
     if adapters.dora:

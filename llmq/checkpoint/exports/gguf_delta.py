@@ -25,7 +25,7 @@ a model's files have none. Models whose value heads are stored in turns have to 
 
 
 def delta_lacks(model: ModelConfig) -> Iterator[str]:
-    """What this model has and llama.cpp's delta nets have not."""
+    """Properties of this model that llama.cpp's delta nets have not."""
     net = model.delta
     if net is None:
         yield "without delta nets"
