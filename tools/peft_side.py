@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -105,8 +106,13 @@ class PeftSide:
         if job.compiled == "model":
             self.loss_of = torch.compile(self._loss_of, **given)
         elif job.compiled == "layers":
-            # The kernels of flash-linear-attention are no part of a graph.
+            # The delta rule is no part of a graph. It cannot be with flash-linear-attention, and
+            # transformers' torch path would put every chunk, and every token of one, into it.
             whole = not hasattr(config, "linear_conv_kernel_dim")
+            if not whole:
+                code = sys.modules[type(model).__module__]
+                rule = "torch_chunk_gated_delta_rule"
+                setattr(code, rule, torch.compiler.disable(getattr(code, rule)))
             compile_parts(torch, model, given | {"fullgraph": whole})
         self._wait()
 

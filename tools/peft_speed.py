@@ -20,8 +20,9 @@ peft's side is what a careful user writes (see PeftSide): transformers' model in
 torch.compile, fused AdamW. By default its adapters are in fp32, as peft makes them beside a model
 in bf16 (autocast_adapter_dtype), under torch.autocast, so that their products are in bf16;
 --adapter-dtype bf16 keeps the adapters in bf16, too. --compile layers compiles one layer, which all
-layers share, the last norm and the loss; model compiles all layers as one graph, for which torch
-takes minutes. --mask --no-autocast measures peft as its first user writes it.
+layers share, the last norm and the loss, but no delta rule; model compiles all layers as one graph,
+for which torch takes minutes. --mask --no-autocast measures peft as its first user writes it.
+--num-layers measures a part of a model.
 
 --form: options of llmq, once for each row; the default is FORMS. --limit: seconds for everything;
 what runs over it is ended. A side that fails is one line, and the other one's rows stay. --out gets
@@ -203,6 +204,8 @@ class Page:
         versions |= told.get("versions", {})
         tokens = self.job.batch_size * self.job.seq_len
         size = f"{self.job.batch_size} x {self.job.seq_len:,} tokens a step"
+        if "num-layers" in self.shared:
+            size = f"the first {self.shared['num-layers']} layers; {size}"
         trained = f"Rank {rank}, targets {self.shared['lora-targets']}" if rank else "All weights"
         times = f"{self.job.repeats} x {self.job.steps} steps"
         lines = [f"# {title}, {names[0] if names else self.job.device}", ""]
@@ -256,6 +259,8 @@ def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
         compiled = f"torch.compile of {parts[job.compiled]} (mode {job.mode}, dynamic=False"
         if "graphs" in told:
             compiled += f"; graphs: {told['graphs']}, breaks: {told['breaks']}"
+        if job.compiled == "layers" and "linear_conv_kernel_dim" in job.document:
+            compiled += "; the delta rule by itself, in no graph"
         compiled += ")"
     autocast = " under torch.autocast in bf16" * job.autocast
     said = [
@@ -276,6 +281,7 @@ def peft_settings(job: PeftJob, told: dict[str, Any]) -> str:
 def checked(shared: Options, forms: list[str]) -> tuple[ModelConfig, TrainConfig]:
     """The model, and what all runs share; LlmqError if a run cannot be, or differs in that."""
     model = preset(shared["model"])
+    model = model.with_layers(range(shared.get("num-layers", model.num_layers)))
     base = make_config(shared).validate_with(model)
     if len({identity(shared | options_of(form)) for form in forms}) < len(forms):
         raise LlmqError("--form: two of them are the same")
@@ -353,6 +359,7 @@ def main(
     mask: Annotated[bool, typer.Option(help="peft's SDPA gets transformers' mask")] = False,
     gradient_checkpointing: Annotated[bool, typer.Option(help="peft's")] = False,
     grad_clip: Annotated[float, typer.Option(min=0, help="of both sides; 0: none")] = 1.0,
+    num_layers: Annotated[int | None, typer.Option(min=1, help="the model's first ones")] = None,
     form: Annotated[list[str] | None, typer.Option(help="options of llmq, for a row")] = None,
     only: Annotated[str | None, typer.Option(help="peft or llmq")] = None,
     once: Annotated[bool, typer.Option(help="llmq only before peft")] = False,
@@ -376,6 +383,7 @@ def main(
         "batch-size": batch_size, "seq-len": seq_len, "grad-accumulation": 1,
         "grad-clip": grad_clip,
     }  # fmt: skip
+    shared |= {"num-layers": num_layers} if num_layers else {}
     if lora_rank:
         alpha = lora_rank if lora_alpha is None else lora_alpha
         shared |= {"lora-rank": lora_rank, "lora-alpha": alpha, "lora-targets": lora_targets}
