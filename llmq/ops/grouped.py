@@ -16,6 +16,7 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 TILE, THREADS = 128, 128  # rows and columns of out that a block makes at a time
 STAGES, STAGE_BYTES = 3, 2 * TILE * 64
 BLOCKS = 2  # of a multiprocessor
+CODES = (E4M3, E5M2)
 
 PRODUCT = Kernel(
     "grouped.cu",
@@ -60,20 +61,23 @@ def grouped_matmul(
     Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    op = "grouped_matmul"
-    E = starts.size - 1
-    if scale_x is None and scale_w is None:  # which codes must have
-        (R, N), K = _expect(op, "out", out, "x", x)
-        expect(op, "w", w, x.dtype, (E, N, K) if trans_b else (E, K, N))
-    else:
-        (R, N), K = _expect_codes(op, out, x, w, scale_x, scale_w, trans_b)
+    op, E, codes = "grouped_matmul", starts.size - 1, x.dtype in CODES
+    expect_matrix(op, "out", out, (BF16,) if codes else (F32, BF16))
+    (R, N), K = out.shape, x.shape[-1]
+    expect(op, "x", x, None if codes else out.dtype, (R, K))
+    expect(op, "w", w, None if codes else x.dtype, (E, N, K) if trans_b else (E, K, N))
+    if codes and not trans_b:
+        raise ValueError(f"{op}: codes of w must be (E, N, K), with trans_b")
+    expect_operands(
+        op, x, w.view(E * w.shape[1], w.shape[2]), scale_x, scale_w, dtypes=(*CODES, F32, BF16)
+    )
+    _expect_rows(op, (out, N), (x, K))
     expect(op, "starts", starts, I32, (E + 1,))
     if bias is not None:
         expect(op, "bias", bias, out.dtype, (E, N))
     if addend is not None:
         expect(op, "addend", addend, out.dtype, (R, N))
     tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # no routing has more
-    codes = x.dtype in (E4M3, E5M2)
     dev.launch(
         PRODUCT,
         min(tiles, (BLOCKS // 2 if codes else BLOCKS) * dev.spec.num_sms),
@@ -100,9 +104,11 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
     Cost:    2 R N K FLOPs; d_w written once, and read once where it is added to.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    op = "grouped_gradient"
-    (R, N), K = _expect(op, "d_y", d_y, "x", x)
-    E = starts.size - 1
+    op, E = "grouped_gradient", starts.size - 1
+    expect_matrix(op, "d_y", d_y, (F32, BF16))
+    (R, N), K = d_y.shape, x.shape[-1]
+    expect(op, "x", x, d_y.dtype, (R, K))
+    _expect_rows(op, (d_y, N), (x, K))
     expect_accumulator(op, "d_w", d_w, (E, N, K))
     expect(op, "starts", starts, I32, (E + 1,))
     tensor, accumulate, scalars, salt = d_w
@@ -117,39 +123,11 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
     )
 
 
-def _expect(op: str, wide: str, y: Tensor, name: str, x: Tensor) -> tuple[tuple[int, int], int]:
-    """The shapes (R, N) and K of two matrices of R rows."""
-    expect_matrix(op, wide, y, (F32, BF16))
-    (R, N), K = y.shape, x.shape[-1]
-    expect(op, name, x, y.dtype, (R, K))
-    multiple = VECTOR_BYTES // y.dtype.itemsize
-    if N % multiple or K % multiple:
-        raise ValueError(f"{op}: N and K must be multiples of {multiple}, got {(N, K)}")
-    return (R, N), K
-
-
-def _expect_codes(
-    op: str,
-    out: Tensor,
-    x: Tensor,
-    w: Tensor,
-    scale_x: Tensor | None,
-    scale_w: Tensor | None,
-    trans_b: bool,
-) -> tuple[tuple[int, int], int]:
-    """The same of codes."""
-    expect_matrix(op, "out", out, (BF16,))
-    (R, N), K = out.shape, x.shape[-1]
-    if not trans_b:
-        raise ValueError(f"{op}: codes of w must be (E, N, K), with trans_b")
-    E = w.shape[0]
-    expect(op, "x", x, None, (R, K))
-    expect(op, "w", w, None, (E, N, K))
-    flat = w.view(E * N, K)
-    expect_operands(op, x, flat, scale_x, scale_w, dtypes=(E4M3, E5M2), codes=(E4M3, E5M2))
-    if N * out.dtype.itemsize % VECTOR_BYTES or K % VECTOR_BYTES:
-        raise ValueError(f"{op}: N must be a multiple of 8 and K of 16 with codes, got {(N, K)}")
-    return (R, N), K
+def _expect_rows(op: str, *sizes: tuple[Tensor, int]) -> None:
+    """Raise ValueError unless so many elements are a multiple of 16 bytes."""
+    if any(size * x.dtype.itemsize % VECTOR_BYTES for x, size in sizes):
+        counts = tuple(size for _, size in sizes)
+        raise ValueError(f"{op}: N and K must be multiples of 16 bytes, got {counts}")
 
 
 def _cost(sizes: tuple[int, int, int], a: Tensor, out: Tensor, **how: bool) -> Cost:
