@@ -910,9 +910,12 @@ def test_grouped_gradient_on_all_multiprocessors(hopper, rng, accumulate):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_grouped_on_all_multiprocessors(hopper, rng, dtype, transposed):
-    """Several tiles of each cluster, of many experts."""
+    """Several tiles of each cluster, of many experts; alone and with adapters."""
     arrays = grouped_arrays(rng, (9000, 768, 1088, 96, transposed), dtype)
-    compared(hopper, partial(matmul_fused.grouped, transposed=transposed), arrays)
+    call, low = partial(matmul_fused.grouped, transposed=transposed), (16, 768)
+    compared(hopper, call, arrays)
+    tail = whole(rng, BF16, 96, *(low if transposed else low[::-1]))
+    compared(hopper, call, arrays | {"h": whole(rng, BF16, 9000, 16), "tail": tail})
 
 
 def test_where_grouped_is_taken():
