@@ -148,7 +148,8 @@ def test_formats_and_optimizers_are_weighed_by_the_loss(monkeypatch):
     better = replace(LAW, constants=LAW.constants._replace(E=0.5))
     made.wanted = replace(made.wanted, laws={"adamw": LAW, "muon": better})
     best = made.best().config
-    assert best.optimizer == "muon" and best.muon_lr == best.learning_rate
+    assert best.optimizer == "muon"
+    assert best.muon_lr == best.learning_rate == pytest.approx(0.1 / best.hidden_size**0.5, 1e-2)
     tried = {(r.config.optimizer, r.config.is_fp8): r for r in made.tried}
     assert len(tried) == 4
     fp8 = tried["adamw", True]

@@ -51,6 +51,9 @@ FP8_LOSS = 1.002  # with delayed scales after 540 steps (docs/speed.md): 0.07 an
 BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
 MOST_RATE = 0.004  # what the formula says of models smaller than its own is higher
+# Times 1 / sqrt(width): 0.02 of Keller Jordan's code, whose changes match-rms multiplies by 0.2
+# sqrt(width). At 768 channels 0.0048 and 0.0024 were the best of five of ours (docs/optimizer.md).
+MUON_RATE = 0.1
 # How the best rate changes with the width: AdamW's as 1 / width (Yang et al., arXiv:2203.03466);
 # a change by Muon has the same singular values at any width, times 0.2 sqrt(width) with match-rms.
 # And with the root of the tokens of a step (Malladi et al., arXiv:2205.10287).
@@ -408,6 +411,9 @@ class Search:
                 f"The best of {rates.source} at {rates.width} channels, by width and tokens a step"
             )
             return round_rate(rates.at(model.hidden_size, step)), why
+        if config.optimizer == "muon" and config.muon_scale == "match-rms":
+            why = "Keller Jordan's 0.02, by width; `llmq sweep-lr` measures it"
+            return round_rate(min(MUON_RATE / math.sqrt(model.hidden_size), MOST_RATE)), why
         inner = parameter_count(model) - model.vocab_size * model.hidden_size
         why = "By the published law of arXiv:2503.04715; `llmq sweep-lr` measures it"
         return round_rate(published_rate(inner, tokens)), why
