@@ -50,6 +50,10 @@ class StoredAs:
         """Names, formats and shapes, in the order of the file."""
         return [TensorSpec(p.name, self.dtype, stored_shape(param, p)) for p in param.hf]
 
+    def values(self, param: Param, values: np.ndarray) -> np.ndarray:
+        """The numbers that its tensors stand for."""
+        return values.astype(self.dtype.numpy)
+
     def arrays(self, param: Param, values: np.ndarray) -> Iterator[np.ndarray]:
         """Make the tensors of its values in its shape, in the order of specs."""
         values = param.by_row(values)

@@ -79,6 +79,32 @@ def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor
         reduce.add(dev, d_b, part)
 
 
+class Dropout:
+    """Dropout of adapters' inputs; a salt tells matrices apart.
+
+    on: whether what is enqueued is a step's, which drops; of capture time.
+    """
+
+    def __init__(self, dev: Device, options: TrainConfig, scalars: Tensor | None):
+        self.probability, self.on, self._dev = options.lora_dropout, False, dev
+        self._scalars, self._sequences = scalars, options.batch_size
+
+    @contextmanager
+    def of(self, x: Tensor, salt: int) -> Iterator[Tensor]:
+        """The input of adapters: x, in a step after dropout."""
+        if not (self.on and self.probability):
+            yield x
+            return
+        with self._dev.scratch("dropped", x.shape, x.dtype) as dropped:
+            self.write(dropped, x, salt)
+            yield dropped
+
+    def write(self, out: Tensor, x: Tensor, salt: int, *, add: bool = False) -> None:
+        """Write x with dropout, or add it."""
+        how = {"probability": self.probability, "salt": salt, "sequences": self._sequences}
+        dropout(self._dev, out, x, self._scalars, add=add, **how)
+
+
 class EmbeddingAdapters:
     """Those of the embedding. out, d_out: (B, T, C), the first residual and its gradient."""
 
@@ -144,52 +170,37 @@ class OfPass:
 class HeadAdapters:
     """Those of the LM head, of which the logits of a few rows are there at a time."""
 
-    def __init__(self, dev: Device, matrix: Adapted, options: TrainConfig, scalars: Tensor | None):
+    def __init__(self, dev: Device, matrix: Adapted, dropout: Dropout):
         self._dev, self._matrix, self._linear = dev, matrix, Linear(dev)
-        self._scalars, self._probability = scalars, options.lora_dropout
-        self._sequences = options.batch_size
+        self._dropout = dropout
 
     @contextmanager
     def of_pass(
-        self, x: Tensor, w: HeadWeights, g: HeadGrads | None, d_x: Tensor | None, *, drops: bool
+        self, x: Tensor, w: HeadWeights, g: HeadGrads | None, d_x: Tensor | None
     ) -> Iterator[OfPass]:
         """A pass over the rows of x (rows, C). With gradients, that of A and what d_x (rows, C) has
-        of them are computed when it ends, after d_x has the rest. drops: whether with dropout."""
-        drops = drops and self._probability > 0
+        of them are computed when it ends, after d_x has the rest."""
         dev, shape = self._dev, (x.shape[0], width_of(self._matrix))
         with ExitStack() as temps:
             hidden = temps.enter_context(dev.scratch("lm_head_hidden", shape, x.dtype))
             d_hidden = None
             if g is not None:
                 d_hidden = temps.enter_context(dev.scratch("d_lm_head_hidden", shape, x.dtype))
-            with self._dropped(x, drops) as dropped:
+            with self._dropout.of(x, HEAD_SALT) as dropped:
                 matmul(dev, hidden, dropped, w.lm_head_a, trans_b=True)
             tail = temps.enter_context(expanded(dev, self._matrix, w.lm_head_b))
             d_b = None if g is None else g.lm_head_b
             yield OfPass(dev, self._matrix, hidden, d_hidden, tail, w.lm_head_b, d_b)
             if g is None:
                 return
-            with self._dropped(x, drops) as dropped:
+            with self._dropout.of(x, HEAD_SALT) as dropped:
                 self._linear.weight_gradients(g.lm_head_a, None, d_hidden, dropped)
-            if not drops:
+            if not self._dropout.probability:
                 matmul(dev, d_x, d_hidden, w.lm_head_a, accumulate=True)
                 return
             with dev.scratch("d_dropped", d_x.shape, d_x.dtype) as second:
                 matmul(dev, second, d_hidden, w.lm_head_a)
-                self._dropout(d_x, second, add=True)
-
-    @contextmanager
-    def _dropped(self, x: Tensor, drops: bool) -> Iterator[Tensor]:
-        if not drops:
-            yield x
-            return
-        with self._dev.scratch("dropped", x.shape, x.dtype) as dropped:
-            self._dropout(dropped, x, add=False)
-            yield dropped
-
-    def _dropout(self, out: Tensor, x: Tensor, *, add: bool) -> None:
-        how = {"probability": self._probability, "salt": HEAD_SALT, "sequences": self._sequences}
-        dropout(self._dev, out, x, self._scalars, add=add, **how)
+                self._dropout.write(d_x, second, HEAD_SALT, add=True)
 
 
 def table_adapters(config: ModelConfig, options: TrainConfig, block: str) -> Adapted | None:

@@ -24,12 +24,11 @@ from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
 from llmq.base.operand import Operand, Result, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, Format
-from llmq.model.adapters import expanded, output_gradients, width_of
+from llmq.model.adapters import Dropout, expanded, output_gradients, width_of
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import adapter
 from llmq.ops import bias as bias_op
-from llmq.ops.dropout import dropout
 from llmq.ops.matmul import matmul
 from llmq.ops.product import accepts_addend, product
 from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
@@ -48,10 +47,7 @@ class _Parts(NamedTuple):
 
 
 class BlockLinear:
-    """All products of all blocks. A matrix is named by its layer, and its key in a block.
-
-    drops: whether what is enqueued is a step's, with dropout; of capture time.
-    """
+    """All products of all blocks. A matrix is named by its layer, and its key in a block."""
 
     def __init__(
         self,
@@ -62,14 +58,14 @@ class BlockLinear:
         scalars: Tensor | None,
     ):
         """format: of the products. scalars: StepScalars, which a model with adapters needs."""
-        self.dev, self.config, self.format, self.drops = dev, config, format, False
+        self.dev, self.config, self.format = dev, config, format
         self.linear = Linear(dev, format)
         every = [(layer, m) for layer in range(config.num_layers) for m in config.matrices(layer)]
         self._matrices = {(layer, matrix.key): matrix for layer, matrix in every}
         self._numbers = {which: number for number, which in enumerate(self._matrices)}
         self._adapters = Linear(dev)  # whose products are small
-        self._scalars, self._probability = scalars, options.lora_dropout
-        self._rows, self._sequences = options.batch_size * options.local_seq_len, options.batch_size
+        self.dropout = Dropout(dev, options, scalars)
+        self._rows = options.batch_size * options.local_seq_len
         self._parts: dict[tuple[int, str], _Parts] = {}
         self._d_hidden: Tensor | None = None
         adapters = adapters_of(options)
@@ -145,7 +141,7 @@ class BlockLinear:
     @contextmanager
     def _tail(self, parts: _Parts, x: Operand, a: Tensor, b: Tensor) -> Iterator[Tensor]:
         """Computes h; the matrix that it is multiplied by."""
-        with self._dropped(parts, tensor_of(x)) as dropped:
+        with self.dropout.of(tensor_of(x), parts.salt) as dropped:
             matmul(self.dev, parts.hidden, dropped, a, trans_b=True)
         with expanded(self.dev, parts.matrix, b) as whole:
             yield whole
@@ -173,7 +169,8 @@ class BlockLinear:
                 return
             if parts is not None:
                 made = partial(self._tail_backward, key, parts, d_out, w, g)
-                added = partial(self._dropout, parts, add=True) if self._probability else None
+                drops = self.dropout.probability > 0
+                added = partial(self.dropout.write, salt=parts.salt, add=True) if drops else None
                 adapters = Adapters(self._d_hidden_of(parts), made, added)
             how = self.linear.how(BACKWARD, d_out, w[key], self._numbers[layer, key])
             product(self.dev, d_x, adapters=adapters, epilogue=epilogue, **how)
@@ -224,7 +221,7 @@ class BlockLinear:
         if parts is None:
             return
         d_hidden, (d_a, _) = self._d_hidden_of(parts), g.adapters(key)
-        with self._dropped(parts, tensor_of(x)) as dropped:
+        with self.dropout.of(tensor_of(x), parts.salt) as dropped:
             self._adapters.weight_gradients(d_a, None, d_hidden, dropped)
         d_magnitudes = g.magnitudes(key)
         if d_magnitudes is None:
@@ -248,19 +245,3 @@ class BlockLinear:
 
     def _d_hidden_of(self, parts: _Parts) -> Tensor:
         return self._d_hidden.rows(0, parts.hidden.size).view(*parts.hidden.shape)
-
-    @contextmanager
-    def _dropped(self, parts: _Parts, x: Tensor) -> Iterator[Tensor]:
-        """The adapters' input: x, in a step after dropout."""
-        if not (self.drops and self._probability):
-            yield x
-            return
-        with self.dev.scratch("dropped", x.shape, x.dtype) as dropped:
-            self._dropout(parts, dropped, x, add=False)
-            yield dropped
-
-    def _dropout(self, parts: _Parts, out: Tensor, x: Tensor, *, add: bool) -> None:
-        dropout(
-            self.dev, out, x, self._scalars, probability=self._probability, salt=parts.salt,
-            sequences=self._sequences, add=add,
-        )  # fmt: skip

@@ -24,7 +24,7 @@ from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
 from llmq.base.operand import Fp8, Operand, OutputForms
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
-from llmq.model.adapters import HeadAdapters, OfPass, table_adapters
+from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norm import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
@@ -62,7 +62,7 @@ class Head:
     """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
 
     losses, lse: F32 (rows,), per token, of the last micro-step. The logits of rows/chunks tokens
-    exist at a time, with chunks as --lmhead-chunks says. drops: as of BlockLinear, of adapters.
+    exist at a time, with chunks as --lmhead-chunks says.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Head:
         options: TrainConfig,
         residual: Tensor,
         largest: float = 1.0,
-        scalars: Tensor | None = None,
+        dropout: Dropout | None = None,
     ):
         """residual: (rows, C), the stream behind the last block. largest: of the rows' weights.
-        scalars: StepScalars, which adapters need."""
+        dropout: that of blocks, which adapters need."""
         shape, dtype, z_loss = operands.shape, operands.dtype, options.z_loss
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
@@ -91,8 +91,7 @@ class Head:
         self.lse = dev.alloc("logits_lse", (rows,), F32, "Activations")
         self.new_columns = _columns_of_new_rows(dev, config, options)
         table = table_adapters(config, options, "head")
-        self.adapters = None if table is None else HeadAdapters(dev, table, options, scalars)
-        self.drops = False
+        self.adapters = None if table is None else HeadAdapters(dev, table, dropout)
         self.operands = operands.head
         self.fp8 = self.operands.makes_codes
         self.linear = Linear(dev, self.operands)
@@ -152,7 +151,7 @@ class Head:
         """The adapters in a pass over all rows; None without any. g, d_x: as of of_pass."""
         if self.adapters is None:
             return nullcontext()
-        return self.adapters.of_pass(self.out, w, g, d_x, drops=self.drops)
+        return self.adapters.of_pass(self.out, w, g, d_x)
 
     def _lose(
         self,

@@ -65,7 +65,8 @@ class Model:
         self.blocks = Blocks(dev, config, *shared, self.balance)
         largest = loss.largest if trains else 1.0
         final = self.residuals.final
-        self.head = Head(dev, config, self.operands, options, final, largest, scalars)
+        self.dropout = self.blocks.linear.dropout
+        self.head = Head(dev, config, self.operands, options, final, largest, self.dropout)
         table = table_adapters(config, options, "embed")
         self.embedding = None if table is None else EmbeddingAdapters(dev, config, table)
         if trains:
@@ -88,7 +89,7 @@ class Model:
         """
         weights = self.weights
         self.operands.scales.start_micro_step(of_step=keep)
-        self.blocks.linear.drops = self.head.drops = keep
+        self.dropout.on = keep
         weights.start_micro_step(stale)
         weights.gather("embed")
         weights.gather("layers.0")

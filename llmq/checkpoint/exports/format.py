@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +12,10 @@ from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf_export import StoredAs, export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
-from llmq.state.params import Param, weight_table
+from llmq.state.params import weight_table
 
 SMALL = 1 << 31
 """Bytes of an export that is read back unless told not to."""
@@ -69,12 +68,7 @@ class HuggingFace(ExportFormat):
                 out, source.model, source.adapters, source.settings, source.read,
                 source.tokenizer, check, **source.origin,
             )  # fmt: skip
-        origin, kept = source.origin, OPTION_DTYPES[dtype]
-        size = kept.itemsize * sum(p.count for slab in source.table for p in slab.params)
-        if verify or (verify is None and size <= SMALL):
-            rounded = lambda _, values: values.astype(kept.numpy)  # noqa: E731
-            origin = origin | {"check": partial(verify_model, source, rounded)}
-        return export_model(out, source.model, source.read, kept, source.tokenizer, **origin)
+        return write_model(source, out, StoredAs(OPTION_DTYPES[dtype]), verify)
 
 
 def _verify_adapters(source: Source, folder: Path) -> None:
@@ -85,13 +79,22 @@ def _verify_adapters(source: Source, folder: Path) -> None:
                 raise LlmqError(f"{param.name} is not what was written: write it again")
 
 
-def verify_model(
-    source: Source, expected: Callable[[Param, np.ndarray], np.ndarray], folder: Path
-) -> None:
-    """LlmqError unless a model directory has the weights of a source. expected: the values that are
-    written of a parameter's."""
+def write_model(source: Source, out: Path, stored: StoredAs, verify: bool | None) -> list[str]:
+    """Write a model directory; verify and what is returned: as of ExportFormat.write."""
+    params, check = (p for slab in source.table for p in slab.params), None
+    size = sum(spec.nbytes for param in params for spec in stored.specs(param))
+    if verify or (verify is None and size <= SMALL):
+        check = partial(_verify_model, source, stored)
+    return export_model(
+        out, source.model, source.read, stored.dtype, source.tokenizer,
+        check=check, stored=stored, **source.origin,
+    )  # fmt: skip
+
+
+def _verify_model(source: Source, stored: StoredAs, folder: Path) -> None:
+    """LlmqError unless a model directory has the weights of a source."""
     with HfWeights(folder) as weights:
         weights.check(weight_table(source.model))
         for param in (param for slab in source.table for param in slab.params):
-            if not np.array_equal(weights.read(param), expected(param, source.read(param))):
+            if not np.array_equal(weights.read(param), stored.values(param, source.read(param))):
                 raise LlmqError(f"{param.name} is not what was written: write it again")

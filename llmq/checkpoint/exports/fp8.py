@@ -9,7 +9,6 @@ there, or as the last steps of a training with delayed scales would have done it
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,9 @@ import numpy as np
 from llmq.base.dtypes import E4M3, E4M3_MAX, F32, OPTION_DTYPES, DType
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.export_files import exported_files
-from llmq.checkpoint.exports.format import SMALL, ExportFormat, verify_model
+from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
-from llmq.checkpoint.hf_export import StoredAs, export_model
+from llmq.checkpoint.hf_export import StoredAs
 from llmq.checkpoint.safetensors_file import TensorSpec
 from llmq.formats.format import id_of
 from llmq.formats.scales import SCALE_MARGIN, STATE
@@ -92,9 +91,8 @@ class Fp8Codes(StoredAs):
                 yield np.array([self._inputs[param.block, param.key]], np.float32)
 
     def values(self, param: Param, values: np.ndarray) -> np.ndarray:
-        """The numbers that its tensors stand for."""
         if not self._is_coded(param):
-            return values.astype(self.dtype.numpy)
+            return super().values(param, values)
         codes, scales = coded(values, by_row=self._by_row)
         return codes.astype(np.float32) * scales[:, None]
 
@@ -150,13 +148,7 @@ class Fp8(ExportFormat):
         trained = source.manifest is not None and saved_config(source.manifest).is_fp8
         scales = self.scales or ("tensor" if trained else "row")
         inputs = _input_scales(source) if self.activations == "static" else None
-        kept, model = OPTION_DTYPES[dtype], source.model
-        stored = Fp8Codes(kept, scales, inputs)
-        origin = source.origin | {"stored": stored}
-        size = sum(p.count for slab in source.table for p in slab.params)
-        if verify or (verify is None and size <= SMALL):
-            origin["check"] = partial(verify_model, source, stored.values)
-        return export_model(out, model, source.read, kept, source.tokenizer, **origin)
+        return write_model(source, out, Fp8Codes(OPTION_DTYPES[dtype], scales, inputs), verify)
 
 
 def _input_scales(source: Source) -> dict[tuple[str, str], float]:
