@@ -375,7 +375,7 @@ def test_buffers_of_old_checkpoints_are_ignored(edited, model_type, extra):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2"])
 def test_a_tied_checkpoint_may_store_an_equal_head(edited, model_type, monkeypatch):
-    monkeypatch.setattr(hf, "_PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(hf, "PIECE", 1000)
     embed = {"qwen3": "model.embed_tokens.weight", "gpt2": "transformer.wte.weight"}[model_type]
     same = edited(model_type, lambda t: t.update({"lm_head.weight": t[embed].clone()}))
     HfWeights(same).check(weight_table(read_config(same)))
@@ -386,7 +386,7 @@ def test_a_tied_checkpoint_may_store_an_equal_head(edited, model_type, monkeypat
 
 
 def test_a_tied_checkpoint_with_another_head(edited, monkeypatch):
-    monkeypatch.setattr(hf, "_PIECE_ELEMENTS", 1000)
+    monkeypatch.setattr(hf, "PIECE", 1000)
 
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

@@ -24,12 +24,13 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.files import Closing, check_readable, json_object
 from llmq.checkpoint.coded import decoded
-from llmq.checkpoint.coded.matrix import CodedMatrix
+from llmq.checkpoint.coded.matrix import PIECE, CodedMatrix
 from llmq.checkpoint.export_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (
     SafetensorsFile,
 )
+from llmq.ref.common import row_blocks
 from llmq.state.params import Param, Slab, weight_table
 
 IMPORTED_DTYPES = ("BF16", "F16", "F32")
@@ -38,7 +39,6 @@ IMPORTED_DTYPES = ("BF16", "F16", "F32")
 # And layers that guess several tokens at once, which transformers leaves out too.
 _BUFFERS = re.compile(r"(^|\.)attn\.(bias|masked_bias)$|(^|\.)rotary_emb\.inv_freq$|^mtp\.")
 SCORE_HEAD = "score.weight"
-_PIECE_ELEMENTS = 1 << 20  # what is read at once: it stays in the processor's cache
 
 
 class HfTensor:
@@ -55,9 +55,7 @@ class HfTensor:
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         """A few rows at a time: where they belong, and their values in the stored dtype."""
         self.check_length()
-        step = max(_PIECE_ELEMENTS // prod(self.shape[1:]), 1)
-        for start in range(0, self.shape[0], step):
-            rows = slice(start, min(start + step, self.shape[0]))
+        for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
             yield rows, self._lazy[rows]
 
     def rows(self, start: int, stop: int, *, transposed: bool) -> np.ndarray:

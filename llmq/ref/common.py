@@ -99,9 +99,10 @@ def store_gradient(
         d_weight += value.astype(d_weight.dtype, copy=False)
 
 
-def row_blocks(rows: int, columns: int) -> list[slice]:
-    """Cuts rows into pieces of about 64k elements, so that a chain of ufuncs stays in the cache."""
-    step = max(1, 65536 // columns)
+def row_blocks(rows: int, columns: int, elements: int = 1 << 16) -> list[slice]:
+    """Cuts rows into pieces of about so many elements; with 64k a chain of ufuncs stays in the
+    cache."""
+    step = max(1, elements // columns)
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmq.checkpoint.safetensors_file import SafetensorsFile
+from llmq.ref.common import row_blocks
 
-_PIECE_ELEMENTS = 1 << 20
+PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
 
 
 class Stored(Protocol):
@@ -42,9 +43,7 @@ class CodedMatrix:
 
     def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
         """A few rows at a time: where they belong, and their values."""
-        step = max(_PIECE_ELEMENTS // prod(self.shape[1:]), 1)
-        for start in range(0, self.shape[0], step):
-            rows = slice(start, min(start + step, self.shape[0]))
+        for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
             yield rows, self.rows(rows.start, rows.stop)
 
     def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:

@@ -34,6 +34,7 @@ from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.hf import stored_shape
 from llmq.ops.rope import inverse_frequencies
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
+from llmq.ref.common import row_blocks
 from llmq.ref.mxfp4 import mxfp4_encode
 from llmq.state.adapter_rows import PEFT_PREFIX
 from llmq.state.params import Param
@@ -448,8 +449,7 @@ def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param
 
 def _pieces(tensor: _Tensor) -> list[slice]:
     """Rows that are encoded at once."""
-    step = max(_PIECE // prod(tensor.shape[1:]), 1)
-    return [slice(start, start + step) for start in range(0, tensor.shape[0], step)]
+    return row_blocks(tensor.shape[0], prod(tensor.shape[1:]), _PIECE)
 
 
 def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
