@@ -19,7 +19,7 @@ import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
 from llmq.data.inputs import HubDataset, dataset_of
-from llmq.data.record_text import RecordText, one_field
+from llmq.data.record_format import RecordText, one_field
 from tests.text_data import (
     contents,
     documents,

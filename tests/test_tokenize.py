@@ -146,7 +146,7 @@ import time
 from llmq.data.inputs import Block, DocumentPart, Position
 from llmq.base.worker import Bounds
 from llmq.data.encode import Encoder, Recipe, encode_in_workers
-from llmq.data.record_text import RecordText
+from llmq.data.record_format import RecordText
 from llmq.data.tokenizer import ByteTokenizer
 if __name__ == "__main__":
     block = Block([DocumentPart("text", False, True, "")], Position())

@@ -1,6 +1,6 @@
 """The records of JSON lines, JSON arrays, Parquet, CSV and TSV, in order, from any place on.
 
-JSON is not parsed here: where a record ends is all that has to be known.
+While files are read JSON is not parsed: where a record ends is all that has to be known.
 """
 
 from __future__ import annotations
@@ -300,3 +300,29 @@ def _pyarrow(path: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(f"reading '{path}' needs pyarrow: pip install pyarrow") from error
+
+
+# ------------------------------------------------------------------------------------------------
+# The content of one record of JSON
+
+
+def json_record(line: bytes, where: str) -> dict[str, Any]:
+    """Parse a record. DataError, which begins with `where`, if it is no JSON object."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not readable as JSON: {error}; mend or remove it") from error
+    if not isinstance(record, dict):
+        kind = type(record).__name__
+        raise DataError(f"{where}: a {kind} instead of a JSON object on each line")
+    return record
+
+
+def whole_characters(text: str, line: bytes) -> str:
+    """Replace half characters if the JSON `line`, from which the text comes, may hold some."""
+    return mended(text) if b"\\ud" in line.lower() else text
+
+
+def mended(text: str) -> str:
+    """Replace half characters (lone surrogates), which no UTF-8 can hold, by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

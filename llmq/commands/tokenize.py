@@ -83,7 +83,7 @@ def tokenize(
     """Turn texts and conversations into token files."""
     from llmq.checkpoint.hub import find_tokenizer
     from llmq.data.inputs import dataset_of
-    from llmq.data.record_text import one_field
+    from llmq.data.record_format import one_field
     from llmq.data.tokenize import tokenize
     from llmq.data.tokenizer_files import grown_tokenizer, parse_tokens
 

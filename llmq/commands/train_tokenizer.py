@@ -30,7 +30,7 @@ def train_tokenizer(
 ) -> None:
     """Make a tokenizer, a byte-level BPE, of text."""
     from llmq.data.inputs import dataset_of
-    from llmq.data.record_text import one_field
+    from llmq.data.record_format import one_field
     from llmq.data.train_tokenizer import train_tokenizer
 
     trained = train_tokenizer(

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmq.base.errors import DataError
+from llmq.base.records import json_record
 from llmq.data.chat_template import REASONING, Message
-from llmq.data.record_text import json_record
 
 TEXT = "text"
 # The fields that a record of each format must have, and those that it may have.

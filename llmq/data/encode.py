@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import ConfigError, DataError
+from llmq.base.records import whole_characters
 from llmq.base.worker import Answer, Begin, Bounds, Worker, forks
 from llmq.data.chat_masks import Chat, Completion, token_mask
 from llmq.data.chat_template import text_of
@@ -25,7 +26,7 @@ from llmq.data.conversations import (
     weight_of,
 )
 from llmq.data.inputs import Block, DocumentPart, Position
-from llmq.data.record_text import RecordText, whole_characters
+from llmq.data.record_format import RecordText
 from llmq.data.token_shards import Ids
 from llmq.data.tokenizer import Added, Tokenizer, load_tokenizer
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import check_readable
-from llmq.base.records import TABLES, json_layout, layout_of_name, read_json, read_rows
-from llmq.data.record_text import mended
+from llmq.base.records import TABLES, json_layout, layout_of_name, mended, read_json, read_rows
 
 Record = Mapping[str, Any]
 

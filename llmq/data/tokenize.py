@@ -34,8 +34,7 @@ from llmq.data.inputs import (
     read_blocks,
     reading_standard_input,
 )
-from llmq.data.record_format import choose_format
-from llmq.data.record_text import DEFAULT_FIELD, RecordText
+from llmq.data.record_format import DEFAULT_FIELD, RecordText, choose_format
 from llmq.data.token_shards import SPLITS, Manifest, ShardWriter, TokenizeSummary, open_manifest
 from llmq.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from llmq.data.tokens import MAX_TOKENS

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import staged_directory
+from llmq.base.records import mended
 from llmq.data.chat_template import load_chat_template
 from llmq.data.inputs import (
     EvalSplit,
@@ -25,8 +26,7 @@ from llmq.data.inputs import (
     read_blocks,
     reading_standard_input,
 )
-from llmq.data.record_format import having_fields
-from llmq.data.record_text import DEFAULT_FIELD, RecordText, mended
+from llmq.data.record_format import DEFAULT_FIELD, RecordText, having_fields
 from llmq.data.tokenizer import (
     END_OF_TEXT,
     TEMPLATE_FILE,

@@ -17,6 +17,7 @@ from llmq.base.console import print_text
 from llmq.base.dtypes import F32, DType, parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import Closing
+from llmq.base.records import mended
 from llmq.checkpoint.checkpoint import CheckpointReader
 from llmq.checkpoint.export_files import ADAPTER_CONFIG
 from llmq.checkpoint.hf import HfWeights
@@ -24,7 +25,6 @@ from llmq.checkpoint.merge import open_merged, tokenizer_folder
 from llmq.checkpoint.store import checkpoint_at
 from llmq.data.chat_template import ChatTemplate, Message, end_of_turn, load_chat_template
 from llmq.data.identity import TokenizerId, check_recorded, noted_tokenizer
-from llmq.data.record_text import mended
 from llmq.data.tokenizer import Tokenizer, load_tokenizer, streamed
 from llmq.model.inference import Decoder
 from llmq.options.presets import find_directory, is_preset, resolve_model
