@@ -49,7 +49,6 @@ class Route:
     least: M and N from which it is faster than two kernels; faster: what else says so.
     fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
     it takes one. any_gpu: whether a plan for any GPU has it, because it takes more scratch.
-    exact: whether the bits are those of the two kernels, with the same product.
     """
 
     kernel: str
@@ -63,7 +62,6 @@ class Route:
     fast: bool = False
     bias: bool = False
     any_gpu: bool = False
-    exact: bool
 
 
 def _fills_turns(dev: Device, sizes: Sizes) -> bool:
@@ -92,7 +90,9 @@ MIN_DEPTH = 4096
 # The share of the turns of all clusters that is work, and of the tiles' elements that are there.
 LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
-# By the kind of the epilogue, and "adapters": what is added, without an epilogue.
+# By the kind of the epilogue, and "adapters": what is added, without an epilogue. Bits are those of
+# two kernels, but that adapters are rounded with the rest, and exponentials before they are
+# gradients.
 ROUTES = {
     "adapters": Route(
         kernel="matmul_adapted",
@@ -103,7 +103,6 @@ ROUTES = {
         faster=_fills_turns,
         fast=True,
         bias=True,
-        exact=False,  # two products are rounded twice
     ),
     # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept,
     # and tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
@@ -114,7 +113,6 @@ ROUTES = {
         rows=2048,
         least=4864,
         fast=True,
-        exact=True,
     ),
     "glu_grad": Route(  # smaller products were not measured
         kernel="matmul_swiglu_backward",
@@ -124,7 +122,6 @@ ROUTES = {
         rows=2048,
         least=4864,
         fast=True,
-        exact=True,
     ),
     "gradient": Route(
         kernel="matmul_gradient",
@@ -132,7 +129,6 @@ ROUTES = {
         out=BF16,
         aligned=lambda s: (2 * s.N, 2 * s.M if s.a is BF16 else s.K),
         faster=_uses_turns,
-        exact=True,
     ),
     # Beside the kernel for all cards since Ampere: tools/gemm_gate.py --grouped.
     "grouped": Route(
@@ -144,14 +140,12 @@ ROUTES = {
         faster=lambda dev, sizes: sizes.rank == 0,  # no GPU has run it with adapters in it
         fast=True,
         bias=True,
-        exact=True,
     ),
     "grouped_grad": Route(
         kernel="matmul_grouped_gradient",
         a=(BF16,),
         out=BF16,
         aligned=lambda s: (2 * s.M, 2 * s.N),
-        exact=True,
     ),
     # Fewer tiles would leave cores idle in the last turn, and gain less than launches cost.
     "exp": Route(
@@ -162,7 +156,6 @@ ROUTES = {
         least=8192,
         faster=lambda dev, s: s.M * s.N >= 2048 * 8192,
         any_gpu=True,
-        exact=False,  # exponentials are rounded, and not the gradient
     ),
 }
 
