@@ -34,7 +34,6 @@ SETTINGS = {
     "adapted biases": ("gpt2", {"bias": "lora_only", "target_modules": ["attn.c_proj"]}),
     "biases of adapters": ("llama_biases", {"bias": "lora_only", "layers_to_transform": [1]}),
     "head": ("qwen2_untied", {"target_modules": ["q_proj", "lm_head"], "use_rslora": True}),
-    "embedding": ("llama_biases", {"target_modules": ["embed_tokens"], "r": 3}),
     "tied head": ("qwen3", {"target_modules": ["lm_head"], "rank_pattern": {"lm_head": 7}}),
     "tied, both": ("gpt2", {"target_modules": ["wte", "lm_head", "c_attn"]}),
     "scaled embedding": ("gemma3", {"target_modules": ["embed_tokens", "up_proj"]}),

@@ -122,28 +122,32 @@ class Head:
         self, w: HeadWeights, targets: Tensor, of_rows: Teacher | Labels | None = None
     ) -> None:
         """Per-token losses only. targets: I32 (rows,), -100 where masked. of_rows: as of Loss."""
-        with self._adapters(w) as low:
-            for start, stop in self._chunks():
-                with ExitStack() as temps:
-                    x = self._input(temps, start, stop, transposed=False)
-                    epilogue = STORE
-                    if of_rows is None:
-                        epilogue = self._cross_entropy(start, stop, targets, gradient=False)
-                    made = self._logits(start, stop, x, w.lm_head, low, epilogue)
-                    logits = temps.enter_context(made)
-                    if of_rows is not None:
-                        self._lose(start, stop, logits, targets, None, of_rows, gradient=False)
+        for start, stop, x, low, temps in self._parts(w):
+            epilogue = STORE
+            if of_rows is None:
+                epilogue = self._cross_entropy(start, stop, targets, gradient=False)
+            logits = temps.enter_context(self._logits(start, stop, x, w.lm_head, low, epilogue))
+            if of_rows is not None:
+                self._lose(start, stop, logits, targets, None, of_rows, gradient=False)
 
     def top_k(self, w: HeadWeights, told: Tensor) -> None:
         """The largest logits of all rows, F32 (rows, 2 k) as the operation says; after losses,
         whose log-sum-exp it takes."""
-        with self._adapters(w) as low:
+        for start, stop, x, low, temps in self._parts(w):
+            logits = temps.enter_context(self._logits(start, stop, x, w.lm_head, low))
+            of_rows = (told.rows(start, stop), logits, self.lse.rows(start, stop))
+            top_k(self.dev, *of_rows, self.config.outputs)
+
+    def _parts(
+        self, w: HeadWeights, *of_gradients: HeadGrads | Tensor, transposed: bool = False
+    ) -> Iterator[tuple[int, int, Operand, OfPass | None, ExitStack]]:
+        """Rows of the chunks, one after another: first and last, the input of products, adapters,
+        and what ends with the chunk. of_gradients: g and d_x as of of_pass."""
+        with self._adapters(w, *of_gradients) as low:
             for start, stop in self._chunks():
                 with ExitStack() as temps:
-                    x = self._input(temps, start, stop, transposed=False)
-                    logits = temps.enter_context(self._logits(start, stop, x, w.lm_head, low))
-                    of_rows = (told.rows(start, stop), logits, self.lse.rows(start, stop))
-                    top_k(self.dev, *of_rows, self.config.outputs)
+                    x = self._input(temps, start, stop, transposed=transposed)
+                    yield start, stop, x, low, temps
 
     def _adapters(
         self, w: HeadWeights, g: HeadGrads | None = None, d_x: Tensor | None = None
@@ -204,26 +208,23 @@ class Head:
         """
         d_weight, d_rows = g.lm_head, g.new_rows
         trained = d_weight is not None or d_rows is not None
-        with self._adapters(w, g, d_norm) as low:
-            for start, stop in self._chunks():
-                with ExitStack() as temps:
-                    x = self._input(temps, start, stop, transposed=trained)
-                    epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
-                    make = self._fp8_gradient if self.fp8 else self._gradient
-                    if of_rows is None:
-                        gradient, after = make(temps, start, stop, x, w.lm_head, low, epilogue)
-                    else:
-                        made = self._logits(start, stop, x, w.lm_head, low)
-                        gradient, after = temps.enter_context(made), STORE
-                        self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
-                    d_x = d_norm.rows(start, stop)
-                    self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
-                    self.linear.weight_gradients(d_weight, None, gradient, x)
-                    if d_rows is not None:
-                        self._rows_gradient(d_rows, gradient, x)
-                    if low is not None:
-                        low.of_logits(start, stop, gradient)
-                d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
+        for start, stop, x, low, temps in self._parts(w, g, d_norm, transposed=trained):
+            epilogue = self._cross_entropy(start, stop, targets, weights, scale_a=trained)
+            make = self._fp8_gradient if self.fp8 else self._gradient
+            if of_rows is None:
+                gradient, after = make(temps, start, stop, x, w.lm_head, low, epilogue)
+            else:
+                made = self._logits(start, stop, x, w.lm_head, low)
+                gradient, after = temps.enter_context(made), STORE
+                self._lose(start, stop, gradient, targets, weights, of_rows, gradient=True)
+            d_x = d_norm.rows(start, stop)
+            self.linear.input_gradient(d_x, gradient, w.lm_head, epilogue=after)
+            self.linear.weight_gradients(d_weight, None, gradient, x)
+            if d_rows is not None:
+                self._rows_gradient(d_rows, gradient, x)
+            if low is not None:
+                low.of_logits(start, stop, gradient)
+            d_weight, d_rows = (g and g._replace(accumulate=True) for g in (d_weight, d_rows))
         x, stats, post = self.residual, self.stats, self.config.arch.post_norm
         stream = OutputForms(d_residual) if post else to
         self.norm.backward(stream, g.norm, g.norm_bias, d_norm, x, w.norm, stats, None)

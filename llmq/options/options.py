@@ -713,8 +713,8 @@ class TrainConfig(Derived):
     lora_targets: str | None = option(
         ADAPTERS_GROUP,
         None,
-        f"Matrices that get adapters, all (but experts) or some of {', '.join(LORA_TARGETS)}, or a "
-        "regular expression of modules' names",
+        "Matrices that get adapters, all (those of blocks but experts) or some of "
+        f"{', '.join(LORA_TARGETS)}, or a regular expression of modules' names",
         parse=parse_targets,
     )
     lora_layers: str = option(
