@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -71,10 +72,10 @@ class NotingDevice(PlanDevice):
         self.noted = noted
 
     def _launch(self, launch: Launched) -> None:
-        super()._launch(launch)
         if launch.kernel.file.endswith(".cu"):
             source = KernelSource.of(launch.kernel, launch.types, launch.consts)
-            threads = int(np.prod(launch.block))
+            block = launch.block
+            threads = block if isinstance(block, int) else math.prod(block)
             self.noted.setdefault(source, set()).add(Launch(threads, launch.smem))
 
 

@@ -28,9 +28,10 @@ def fewest_values(config: TrainConfig) -> dict[str, Any]:
         made = TrainConfig(**chosen, only_scores=config.only_scores).normalized()
         return [getattr(made, name) for name in names]
 
-    given = {name: getattr(config, name) for name in names}
-    wanted = list(given.values())
-    for name in reversed(names):
+    wanted = [getattr(config, name) for name in names]
+    defaults = TrainConfig()  # to give one of these is to give nothing
+    given = {n: v for n, v in zip(names, wanted, strict=True) if v != getattr(defaults, n)}
+    for name in reversed(given):
         fewer = {other: value for other, value in given.items() if other != name}
         if values(fewer) == wanted:
             given = fewer
