@@ -15,6 +15,7 @@ from llmq.comm.staged import Rings, Staging
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Stopped, Workers
+from tests.covering import pairwise
 from tests.ranks import run_ranks
 from tests.runtime.fake_comm import connect_streams, link_kinds
 from tests.runtime.fake_streams import PATIENCE, StreamDevice
@@ -118,9 +119,10 @@ def check(world, results):
                 np.testing.assert_array_equal(parts[source], content(source, step, rank))
 
 
-@pytest.mark.parametrize("how", ["eager", "paced", "graph"])
-@pytest.mark.parametrize("kind", ["peer", "staged", "mixed"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "kind", "how"),
+    pairwise(world=WORLDS, kind=("peer", "staged", "mixed"), how=("eager", "paced", "graph")),
+)
 def test_gather_and_exchange(world, kind, how, monkeypatch):
     if how == "paced":
         monkeypatch.setattr(copies, "SPAN_CHUNKS", 2)
