@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.model.attention_choice import directions
+from llmq.model.halves.attention import directions
 from llmq.ops import attention, attention_backward
 from llmq.options.cards import CARDS, Card, spec_of
 from llmq.options.options_io import make_config

@@ -244,7 +244,7 @@ def test_a_second_interrupt_gives_it_up(monkeypatch):
 def test_a_copy_that_never_ends_does_not_keep_a_failed_run(monkeypatch):
     """A GPU that hangs makes such a copy."""
     monkeypatch.setattr(saving, "PATIENCE", 0.1)
-    monkeypatch.setattr("llmq.state.snapshot.Snapshot.is_done", lambda self: False)
+    monkeypatch.setattr("llmq.state.pieces.Snapshot.is_done", lambda self: False)
 
     def fail(run):
         raise RuntimeError("as the test wants it")

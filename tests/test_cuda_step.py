@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmq.checkpoint.hf import HfWeights
-from llmq.model import attention_choice
+from llmq.model.halves import attention
 from llmq.ops import matmul
 from llmq.ops.common import CAPABILITY
 from llmq.options.options_io import make_config
@@ -71,7 +71,7 @@ def path(request, tmp_path):
 @pytest.mark.parametrize("path", ["qwen2_untied"], indirect=True)  # with a window
 def test_what_is_timed_is_kept(path, monkeypatch, tmp_path_factory):
     """Cards on which attention was not measured do so, and those that may have block scales."""
-    monkeypatch.setattr(attention_choice, "MEASURED", 0)
+    monkeypatch.setattr(attention, "MEASURED", 0)
     monkeypatch.setattr(matmul, "BLOCK_SCALED_GENERATION", device_spec(0).capability // 10)
     monkeypatch.setattr(cuda_device, "TUNED", str(tmp_path_factory.mktemp("tuned") / "m.json"))
     fp8 = {"matmul_dtype": "e4m3", "fp8_recipe": "delayed"}

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from llmq.base.errors import ConfigError
-from llmq.base.layers import layer_set
 from llmq.options.conditions import Length, Ranks
 from llmq.options.option_types import (
     NEWEST,
+    layer_set,
     parse_dtype_name,
     parse_every,
     parse_layers,

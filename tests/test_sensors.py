@@ -14,8 +14,8 @@ from llmq.base.errors import LlmqError
 from llmq.model.results import Result
 from llmq.run.sensors import Sensing, Sensor, Sensors, Waits, Window, open_sensors
 from llmq.runtime.host_usage import HostUsage
+from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NvmlGpu, all_gpus, find_gpu, load_nvml, reason, xid_text
-from llmq.runtime.world import World
 from tests.conftest import gpu_problem
 from tests.fake_nvml import FAKE_UUID, GIB, MIB, FakeError, FakeGpu, FakeNvml, fake_sensors
 

@@ -16,10 +16,9 @@ from llmq.run.model_of_run import model_of_run
 from llmq.run.trainer import Trainer
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC, MemorySizes
-from llmq.state import snapshot
+from llmq.state import pieces as module
 from llmq.state.params import weight_table
-from llmq.state.pieces import SlabPiece
-from llmq.state.snapshot import COPIED, Snapshot
+from llmq.state.pieces import COPIED, SlabPiece, Snapshot
 from tests.runs import make_workplace, options
 from tests.runtime.fake_streams import StreamDevice
 from tests.runtime.races import Span
@@ -32,7 +31,7 @@ class Holder:
     """Three tensors in two kinds of memory that steps read and updates write, on streams."""
 
     def __init__(self, dev, monkeypatch):
-        monkeypatch.setattr(snapshot, "COPIED", 600)  # bytes, so that there are several pieces
+        monkeypatch.setattr(module, "COPIED", 600)  # bytes, so that there are several pieces
         self.dev, self.count = dev, 0
         places = [("a", F32, "device"), ("b", F32, "pinned"), ("c", BF16, "write_combined")]
         self.tensors = [dev.alloc(name, (N,), dtype, "Master", at) for name, dtype, at in places]

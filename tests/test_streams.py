@@ -194,7 +194,7 @@ def copied(session: Session) -> list:
     "name", ["one rank", "one rank, quants", "copies, everything, fp8", "nccl, codes"]
 )
 def test_updates_wait_for_a_copy_of_the_state(name, monkeypatch):
-    monkeypatch.setattr("llmq.state.snapshot.COPIED", 4096)
+    monkeypatch.setattr("llmq.state.pieces.COPIED", 4096)
     world, accum, options = CASES[name]
     on_streams(world, accum, options | {"ckpt_background": True}, program=copied, pause=1e-4)
 

@@ -52,7 +52,7 @@ def noted_kernels(model: str) -> dict[str, Any]:
 def packed(launch: Callable[..., Any], function: Any, address: int) -> Callable[[int], None]:
     """A launch on a stream, with arguments as llmq packs them."""
     from llmq.ops.common import COLUMN_SUM
-    from llmq.runtime.arguments import Arguments
+    from llmq.runtime.cuda_kernels import Arguments
 
     arguments = Arguments(COLUMN_SUM)
 

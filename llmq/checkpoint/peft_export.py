@@ -13,7 +13,6 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import DTYPES
 from llmq.base.files import staged_directory
-from llmq.base.layers import layer_set
 from llmq.checkpoint.export_files import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
@@ -36,7 +35,7 @@ from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safe
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.options.adapters import Adapters, adapted_modules, adapted_tables, all_adapted
-from llmq.options.option_types import LORA_TARGETS
+from llmq.options.option_types import LORA_TARGETS, layer_set
 from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
 from llmq.state.params import Param, weight_table
 

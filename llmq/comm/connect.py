@@ -13,10 +13,10 @@ from llmq.comm.collectives import Comm, SingleComm, join, part, same_memory
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions, allocate
 from llmq.runtime.device import HOST_SPEC, Device, Event
+from llmq.runtime.mesh import World
 from llmq.runtime.plan_device import PlanDevice
 from llmq.runtime.processes import processes
 from llmq.runtime.workers import Workers
-from llmq.runtime.world import World
 
 
 def connect_plan(dev: PlanDevice, options: CommOptions, world: World) -> None:

@@ -21,9 +21,9 @@ from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import Comm, join, part, same_memory, storages
 from llmq.runtime.device import Event
 from llmq.runtime.host_device import HostDevice
+from llmq.runtime.mesh import World
 from llmq.runtime.mpi import MpiProcesses
 from llmq.runtime.workers import Workers
-from llmq.runtime.world import World
 
 
 def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:

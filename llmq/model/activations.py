@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, DType
-from llmq.base.layers import layer_set
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, Format, id_of
 from llmq.model.norm import Stats
 from llmq.model.parameters import BlockParameters
+from llmq.options.option_types import layer_set
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 

@@ -24,10 +24,9 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.grads import Gradients
 from llmq.state.optimizer import Optimizer
-from llmq.state.pieces import State, state_of
+from llmq.state.pieces import Snapshot, State, state_of
 from llmq.state.placement import Placement, table_of
 from llmq.state.rules.rule import ROWS
-from llmq.state.snapshot import Snapshot
 from llmq.state.weights import Weights
 
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 from llmq.arch.matrix import Matrix, Module, Part
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import ConfigError
-from llmq.base.layers import layer_set
-from llmq.options.option_types import LORA_TARGETS, OF_EXPERTS, OF_TABLES, numbers_of
+from llmq.options.option_types import LORA_TARGETS, OF_EXPERTS, OF_TABLES, layer_set, numbers_of
 from llmq.options.rule import Options
 
 

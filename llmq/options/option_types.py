@@ -524,3 +524,19 @@ def options_of(config_class: type) -> dict[str, Option]:
             meta["parse"] = parse_word if "choices" in meta else by_type
         options[field.name] = Option(flags=tuple(flags), **meta)
     return options
+
+
+def layer_set(text: str, num_layers: int) -> frozenset[int]:
+    """The layers that "all" or numbers and ranges such as 0-11,20 name.
+
+    ValueError if there are not so many.
+    """
+    if text == "all":
+        return frozenset(range(num_layers))
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if int(last or first) >= num_layers:  # before a set of that size is made
+            raise ValueError(f"{text} names layers that a model of {num_layers} does not have")
+        layers.update(range(int(first), int(last or first) + 1))
+    return frozenset(layers)

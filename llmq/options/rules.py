@@ -8,7 +8,6 @@ options `o`, and the fact that the rule is about (`conditions.py`).
 
 from __future__ import annotations
 
-from llmq.base.layers import layer_set
 from llmq.options.conditions import (
     CHUNK_ROWS,
     CODES_MULTIPLE,
@@ -35,6 +34,7 @@ from llmq.options.option_types import (
     FP8_DTYPES,
     SIZES_GROUP,
     SPLIT,
+    layer_set,
     lengths_of,
     split_weights,
 )

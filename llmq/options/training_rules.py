@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llmq.base.layers import layer_set
 from llmq.options.adapters import multiplied_sizes
 from llmq.options.conditions import (
     adapts_experts,
@@ -21,7 +20,7 @@ from llmq.options.conditions import (
     wrong_for_experts,
     wrong_tables,
 )
-from llmq.options.option_types import ADAPTERS_GROUP, QUANTIZED, numbers_of
+from llmq.options.option_types import ADAPTERS_GROUP, QUANTIZED, layer_set, numbers_of
 from llmq.options.rule import REFUSE, Options, Rule, default, idle, refused
 
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import parse_dtype
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.model.attention_choice import directions
+from llmq.model.halves.attention import directions
 from llmq.ops.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from llmq.ops.common import CAPABILITY, GENERIC_FP8, MAX_COLUMNS
 from llmq.ops.reduce import MAX_PARTS

@@ -12,9 +12,9 @@ from itertools import cycle, islice
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.layers import layer_set
 from llmq.model.activations import Recompute
 from llmq.options.cards import Card
+from llmq.options.option_types import layer_set
 from llmq.options.options import TrainConfig
 from llmq.plan.cost import ONE_MACHINE, Network, StepTime, step_time
 from llmq.plan.cost import PARTS as TIMES

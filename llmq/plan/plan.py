@@ -20,9 +20,8 @@ from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import KernelSource
-from llmq.runtime.mesh import DATA
+from llmq.runtime.mesh import DATA, World
 from llmq.runtime.plan_device import PlanDevice, Trace
-from llmq.runtime.world import World
 from llmq.state.placement import Placement, mesh_of, place, table_of
 
 PARTS = ("micro_steps", "update", "evaluation")  # of a plan

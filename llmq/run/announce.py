@@ -29,9 +29,9 @@ from llmq.run.monitor import (
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import host_memory
+from llmq.runtime.mesh import World
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.processes import processes
-from llmq.runtime.world import World
 
 Gpus = Sequence[NvmlGpu | None]
 """By rank; None where there is nothing to read."""

@@ -21,8 +21,7 @@ from llmq.model.losses import loss_class
 from llmq.model.results import Result
 from llmq.options.options import TrainConfig
 from llmq.run.ranks import Ranks, Rounds
-from llmq.runtime.mesh import DATA
-from llmq.runtime.world import World
+from llmq.runtime.mesh import DATA, World
 from llmq.state.placement import mesh_of
 
 DOCUMENT_TOKENS = (100, 1000)  # of documents in random batches, as conversations have

@@ -35,15 +35,14 @@ from llmq.plan.plan import Plan, comm_options
 from llmq.run.rank import Rank
 from llmq.runtime.device import Device
 from llmq.runtime.machine import Machine
-from llmq.runtime.mesh import DATA
+from llmq.runtime.mesh import DATA, World
 from llmq.runtime.processes import processes
 from llmq.runtime.timing import time_ranges
 from llmq.runtime.workers import Command, RankPool
-from llmq.runtime.world import World
 from llmq.state.frozen import Elements
 from llmq.state.params import Param
+from llmq.state.pieces import Snapshot
 from llmq.state.placement import mesh_of
-from llmq.state.snapshot import Snapshot
 
 
 class Rounds:

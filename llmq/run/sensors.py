@@ -21,6 +21,7 @@ from llmq.run.metrics import Reporter
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id, cuda_uuid
 from llmq.runtime.host_usage import HostUsage
+from llmq.runtime.mesh import World
 from llmq.runtime.nvml import (
     NO_REASON,
     UNSUPPORTED,
@@ -31,7 +32,6 @@ from llmq.runtime.nvml import (
     xid_text,
 )
 from llmq.runtime.processes import processes
-from llmq.runtime.world import World
 
 INTERVAL = 1.0  # seconds between two rounds of readings
 PATIENCE = 2.0  # seconds that the end of a run waits for a driver that does not answer

@@ -13,9 +13,8 @@ from llmq.runtime.gpu_info import bus_id, gpu_count
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.host_usage import available_host_memory
 from llmq.runtime.kernel import KernelSource
-from llmq.runtime.mesh import Mesh
+from llmq.runtime.mesh import Mesh, World
 from llmq.runtime.processes import Processes, processes
-from llmq.runtime.world import World
 
 # A card that `llmq plan` assumes where none is named: as many multiprocessors as any real card has
 # (an RTX PRO 6000 has 188), with which most workspaces are largest (not all: those of adapters'

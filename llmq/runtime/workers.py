@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from llmq.base.errors import LlmqError, MachineError
-from llmq.runtime.world import World
+from llmq.runtime.mesh import World
 
 POLL = 0.1  # seconds after which a waiting caller looks for signals
 PATIENCE = 4.0  # seconds that ranks have to end what they do when they are stopped

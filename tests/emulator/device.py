@@ -24,8 +24,8 @@ from llmq.base.dtypes import DTYPES, DType
 from llmq.base.files import write_shared
 from llmq.base.tensor import Tensor
 from llmq.runtime import compile
-from llmq.runtime.arguments import MAP_BYTES, Arguments
 from llmq.runtime.cost import MOVES, Cost
+from llmq.runtime.cuda_kernels import MAP_BYTES, Arguments
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.kernel import Arg, Kernel

@@ -25,10 +25,9 @@ from llmq.runtime import cuda_api
 from llmq.runtime import machine as machines
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import MemorySizes
-from llmq.runtime.mesh import Mesh
+from llmq.runtime.mesh import Mesh, World
 from llmq.runtime.processes import Processes
 from llmq.runtime.workers import Stopped, Workers
-from llmq.runtime.world import World
 from tests.harness import GPU_SPEC
 from tests.runtime.fake_cuda import CudaError, FakeApi, FakeStatus
 

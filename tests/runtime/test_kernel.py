@@ -7,7 +7,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Storage, Tensor
-from llmq.runtime.arguments import MAP_BYTES, Arguments
+from llmq.runtime.cuda_kernels import MAP_BYTES, Arguments
 from llmq.runtime.kernel import TYPE_VARIABLES, Kernel, ceil_div, expect
 
 STORAGE = Storage("device", base=1 << 12)
