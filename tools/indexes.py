@@ -76,18 +76,20 @@ def benchmarks() -> str:
 def _made(card: Path, parts: list[Path]) -> tuple[str, str]:
     """The command that made these files, and their title.
 
-    The title is that of the file for `llmq bench` with the same name, if there is one, or else the
-    heading of a page.
+    The title is that of the sweep file with the same name or in the command, if there is one, or
+    else the heading of a page.
     """
     files = [file for part in parts for file in (part.rglob("*") if part.is_dir() else [part])]
     pages = [f for f in files if f.suffix in (".md", ".txt") and f.name != "predicted.md"]
     text = "\n".join(page.read_text() for page in sorted(pages))
     found = re.search(r"tools[./]\w+(\.\w+)?|llmq (bench|rig)", text)
-    sweep = card / f"{parts[0].stem}.yaml"
-    if sweep.exists():
+    given = re.search(r"benchmarks/(\w+/\w+\.yaml)", text)
+    sweeps = [card / f"{parts[0].stem}.yaml", *([card.parent / given[1]] if given else [])]
+    sweep = next((file for file in sweeps if file.exists()), None)
+    if sweep:
         comment = re.match(r"(# .*\n)+?(?=#   )", sweep.read_text())[0]
         title = " ".join(line.removeprefix("# ") for line in comment.splitlines())
-        title += f" ([{sweep.name}]({card.name}/{sweep.name}))"
+        title += f" ([{sweep.name}]({sweep.parent.name}/{sweep.name}))"
     else:
         heads = [page.read_text().splitlines()[0] for page in sorted(pages) if page.suffix == ".md"]
         title = next((head.removeprefix("# ") for head in heads if head.startswith("# ")), "")
