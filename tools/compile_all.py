@@ -126,8 +126,7 @@ def note_training(
         config = config.normalized()
         placement = place(config, table_of(config, model))
         step = Step(NotingDevice(spec, noted), model, config, placement)
-        step.train(0, 0.0, 0.0, [batch])
-        step.train(1, 0.0, 0.0, [batch, batch])
+        step.train(0, 0.0, 0.0, [batch, batch])
         step.evaluate_batch(batch)
 
 
