@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(FORWARD_THREADS, 1)
     attention_forward(T* __restrict__ out, float* __restrict__ lse, const T* __restrict__ qkv,
                       int seq_len, int num_heads, int num_kv_heads,
                       const int* __restrict__ starts, int window) {
-    extern __shared__ uint4 shared[];
+    extern __shared__ __align__(128) char shared[];
     const Sight sight = Sight::of(starts, blockIdx.z, window, seq_len);
     Attention<T>::forward<FORWARD_OWN, FORWARD_STEP, FORWARD_THREADS>(
-        out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, reinterpret_cast<char*>(shared));
+        out, lse, qkv, seq_len, num_heads, num_kv_heads, sight, shared);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -148,8 +148,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
                              const float* __restrict__ lse, const float* __restrict__ delta,
                              const T* __restrict__ qkv, int seq_len, int num_heads,
                              int num_kv_heads, const int* __restrict__ starts, int window) {
-    extern __shared__ uint4 shared[];
-    char* memory = reinterpret_cast<char*>(shared);
+    extern __shared__ __align__(128) char shared[];
     // Tiles of one head are neighbours, so that they find what they read in L2. In all parts the
     // long ones come first.
     const int tiles = pieces(seq_len, BACKWARD_OWN), tile = blockIdx.x % tiles;
@@ -159,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(BACKWARD_THREADS, 1)
 #define BACKWARD(part, tile, strip, heads)                                                        \
     Attention<T>::backward<part, BACKWARD_OWN, BACKWARD_STEP, BACKWARD_THREADS>(                  \
         d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, tile, (strip) % (heads), \
-        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), memory)
+        (strip) / (heads), Sight::of(starts, (strip) / (heads), window, seq_len), shared)
     if (strip < key_strips) {
         BACKWARD(SPLIT_KEYS ? Part::ONLY_K : Part::KEYS, tile, strip, num_kv_heads);
     } else if (SPLIT_KEYS && strip < keys_end) {

@@ -6,15 +6,26 @@
 // both directions: blocks that own keys compute the transposed scores, so that dK and dV, like dQ
 // in blocks that own queries, are sums over the steps in registers. No atomics, fixed order.
 //
-// Rows in shared memory are HEAD_DIM + 8 elements apart: an odd number of 16-byte units, so that
-// the eight rows of an 8 x 8 matrix lie in different banks.
+// The eight rows of an 8 x 8 matrix lie in different banks of shared memory: units of 16 bytes are
+// exchanged within each eight of a row by its number. Where rows are no multiples of eight units,
+// they are one unit longer instead, so that their number is odd.
 #pragma once
 #include "ptx.cuh"
 
 namespace mma {
 
 constexpr int D = HEAD_DIM, UNITS = D / 8;  // 16-byte units in a row
-constexpr int ROW_BYTES = 2 * (D + 8);
+constexpr bool EXCHANGED = UNITS % 8 == 0;
+constexpr int ROW_BYTES = EXCHANGED ? 2 * D : 2 * (D + 8);
+
+// Where a unit of a row is, in bytes.
+__device__ __forceinline__ int place(int row, int unit) {
+    return row * ROW_BYTES + (EXCHANGED ? unit ^ row & 7 : unit) * 16;
+}
+// The address `bytes` after one of the first two units of a row: a multiple of two units.
+__device__ __forceinline__ SharedAddress along(SharedAddress row, int bytes) {
+    return EXCHANGED ? (row ^ bytes & 96) + (bytes & ~127) : row + bytes;
+}
 
 // Start copying ROWS rows of D elements, `pitch` elements apart in global memory; rows from `limit`
 // on become zeros. `first` is a row below the limit. PER_ROW threads share a row.
@@ -31,7 +42,7 @@ __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, in
             const bf16* p = from + (i64)(valid ? first + row : first) * pitch + unit * 8;
 #pragma unroll
             for (int j = 0; j < UNITS; j += PER_ROW) {
-                cp_async_16(to + row * ROW_BYTES + (unit + j) * 16, p + j * 8, valid);
+                cp_async_16(to + place(row, unit + j), p + j * 8, valid);
             }
         }
     }
@@ -45,10 +56,10 @@ __device__ __forceinline__ void load_rows(SharedAddress to, const bf16* from, in
 //   right of a b, likewise: tile rows are inner, each  (0, 0) (+, 0) (0, +) (+, +)
 //   matrix transposed
 __device__ __forceinline__ int left_offset(int lane) {
-    return (lane & 15) * ROW_BYTES + (lane >> 4) * 16;
+    return place(lane & 15, lane >> 4);
 }
 __device__ __forceinline__ int right_rows_offset(int lane) {
-    return ((lane & 7) + (lane >> 4) * 8) * ROW_BYTES + (lane >> 3 & 1) * 16;
+    return place((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 }
 __device__ __forceinline__ int right_columns_offset(int lane) { return left_offset(lane); }
 
@@ -68,11 +79,11 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[M][N][4], SharedAddre
     for (int k = 0; k < D / 16; ++k) {
         u32 left[M][4];
 #pragma unroll
-        for (int m = 0; m < M; ++m) { ldmatrix_x4(left[m], a + m * 16 * ROW_BYTES + k * 32); }
+        for (int m = 0; m < M; ++m) { ldmatrix_x4(left[m], along(a, k * 32) + m * 16 * ROW_BYTES); }
 #pragma unroll
         for (int n = 0; n < N / 2; ++n) {
             u32 right[4];
-            ldmatrix_x4(right, b + n * 16 * ROW_BYTES + k * 32);
+            ldmatrix_x4(right, along(b, k * 32) + n * 16 * ROW_BYTES);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma_m16n8k16_bf16(sum[m][2 * n], left[m], right[0], right[1]);
@@ -100,7 +111,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[M][D / 8][4],
 #pragma unroll
         for (int n = 0; n < D / 16; ++n) {
             u32 right[4];
-            ldmatrix_x4_trans(right, b + k * 16 * ROW_BYTES + n * 32);
+            ldmatrix_x4_trans(right, along(b, n * 32) + k * 16 * ROW_BYTES);
 #pragma unroll
             for (int m = 0; m < M; ++m) {
                 mma_m16n8k16_bf16(sum[m][2 * n], left[m], right[0], right[1]);
@@ -125,7 +136,7 @@ __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float f = factor[m][r];
-                *reinterpret_cast<u32*>(tile + (m * 16 + r * 8 + g) * ROW_BYTES + n * 16 + t * 4) =
+                *reinterpret_cast<u32*>(tile + place(m * 16 + r * 8 + g, n) + t * 4) =
                     to_pair(sum[m][n][2 * r] * f, sum[m][n][2 * r + 1] * f);
             }
         }
@@ -136,15 +147,16 @@ __device__ __forceinline__ void store_rows(bf16* to, int pitch, int rows,
         const int unit = i * 32 + lane, row = unit / UNITS, column = unit % UNITS;
         if (row < rows) {
             store_vec(to + (i64)row * pitch + column * 8,
-                      *reinterpret_cast<const Vec<bf16>*>(tile + row * ROW_BYTES + column * 16));
+                      *reinterpret_cast<const Vec<bf16>*>(tile + place(row, column)));
         }
     }
 }
 
-// Set the scores for which hidden(query, key) to -inf. own, step: row numbers of the tile's corner.
-template <bool OWN_KEYS, int M, int N, typename Hidden>
+// scores = value for keys after their query and, with PAST, for those before the first one that it
+// sees. own, step: row numbers of the tile's corner.
+template <bool OWN_KEYS, bool PAST, int M, int N>
 __device__ __forceinline__ void mask(float (&scores)[M][N][4], int own, int step, int lane,
-                                     Hidden hidden) {
+                                     float value, const Sight& sight) {
 #pragma unroll
     for (int m = 0; m < M; ++m) {
 #pragma unroll
@@ -154,24 +166,25 @@ __device__ __forceinline__ void mask(float (&scores)[M][N][4], int own, int step
                 const int row = own + m * 16 + (i >> 1) * 8 + (lane >> 2);
                 const int column = step + n * 8 + (lane & 3) * 2 + (i & 1);
                 const int query = OWN_KEYS ? column : row, key = OWN_KEYS ? row : column;
-                if (hidden(query, key)) { scores[m][n][i] = -INFINITY; }
+                const bool hidden = PAST && key < sight.first_key(query);
+                if (hidden || key > query) { scores[m][n][i] = value; }
             }
         }
     }
 }
 
-// Keys after their query.
-struct Future {
-    __device__ __forceinline__ bool operator()(int query, int key) const { return key > query; }
-};
-
-// Keys before the first one that their query sees.
-struct Past {
-    const Sight& sight;
-    __device__ __forceinline__ bool operator()(int query, int key) const {
-        return key < sight.first_key(query);
+// x = 0 where p is.
+template <int M, int N>
+__device__ __forceinline__ void clear_with(float (&x)[M][N][4], const float (&p)[M][N][4]) {
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) { x[m][n][i] = p[m][n][i] == 0.0f ? 0.0f : x[m][n][i]; }
+        }
     }
-};
+}
 
 // Whether this thread's part of a tile of ROWS rows has something that is not finite. With CLEAR 16
 // bytes that have become zeros, and the row's place in `spoiled` NaN.
@@ -210,7 +223,7 @@ __device__ __forceinline__ bool spoil(float (&spoiled)[ROWS], char* tile) {
     return true;
 }
 
-// Add `spoiled` of the step's rows to the scores, but to those that are masked already.
+// Add `spoiled` of the step's rows to the scores, but to those that are -inf.
 template <int M, int N>
 __device__ __forceinline__ void add_spoiled(float (&scores)[M][N][4], const float (&spoiled)[8 * N],
                                             int lane) {
@@ -289,7 +302,6 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
     const bf16* v = k + num_kv_heads * D;
     const SharedAddress q_tile = shared_address(shared), k_tile = q_tile + OWN * ROW_BYTES;
     const SharedAddress v_tile = k_tile + STEP * ROW_BYTES;
-    const SharedAddress left = q_tile + warp_row * ROW_BYTES + left_offset(lane);
     const float scale = rsqrtf((float)D), scale_log2 = scale * LOG2E;
 
     float sum[M][D / 8][4] = {}, row_max[M][2], row_sum[M][2] = {};
@@ -316,10 +328,14 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
         cp_async_commit();
         float scores[M][N][4];
         if (active) {
-            multiply_rows<M, N>(scores, left, k_tile + right_rows_offset(lane));
-            if (step + STEP - 1 > warp_own) { mask<false>(scores, warp_own, step, lane, Future{}); }
+            int again = lane;
+            if (MASKED && M > 1) { forget(again); }  // or registers would not do
+            multiply_rows<M, N>(scores, q_tile + warp_row * ROW_BYTES + left_offset(again),
+                                k_tile + right_rows_offset(again));
             if (MASKED && step < warp_all) {
-                mask<false>(scores, warp_own, step, lane, Past{sight});
+                mask<false, true>(scores, warp_own, step, lane, -INFINITY, sight);
+            } else if (step + STEP - 1 > warp_own) {
+                mask<false, false>(scores, warp_own, step, lane, -INFINITY, sight);
             }
         }
         cp_async_wait<0>();
@@ -334,7 +350,9 @@ __device__ __forceinline__ void forward(bf16* out, float* lse, const bf16* qkv, 
         }
         if (active) {
             softmax_step<M, N>(scores, sum, row_max, row_sum, scale_log2);
-            multiply_columns<M, N>(sum, scores, v_tile + right_columns_offset(lane));
+            int again = lane;
+            if (MASKED && M > 1) { forget(again); }
+            multiply_columns<M, N>(sum, scores, v_tile + right_columns_offset(again));
         }
     }
 
@@ -396,10 +414,15 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
     const int first = (OWN_KEYS ? own : sight.first_key(own)) / STEP;
     const int end = OWN_KEYS ? sight.end_of_queries(last_key) : last_key + 1;
     const int steps = (pieces(end, STEP) - first) * (OWN_KEYS ? group : 1);
+    // Own queries see all keys from `all` on.
+    const int warp_last = warp_own + 16 * M - 1;
+    const int all = OWN_KEYS ? 0 : sight.first_key(own + OWN - 1);
+    const int warp_all = OWN_KEYS ? 0 : sight.first_key(warp_last);
+    const int warp_first = OWN_KEYS ? 0 : sight.first_key(warp_own);
     __shared__ float spoiled[STEP];
-    int next = 0, next_row = first * STEP, next_head = 0;  // the step to load; head of the group
-    auto load_step = [&] {
-        const SharedAddress x = stages + next % STAGES * STAGE_BYTES, y = x + STEP * ROW_BYTES;
+    int next_row = first * STEP, next_head = 0;  // of the step to load; head of the group
+    auto load_step = [&](int stage) {
+        const SharedAddress x = stages + stage * STAGE_BYTES, y = x + STEP * ROW_BYTES;
         load_rows<STEP, THREADS>(x, OWN_KEYS ? q + next_head * D : k, pitch, next_row, seq_len);
         load_rows<STEP, THREADS>(y, OWN_KEYS ? d_o + next_head * D : v,
                                  OWN_KEYS ? out_pitch : pitch, next_row, seq_len);
@@ -411,7 +434,6 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
                                from + (i64)next_head * seq_len + (valid ? query : 0), valid);
         }
         cp_async_commit();
-        ++next;
         next_row += STEP;
         if (next_row >= end) {
             next_row = first * STEP;
@@ -421,7 +443,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 
     load_rows<OWN, THREADS>(a_tile, OWN_KEYS ? k : q, pitch, own, seq_len);
     load_rows<OWN, THREADS>(b_tile, OWN_KEYS ? v : d_o, OWN_KEYS ? pitch : out_pitch, own, seq_len);
-    if (STAGES == 2) { load_step(); }
+    if (STAGES == 2) { load_step(0); }
 
     float row_lse[M][2], row_delta[M][2];  // where the block owns the queries
     if (!OWN_KEYS) {
@@ -442,26 +464,24 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
         if (STAGES == 1) {
             __syncthreads();  // the last step's tiles are no longer needed
             following = next_row;
-            load_step();
+            load_step(0);
         }
         const int step = following;
         following = next_row;
+        const int step_first = OWN_KEYS ? sight.first_key(step) : warp_first;
+        const int step_all = OWN_KEYS ? sight.first_key(step + STEP - 1) : warp_all;
         cp_async_wait<0>();
         __syncthreads();  // this step's tiles are there, the last step's are no longer needed
         if (MASKED && threadIdx.x < STEP) { spoiled[threadIdx.x] = 0.0f; }
-        if (STAGES == 2 && next < steps) { load_step(); }
+        if (STAGES == 2 && i + 1 < steps) { load_step((i + 1) % STAGES); }
         bool active = OWN_KEYS ? step + STEP > warp_own : step < warp_own + 16 * M;
         bool past = false, bad = false;  // some keys are before what some queries see
         if (MASKED) {
-            char* const tiles = shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES;
-            const int step_first = sight.first_key(OWN_KEYS ? step : warp_own);
-            const int step_all =
-                sight.first_key(OWN_KEYS ? step + STEP - 1 : warp_own + 16 * M - 1);
             active &= step_first < (OWN_KEYS ? warp_own + 16 * M : step + STEP);
             past = (OWN_KEYS ? warp_own : step) < step_all;
-            const int all = OWN_KEYS ? step_all : sight.first_key(own + OWN - 1);
             const bool diagonal = OWN_KEYS ? step < own + OWN - 1 : step + STEP - 1 > own;
-            if (diagonal || (OWN_KEYS ? own : step) < all) {
+            if (diagonal || (OWN_KEYS ? own < step_all : step < all)) {
+                char* const tiles = shared + 2 * OWN * ROW_BYTES + i % STAGES * STAGE_BYTES;
                 if (WANT_X) { bad |= spoil<STEP, THREADS>(spoiled, tiles); }
                 if (WANT_Y) { bad |= spoil<STEP, THREADS>(spoiled, tiles + STEP * ROW_BYTES); }
             }
@@ -474,10 +494,7 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 
         float p[M][N][4], d_s[M][N][4];
         multiply_rows<M, N>(p, a_tile + left, x + right_rows_offset(lane));
-        const bool diagonal = OWN_KEYS ? step < warp_own + 16 * M - 1 : step + STEP - 1 > warp_own;
         if (MASKED && bad) { add_spoiled<M, N>(p, spoiled, lane); }
-        if (diagonal) { mask<OWN_KEYS>(p, warp_own, step, lane, Future{}); }
-        if (MASKED && past) { mask<OWN_KEYS>(p, warp_own, step, lane, Past{sight}); }
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             const float2 l = OWN_KEYS ? step_lse[n * 4 + (lane & 3)] : make_float2(0.0f, 0.0f);
@@ -486,10 +503,15 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? l.y : l.x) * LOG2E : row_lse[m][e >> 1];
-                    const bool unseen = MASKED && p[m][n][e] == -INFINITY;  // whatever the shift is
-                    p[m][n][e] = unseen ? 0.0f : exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
+                    p[m][n][e] = exp2_approx(fmaf(p[m][n][e], scale_log2, -shift));
                 }
             }
+        }
+        const bool cut = past || (OWN_KEYS ? step < warp_last : step + STEP - 1 > warp_own);
+        if (MASKED && past) {
+            mask<OWN_KEYS, true>(p, warp_own, step, lane, 0.0f, sight);  // even of NaN
+        } else if (cut) {
+            mask<OWN_KEYS, false>(p, warp_own, step, lane, 0.0f, sight);
         }
         if (WANT_Y) { multiply_columns<M, N>(d_y, p, y + right_columns_offset(lane)); }
         if (!WANT_X) { continue; }
@@ -502,11 +524,11 @@ __device__ __forceinline__ void backward(bf16* d_qkv, const bf16* d_out, const f
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float shift = OWN_KEYS ? (e & 1 ? d.y : d.x) : row_delta[m][e >> 1];
-                    const float gradient = p[m][n][e] * (d_s[m][n][e] - shift);
-                    d_s[m][n][e] = MASKED && p[m][n][e] == 0.0f ? 0.0f : gradient;
+                    d_s[m][n][e] = p[m][n][e] * (d_s[m][n][e] - shift);
                 }
             }
         }
+        if (MASKED && cut) { clear_with(d_s, p); }  // even of NaN
         multiply_columns<M, N>(d_x, d_s, x + right_columns_offset(lane));
     }
 

@@ -161,7 +161,7 @@ def forward(
             (ceil_div(seq_len, tiles.own), num_heads, batch),
             tiles.threads,
             (out, lse, qkv, *sizes),
-            consts=compile_consts(qkv.dtype, head_dim, sight.masked),
+            consts=compile_consts(qkv.dtype, head_dim, sight.masked, dev.spec.small_shared),
             smem=tiles.shared,
             cost=attention_cost(FORWARD, qkv.dtype, flops, seen),
         )
@@ -261,8 +261,8 @@ def _backward_native(
     """One chunk with our kernels; tensors: d_qkv, d_out, out, lse, qkv."""
     d_qkv, d_out, out, lse, qkv = tensors
     batch, seq_len, _, head_dim = qkv.shape
-    tiles = backward_tiles(qkv.dtype, head_dim, sight.masked)
-    consts = compile_consts(qkv.dtype, head_dim, sight.masked)
+    kind = (qkv.dtype, head_dim, sight.masked, dev.spec.small_shared)
+    tiles, consts = backward_tiles(*kind), compile_consts(*kind)
     blocks, key_strips = ceil_div(seq_len, tiles.own), num_kv_heads * (1 + tiles.split_keys)
     starts, window = sight.args(seq_len)
     sizes = (seq_len, num_heads, num_kv_heads, starts, window)

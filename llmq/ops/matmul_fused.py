@@ -65,14 +65,13 @@ PART_STEPS = 4
 # boxes of transposed codes, of 16 rows of a box.
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 16384, 2048
 # On other GPUs: kernels that there are, and formats of a; rows and columns of a tile, threads of a
-# block and bytes of a stage; the capabilities with 100 KiB for two blocks.
+# block and bytes of a stage.
 GENERIC = {
     "matmul_gradient": (BF16, E4M3, E5M2),
     "matmul_swiglu": (BF16, E4M3),
     "matmul_swiglu_backward": (BF16, E4M3, E5M2),
 }
 GENERIC_TILE, GENERIC_THREADS, GENERIC_STAGE = 128, 128, 16384
-SMALL_SHARED = (86, 89, 120, 121)
 LINE = 128  # bytes of K in a tile
 OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 
@@ -161,7 +160,7 @@ class _Product(NamedTuple):
         if generic:
             columns, threads, cluster, boxes = GENERIC_TILE, GENERIC_THREADS, 1, ()
             blocks = ceil_div(self.M, GENERIC_TILE) * ceil_div(N, columns // (1 + paired))
-            stages = 3 if dev.spec.capability in SMALL_SHARED else 4
+            stages = 3 if dev.spec.small_shared else 4
             smem = stages * GENERIC_STAGE
         else:
             tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))

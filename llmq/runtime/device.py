@@ -57,6 +57,11 @@ class DeviceSpec:
             advised = (32 if self.capability >= 90 else 4) << 20
             object.__setattr__(self, "library_workspace", advised)
 
+    @property
+    def small_shared(self) -> bool:
+        """Whether a multiprocessor has 100 KiB of shared memory, as GeForce's, or 164 and more."""
+        return self.capability in (86, 89, 120, 121)
+
 
 HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_workspace=0)
 

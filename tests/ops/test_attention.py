@@ -134,6 +134,13 @@ def test_documents_and_windows_of_all_tiles(dev, rng, dtype, head_dim):
     _check_sight(dev, rng, (1, 150, 2, 2, head_dim), dtype, [(9, 50, 38)], 40)
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_tiles_of_which_two_blocks_fit(generic, rng, window):
+    """A multiprocessor with 100 KiB of shared memory takes them."""
+    assert attention.backward_tiles(BF16, 128, window is not None, True).stages == 1
+    _check_sight(generic, rng, (1, 150, 2, 2, 128), BF16, None, window)
+
+
 def _check_sight(dev, rng, case, dtype, lengths, window):
     qkv, d_out = _arrays(rng, case, dtype)
     starts = None if lengths is None else _starts(lengths, case[1])
@@ -395,6 +402,7 @@ def test_tiles_fit(dtype, head_dim):
         attention.forward_tiles(dtype, head_dim, masked=True),
         attention.backward_tiles(dtype, head_dim),
         attention.backward_tiles(dtype, head_dim, masked=True),
+        attention.backward_tiles(dtype, head_dim, small_shared=True),
     ):
         assert chosen.shared <= 99 * 1024
         rows_at_once = 16 if dtype == F32 else chosen.threads // 2  # of the thread block
