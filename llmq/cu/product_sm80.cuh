@@ -56,6 +56,8 @@ struct Sm80Mainloop {
     static constexpr int STAGE_BYTES = LEFT_BYTES + COLUMNS * STEP_BYTES;
     static constexpr int M16 = HIGH / 16, N8 = WIDE / 8;
     static constexpr int SLICES = STEP_BYTES / 32;  // of a step: what one instruction multiplies
+    // Whether a step's first slice is loaded while the last one of the step before is multiplied.
+    static constexpr bool EARLY = sizeof(X) == 2 && LEFT_K_OUTSIDE && RIGHT_K_OUTSIDE;
     using Sum = typename SumOf<X>::Type;
     using Sums = Sum[M16][N8][4];
 
@@ -84,22 +86,46 @@ struct Sm80Mainloop {
             }
             cp_async_commit();  // also without copies, so that groups are counted alike
         };
+        auto wait_for_stage = [] {
+            cp_async_wait<DEPTH - 2>();
+            __syncthreads();  // everybody's copies are there, and the stage before is used up
+        };
+        auto next = [](int at) { return at == (DEPTH - 1) * STAGE_BYTES ? 0 : at + STAGE_BYTES; };
         __syncthreads();  // nobody still reads the stages of the tile before
 #pragma unroll
         for (int i = 0; i < DEPTH - 1; ++i) { load(i * STAGE_BYTES); }
+        int at = 0;
+        if constexpr (EARLY) {
+            Slice slice[SLICES];
+            wait_for_stage();
+            load((DEPTH - 1) * STAGE_BYTES);
+            load_slice(slice[0], stages, 0);
 #pragma unroll 1
-        for (int at = 0; steps > 0; --steps) {
-            cp_async_wait<DEPTH - 2>();
-            __syncthreads();  // everybody's copies are there, and the stage before is used up
-            load(at == 0 ? (DEPTH - 1) * STAGE_BYTES : at - STAGE_BYTES);
-            if constexpr (sizeof(X) == 4) {
-                multiply(sum, shared + at);
-            } else if constexpr (SumOf<X>::OF_STEPS) {
-                multiply_codes(sum, stages + at);
-            } else {
-                multiply(sum, stages + at);
+            for (; steps > 0; --steps) {
+#pragma unroll
+                for (int k = 1; k < SLICES; ++k) {
+                    load_slice(slice[k], stages + at, k);
+                    multiply(sum, slice[k - 1]);
+                }
+                wait_for_stage();
+                load(at);
+                at = next(at);
+                load_slice(slice[0], stages + at, 0);
+                multiply(sum, slice[SLICES - 1]);
             }
-            at = at == (DEPTH - 1) * STAGE_BYTES ? 0 : at + STAGE_BYTES;
+        } else {
+#pragma unroll 1
+            for (; steps > 0; --steps, at = next(at)) {
+                wait_for_stage();
+                load(at == 0 ? (DEPTH - 1) * STAGE_BYTES : at - STAGE_BYTES);
+                if constexpr (sizeof(X) == 4) {
+                    multiply(sum, shared + at);
+                } else if constexpr (SumOf<X>::OF_STEPS) {
+                    multiply_codes(sum, stages + at);
+                } else {
+                    multiply(sum, stages + at);
+                }
+            }
         }
         cp_async_wait<0>();
     }
@@ -200,22 +226,32 @@ private:
         }
     }
 
+    // What a warp multiplies of 32 bytes of K.
+    struct Slice {
+        u32 left[M16][4], right[N8 / 2][4];
+    };
+    static __device__ __forceinline__ void load_slice(Slice& to, SharedAddress stage, int k) {
+#pragma unroll
+        for (int m = 0; m < M16; ++m) { load_left(to.left[m], stage, k, m); }
+#pragma unroll
+        for (int n = 0; n < N8 / 2; ++n) { load_right(to.right[n], stage, k, n); }
+    }
+    static __device__ __forceinline__ void multiply(Sums& sum, const Slice& slice) {
+#pragma unroll
+        for (int m = 0; m < M16; ++m) {
+#pragma unroll
+            for (int n = 0; n < N8; ++n) {
+                const u32(&right)[4] = slice.right[n / 2];
+                multiply(sum[m][n], slice.left[m], right[n % 2 * 2], right[n % 2 * 2 + 1]);
+            }
+        }
+    }
     static __device__ __forceinline__ void multiply(Sums& sum, SharedAddress stage) {
 #pragma unroll
         for (int k = 0; k < SLICES; ++k) {
-            u32 left[M16][4], right[N8 / 2][4];
-#pragma unroll
-            for (int m = 0; m < M16; ++m) { load_left(left[m], stage, k, m); }
-#pragma unroll
-            for (int n = 0; n < N8 / 2; ++n) { load_right(right[n], stage, k, n); }
-#pragma unroll
-            for (int m = 0; m < M16; ++m) {
-#pragma unroll
-                for (int n = 0; n < N8 / 2; ++n) {
-                    multiply(sum[m][2 * n], left[m], right[n][0], right[n][1]);
-                    multiply(sum[m][2 * n + 1], left[m], right[n][2], right[n][3]);
-                }
-            }
+            Slice slice;
+            load_slice(slice, stage, k);
+            multiply(sum, slice);
         }
     }
 
