@@ -911,10 +911,10 @@ def test_grouped_gradient_on_all_multiprocessors(hopper, rng, accumulate):
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
 def test_grouped_on_all_multiprocessors(hopper, rng, dtype, transposed):
     """Several tiles of each cluster, of many experts; alone and with adapters."""
-    arrays = grouped_arrays(rng, (9000, 768, 1088, 96, transposed), dtype)
+    arrays = grouped_arrays(rng, (9000, 768, 1088, 48, transposed), dtype)
     call, low = partial(matmul_fused.grouped, transposed=transposed), (16, 768)
     compared(hopper, call, arrays)
-    tail = whole(rng, BF16, 96, *(low if transposed else low[::-1]))
+    tail = whole(rng, BF16, 48, *(low if transposed else low[::-1]))
     compared(hopper, call, arrays | {"h": whole(rng, BF16, 9000, 16), "tail": tail})
 
 
