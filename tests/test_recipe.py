@@ -19,7 +19,7 @@ from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.options.sizes import given_sizes, resized
 from llmq.plan import recipe_report
-from llmq.plan.law import PUBLISHED, Constants, Law, Range
+from llmq.plan.law import PUBLISHED, Constants, Law, Range, read_laws
 from llmq.plan.recipe import (
     BASE,
     DEPTHS,
@@ -176,6 +176,19 @@ def test_formats_that_do_not_go_with_what_is_given_are_not_tried():
     assert {recipe.config.matmul_dtype for recipe in made.tried} == {"fp32"}
 
 
+def test_the_published_law_takes_muon_where_it_has_run():
+    """With fewer tokens to the same loss; measured rates are those of one optimizer."""
+    fewer = read_laws()["muon"].loss(1e8, 0.75e9) / PUBLISHED.loss(1e8, 1e9)
+    assert fewer == pytest.approx(1)
+    rates = Rates(0.008, 256, 16384, "adamw", "")
+    for gpus, more, name in ((1, {}, "muon"), (2, {}, "adamw"), (1, {"rates": rates}, "adamw")):
+        own = {"depths": (2,), "given": STEP | {"gpus": gpus}, "fixed": {"batch_size"}}
+        made = search(0.03, **own, **more)
+        made.wanted = replace(made.wanted, laws=read_laws())
+        made.best()
+        assert {recipe.config.optimizer for recipe in made.tried} == {name}
+
+
 def test_a_measured_rate_goes_by_width(tmp_path):
     rates = Rates(0.008, 256, 16384, "adamw", "")
     assert rates.at(1024, 16384) == 0.002 and rates.at(1024, 65536) == 0.004
@@ -260,7 +273,8 @@ def test_the_file_is_the_run_that_was_promised(folder, capsys):
     assert config.steps * record["tokens_per_step"] == record["tokens"]
     assert config.max_hours == record["max_hours"] > 0.03
     assert config.eval_file == "data/eval*.bin" and "hidden_size" in fields
-    assert record["law"] == PUBLISHED.source and record["passes"] > 4
+    assert record["law"].startswith(PUBLISHED.source) and record["passes"] > 4
+    assert config.optimizer == "muon" and "75% of the tokens" in record["law"]
     assert record["loss"] is None and [tried["loss"] for tried in record["tried"]] == [None]
     hours, kwh = record["seconds"] / 3600, record["kwh"]
     assert math.isclose(kwh, 0.7 * hours) and math.isclose(record["cost"], 3 * hours + 0.5 * kwh)

@@ -20,7 +20,7 @@ from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use
 from llmq.plan.estimate import Estimate
 from llmq.plan.fit import PRODUCT, Fit
-from llmq.plan.law import Law
+from llmq.plan.law import PUBLISHED, Law
 from llmq.plan.memory import OutOfMemory
 from llmq.plan.shrink import FP8, changed
 from llmq.plan.target import PlanTarget
@@ -260,6 +260,10 @@ class Search:
     def _optimizers(self) -> list[str]:
         if "optimizer" in self.fixed:
             return [self.config.optimizer]
+        if self.wanted.rates is not None:
+            return [self.wanted.rates.optimizer]
+        if self.wanted.laws.keys() > {"adamw"} and self.wanted.laws["adamw"] is PUBLISHED:
+            return ["adamw" if self.where(self.config, self.model).world_size > 1 else "muon"]
         return list(self.wanted.laws)
 
     def _climb(self, change: dict[str, Any], start: int | None) -> tuple[Recipe, int] | None:
