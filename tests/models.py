@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -14,9 +13,6 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from llmq.run.trainer import Trainer
-
-# transformers' own functions are the reference, on the CPU; these packages would take their place.
-sys.modules["fla"] = sys.modules["causal_conv1d"] = None
 
 VOCAB = 131
 _SHARED = {
