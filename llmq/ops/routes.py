@@ -137,7 +137,6 @@ ROUTES = {
         out=BF16,
         aligned=lambda s: (2 * s.N, 2 * s.K, s.K // 4, 2 * s.rank),  # K: of 64
         least=64,  # adapters have fewer
-        faster=lambda dev, sizes: sizes.rank == 0,  # no GPU has run it with adapters in it
         fast=True,
         bias=True,
     ),
