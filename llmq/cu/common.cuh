@@ -158,18 +158,15 @@ constexpr float LOG2E = 1.4426950408889634f;
 // exp overflows to infinity for x < -88, and 1 / infinity is the right result.
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
-__device__ __forceinline__ u32 mix_random(u32 h) {
+__device__ __forceinline__ u32 random_bits(u32 seed, u64 index) {
+    u32 h = (u32)index * 0x9E3779B9u + seed;
+    h ^= (u32)(index >> 32) * 0x85EBCA6Bu;
     h ^= h >> 16;
     h *= 0x21F0AAADu;
     h ^= h >> 15;
     h *= 0x735A2D97u;
     h ^= h >> 15;
     return h;
-}
-constexpr u32 RANDOM_STEP = 0x9E3779B9u;  // from one index to the next
-
-__device__ __forceinline__ u32 random_bits(u32 seed, u64 index) {
-    return mix_random(((u32)index * RANDOM_STEP + seed) ^ (u32)(index >> 32) * 0x85EBCA6Bu);
 }
 
 __device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
@@ -180,13 +177,10 @@ __device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
     return h;
 }
 
-// BF16, rounded up with the probability of the dropped part; the low 16 bits of `bits` are used. The
-// upper half of the bits is the result.
-__device__ __forceinline__ u32 stochastic_bits(float x, u32 bits) {
-    return __float_as_uint(x) + (isfinite(x) ? bits & 0xFFFFu : 0u);
-}
+// BF16, rounded up with the probability of the dropped part; the low 16 bits of `bits` are used.
 __device__ __forceinline__ bf16 round_stochastic(float x, u32 bits) {
-    return __ushort_as_bfloat16((unsigned short)(stochastic_bits(x, bits) >> 16));
+    const u32 raw = __float_as_uint(x) + (isfinite(x) ? bits & 0xFFFFu : 0u);
+    return __ushort_as_bfloat16((unsigned short)(raw >> 16));
 }
 
 __device__ __forceinline__ u32 gradient_seed(const StepScalars* s, u32 salt) {
@@ -206,20 +200,6 @@ __device__ __forceinline__ void store_gradient(bf16* d, i64 i, float x, int accu
 __device__ __forceinline__ float add_gradient(float d, float x, u32 seed, u64 index) { return d + x; }
 __device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 seed, u64 index) {
     return round_stochastic(to_f32(d) + x, random_bits(seed, index));
-}
-
-// Eight neighbours, two in each word; index: of the first, a multiple of 8.
-__device__ __forceinline__ uint4 add_gradients(const uint4& d, const uint4& x, u32 seed, u64 index) {
-    const u32 high = (u32)(index >> 32) * 0x85EBCA6Bu;  // of all eight
-    const u32 first = (u32)index * RANDOM_STEP + seed;
-    const auto add = [&](u32 old, u32 more, u32 random) {
-        const u32 low = stochastic_bits(lower_half(old) + lower_half(more), mix_random(random ^ high));
-        const u32 up = stochastic_bits(upper_half(old) + upper_half(more),
-                                       mix_random(random + RANDOM_STEP ^ high));
-        return __byte_perm(low, up, 0x7632);
-    };
-    return make_uint4(add(d.x, x.x, first), add(d.y, x.y, first + 2 * RANDOM_STEP),
-                      add(d.z, x.z, first + 4 * RANDOM_STEP), add(d.w, x.w, first + 6 * RANDOM_STEP));
 }
 
 // COUNT elements of T as whole 16-byte vectors, read as F32: for kernels whose arrays differ in

@@ -7,14 +7,12 @@
 // experts before each one once, and looks for its own in between. Tiles of an expert go down its rows
 // first: these and its matrix stay in L2.
 //
-// With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix. Those with
-// the most rows come first. So tiles of about the same length are multiplied together, and a cluster
-// has as many long ones as another.
+// With GROUPED = 2 the rows are what is summed over: each expert has all tiles of its matrix.
 #pragma once
 
+#if GROUPED == 1
 constexpr int MOST_EXPERTS = 512;
 
-#if GROUPED == 1
 struct Work {
     const i32 *starts, *before;  // before: of each expert, in shared memory
     int experts, columns, tiles, width, apart, tail_apart, cluster, clusters;
@@ -94,35 +92,21 @@ struct Tile {
 };
 #else
 struct Work {
-    const i32 *starts, *order;  // order: of experts; both in shared memory
+    const i32* starts;
     int pairs, columns, tiles, width, cluster, clusters;
     u32 rank;
 
-    // By all threads of the block. all_starts: (experts + 1). rows, all_columns: of a matrix.
-    __device__ __forceinline__ Work(const i32* all_starts, int experts, int rows, int all_columns,
+    // starts: (experts + 1). rows, all_columns: of a matrix.
+    __device__ __forceinline__ Work(const i32* starts, int experts, int rows, int all_columns,
                                     int width)
-        : pairs((rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS)),
+        : starts(starts),
+          pairs((rows + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS)),
           columns((all_columns + width - 1) / width),
           tiles(experts * pairs * columns),
           width(width),
           cluster(blockIdx.x / 2),
           clusters(gridDim.x / 2),
-          rank(cluster_rank()) {
-        __shared__ i32 begins[MOST_EXPERTS + 1], sorted[MOST_EXPERTS];
-        for (int e = threadIdx.x; e <= experts; e += blockDim.x) { begins[e] = all_starts[e]; }
-        __syncthreads();
-        for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-            const int own = begins[e + 1] - begins[e];
-            int before = 0;
-            for (int other = 0; other < experts; ++other) {
-                const int count = begins[other + 1] - begins[other];
-                before += count > own || (count == own && other < e);
-            }
-            sorted[before] = e;
-        }
-        __syncthreads();
-        starts = begins, order = sorted;
-    }
+          rank(cluster_rank()) {}
 };
 
 // first, count: the rows that are summed over.
@@ -132,7 +116,7 @@ struct Tile {
 
     __device__ __forceinline__ Tile(int t, const Work& work) {
         const int of_expert = work.pairs * work.columns, rest = t % of_expert;
-        expert = work.order[t / of_expert];
+        expert = t / of_expert;
         row = (rest % work.pairs * 2 + work.rank) * TILE_ROWS;
         column = rest / work.pairs * work.width;
         first = work.starts[expert];

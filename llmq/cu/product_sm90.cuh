@@ -179,7 +179,6 @@ template <class Left, class Right, bool RIGHT_OUTSIDE, int TAIL_RANK, bool TAIL_
 struct Sm90Mainloop {
     static constexpr int TAILS = (TAIL_RANK + TAIL_K - 1) / TAIL_K;  // pairs of tiles of h and tail
     static constexpr bool SCALED = sizeof(Left) == 1;
-    static constexpr bool LEFT_OUTSIDE = GROUPED == 2;
     using Ring = Place<STAGES>;
     static constexpr int STEP_K = LINE / sizeof(Left);
 
@@ -232,26 +231,18 @@ struct Sm90Mainloop {
         return SCALED ? *of.scale_left * *of.scale_right : 1.0f;
     }
 
-    // d = the sum of so many steps, of a warpgroup's rows from first_row on; with ADD d +=. The last
-    // product may be under way yet: its stage's barrier is returned, at which nobody has arrived.
-    template <bool ADD = false, int COUNT>
+    // d = the sum of so many steps, of a warpgroup's rows from first_row on. The last product may be
+    // under way yet: its stage's barrier is returned, at which nobody has arrived.
+    template <int COUNT>
     __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
                                                             Ring& ring, int first_row,
                                                             int count) const {
-        return multiply_steps<ADD>(d, ring, first_row, count, [](int) {});
-    }
-    // there(k) is called when step k's tiles are there.
-    template <bool ADD, int COUNT, class There>
-    __device__ __forceinline__ SharedAddress multiply_steps(float (&d)[COUNT][SUMS],
-                                                            Ring& ring, int first_row, int count,
-                                                            There there) const {
         SharedAddress before = empty;
 #pragma unroll 1
         for (int k = 0; k < count; ++k, ring.next()) {
             barrier_wait(full + 8 * ring.stage, ring.parity);
-            there(k);
-            multiply<Left, Right, RIGHT_OUTSIDE, LEFT_OUTSIDE>(
-                d, stages + ring.stage * STAGE_BYTES, first_row, SLICES, ADD ? 1 : k);
+            multiply<Left, Right, RIGHT_OUTSIDE>(d, stages + ring.stage * STAGE_BYTES, first_row,
+                                                 SLICES, k);
             wgmma_wait<1>();
             if (k > 0) { release(before); }
             before = empty + 8 * ring.stage;

@@ -340,9 +340,9 @@ __device__ __forceinline__ void stores_are_done() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// So many bytes from p on, a multiple of 16, are on their way to the L2 cache.
-__device__ __forceinline__ void prefetch_bytes(const void* p, unsigned int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
+// The line of 128 bytes that holds *p is on its way to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
 // -- Products of a warpgroup (wgmma; compute capability 9.0 only) ---------------------------------

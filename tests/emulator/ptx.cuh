@@ -157,7 +157,7 @@ static inline void stores_begin() { ptx::fence_writes(); }
 template <int PENDING = 0> static inline void stores_have_read() { ptx::finish_stores(PENDING); }
 static inline void stores_are_done() { ptx::finish_stores(); }
 
-static inline void prefetch_bytes(const void*, unsigned) {}
+static inline void prefetch_line(const void*) {}
 
 // -- Products of a warpgroup ----------------------------------------------------------------------
 
