@@ -11,105 +11,153 @@
 //          channels), the tokens in front of the text, or null: 0. starts: I32 (B, seq_len), the first
 //          position of each one's document, or null: 0. partial: F32 (B * spans, channels, TAPS),
 //          sums over 64 tokens, or null.
-// Launch   128 threads, two neighbouring channels each; grid (channels / 256, spans of 64 tokens, B),
-//          both rounded up; keep: a channel each, (channels / 128, 1, B). A thread reads eight tokens
-//          before it computes with them.
+// Launch   128 threads, WIDE neighbouring channels each, 8 bytes; grid (channels / (128 WIDE), spans of
+//          32 tokens, backward 64, B), all rounded up; keep: a channel each, (channels / 128, 1, B). A
+//          thread reads a batch of tokens while it computes with the one before.
 // Cost     x read once, and TAPS - 1 tokens more of each span; out written once. Memory-bound.
-// Needs    TAPS at least 2. channels and columns even.
+// Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in F32.
 // Same name  llmq/ops/short_conv.py  llmq/ref/short_conv.py  tests/ops/test_short_conv.py
 #include "activation.cuh"
 
-constexpr int SPAN = 64, THREADS = 128, BATCH = 8, BEFORE = TAPS - 1;
+constexpr int SPAN = 32, SPAN_BACKWARD = 64, THREADS = 128, BEFORE = TAPS - 1;
+constexpr int WIDE = 8 / sizeof(T);
 
-__device__ __forceinline__ float2 add_product(float2 a, float2 b, float2 sum) {
-    return make_float2(fmaf(a.x, b.x, sum.x), fmaf(a.y, b.y, sum.y));
+// The channels of a thread, of one token.
+struct Few {
+    float v[WIDE];
+    __device__ __forceinline__ void add_products(const Few& a, const Few& b) {
+#pragma unroll
+        for (int c = 0; c < WIDE; ++c) { v[c] = fmaf(a.v[c], b.v[c], v[c]); }
+    }
+};
+__device__ __forceinline__ uint2 load_raw(const T* p) { return *reinterpret_cast<const uint2*>(p); }
+__device__ __forceinline__ Few unpack_few(uint2 raw) {
+    const u32 words[2] = {raw.x, raw.y};
+    Few x;
+#pragma unroll
+    for (int c = 0; c < WIDE; ++c) {
+        const u32 word = words[2 * c / WIDE];
+        x.v[c] = WIDE == 2 ? __uint_as_float(word) : c % 2 ? upper_half(word) : lower_half(word);
+    }
+    return x;
+}
+__device__ __forceinline__ void store_few(T* p, const Few& x) {
+    u32 words[2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+        const float first = x.v[w * WIDE / 2], last = x.v[(w + 1) * WIDE / 2 - 1];
+        words[w] = WIDE == 2 ? __float_as_uint(first) : to_pair(first, last);
+    }
+    *reinterpret_cast<uint2*>(p) = make_uint2(words[0], words[1]);
 }
 __device__ __forceinline__ float part_of(float z) { return share<Silu, sizeof(T) == 4>(z); }
 
-// Two channels of a sequence, whose tokens a thread meets in order.
+// Channels of a sequence, whose tokens a thread meets in order.
 struct Channels {
     const T* x;
-    const f32* before;
     const i32* starts;
-    i32 channels, columns, seq_len;
-    float2 weight[TAPS], met[TAPS];  // the newest token last
+    i32 columns, seq_len;
+    Few weight[TAPS], met[TAPS];  // the newest token last
 
     __device__ __forceinline__ Channels(const T* x, const T* weights, const f32* before,
                                         const i32* starts, i32 channel, i32 seq_len, i32 channels,
                                         i32 columns, i32 first)
         : x(x + (i64)blockIdx.z * seq_len * columns + channel),
-          before(before ? before + (i64)blockIdx.z * BEFORE * channels + channel : nullptr),
-          starts(starts ? starts + (i64)blockIdx.z * seq_len : nullptr), channels(channels),
-          columns(columns), seq_len(seq_len) {
+          starts(starts ? starts + (i64)blockIdx.z * seq_len : nullptr), columns(columns),
+          seq_len(seq_len) {
         const T* const own = weights + (i64)channel * TAPS;
 #pragma unroll
-        for (int j = 0; j < TAPS; ++j) {
-            weight[j] = make_float2(to_f32(own[j]), to_f32(own[TAPS + j]));
+        for (int n = 0; n < TAPS; ++n) {
+            const Few some = unpack_few(load_raw(own + n * WIDE));
+#pragma unroll
+            for (int e = 0; e < WIDE; ++e) {
+                weight[(n * WIDE + e) % TAPS].v[(n * WIDE + e) / TAPS] = some.v[e];
+            }
         }
 #pragma unroll
-        for (int j = 1; j < TAPS; ++j) { met[j] = at(first - TAPS + j); }
+        for (int j = 1; j < TAPS; ++j) {
+            const i32 t = first - TAPS + j;
+            met[j] = {};
+            if (t >= 0) {
+                met[j] = unpack_few(raw(t));
+            } else if (before) {
+#pragma unroll
+                for (int c = 0; c < WIDE; ++c) {
+                    met[j].v[c] =
+                        before[((i64)blockIdx.z * BEFORE + BEFORE + t) * channels + channel + c];
+                }
+            }
+        }
     }
-    __device__ __forceinline__ float2 at(i32 t) const {
-        if (t >= 0) { return load_two(x + (i64)t * columns); }
-        return before ? load_two(before + (i64)(BEFORE + t) * channels) : make_float2(0.0f, 0.0f);
+    __device__ __forceinline__ uint2 raw(i32 t) const { return load_raw(x + (i64)t * columns); }
+    __device__ __forceinline__ i32 start(i32 t) const {
+        return starts ? __ldg(starts + min(t, seq_len - 1)) : -TAPS;
     }
-    __device__ __forceinline__ i32 start(i32 t) const { return starts ? __ldg(starts + t) : -TAPS; }
     // Whether all tokens from `first` to `last` see all that `BEFORE` tokens in front of them do.
     __device__ __forceinline__ bool inside(i32 first, i32 last) const {
-        return start(min(last, seq_len - 1)) <= first - BEFORE;
+        return start(last) <= first - BEFORE;
     }
     // Whether token t sees the one that tap j is for. ALL: it is known to.
     template <bool ALL> __device__ __forceinline__ bool sees(i32 t, int j) const {
         return ALL || t - BEFORE + j >= start(t);
     }
     // Meets token t; gives z.
-    template <bool ALL> __device__ __forceinline__ float2 meet(i32 t, float2 next) {
+    template <bool ALL> __device__ __forceinline__ Few meet(i32 t, const Few& next) {
 #pragma unroll
         for (int j = 1; j < TAPS; ++j) { met[j - 1] = met[j]; }
         met[BEFORE] = next;
-        float2 z = make_float2(0.0f, 0.0f);
+        Few z = {};
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
-            if (sees<ALL>(t, j)) { z = add_product(weight[j], met[j], z); }
+            if (sees<ALL>(t, j)) { z.add_products(weight[j], met[j]); }
         }
         return z;
     }
 };
 
-// Calls use(all, t, values of token t) for tokens [first, stop), which read(t) gives, at once for
-// several. all: true where inside() says so, and always a literal.
-template <class Read, class Use>
-__device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 stop, Read read,
-                                           Use use) {
-    i32 t = first;
-    for (; t + BATCH <= stop; t += BATCH) {
-        decltype(read(t)) values[BATCH];
+// Calls use(inner, t, read(t)) for tokens [first, stop). read gives a token even behind them. inner: t and
+// its batch are in [from, to), and inside() says so; always a literal. Those tokens take no branches,
+// which would cost as much as the rest: values in turn change registers there.
+template <int BATCH, class Read, class Use>
+__device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 stop, i32 from, i32 to,
+                                           Read read, Use use) {
+    decltype(read(first)) values[BATCH], coming[BATCH];
 #pragma unroll
-        for (int n = 0; n < BATCH; ++n) { values[n] = read(t + n); }
-        if (of.inside(t, t + BATCH - 1)) {
+    for (int n = 0; n < BATCH; ++n) { coming[n] = read(first + n); }
+    for (i32 t = first; t < stop; t += BATCH) {
+#pragma unroll
+        for (int n = 0; n < BATCH; ++n) { values[n] = coming[n]; }
+        if (t + BATCH < stop) {
+#pragma unroll
+            for (int n = 0; n < BATCH; ++n) { coming[n] = read(t + BATCH + n); }
+        }
+        if (t >= from && t + BATCH <= to && of.inside(t, t + BATCH - 1)) {
 #pragma unroll
             for (int n = 0; n < BATCH; ++n) { use(true, t + n, values[n]); }
         } else {
 #pragma unroll 1
-            for (int n = 0; n < BATCH; ++n) { use(false, t + n, read(t + n)); }
+            for (i32 s = t; s < min(t + BATCH, stop); ++s) { use(false, s, read(s)); }
         }
     }
-    for (; t < stop; ++t) { use(false, t, read(t)); }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     short_conv_forward(T* __restrict__ out, const T* __restrict__ x, const T* __restrict__ weight,
                        const f32* __restrict__ before, const i32* __restrict__ starts, i32 seq_len,
                        i32 channels, i32 columns) {
-    const i32 channel = 2 * (blockIdx.x * THREADS + threadIdx.x), first = blockIdx.y * SPAN;
+    const i32 channel = WIDE * (blockIdx.x * THREADS + threadIdx.x), first = blockIdx.y * SPAN;
     if (channel >= channels) { return; }
     Channels of(x, weight, before, starts, channel, seq_len, channels, columns, first);
     T* to = out + (i64)blockIdx.z * seq_len * channels + channel;
-    in_batches(
-        of, first, min(first + SPAN, seq_len), [&](i32 t) { return of.at(t); },
-        [&](bool all, i32 t, float2 next) {
-            const float2 z = all ? of.meet<true>(t, next) : of.meet<false>(t, next);
-            store_two(to + (i64)t * channels, z.x * part_of(z.x), z.y * part_of(z.y));
+    const i32 stop = min(first + SPAN, seq_len);
+    in_batches<sizeof(T) == 2 ? 8 : 4>(
+        of, first, stop, first, stop, [&](i32 t) { return of.raw(min(t, seq_len - 1)); },
+        [&](bool inner, i32 t, uint2 raw) {
+            const Few next = unpack_few(raw);
+            Few z = inner ? of.meet<true>(t, next) : of.meet<false>(t, next);
+#pragma unroll
+            for (int c = 0; c < WIDE; ++c) { z.v[c] *= part_of(z.v[c]); }
+            store_few(to + (i64)t * channels, z);
         });
 }
 
@@ -128,80 +176,80 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // What a token is read for in the backward: x, d_out.
 struct Both {
-    float2 x, d_out;
+    uint2 x, d_out;
 };
 
 // Sums of a span's tokens, and the gradients of the newest z, the last one's last.
 struct Gradients {
-    float2 d_z[TAPS], d_weight[TAPS];
+    Few d_z[TAPS], d_weight[TAPS];
 
     template <bool ALL>
     __device__ __forceinline__ void meet(Channels& of, i32 t, const Both& next, bool own) {
 #pragma unroll
         for (int j = 1; j < TAPS; ++j) { d_z[j - 1] = d_z[j]; }
-        d_z[BEFORE] = make_float2(0.0f, 0.0f);
-        if (t < of.seq_len) {
-            const float2 z = of.meet<ALL>(t, next.x);
-            const float a = part_of(z.x), b = part_of(z.y);
-            d_z[BEFORE] = make_float2(next.d_out.x * Silu::slope(z.x, a, z.x * a),
-                                      next.d_out.y * Silu::slope(z.y, b, z.y * b));
+        const Few z = of.meet<ALL>(t, unpack_few(next.x)), d_out = unpack_few(next.d_out);
+#pragma unroll
+        for (int c = 0; c < WIDE; ++c) {
+            const float part = part_of(z.v[c]);
+            d_z[BEFORE].v[c] = d_out.v[c] * Silu::slope(z.v[c], part, z.v[c] * part);
         }
         if (own) {
 #pragma unroll
             for (int j = 0; j < TAPS; ++j) {
-                if (of.sees<ALL>(t, j)) {
-                    d_weight[j] = add_product(d_z[BEFORE], of.met[j], d_weight[j]);
-                }
+                if (of.sees<ALL>(t, j)) { d_weight[j].add_products(d_z[BEFORE], of.met[j]); }
             }
         }
     }
     // d_x of the token BEFORE tokens in front of t.
-    template <bool ALL> __device__ __forceinline__ float2 d_x(const Channels& of, i32 t) const {
-        float2 sum = make_float2(0.0f, 0.0f);
+    template <bool ALL> __device__ __forceinline__ Few d_x(const Channels& of, i32 t) const {
+        Few sum = {};
 #pragma unroll
         for (int j = 0; j < TAPS; ++j) {
-            const i32 later = t - BEFORE + j;
-            if (later < of.seq_len && of.sees<ALL>(later, BEFORE - j)) {
-                sum = add_product(of.weight[BEFORE - j], d_z[j], sum);
+            if (of.sees<ALL>(t - BEFORE + j, BEFORE - j)) {
+                sum.add_products(of.weight[BEFORE - j], d_z[j]);
             }
         }
         return sum;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     short_conv_backward(T* __restrict__ d_x, f32* __restrict__ partial,
                         const T* __restrict__ d_out, const T* __restrict__ x,
                         const T* __restrict__ weight, const i32* __restrict__ starts, i32 seq_len,
                         i32 channels, i32 columns) {
-    const i32 channel = 2 * (blockIdx.x * THREADS + threadIdx.x), first = blockIdx.y * SPAN;
+    const i32 channel = WIDE * (blockIdx.x * THREADS + threadIdx.x);
+    const i32 first = blockIdx.y * SPAN_BACKWARD;
     if (channel >= channels) { return; }
-    const i32 stop = min(first + SPAN, seq_len);
+    const i32 stop = min(first + SPAN_BACKWARD, seq_len);
     Channels of(x, weight, nullptr, starts, channel, seq_len, channels, columns, first);
     T* to = d_x + (i64)blockIdx.z * seq_len * columns + channel;
     const T* from = d_out + (i64)blockIdx.z * seq_len * channels + channel;
     Gradients sums = {};
-    in_batches(
-        of, first, stop + BEFORE,
+    in_batches<4>(
+        of, first, stop + BEFORE, first + BEFORE, stop,
         [&](i32 t) {
             const i32 there = min(t, seq_len - 1);
-            return Both{of.at(there), load_two(from + (i64)there * channels)};
+            const uint2 none = make_uint2(0, 0);  // the gradient behind the sequence
+            return Both{of.raw(there), t < seq_len ? load_raw(from + (i64)there * channels) : none};
         },
-        [&](bool all, i32 t, const Both& next) {
-            const bool own = t < stop;
-            all ? sums.meet<true>(of, t, next, own) : sums.meet<false>(of, t, next, own);
-            if (t - BEFORE >= first) {
-                const float2 sum = all ? sums.d_x<true>(of, t) : sums.d_x<false>(of, t);
-                store_two(to + (i64)(t - BEFORE) * columns, sum.x, sum.y);
+        [&](bool inner, i32 t, const Both& next) {
+            T* const there = to + (i64)(t - BEFORE) * columns;
+            if (inner) {
+                sums.meet<true>(of, t, next, true);
+                store_few(there, sums.d_x<true>(of, t));
+            } else {
+                sums.meet<false>(of, t, next, t < stop);
+                if (t - BEFORE >= first) { store_few(there, sums.d_x<false>(of, t)); }
             }
         });
     if (partial) {
         f32* const row = partial + (((i64)blockIdx.z * gridDim.y + blockIdx.y) * channels + channel) *
                                        TAPS;
 #pragma unroll
-        for (int j = 0; j < TAPS; ++j) {
-            row[j] = sums.d_weight[j].x;
-            row[TAPS + j] = sums.d_weight[j].y;
+        for (int n = 0; n < WIDE * TAPS; n += 2) {
+            store_two(row + n, sums.d_weight[n % TAPS].v[n / TAPS],
+                      sums.d_weight[(n + 1) % TAPS].v[(n + 1) / TAPS]);
         }
     }
 }

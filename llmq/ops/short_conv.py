@@ -23,7 +23,7 @@ BACKWARD = Kernel(
     f"const i32*? starts, {SIZES}",
 )
 
-THREADS, SPAN = 128, 64  # of a block; tokens
+THREADS, SPAN, SPAN_BACKWARD = 128, 32, 64  # of a block; tokens
 
 
 class _Call:
@@ -39,20 +39,22 @@ class _Call:
         self.dev, (self.B, self.T, columns), (channels, taps) = dev, x.shape, weight.shape
         if channels > columns:
             raise ValueError(f"{op}: x has fewer columns than the {channels} channels: {columns}")
-        if dev.spec.capability > 0 and (channels % 2 or columns % 2):
+        self.wide = 8 // x.dtype.itemsize
+        if dev.spec.capability > 0 and (channels % self.wide or columns % self.wide):
             raise ValueError(
-                f"{op}: channels and columns must be even on a GPU, got {channels} and {columns}"
+                f"{op}: channels and columns must be multiples of {self.wide} on a GPU, got "
+                f"{channels} and {columns}"
             )
         expect(op, "weight", weight, x.dtype, (channels, taps))
         if starts is not None:
             expect(op, "starts", starts, I32, (self.B, self.T))
         self.out, self.before = (self.B, self.T, channels), (self.B, taps - 1, channels)
         self.sizes, self.consts = (self.T, channels, columns), {"TAPS": taps}
-        self.spans = ceil_div(self.T, SPAN)
+        self.spans = ceil_div(self.T, SPAN_BACKWARD)  # of sums
 
-    def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int = 2) -> None:
+    def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int | None = None) -> None:
         """channels: of a thread."""
-        grid = (ceil_div(self.out[2], THREADS * channels), spans, self.B)
+        grid = (ceil_div(self.out[2], THREADS * (channels or self.wide)), spans, self.B)
         args, cost = (*args, *self.sizes), BESIDE_ATTENTION
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, cost=cost)
 
@@ -69,7 +71,8 @@ def forward(
 
     Args:
         out     out    T   (B,T,channels)              F32 or BF16
-        x       in     T   (B,T,columns)               its first channels; both even (on a GPU)
+        x       in     T   (B,T,columns)               its first channels; both multiples of 4 (on a
+                                                       GPU), F32 of 2
         weight  in     T   (channels,taps)             at least 2 taps
         starts  in     I32 (B,T) or None               where each one's document starts; None: 0
         before  inout  F32 (B,taps-1,channels) or None the tokens in front, then the last ones of
@@ -83,7 +86,7 @@ def forward(
     expect(op, "out", out, x.dtype, call.out)
     if before is not None:
         expect(op, "before", before, F32, call.before)
-    call.launch(FORWARD, call.spans, (out, x, weight, before, starts))
+    call.launch(FORWARD, ceil_div(call.T, SPAN), (out, x, weight, before, starts))
     if before is not None:
         call.launch(KEEP, 1, (before, x), channels=1)
 

@@ -69,17 +69,18 @@ def test_a_text_that_goes_on(dev, rng):
 
 
 WRONG = [
-    ({"out": ((1, 4, 6), F32)}, TypeError, "out must be BF16"),
-    ({"x": ((1, 4, 5), BF16)}, ValueError, "x has fewer columns than the 6 channels"),
-    ({"weight": ((6, 1), BF16)}, ValueError, "x must have shape"),
+    ({"out": ((1, 4, 8), F32)}, TypeError, "out must be BF16"),
+    ({"x": ((1, 4, 4), BF16)}, ValueError, "x has fewer columns than the 8 channels"),
+    ({"weight": ((8, 1), BF16)}, ValueError, "x must have shape"),
+    ({"x": ((1, 4, 10), BF16)}, ValueError, "channels and columns must be multiples of 4 on a GPU"),
     ({"starts": ((1, 5), I32)}, ValueError, "starts must have shape"),
-    ({"before": ((1, 2, 6), F32)}, ValueError, "before must have shape"),
+    ({"before": ((1, 2, 8), F32)}, ValueError, "before must have shape"),
 ]
 
 
 @pytest.mark.parametrize("change, error, text", WRONG)
 def test_wrong_arguments_raise(change, error, text):
-    specs = {"out": ((1, 4, 6), BF16), "x": ((1, 4, 8), BF16), "weight": ((6, 4), BF16)} | change
+    specs = {"out": ((1, 4, 8), BF16), "x": ((1, 4, 12), BF16), "weight": ((8, 4), BF16)} | change
     plan = PlanDevice(GPU_SPEC)
     tensors = {k: plan.alloc(k, *v, "Activations") for k, v in specs.items()}
     with pytest.raises(error, match=f"short_conv.forward: {text}"):
