@@ -7,12 +7,18 @@ constexpr int CHUNK = 64, STAGES = 4;  // tokens; tiles of a Ring
 constexpr int SLICE = DV % 64 ? 32 : 64;  // columns of v in a block of a scan
 constexpr int THREADS = 256, SCAN_THREADS = SLICE / 16 * 32;
 // Blocks of a multiprocessor: registers may be half of what they could. gradients: where two have room.
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
 #else
 constexpr int GRADIENT_BLOCKS = 1;
 #endif
 constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? GRADIENT_BLOCKS + 1 : 1;
+// Scans by a warpgroup: delta_sm90.cuh.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr bool WARPGROUP = sizeof(T) == 2 && SLICE == 64 && DK % 64 == 0;
+#else
+constexpr bool WARPGROUP = false;
+#endif
 constexpr int FACTORS = 6;  // for every token of a chunk, in this order:
 enum Factor { TO_KEY, FROM_QUERY, SUMS, FROM_STATE, KEY_LENGTH, QUERY_LENGTH };
 
@@ -78,6 +84,8 @@ struct Chunk {
         }
         sums[i] = total;
     }
+    // Whether token i sees token j.
+    __device__ __forceinline__ bool sees(int i, int j) const { return j <= i && j >= begin[i]; }
     // From token j to token i.
     __device__ __forceinline__ float decays(int i, int j) const {
         return j <= i && j >= begin[i] ? exponential(sums[i] - sums[j]) : 0.0f;
@@ -136,6 +144,54 @@ template <class Sources> struct Ring {
     }
 };
 
+// The tiles of a scan, chunk by chunk: u, w, then with OUT queries and scores, and keys.
+template <bool OUT> struct Scanned {
+    static constexpr int STEPS = OUT ? 5 : 3;
+    static constexpr int COLUMNS[5] = {SLICE, DK, DK, CHUNK, DK};
+    const Place& at;
+    const T *qkv, *u, *w, *scores;
+    const float* factors;
+
+    __device__ __forceinline__ const float* known(int c) const {
+        return factors + of_factors(at, c);
+    }
+    template <int STEP> __device__ __forceinline__ Tile<T> of(int c) const {
+        const i64 row = at.of_chunk(c) * CHUNK;
+        const int first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
+        if constexpr (STEP == 0) { return {u + row * DV + blockIdx.x * SLICE, DV, CHUNK}; }
+        if constexpr (STEP == 1) { return {w + row * DK, DK, CHUNK}; }
+        if constexpr (OUT && STEP == 2) { return {qkv + at.query(first), at.columns(), rows}; }
+        if constexpr (STEP == 3) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
+        return {qkv + at.key(first), at.columns(), rows};
+    }
+};
+
+// The tiles of the scan backward, from the last chunk on: d_out, keys, scores, queries, w.
+struct ScannedBackward {
+    static constexpr int STEPS = 5;
+    static constexpr int COLUMNS[STEPS] = {SLICE, DK, CHUNK, DK, DK};
+    const Place& at;
+    const T *d_out, *qkv, *w, *scores;
+    const float* factors;
+
+    __device__ __forceinline__ const float* known(int turn) const {
+        return factors + of_factors(at, at.chunks - 1 - turn);
+    }
+    template <int STEP> __device__ __forceinline__ Tile<T> of(int turn) const {
+        const int c = at.chunks - 1 - turn, first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
+        const i64 row = at.of_chunk(c) * CHUNK;
+        if constexpr (STEP == 0) {
+            return {d_out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, rows};
+        }
+        if constexpr (STEP == 1) { return {qkv + at.key(first), at.columns(), rows}; }
+        if constexpr (STEP == 2) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
+        if constexpr (STEP == 3) { return {qkv + at.query(first), at.columns(), rows}; }
+        return {w + row * DK, DK, CHUNK};
+    }
+};
+
+constexpr int TILE = SLICE + 8;  // elements of a row of out or changes in shared memory
+
 // Factors of this lane's tokens of 64: columns of sums, inner indices of a left factor.
 struct Tokens {
     const float* factors;
@@ -158,12 +214,38 @@ struct Tokens {
 };
 
 // The part of a state that a warp has, transposed: 16 columns of v, from `value` of the block's SLICE
-// on, and all channels of keys.
+// on, and all channels of keys. In registers; beside factors in F32, which take two times as many, every
+// thread keeps its elements in shared memory, DK * SLICE of a block.
 struct State {
     static constexpr int TILES = DK / 16;
+    static constexpr bool IN_REGISTERS = sizeof(T) == 2;
     const int value = warp_id() * 16;
-    Sums S[TILES];
+    float* const own;
+    Sums S[IN_REGISTERS ? TILES : 1];
 
+    __device__ __forceinline__ explicit State(void* memory)
+        : own(reinterpret_cast<float*>(memory) + threadIdx.x) {}
+    // Calls use(n, sums) for 16 channels after the other.
+    template <class Use> __device__ __forceinline__ void each_tile(Use use) {
+        if constexpr (IN_REGISTERS) {
+#pragma unroll
+            for (int n = 0; n < TILES; ++n) { use(n, S[n]); }
+        } else {
+#pragma unroll 1
+            for (int n = 0; n < TILES; ++n) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    S[0][i / 4][i % 4] = own[(n * 8 + i) * SCAN_THREADS];
+                }
+                use(n, S[0]);
+                __syncwarp();  // as in multiply
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    own[(n * 8 + i) * SCAN_THREADS] = S[0][i / 4][i % 4];
+                }
+            }
+        }
+    }
     // state: F32 (DK, DV), or null for 0.
     __device__ __forceinline__ void read(const float* state) {
         each([&](float& x, int place) { x = state ? state[place] : 0.0f; });
@@ -174,38 +256,56 @@ struct State {
         }
     }
     template <class Use> __device__ __forceinline__ void each(Use use) {
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) {
+        each_tile([&](int n, Sums& sums) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int v = blockIdx.x * SLICE + value + lane_row() + i / 2 % 2 * 8;
-                use(S[n][i / 4][i % 4], (n * 16 + i / 4 * 8 + lane_column() + i % 2) * DV + v);
+                use(sums[i / 4][i % 4], (n * 16 + i / 4 * 8 + lane_column() + i % 2) * DV + v);
             }
-        }
+        });
     }
     // To a (DV, DK) of T.
-    __device__ __forceinline__ void put_into(T* states) const {
+    __device__ __forceinline__ void put_into(T* states) {
         T* const to = states + (i64)(blockIdx.x * SLICE + value) * DK;
-#pragma unroll
-        for (int n = 0; n < TILES; ++n) { put(to + n * 16, DK, 16, S[n]); }
+        each_tile([&](int n, Sums& sums) { put(to + n * 16, DK, 16, sums); });
     }
     __device__ __forceinline__ void times(float factor) {
+        each_tile([&](int, Sums& sums) {
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) { S[n][i / 4][i % 4] *= factor; }
-        }
+            for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] *= factor; }
+        });
     }
     // S += get(k) (16 columns of v, tokens from 16 k on) times a tile of 64 tokens' rows.
     template <class Get> __device__ __forceinline__ void add(Get get, const Tile<T>& rows) {
-        multiply_all<4>(S, get,
-                        [&](int k, int n) { return right<false>(rows, k * 16, n * 16); });
+        if constexpr (IN_REGISTERS) {
+            multiply_all<4>(S, get,
+                            [&](int k, int n) { return right<false>(rows, k * 16, n * 16); });
+        } else {
+            each_tile([&](int n, Sums& sums) {
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    Left<T> a = get(k);  // what is derived from it may not be held: registers are few
+                    arrived(reinterpret_cast<float (&)[sizeof(a) / 4]>(a));
+                    multiply(sums, a, right<false>(rows, k * 16, n * 16));
+                }
+            });
+        }
     }
     // sums += S, rounded to T, times a tile of 64 tokens' rows, transposed.
-    __device__ __forceinline__ void read_by(Sums (&sums)[4], const Tile<T>& rows) const {
-        multiply_all<TILES>(
-            sums, [&](int k) { return to_left<T>(S[k]); },
-            [&](int k, int n) { return right<true>(rows, k * 16, n * 16); });
+    __device__ __forceinline__ void read_by(Sums (&sums)[4], const Tile<T>& rows) {
+        if constexpr (IN_REGISTERS) {
+            multiply_all<TILES>(
+                sums, [&](int k) { return to_left<T>(S[k]); },
+                [&](int k, int n) { return right<true>(rows, k * 16, n * 16); });
+        } else {
+            each_tile([&](int k, Sums& own) {
+                const Left<T> a = to_left<T>(own);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    multiply(sums[n], a, right<true>(rows, k * 16, n * 16));
+                }
+            });
+        }
     }
 };
 

@@ -21,6 +21,58 @@ __device__ __forceinline__ void put_dots(float* to, float (&dot)[2]) {
     }
 }
 
+constexpr bool COPIED = sizeof(T) == 2;  // tiles to shared memory; of F32, registers hold less
+
+// The gradient of 16 rows of queries or keys: this warp's DK / 2 columns. In registers; of F32, whose
+// factors take these, at `to`, where it will be written: rows from `rows` on are always 0.
+struct Gradient {
+    static constexpr int TILES = DK / 32;
+    T* const to;
+    const int pitch, rows;
+    Sums S[COPIED ? TILES : 1];
+
+    __device__ __forceinline__ Gradient(T* to, int pitch, int rows)
+        : to(to), pitch(pitch), rows(rows) {
+        each([](int, Sums& sums) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] = 0.0f; }
+        });
+    }
+    // Calls use(c, sums) for 16 columns after the other.
+    template <class Use> __device__ __forceinline__ void each(Use use) {
+        if constexpr (COPIED) {
+#pragma unroll
+            for (int c = 0; c < TILES; ++c) { use(c, S[c]); }
+        } else {
+#pragma unroll 1
+            for (int c = 0; c < TILES; ++c) {
+                to_sums(S[0], load_left(to + 16 * c, pitch, rows), 1.0f);
+                use(c, S[0]);
+                put(to + 16 * c, pitch, rows, S[0]);
+            }
+        }
+    }
+};
+
+// x += a() right(c), y += b() right(c), of columns c. F32 reads right factors twice.
+template <class A, class B, class C>
+__device__ __forceinline__ void multiply_both(Gradient& x, A a, Gradient& y, B b, C right_of) {
+    if constexpr (COPIED) {
+        const Left<T> of_x = a(), of_y = b();
+#pragma unroll
+        for (int c = 0; c < Gradient::TILES; ++c) {
+            const Right<T> factor = right_of(c);
+            multiply(x.S[c], of_x, factor);
+            multiply(y.S[c], of_y, factor);
+        }
+    } else {
+        const Left<T> of_x = a();
+        x.each([&](int c, Sums& sums) { multiply(sums, of_x, right_of(c)); });
+        const Left<T> of_y = b();
+        y.each([&](int c, Sums& sums) { multiply(sums, of_y, right_of(c)); });
+    }
+}
+
 // The sum over a state behind the last chunk and its gradient of their products, this thread's share.
 __device__ __forceinline__ float both_states(const float* state, const T* d_states) {
     float sum = 0.0f;
@@ -49,7 +101,13 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first);
     const int group = value_heads / key_heads, half = warp_id() % 2, m = 16 * (warp_id() / 2);
     const int i = threadIdx.x, k_column = half * (DK / 2), v_column = half * (DV / 2);
-    Sums d_q[DK / 32] = {}, d_k[DK / 32] = {};
+    const Place of_key(blockIdx.y * group, seq_len, key_heads, value_heads);
+    const auto begin = [&](i64 row) {
+        if constexpr (COPIED) { return Gradient(nullptr, 0, 0); }
+        T* const own = d_qkv + row + (i64)m * of_key.columns() + k_column;
+        return Gradient(own, of_key.columns(), rows - m);
+    };
+    Gradient d_q = begin(of_key.query(first)), d_k = begin(of_key.key(first));
     Tile<T> k, q;
     float queried = 0.0f;  // of token i, the products of q and d_q of the heads before
     for (int h = 0; h < group; ++h) {
@@ -116,7 +174,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
 #pragma unroll 1
             for (int c = 32 * half; c < 32 * half + 32; c += 16) {
                 Sums by_scores = {}, by_system = {};
-#pragma unroll 4
+#pragma unroll COPIED ? 4 : 1
                 for (int n = 0; n < DV; n += 16) {
                     if (c > m) { break; }
                     const Right<T> x = right<true>(change, n, c);
@@ -145,19 +203,19 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             cp_async_wait<1>();
             __syncthreads();
             slice(n + 2);
+            const T* const next = S + (DV + n * 16) * DK;
             uint4 behind[OWN];
 #pragma unroll
             for (int v = 0; v < OWN; ++v) {
                 const int vector = i + v * THREADS;
-                if (!last && vector < VECTORS) {
-                    behind[v] = pack(load_vec(S + (DV + n * 16) * DK + vector * Vec<T>::N));
+                if (COPIED && !last && vector < VECTORS) {  // F32 has no registers for that
+                    behind[v] = pack(load_vec(next + vector * Vec<T>::N));
                 }
             }
             const T* const here = slices + n % 3 * 2 * 16 * (DK + 8);
-            const bool copied = sizeof(T) == 2;
-            const int pitch = copied ? DK + 8 : DK;
-            const Tile<T> s = {copied ? here : S + n * 16 * DK, pitch, 16};
-            const Tile<T> d_s = {copied ? here + 16 * (DK + 8) : dS + n * 16 * DK, pitch, 16};
+            const int pitch = COPIED ? DK + 8 : DK;
+            const Tile<T> s = {COPIED ? here : S + n * 16 * DK, pitch, 16};
+            const Tile<T> d_s = {COPIED ? here + 16 * (DK + 8) : dS + n * 16 * DK, pitch, 16};
             float of_query[2], of_rest[2], to_state[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -167,23 +225,18 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 to_state[r] = known[TO_KEY][row];
             }
             const Left<T> x = times_rows(left<false>(change, m, 16 * n), to_state);
-#pragma unroll
-            for (int c = 0; c < DK / 32; ++c) {
-                multiply(d_k[c], x, right<false>(d_s, 0, k_column + 16 * c));
-            }
-            const Left<T> a = times_rows(left<false>(d_o, m, 16 * n), of_query);
-            const Left<T> b = times_rows(left<false>(rest, m, 16 * n), of_rest);
-#pragma unroll
-            for (int c = 0; c < DK / 32; ++c) {
-                const Right<T> of_state = right<false>(s, 0, k_column + 16 * c);
-                multiply(d_q[c], a, of_state);
-                multiply(d_k[c], b, of_state);
-            }
+            d_k.each([&](int c, Sums& sums) {
+                multiply(sums, x, right<false>(d_s, 0, k_column + 16 * c));
+            });
+            multiply_both(
+                d_q, [&] { return times_rows(left<false>(d_o, m, 16 * n), of_query); },  //
+                d_k, [&] { return times_rows(left<false>(rest, m, 16 * n), of_rest); },
+                [&](int c) { return right<false>(s, 0, k_column + 16 * c); });
 #pragma unroll
             for (int v = 0; v < OWN; ++v) {
                 const int element = (i + v * THREADS) * Vec<T>::N;
                 if (!last && element < 16 * DK) {
-                    const Vec<T> x = unpack<T>(behind[v]);
+                    const Vec<T> x = COPIED ? unpack<T>(behind[v]) : load_vec(next + element);
                     const Vec<T> y = load_vec(d_s.at + element / DK * pitch + element % DK);
 #pragma unroll
                     for (int e = 0; e < Vec<T>::N; ++e) {
@@ -203,28 +256,26 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         const Tile<T> scores = {squares[0], SQUARE, CHUNK}, system = {squares[1], SQUARE, CHUNK};
 #pragma unroll 1
         for (int n = 0; n <= m; n += 16) {
-            const Left<T> a = left<false>(scores, m, n), b = left<false>(system, m, n);
-#pragma unroll
-            for (int c = 0; c < DK / 32; ++c) {
-                const Right<T> key = right<false>(k, n, k_column + 16 * c);
-                multiply(d_q[c], a, key);
-                multiply(d_k[c], b, key);
-            }
+            multiply_both(
+                d_q, [&] { return left<false>(scores, m, n); },  //
+                d_k, [&] { return left<false>(system, m, n); },
+                [&](int c) { return right<false>(k, n, k_column + 16 * c); });
         }
 #pragma unroll 1
         for (int n = m; n < CHUNK; n += 16) {
-            const Left<T> a = left<true>(scores, m, n), b = left<true>(system, m, n);
-#pragma unroll
-            for (int c = 0; c < DK / 32; ++c) {
-                multiply(d_k[c], a, right<false>(q, n, k_column + 16 * c));
-                multiply(d_k[c], b, right<false>(k, n, k_column + 16 * c));
-            }
+            const Left<T> a = left<true>(scores, m, n);
+            d_k.each([&](int c, Sums& sums) {
+                multiply(sums, a, right<false>(q, n, k_column + 16 * c));
+            });
+            const Left<T> b = left<true>(system, m, n);
+            d_k.each([&](int c, Sums& sums) {
+                multiply(sums, b, right<false>(k, n, k_column + 16 * c));
+            });
         }
         float of_q[2] = {};
-#pragma unroll
-        for (int c = 0; c < DK / 32; ++c) {
-            add_dots(of_q, d_q[c], left<false>(q, m, k_column + 16 * c));
-        }
+        d_q.each([&](int c, Sums& sums) {
+            add_dots(of_q, sums, left<false>(q, m, k_column + 16 * c));
+        });
         put_dots(dots[OF_QUERY][half] + m, of_q);
         __syncthreads();
         // The gradient of the sum of decays up to token i, and of all those behind it that have it.
@@ -250,15 +301,15 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         }
     }
     float of_k[2] = {};
-#pragma unroll
-    for (int c = 0; c < DK / 32; ++c) {
-        add_dots(of_k, d_k[c], left<false>(k, m, k_column + 16 * c));
-    }
+    d_k.each([&](int c, Sums& sums) {
+        add_dots(of_k, sums, left<false>(k, m, k_column + 16 * c));
+    });
     put_dots(dots[OF_VALUE][half] + m, of_k);
     __syncthreads();
     const Place at(blockIdx.y * group, seq_len, key_heads, value_heads);
-    const auto finish = [&](Sums (&sums)[DK / 32], const Tile<T>& of, const float (&dot)[2][CHUNK],
-                            const float* length, float scale, i64 to) {
+    T* const own = d_qkv + (i64)m * at.columns() + k_column;
+    const auto finish = [&](Gradient& gradient, const Tile<T>& of, const float (&dot)[2][CHUNK],
+                            const float* length, float scale, T* to) {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -266,19 +317,18 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             const float inverse_length = length[row] * scale;
             factor[r] = -inverse_length * inverse_length * (dot[0][row] + dot[1][row]);
         }
-#pragma unroll
-        for (int c = 0; c < DK / 32; ++c) {
+        gradient.each([&](int c, Sums& sums) {
             const Left<T> unit = left<false>(of, m, k_column + 16 * c);
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
                 const float2 x = unit.get(n / 4 * 2 + n / 2 % 2);
-                float& sum = sums[c][n / 4][n % 4];
+                float& sum = sums[n / 4][n % 4];
                 sum = fmaf(n % 2 ? x.y : x.x, factor[n / 2 % 2], sum);
             }
-            put(d_qkv + to + (i64)m * at.columns() + k_column + 16 * c, at.columns(), rows - m,
-                sums[c]);
-        }
+            if (COPIED) { put(to + 16 * c, at.columns(), rows - m, sums); }
+        });
     };
-    finish(d_q, q, dots[OF_QUERY], known[QUERY_LENGTH], sqrtf((float)DK), at.query(first));
-    finish(d_k, k, dots[OF_VALUE], known[KEY_LENGTH], 1.0f, at.key(first));
+    finish(d_q, q, dots[OF_QUERY], known[QUERY_LENGTH], sqrtf((float)DK),
+           own + at.query(first));
+    finish(d_k, k, dots[OF_VALUE], known[KEY_LENGTH], 1.0f, own + at.key(first));
 }

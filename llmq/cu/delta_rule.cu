@@ -34,11 +34,12 @@
 //          128 DK, states 2 DK DV, scan 3 DK DV + 64 DV, scan_backward 3 DK DV + 64 DV,
 //          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once; what the
 //          blocks of a scan share, DV / 64 times.
-// Needs    sm_80. DK, DV multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element
+// Needs    sm_80; scans on sm_90a have products of a warpgroup. DK, DV multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element
 //          is summed by one thread, or one warp, in a fixed order.
 // Same name  llmq/ops/delta_rule.py  llmq/ref/delta_rule.py  tests/ops/test_delta_rule.py
 #include "delta_chunk.cuh"
 #include "delta_gradients.cuh"
+#include "delta_sm90.cuh"
 
 constexpr int SYSTEM = CHUNK + 4;  // floats of a row in shared memory
 constexpr int LANE_KEYS = DK / 32;
@@ -51,7 +52,7 @@ __device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK);
 __device__ __forceinline__ void invert(float* solved, const float* system) {
     constexpr bool EXACT = sizeof(T) == 4;
     const int warp = warp_id(), lane = lane_id();
-    const Tile<float> from = {system, SYSTEM, CHUNK}, to = {solved, SYSTEM, CHUNK};
+    const Tile<float, true> from = {system, SYSTEM, CHUNK}, to = {solved, SYSTEM, CHUNK};
     if (warp < 4 && lane < 16) {  // a column each
         const int block = warp * 16;
         float x[16];
@@ -194,7 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
         for (int e = 0; e < 8; ++e) {
             const int row = m + lane_row() + e / 2 % 2 * 8;
             const int other = c + e / 4 * 8 + lane_column() + e % 2;
-            const float factor = chunk.decays(row, other) * k_length[other];
+            // Without a branch, at which threads would part.
+            const float decay = exponential(chunk.sums[row] - chunk.sums[other]);
+            const float factor = chunk.sees(row, other) ? decay * k_length[other] : 0.0f;
             const float product = chunk.beta[row] * k_length[row] * (factor * kk[n][e / 4][e % 4]);
             qk[n][e / 4][e % 4] *= factor * q_length[row];
             system[row * SYSTEM + other] = other < row ? product : 0.0f;
@@ -217,30 +220,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     }
 }
 
-// The tiles of a scan, chunk by chunk: u, w, then with OUT queries and scores, and keys.
-template <bool OUT> struct Scanned {
-    static constexpr int STEPS = OUT ? 5 : 3;
-    static constexpr int COLUMNS[5] = {SLICE, DK, DK, CHUNK, DK};
-    const Place& at;
-    const T *qkv, *u, *w, *scores;
-    const float* factors;
-
-    __device__ __forceinline__ const float* known(int c) const {
-        return factors + of_factors(at, c);
-    }
-    template <int STEP> __device__ __forceinline__ Tile<T> of(int c) const {
-        const i64 row = at.of_chunk(c) * CHUNK;
-        const int first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
-        if constexpr (STEP == 0) { return {u + row * DV + blockIdx.x * SLICE, DV, CHUNK}; }
-        if constexpr (STEP == 1) { return {w + row * DK, DK, CHUNK}; }
-        if constexpr (OUT && STEP == 2) { return {qkv + at.query(first), at.columns(), rows}; }
-        if constexpr (STEP == 3) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
-        return {qkv + at.key(first), at.columns(), rows};
-    }
-};
-
-constexpr int TILE = SLICE + 8;  // elements of a row of out or changes in shared memory
-
 template <bool OUT>
 __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state,
                                      const Scanned<OUT>& sources) {
@@ -258,7 +237,7 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
     };
     Ring<Scanned<OUT>> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
     ring.start();
-    State here;
+    State here(ring.memory);
     here.read(state);
     for (int c = 0; c < at.chunks; ++c) {
         const float whole = __ldg(sources.known(c) + FROM_STATE * CHUNK + CHUNK - 1);
@@ -277,15 +256,26 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
         }
         if constexpr (OUT) {
             const Tokens from_query{known[c % 2] + FROM_QUERY * CHUNK};
+            const Tile<T> queries = ring.template next<2>(c);
             Sums read[4] = {};
-            here.read_by(read, ring.template next<2>(c));
+            if constexpr (State::IN_REGISTERS) { here.read_by(read, queries); }
             const Tile<T> scores = ring.template next<3>(c);
+            if constexpr (State::IN_REGISTERS) {
+#pragma unroll
+                for (int n = 0; n < 4; ++n) { from_query.scale(read[n], 16 * n); }
+                multiply_lower<true>(read, [&](int k) { return to_left<T>(change[k]); }, scores);
+            }
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                from_query.scale(read[n], 16 * n);
+                if constexpr (!State::IN_REGISTERS) {  // 16 tokens after the other, in few registers
+                    here.each_tile([&](int k, Sums& sums) {
+                        multiply(read[n], to_left<T>(sums), right<true>(queries, k * 16, n * 16));
+                    });
+                    from_query.scale(read[n], 16 * n);
 #pragma unroll
-                for (int k = 0; k <= n; ++k) {
-                    multiply(read[n], to_left<T>(change[k]), right<true>(scores, 16 * k, 16 * n));
+                    for (int k = 0; k <= n; ++k) {
+                        multiply(read[n], to_left<T>(change[k]), right<true>(scores, 16 * k, 16 * n));
+                    }
                 }
                 put_tile<true>(tile, TILE, here.value, 16 * n, read[n]);
             }
@@ -297,82 +287,59 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
         }
         const Tile<T> keys = ring.template next<OUT ? 4 : 2>(c);
         here.times(whole);
-        here.add(
-            [&](int k) {
-                to_key.scale(change[k], 16 * k);
-                return to_left<T>(change[k]);
-            },
-            keys);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) { to_key.scale(change[k], 16 * k); }
+        here.add([&](int k) { return to_left<T>(change[k]); }, keys);
     }
     __syncthreads();
     finish(at.chunks - 1);
     here.write(state);
 }
 
-extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
     delta_rule_scan(T* __restrict__ out, float* __restrict__ state, const T* __restrict__ qkv,
                     const T* __restrict__ u, const T* __restrict__ w, const T* __restrict__ scores,
                     const float* __restrict__ factors, int seq_len, int key_heads,
                     int value_heads) {
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    scan<true>(out, nullptr, nullptr, state ? state + at.of_head() * DK * DV : nullptr,
-               {at, qkv, u, w, scores, factors});
+    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
+    const Scanned<true> sources{at, qkv, u, w, scores, factors};
+    if constexpr (WARPGROUP) {
+        scan_warpgroup<true>(out, nullptr, nullptr, carried, sources);
+    } else {
+        scan<true>(out, nullptr, nullptr, carried, sources);
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
     delta_rule_states(T* __restrict__ states, T* __restrict__ changes, float* __restrict__ state,
                       const T* __restrict__ qkv, const T* __restrict__ u, const T* __restrict__ w,
                       const float* __restrict__ factors, int seq_len, int key_heads,
                       int value_heads) {
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    scan<false>(nullptr, states, changes, state ? state + at.of_head() * DK * DV : nullptr,
-                {at, qkv, u, w, nullptr, factors});
+    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
+    const Scanned<false> sources{at, qkv, u, w, nullptr, factors};
+    if constexpr (WARPGROUP) {
+        scan_warpgroup<false>(nullptr, states, changes, carried, sources);
+    } else {
+        scan<false>(nullptr, states, changes, carried, sources);
+    }
 }
 
-// The tiles of the scan backward, from the last chunk on: d_out, keys, scores, queries, w.
-struct ScannedBackward {
-    static constexpr int STEPS = 5;
-    static constexpr int COLUMNS[STEPS] = {SLICE, DK, CHUNK, DK, DK};
-    const Place& at;
-    const T *d_out, *qkv, *w, *scores;
-    const float* factors;
-
-    __device__ __forceinline__ const float* known(int turn) const {
-        return factors + of_factors(at, at.chunks - 1 - turn);
-    }
-    template <int STEP> __device__ __forceinline__ Tile<T> of(int turn) const {
-        const int c = at.chunks - 1 - turn, first = c * CHUNK, rows = min(CHUNK, at.seq_len - first);
-        const i64 row = at.of_chunk(c) * CHUNK;
-        if constexpr (STEP == 0) {
-            return {d_out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, rows};
-        }
-        if constexpr (STEP == 1) { return {qkv + at.key(first), at.columns(), rows}; }
-        if constexpr (STEP == 2) { return {scores + row * CHUNK, CHUNK, CHUNK}; }
-        if constexpr (STEP == 3) { return {qkv + at.query(first), at.columns(), rows}; }
-        return {w + row * DK, DK, CHUNK};
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
-    delta_rule_scan_backward(T* __restrict__ d_changes, T* __restrict__ d_states,
-                             float* __restrict__ d_state, const T* __restrict__ d_out,
-                             const T* __restrict__ qkv, const T* __restrict__ w,
-                             const T* __restrict__ scores, const float* __restrict__ factors,
-                             int seq_len, int key_heads, int value_heads) {
+__device__ __forceinline__ void scan_backward(T* d_changes, T* d_states, float* d_state,
+                                              const ScannedBackward& sources) {
     extern __shared__ uint4 memory[];
     alignas(16) __shared__ float known[2][2 * CHUNK];
     T* const tile = reinterpret_cast<T*>(memory);
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const ScannedBackward sources{at, d_out, qkv, w, scores, factors};
+    const Place& at = sources.at;
     const auto finish = [&](int c) {
         copy_out(d_changes + at.of_chunk(c) * CHUNK * DV + blockIdx.x * SLICE, DV, CHUNK, tile, TILE);
     };
     Ring<ScannedBackward> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
                                at.chunks};
     ring.start();
-    State here;  // the gradient of the state
-    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
-    here.read(carried);
+    State here(ring.memory);  // the gradient of the state
+    here.read(d_state);
     for (int turn = 0; turn < at.chunks; ++turn) {
         const int c = at.chunks - 1 - turn;
         const float whole = __ldg(sources.known(turn) + FROM_STATE * CHUNK + CHUNK - 1);
@@ -384,32 +351,40 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS)
         here.put_into(d_states + at.of_chunk(c) * DK * DV);
 #pragma unroll
         for (int k = 0; k < 4; ++k) { d_o[k] = left<true>(o, here.value, 16 * k); }
-        const auto of_out = [&](int k) {  // F32 is read again where it lies: registers are few
-            if constexpr (sizeof(T) == 4) { return left<true>(o, here.value, 16 * k); }
-            return d_o[k];
-        };
+        const auto of_out = [&](int k) { return d_o[k]; };
         Sums d_change[4] = {};
         here.read_by(d_change, ring.next<1>(turn));
-        const Tile<T> square = ring.next<2>(turn);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            to_key.scale(d_change[n], 16 * n);
+        for (int n = 0; n < 4; ++n) { to_key.scale(d_change[n], 16 * n); }
+        multiply_lower<false>(d_change, of_out, ring.next<2>(turn));
 #pragma unroll
-            for (int k = n; k < 4; ++k) {
-                multiply(d_change[n], of_out(k), right<false>(square, 16 * k, 16 * n));
-            }
-            put_tile<true>(tile, TILE, here.value, 16 * n, d_change[n]);
-        }
+        for (int n = 0; n < 4; ++n) { put_tile<true>(tile, TILE, here.value, 16 * n, d_change[n]); }
         const Tile<T> queries = ring.next<3>(turn);
         here.times(whole);
-        here.add([&](int k) { return from_query.scaled(of_out(k), 16 * k); }, queries);
+        here.add([&](int k) { return from_query.scaled(d_o[k], 16 * k); }, queries);
         const float minus[2] = {-1.0f, -1.0f};
         here.add([&](int k) { return times_rows(to_left<T>(d_change[k]), minus); },
                  ring.next<4>(turn));
     }
     __syncthreads();
     finish(0);
-    here.write(carried);
+    here.write(d_state);
+}
+
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
+    delta_rule_scan_backward(T* __restrict__ d_changes, T* __restrict__ d_states,
+                             float* __restrict__ d_state, const T* __restrict__ d_out,
+                             const T* __restrict__ qkv, const T* __restrict__ w,
+                             const T* __restrict__ scores, const float* __restrict__ factors,
+                             int seq_len, int key_heads, int value_heads) {
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    const ScannedBackward sources{at, d_out, qkv, w, scores, factors};
+    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
+    if constexpr (WARPGROUP) {
+        scan_backward_warpgroup(d_changes, d_states, carried, sources);
+    } else {
+        scan_backward(d_changes, d_states, carried, sources);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, GRADIENT_BLOCKS)

@@ -1,7 +1,7 @@
 // delta_tiles.cuh -- products of tiles of BF16 or F32 on the tensor cores, with F32 sums.
 //
 // Fragments are those of m16n8k16 (ptx.cuh), of F32 too: each factor is then split in two TF32, and
-// three of their four products are summed (of the fourth, 2^-22 is lost). The order of the inner
+// three of their four products are summed (of the fourth, 2^-24 is lost). The order of the inner
 // index differs from m16n8k8's, for both factors alike.
 //
 // Tiles of BF16 lie in shared memory, where rows are 8 elements longer than they are wide: an odd
@@ -39,15 +39,17 @@ template <class E> struct Right {
     Left<E> of;
 };
 
-// Elements (row, column) of a matrix. F32: from `rows` on they are 0.
-template <class E> struct Tile {
+// Elements (row, column) of a matrix. F32: from `rows` on they are 0; WHOLE: all are there.
+template <class E, bool WHOLE = false> struct Tile {
     const E* at;
     int pitch, rows;
     __device__ __forceinline__ float get(int row, int column) const {
-        if constexpr (sizeof(E) == 2) {
+        if constexpr (sizeof(E) == 2 || WHOLE) {
             return to_f32(at[row * pitch + column]);
         } else {  // registers are few: nothing is loaded far ahead, or by a branch
-            const float x = load_here(at + min(row, rows - 1) * pitch + column);
+            u32 place = min(row, rows - 1) * pitch + column;
+            forget(place);
+            const float x = load_here(at + place);
             return row < rows ? x : 0.0f;
         }
     }
@@ -58,8 +60,8 @@ template <class E> struct Tile {
 
 // Rows [row, row + 16) and inner indices [inner, inner + 16) of a tile of rows, or (turned) of one
 // whose rows are the inner dimension.
-template <bool TURNED>
-__device__ __forceinline__ Left<bf16> left(const Tile<bf16>& tile, int row, int inner) {
+template <bool TURNED, class Bf16Tile>
+__device__ __forceinline__ Left<bf16> left(const Bf16Tile& tile, int row, int inner) {
     Left<bf16> a;
     const int lane = lane_id();
     if constexpr (TURNED) {
@@ -70,8 +72,8 @@ __device__ __forceinline__ Left<bf16> left(const Tile<bf16>& tile, int row, int 
     }
     return a;
 }
-template <bool TURNED>
-__device__ __forceinline__ Left<float> left(const Tile<float>& tile, int row, int inner) {
+template <bool TURNED, bool WHOLE>
+__device__ __forceinline__ Left<float> left(const Tile<float, WHOLE>& tile, int row, int inner) {
     Left<float> a;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -109,8 +111,8 @@ __device__ __forceinline__ Right<bf16> right(const Tile<bf16>& tile, int inner, 
     }
     return b;
 }
-template <bool TURNED>
-__device__ __forceinline__ Right<float> right(const Tile<float>& tile, int inner, int column) {
+template <bool TURNED, bool WHOLE>
+__device__ __forceinline__ Right<float> right(const Tile<float, WHOLE>& tile, int inner, int column) {
     Right<float> b;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -129,28 +131,42 @@ __device__ __forceinline__ void multiply(Sums& d, const Left<bf16>& a, const Rig
     mma_m16n8k16_bf16(d[1], a.r, b.of.r[2], b.of.r[3]);
 }
 
-// What the tensor cores drop of x, as far as they can have it: the lower 13 bits.
-__device__ __forceinline__ float dropped(float x) {
-    return x - __uint_as_float(__float_as_uint(x) & 0xFFFFE000u);
+// x rounded to TF32. The tensor cores cut off what is behind that, and of remainders that all had one
+// sign the cuts would add up.
+__device__ __forceinline__ float to_tf32(float x) {
+    return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xFFFFE000u);
 }
 
-// EXACT: with that; else factors are cut to TF32, which has 11 bits.
+// EXACT: with the remainders, themselves rounded; else factors are cut to TF32, which has 11 bits. Sums
+// that tensor cores add to are cut, too: those of a few products are added here.
 template <bool EXACT = true>
 __device__ __forceinline__ void multiply(Sums& d, const Left<float>& a, const Right<float>& b) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         const float2 top = a.r[2 * k], bottom = a.r[2 * k + 1];
-        const float high[4] = {top.x, bottom.x, top.y, bottom.y};
-        const float low[4] = {dropped(top.x), dropped(bottom.x), dropped(top.y), dropped(bottom.y)};
+        float high[4] = {top.x, bottom.x, top.y, bottom.y}, low[4];
+#pragma unroll
+        for (int i = 0; EXACT && i < 4; ++i) {
+            const float x = high[i];
+            high[i] = to_tf32(x);
+            low[i] = to_tf32(x - high[i]);
+        }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const float2 c = b.of.r[2 * n + k];
             if (EXACT) {
-                mma_m16n8k8_tf32(d[n], low, c.x, c.y);
-                mma_m16n8k8_tf32(d[n], high, dropped(c.x), dropped(c.y));
+                const float x = to_tf32(c.x), y = to_tf32(c.y);
+                float sum[4] = {};
+                mma_m16n8k8_tf32(sum, low, x, y);
+                mma_m16n8k8_tf32(sum, high, to_tf32(c.x - x), to_tf32(c.y - y));
+                mma_m16n8k8_tf32(sum, high, x, y);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) { d[n][i] += sum[i]; }
+            } else {
+                mma_m16n8k8_tf32(d[n], high, c.x, c.y);
             }
-            mma_m16n8k8_tf32(d[n], high, c.x, c.y);
         }
+        if (EXACT) { __syncwarp(); }  // what follows is not loaded before that: registers are few
     }
 }
 
@@ -158,25 +174,38 @@ __device__ __forceinline__ void multiply(Sums& d, const Left<float>& a, const Ri
 // and products stay in the order that is written here, and a warp alone would wait for each.
 template <int K, int N, class A, class B>
 __device__ __forceinline__ void multiply_all(Sums (&sums)[N], A left_of, B right_of) {
-    constexpr int AT_ONCE = sizeof(T) == 4 ? 1 : N % 4 ? 2 : 4, PARTS = N / AT_ONCE;
-    constexpr int EARLY = sizeof(T) == 4 ? 0 : 1;  // F32 has no registers for that
-    Right<T> read[EARLY + 1][AT_ONCE];
+    constexpr int AT_ONCE = N % 4 ? 2 : 4, PARTS = N / AT_ONCE;
+    Right<T> read[2][AT_ONCE];
     Left<T> a;
 #pragma unroll
-    for (int i = 0; i < K * PARTS + EARLY; ++i) {
+    for (int i = 0; i <= K * PARTS; ++i) {
         if (i < K * PARTS) {
 #pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) {
-                read[i % (EARLY + 1)][n] = right_of(i / PARTS, i % PARTS * AT_ONCE + n);
+                read[i % 2][n] = right_of(i / PARTS, i % PARTS * AT_ONCE + n);
             }
         }
-        if (i >= EARLY) {
-            const int now = i - EARLY;
+        if (i > 0) {
+            const int now = i - 1;
             if (now % PARTS == 0) { a = left_of(now / PARTS); }
 #pragma unroll
             for (int n = 0; n < AT_ONCE; ++n) {
-                multiply(sums[now % PARTS * AT_ONCE + n], a, read[now % (EARLY + 1)][n]);
+                multiply(sums[now % PARTS * AT_ONCE + n], a, read[now % 2][n]);
             }
+        }
+    }
+}
+
+// sums += left(k) (16 rows) times a lower triangle (64, 64), whose rows are the inner dimension, or
+// (turned) the columns.
+template <bool TURNED, class A>
+__device__ __forceinline__ void multiply_lower(Sums (&sums)[4], A left_of, const Tile<T>& tile) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const Left<T> a = left_of(k);
+#pragma unroll
+        for (int n = TURNED ? k : 0; n < (TURNED ? 4 : k + 1); ++n) {
+            multiply(sums[n], a, right<TURNED>(tile, 16 * k, 16 * n));
         }
     }
 }

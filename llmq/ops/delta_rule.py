@@ -169,8 +169,14 @@ class _Call:
     def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
         """products: those of a state."""
         DK, DV = self.heads.DK, self.heads.DV
-        tile = CHUNK * (self.slice + 8) * self.dtype.itemsize
-        shared = tile + STAGES * self.tiles(CHUNK, max(DK, CHUNK))
+        shared = CHUNK * (self.slice + 8) * self.dtype.itemsize  # results of a chunk
+        if self.dtype is F32:
+            shared += DK * self.slice * 4  # the state
+        elif self.dev.spec.capability == 90 and self.slice == 64 and DK % 64 == 0:
+            columns = self.slice + products * DK + (products - 2) * CHUNK
+            shared = 2 * (shared + 2 * CHUNK * columns) + 1024  # of two chunks (delta_sm90.cuh)
+        else:
+            shared += STAGES * self.tiles(CHUNK, max(DK, CHUNK))
         fmas = products * DK * DV + (products - 2) * CHUNK * DV
         self.launch(kernel, self.heads.Hv, args, shared, fmas, chunks=False)
 

@@ -67,9 +67,12 @@ static void multiply_all_tf32(const MmaTf32In* const* in, MmaOut* const* out) {
     for (int lane = 0; lane < 32; ++lane) {
         const int g = lane / 4, t = lane % 4;
         for (int i = 0; i < 4; ++i) {
-            float sum = in[lane]->c[i];
-            for (int k = 0; k < 8; ++k) { sum += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2]; }
-            out[lane]->d[i] = sum;
+            // Sums are cut, not rounded, as the tensor cores do it.
+            double sum = in[lane]->c[i];
+            for (int k = 0; k < 8; ++k) { sum += (double)a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2]; }
+            float cut = (float)sum;
+            if (std::fabs((double)cut) > std::fabs(sum)) { cut = std::nextafter(cut, 0.0f); }
+            out[lane]->d[i] = cut;
         }
     }
 }

@@ -68,7 +68,11 @@ def both(dev, call, arrays) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "documents", "carried"])
-@pytest.mark.parametrize("name, dtype", [*[(n, F32) for n in CHUNKED], ("ragged", BF16)], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [*[(n, F32) for n in CHUNKED], ("ragged", BF16), ("wide", BF16)],
+    ids=str,
+)
 def test_equals_reference(dev, rng, name, dtype, kind):
     shape = SMALL[name]
     heads, how = Heads(*shape[2:]), {"documents": kind == "documents", "carried": kind == "carried"}
@@ -82,11 +86,15 @@ def test_equals_reference(dev, rng, name, dtype, kind):
     assert_close(got, want, names, dtype)
 
 
-def test_head_of_128(dev, rng):
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_head_of_128(dev, rng, dtype):
     shape = (1, 66, 1, 1, 128, 128)
-    heads, arrays = Heads(*shape[2:]), backward_arrays(rng, shape, BF16)
+    heads, arrays = Heads(*shape[2:]), arrays_of(rng, shape, dtype)
+    got, want = both(dev, lambda dev, **t: delta_rule.forward(dev, **t, heads=heads), arrays)
+    assert_close(got, want, ("out",), dtype)
+    arrays = backward_arrays(rng, shape, dtype)
     got, want = both(dev, lambda dev, **t: delta_rule.backward(dev, **t, heads=heads), arrays)
-    assert_close(got, want, ("d_qkv", "d_gates"), BF16)
+    assert_close(got, want, ("d_qkv", "d_gates"), dtype)
 
 
 def test_recurrence_equals_reference_and_chunks(dev, rng):
