@@ -1,8 +1,7 @@
-// delta_tiles.cuh -- products of tiles of BF16 or F32 on the tensor cores, with F32 sums.
+// delta_tiles.cuh -- products of tiles with F32 sums: of BF16 on the tensor cores, of F32 without.
 //
-// Fragments are those of m16n8k16 (ptx.cuh), of F32 too: each factor is then split in two TF32, and
-// three of their four products are summed (of the fourth, 2^-24 is lost). The order of the inner
-// index differs from m16n8k8's, for both factors alike.
+// Fragments are those of m16n8k16 (ptx.cuh), of F32 too, whose products are FMA; what is cut to TF32
+// has another order of the inner index than m16n8k8's, for both factors alike.
 //
 // Tiles of BF16 lie in shared memory, where rows are 8 elements longer than they are wide: an odd
 // number of 16-byte units, so that eight rows lie in different banks. Tiles of F32 stay where they are.
@@ -14,6 +13,9 @@ __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
 __device__ __forceinline__ int lane_row() { return lane_id() / 4; }
 __device__ __forceinline__ int lane_column() { return lane_id() % 4 * 2; }
+__device__ __forceinline__ float from_lane(float x, int lane) {
+    return __shfl_sync(0xFFFFFFFFu, x, lane);
+}
 
 // 16 rows, 16 of the inner dimension: element e of register i is row g + 8 (i % 2), inner index
 // 2t + 8 (i / 2) + e.
@@ -131,42 +133,42 @@ __device__ __forceinline__ void multiply(Sums& d, const Left<bf16>& a, const Rig
     mma_m16n8k16_bf16(d[1], a.r, b.of.r[2], b.of.r[3]);
 }
 
-// x rounded to TF32. The tensor cores cut off what is behind that, and of remainders that all had one
-// sign the cuts would add up.
-__device__ __forceinline__ float to_tf32(float x) {
-    return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xFFFFE000u);
-}
-
-// EXACT: with the remainders, themselves rounded; else factors are cut to TF32, which has 11 bits. Sums
-// that tensor cores add to are cut, too: those of a few products are added here.
+// EXACT: by FMA, each sum in the order of its inner indices, with factors from the lanes that hold them.
+// Gradients of decays are small differences of large sums, and three products of factors split in TF32
+// are not exact enough for these. Else factors are cut to TF32, which has 11 bits.
 template <bool EXACT = true>
 __device__ __forceinline__ void multiply(Sums& d, const Left<float>& a, const Right<float>& b) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
         const float2 top = a.r[2 * k], bottom = a.r[2 * k + 1];
-        float high[4] = {top.x, bottom.x, top.y, bottom.y}, low[4];
+        if constexpr (EXACT) {
+#pragma unroll 1  // registers are few
+            for (int from = 0; from < 4; ++from) {
+                const int row = lane_row() * 4 + from, column = lane_column() * 4 + from;  // lanes
 #pragma unroll
-        for (int i = 0; EXACT && i < 4; ++i) {
-            const float x = high[i];
-            high[i] = to_tf32(x);
-            low[i] = to_tf32(x - high[i]);
-        }
+                for (int e = 0; e < 2; ++e) {
+                    const float x = from_lane(e ? top.y : top.x, row);
+                    const float y = from_lane(e ? bottom.y : bottom.x, row);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
-            const float2 c = b.of.r[2 * n + k];
-            if (EXACT) {
-                const float x = to_tf32(c.x), y = to_tf32(c.y);
-                float sum[4] = {};
-                mma_m16n8k8_tf32(sum, low, x, y);
-                mma_m16n8k8_tf32(sum, high, to_tf32(c.x - x), to_tf32(c.y - y));
-                mma_m16n8k8_tf32(sum, high, x, y);
+                    for (int n = 0; n < 2; ++n) {
+                        const float2 c = b.of.r[2 * n + k];
+                        const float first = from_lane(e ? c.y : c.x, column);
+                        const float second = from_lane(e ? c.y : c.x, column + 4);
+                        d[n][0] = __fmaf_rn(x, first, d[n][0]);
+                        d[n][1] = __fmaf_rn(x, second, d[n][1]);
+                        d[n][2] = __fmaf_rn(y, first, d[n][2]);
+                        d[n][3] = __fmaf_rn(y, second, d[n][3]);
+                    }
+                }
+            }
+        } else {
+            const float cut[4] = {top.x, bottom.x, top.y, bottom.y};
 #pragma unroll
-                for (int i = 0; i < 4; ++i) { d[n][i] += sum[i]; }
-            } else {
-                mma_m16n8k8_tf32(d[n], high, c.x, c.y);
+            for (int n = 0; n < 2; ++n) {
+                const float2 c = b.of.r[2 * n + k];
+                mma_m16n8k8_tf32(d[n], cut, c.x, c.y);
             }
         }
-        if (EXACT) { __syncwarp(); }  // what follows is not loaded before that: registers are few
     }
 }
 
