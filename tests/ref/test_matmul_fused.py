@@ -187,7 +187,10 @@ def test_swiglu_backward(rng, gelu, fp8):
     (want,) = torch.autograd.grad(out64, exact, d_out)
     d_up_gate, out, abs_max = filled(M, 2 * F), filled(M, F), np.zeros(1, np.float32)
     ways = {"b_k_outside": not fp8, "tail_k_outside": 1, "gelu": gelu}
-    matmul_swiglu_backward(*operands, d_up_gate, up_gate, out, abs_max, *[None] * 4, **ways)
+    no_codes = [None] * 4
+    matmul_swiglu_backward(
+        *operands, d_up_gate, up_gate, abs_max, *no_codes, out, *no_codes[1:], **ways
+    )
     # Half a unit of BF16's last place, twice where d_out was rounded first; beside what F32 loses.
     np.testing.assert_allclose(out.astype(np.float64), out64.detach(), rtol=2**-8, atol=1e-4)
     np.testing.assert_allclose(d_up_gate.astype(np.float64), want, rtol=2**-7, atol=2e-3)
