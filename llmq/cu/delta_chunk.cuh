@@ -238,7 +238,7 @@ struct State {
                     S[0][i / 4][i % 4] = own[(n * 8 + i) * SCAN_THREADS];
                 }
                 use(n, S[0]);
-                __syncwarp();  // as in multiply
+                __syncwarp();  // the next tile is not loaded before that: registers are few
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                     own[(n * 8 + i) * SCAN_THREADS] = S[0][i / 4][i % 4];
@@ -310,14 +310,23 @@ struct State {
 };
 
 // A tile (64 tokens, SLICE) in shared memory to rows of a tensor, in 16-byte pieces.
-__device__ __forceinline__ void copy_out(T* to, i64 pitch, int rows, const T* tile, int tile_pitch) {
+__device__ __forceinline__ void copy_out(T* to, i64 pitch, int rows, const T* tile) {
     constexpr int UNITS = SLICE / Vec<T>::N;
     for (int i = threadIdx.x; i < CHUNK * UNITS; i += SCAN_THREADS) {
         const int row = i / UNITS, column = i % UNITS * Vec<T>::N;
         if (row < rows) {
-            store_vec(to + row * pitch + column, load_vec(tile + row * tile_pitch + column));
+            store_vec(to + row * pitch + column, load_vec(tile + row * TILE + column));
         }
     }
+}
+
+// This block's columns of a chunk from a tile in shared memory: of changes or their gradients; of out.
+__device__ __forceinline__ void put_changes(T* changes, const Place& at, int c, const T* tile) {
+    copy_out(changes + at.of_chunk(c) * CHUNK * DV + blockIdx.x * SLICE, DV, CHUNK, tile);
+}
+__device__ __forceinline__ void put_out(T* out, const Place& at, int c, const T* tile) {
+    const int first = c * CHUNK;
+    copy_out(out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, at.seq_len - first, tile);
 }
 
 // Calls use(row, column, element) for this thread's part of 16 x 16 sums.

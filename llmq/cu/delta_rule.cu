@@ -228,12 +228,7 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
     T* const tile = reinterpret_cast<T*>(memory);
     const Place& at = sources.at;
     const auto finish = [&](int c) {
-        const int first = c * CHUNK, slice = blockIdx.x * SLICE;
-        if (OUT) {
-            copy_out(out + at.out(first) + slice, at.value_heads * DV, at.seq_len - first, tile, TILE);
-        } else {
-            copy_out(changes + at.of_chunk(c) * CHUNK * DV + slice, DV, CHUNK, tile, TILE);
-        }
+        OUT ? put_out(out, at, c, tile) : put_changes(changes, at, c, tile);
     };
     Ring<Scanned<OUT>> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known, at.chunks};
     ring.start();
@@ -332,9 +327,7 @@ __device__ __forceinline__ void scan_backward(T* d_changes, T* d_states, float* 
     alignas(16) __shared__ float known[2][2 * CHUNK];
     T* const tile = reinterpret_cast<T*>(memory);
     const Place& at = sources.at;
-    const auto finish = [&](int c) {
-        copy_out(d_changes + at.of_chunk(c) * CHUNK * DV + blockIdx.x * SLICE, DV, CHUNK, tile, TILE);
-    };
+    const auto finish = [&](int c) { put_changes(d_changes, at, c, tile); };
     Ring<ScannedBackward> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
                                at.chunks};
     ring.start();

@@ -105,12 +105,7 @@ __device__ __forceinline__ void scan_warpgroup(T* out, T* states, T* changes, fl
     auto buffers = buffers_behind(tiles, sources, known, at.chunks);
     const auto finish = [&](int c) {
         const T* const tile = tiles + c % 2 * CHUNK * TILE;
-        const int first = c * CHUNK, slice = blockIdx.x * SLICE;
-        if (OUT) {
-            copy_out(out + at.out(first) + slice, at.value_heads * DV, at.seq_len - first, tile, TILE);
-        } else {
-            copy_out(changes + at.of_chunk(c) * CHUNK * DV + slice, DV, CHUNK, tile, TILE);
-        }
+        OUT ? put_out(out, at, c, tile) : put_changes(changes, at, c, tile);
     };
     buffers.fetch(0);
     Held here(nullptr);
@@ -179,8 +174,7 @@ __device__ __forceinline__ void scan_backward_warpgroup(T* d_changes, T* d_state
     const Place& at = sources.at;
     auto buffers = buffers_behind(tiles, sources, known, at.chunks);
     const auto finish = [&](int turn) {
-        copy_out(d_changes + at.of_chunk(at.chunks - 1 - turn) * CHUNK * DV + blockIdx.x * SLICE, DV,
-                 CHUNK, tiles + turn % 2 * CHUNK * TILE, TILE);
+        put_changes(d_changes, at, at.chunks - 1 - turn, tiles + turn % 2 * CHUNK * TILE);
     };
     buffers.fetch(0);
     Held here(nullptr);  // the gradient of the state
