@@ -76,7 +76,7 @@ def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tried(recipe: Recipe, *, data: bool) -> Tried:
-    """What its steps take on this machine: in a short run of it if there are data, and little is
+    """Time its steps on this machine: in a short run of it if there are data, and little is
     saved; else on random tokens. Raises LlmqError."""
     from llmq.bench.child import run_child
     from llmq.options.command_line import fewest_values
