@@ -20,7 +20,6 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench.bench_options import BenchOptions
 from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_options
 from llmq.commands.plan import CardFile, CardName
-from llmq.options.option_file import save_options
 from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
 
@@ -109,6 +108,8 @@ def _of_short_run(recipe: Recipe) -> tuple[float, float]:
 def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
     """Seconds of `llmq train` with so many steps, and when each ended. It leaves nothing behind.
     Raises LlmqError."""
+    from llmq.options.option_file import save_options
+
     on_disk = config.out_dir.absolute()
     on_disk = next(each for each in on_disk.parents if each.is_dir())
     with TemporaryDirectory(prefix=".llmq-recipe-", dir=on_disk) as folder:

@@ -237,7 +237,7 @@ class Search:
         self.where, self.wanted = where, wanted
         self.tried: list[Recipe] = []
         self._flops = 0.0  # a second, of the last plan: the next one begins with as many
-        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings"} & fixed
+        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings", "qk_norm"} & fixed
         self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
 
     def best(self) -> Recipe:
