@@ -351,7 +351,7 @@ def test_run_trains_what_was_written(folder, monkeypatch):
     )
     monkeypatch.setattr(recipe_report, "target_here", where)
     started = []
-    monkeypatch.setattr("llmq.run.loop.run_training", lambda *args: started.append(args))
+    monkeypatch.setattr("llmq.run.training.run_training", lambda *args: started.append(args))
     tried = []
 
     def short(config, steps):

@@ -182,7 +182,7 @@ def recipe(
     wanted = {"hours": hours, "data": has_data, "out": out, "json": json, "timed": timed}
     run_recipe(config, model, fields, **wanted, **where, **how)
     if run:
-        from llmq.run.loop import run_training
+        from llmq.run.training import run_training
 
         config, model, model_dir, _ = load_run({}, out, trains=True)
         run_training(config, model, model_dir, sys.argv)
