@@ -17,7 +17,7 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.checkpoint.retention import PROVEN
 from llmq.checkpoint.store import read_verdict
 from llmq.commands.cli import _run
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
 from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard

@@ -22,7 +22,7 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.checkpoint.finite import reached, unmoved_lines
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.model.step import Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE

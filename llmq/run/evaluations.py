@@ -27,7 +27,7 @@ from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, continuation, load_tokenizer
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
 from llmq.run.batches import mean_loss, open_loaders

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmq.base.dtypes import Limits
 from llmq.checkpoint.store import Measured
-from llmq.model.results import Result
+from llmq.model.rings import Result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
