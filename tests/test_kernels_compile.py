@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from llmq.base.errors import LlmqError
-from llmq.runtime.compile import KERNEL_DIR, Resources, target
+from llmq.ops.common import CAPABILITY
+from llmq.runtime.compile import KERNEL_DIR, Resources, included_texts, program, target
 from llmq.runtime.device import FUSED
 from llmq.runtime.kernel import KernelSource
 from tests.covering import covering
@@ -54,15 +55,6 @@ def launches() -> dict[int, Launches]:
     return launches_of(by_row[frozenset(row.items())] for row in covering(map(dict, by_row)))
 
 
-def row(work: Work) -> dict[str, object]:
-    """The architecture, and types and constants of this kernel's file, as columns. Products of our
-    own share a file, and have little else in common."""
-    file, entry, *definitions = work.source
-    file = entry if entry in FUSED else file
-    columns = {f"{file} {name}": value for part in definitions for name, value in part}
-    return {"capability": work.capability, "file": file} | columns
-
-
 @functools.cache
 def bounded() -> set[str]:
     """Entry points that ask for several blocks on a multiprocessor, or for less than all registers:
@@ -79,22 +71,44 @@ def has_room(work: Work) -> bool:
     return few and work.source.entry not in bounded()
 
 
-def chosen() -> list[Work]:
-    """Some of that work, so that every two have met of: an architecture, the types and constants of
-    a file. All of its kernels that have these. tools/compile_all.py compiles the whole of it.
+def differs(work: Work) -> bool:
+    """Whether its text, or that of a header, asks for the architecture."""
+    text = program(work.source)
+    headers = {path.name: path.read_text() for path in KERNEL_DIR.glob("*.cuh")}
+    return any("__CUDA_ARCH__" in each for each in (text, *included_texts(text, headers)))
 
-    Kernels that have room are compiled for the oldest architecture, which knows the fewest
-    instructions, and for the first one that knows those of clusters.
+
+def facts(work: Work) -> set[tuple]:
+    """The kernel with its architecture, with each of its types, and with each of its constants."""
+    file, entry, types, consts = work.source
+    return {(file, entry, each) for each in (work.capability, *types, *consts)}
+
+
+def chosen() -> list[Work]:
+    """Some of that work, with all facts of the whole of it, which tools/compile_all.py compiles.
+
+    The one with most new facts comes first, and of these the one that is launched with most threads
+    and most shared memory. Kernels that have room are compiled for the oldest architecture, which
+    knows the fewest instructions; if they ask for it, for the first one that knows those of
+    clusters, too.
     """
-    by_row: dict[frozenset, list[Work]] = {}
+    by_kernel: dict[tuple[str, str], list[Work]] = {}
     for work in work_of(launches()):
-        if work.capability in (80, 90) or not has_room(work):
-            by_row.setdefault(frozenset(row(work).items()), []).append(work)
-    rows = covering(map(dict, by_row))
-    return [work for columns in rows for work in by_row[frozenset(columns.items())]]
+        alike = work.capability == 80 or (work.capability == CAPABILITY and differs(work))
+        if alike or not has_room(work):
+            by_kernel.setdefault(work.source[:2], []).append(work)
+    found = []
+    for same in by_kernel.values():
+        missing = set().union(*map(facts, same))
+        while missing:
+            most = max(same, key=lambda work: (len(facts(work) & missing), max(work.launches)))
+            found.append(most)
+            missing -= facts(most)
+    return found
 
 
 @pytest.mark.skipif(nvrtc_problem() is not None, reason=str(nvrtc_problem()))
+@pytest.mark.slow
 def test_kernels_compile_without_spills():
     found = list(reports(chosen()))
     assert [str(report) for report in found if report.problem] == []
