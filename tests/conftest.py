@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import contextlib
 import functools
 import signal
 import sys
@@ -32,8 +33,19 @@ def pytest_configure(config):
     # transformers' own functions are the reference; these packages would take their place, also on
     # the CPU, where they fail.
     sys.modules["fla"] = sys.modules["causal_conv1d"] = None
+    # The thread that watches progress bars never ends. Beside one no worker process is a fork
+    # (`llmq.base.worker.forks`): each would start anew, which takes 0.4 s of processor time.
+    with contextlib.suppress(ImportError):  # it comes with transformers
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0
     # A script's background jobs ignore Ctrl-C, and what they start too; tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items):
+    """Those that take long come first: at the end one worker would have them, and others nothing."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -100,8 +100,6 @@ def serving(folder: Path) -> Iterator[tuple[Hub, str]]:
     hub = Hub(folder)
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def do_GET(self) -> None:
             hub.answer(self)
 
