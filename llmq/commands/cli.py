@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from copy import copy
 from functools import cache
 from typing import Annotated, Any
 
@@ -98,16 +99,25 @@ app.command(cls=TrainCommand)(recipe.recipe)
 app.command(cls=TrainCommand)(sweep_lr.sweep_lr)
 
 
+NAMES = {
+    command.name or typer.main.get_command_name(command.callback.__name__): command
+    for command in app.registered_commands
+}
+
+
 @cache
-def _command(prog_name: str) -> Any:
+def _command(prog_name: str, name: str | None = None) -> Any:
     """The command that a console script runs: all commands, or `llmq-train` only one, which then
-    has the options for the completion of shells itself. To make it takes a third of a short run's
-    time.
+    has the options for the completion of shells itself.
+
+    name: of the only one that is wanted, else None: to make all takes most of a short run's time.
     """
-    everything = typer.main.get_command(app)
+    some = copy(app)
+    some.registered_commands = [command for each, command in NAMES.items() if name in (None, each)]
+    made = typer.main.get_command(some)
     if prog_name != TRAIN:
-        return everything
-    command = everything.commands["train"]
+        return made
+    command = made.commands["train"]
     command.context_settings |= SETTINGS
     command.params += typer.main.get_install_completion_arguments()
     return command
@@ -144,7 +154,9 @@ def _status(args: list[str], prog_name: str) -> int:
     try:
         if not args and prog_name != TRAIN:
             args = ["--help"]
-        status = _command(prog_name).main(args=args, prog_name=prog_name, standalone_mode=False)
+        name = "train" if prog_name == TRAIN else args[0] if args[0] in NAMES else None
+        command = _command(prog_name, name)
+        status = command.main(args=args, prog_name=prog_name, standalone_mode=False)
         sys.stdout.flush()
     except Interrupted as stop:
         return 128 + stop.signum

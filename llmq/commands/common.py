@@ -7,6 +7,7 @@ import errno
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,13 +68,18 @@ def train_options(command: Callable[..., int | None]) -> Callable[..., int | Non
         }
         return command(given, **own_values)
 
-    generated = [_parameter(name, opt) for name, opt in OPTIONS.items()]
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-    parameters += generated
+    parameters += _parameters()
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+@cache
+def _parameters() -> list[inspect.Parameter]:
+    """Every option of TrainConfig, the same for all commands."""
+    return [_parameter(name, opt) for name, opt in OPTIONS.items()]
 
 
 def _parameter(name: str, opt: Option) -> inspect.Parameter:

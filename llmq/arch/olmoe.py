@@ -1,0 +1,35 @@
+"""OLMoE: experts in all layers, and norms of all queries and all keys at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmq.arch.common import GgufKind, reject
+from llmq.arch.experts import WithExperts
+from llmq.arch.rope_family import RopeFamily
+
+
+class Olmoe(WithExperts, RopeFamily):
+    """Norms stand before the halves of blocks, unlike OLMo 2's."""
+
+    name = "OlmoeForCausalLM"
+    classifier = None
+    model_type = "olmoe"
+    label = "OLMoE"
+    gguf = GgufKind("olmoe", grouped=False)
+    own_size = False
+    aux_loss = 0.01
+    qk_norm = True
+    wide_qk_norm = True
+    qkv_bias = None
+    o_bias = None
+    kv_heads_may_lack = True
+    norm_eps = 1e-5
+    eos_token_id = 50279
+    pad_token_id = 1
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Queries, keys and values are not clipped."""
+        reject(hf, "clip_qkv", None)
+        return super().read_sizes(hf)
