@@ -36,7 +36,9 @@ def options(**changes):
     return make_config(FULL | {name.replace("_", "-"): v for name, v in changes.items()})
 
 
+@cache
 def planner(model: ModelConfig, spec: DeviceSpec, world_size: int = 1) -> Planner:
+    """The same one for all advice, which keeps its estimates."""
     return Planner(model, spec, "native", card_of(spec), world_size)
 
 
@@ -136,12 +138,12 @@ def test_message_names_categories_and_flags_that_make_it_fit(limit):
 
 def test_cheap_ones_come_first_and_superfluous_ones_not_at_all():
     model, config = preset("Qwen2.5-0.5B"), options(model_dtype="bf16", batch_size=16)
-    planner = Planner(model, SPEC, "native", CARD)
-    before = planner.exact(config).device
+    plans = planner(model, SPEC)
+    before = plans.exact(config).device
     for limit in (0.9, 0.5, 0.25):
         limits = Limits(device=int(limit * before))
-        changes = Shrinker(planner, limits).shrink(config, CAREFUL)
-        found = savings(config, planner, changes)
+        changes = Shrinker(plans, limits).shrink(config, CAREFUL)
+        found = savings(config, plans, changes)
         left = [saving.device[1] for saving in found]
         assert left[-1] <= limits.device < (left[-2] if len(found) > 1 else before)
         flags = " ".join(saving.flags for saving in found)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -39,6 +40,13 @@ from tests.runs import make_workplace
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 
 
+@cache
+def planner_for(model: str, card: str, backend: str = "cudnn") -> Planner:
+    """The same one for all searches, which keeps its estimates."""
+    chosen = find_card(card)
+    return Planner(preset(model), spec_of(chosen), backend, chosen)
+
+
 @contextmanager
 def counted_plans() -> Iterator[tuple[list[int], dict[TrainConfig, Plan]]]:
     """The number of layers of each plan that is made in the `with` block: how long it takes; and
@@ -67,9 +75,9 @@ def search(
     """Candidates for a model on a card. host, memory: GiB; memory None: what the card has."""
     given = FULL | {"model": model, "batch-size": 16, "grad-accumulation": 32}
     given |= {name.replace("_", "-"): value for name, value in options.items()}
-    config, chosen = make_config(given), find_card(card)
-    planner = Planner(preset(model), spec_of(chosen), "cudnn", chosen)
-    limits = Limits(device=int((memory or chosen.memory) * GIB), host=host and int(host * GIB))
+    config, planner = make_config(given), planner_for(model, card)
+    memory = memory or planner.card.memory
+    limits = Limits(device=int(memory * GIB), host=host and int(host * GIB))
     with counted_plans() as (layers, whole):
         found = Fit(config, planner, limits, frozenset(fixed)).search()
     # A plan of all layers takes 0.1 to 0.5 s, one of two or three 5 to 20 ms. The searches below
@@ -167,8 +175,7 @@ def test_what_goes_to_host_memory_is_chosen_as_a_whole(memory, host, hosted):
     names = lightest | {f"offload_{name}" for name in hosted.split()}
     given = FULL | {"model": "Qwen2.5-1.5B", "lmhead-chunks": 4}
     given |= {name.replace("_", "-"): value for name, value in sizes.items()}
-    card = find_card("4090")
-    planner = Planner(preset("Qwen2.5-1.5B"), spec_of(card), "cudnn", card)
+    planner = planner_for("Qwen2.5-1.5B", "4090")
     need = planner.exact(make_config(given | {n.replace("_", "-"): True for n in names}))
     assert (need.device / GIB, need.host / GIB) == pytest.approx((memory, host), abs=0.1)
     # Room for nothing else: the least that anything saves by going elsewhere is 80 MiB.
@@ -233,11 +240,8 @@ def test_machines_share_a_state_where_one_has_no_room_for_it():
 
 
 def test_shrinking_takes_the_cheapest_and_nothing_superfluous():
-    config, card = (
-        make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 32}),
-        find_card("4090"),
-    )
-    planner = Planner(preset("Qwen2.5-0.5B"), spec_of(card), "cudnn", card)
+    config = make_config(FULL | {"model": "Qwen2.5-0.5B", "batch-size": 32})
+    planner = planner_for("Qwen2.5-0.5B", "4090")
     before = planner.estimate(config)
     limits = Limits(device=int(0.6 * before.device))
     shrinker = Shrinker(planner, limits)
@@ -490,8 +494,7 @@ def test_auto_on_the_cpu_reserves_nothing(capsys):
 )
 def test_coarser_numbers_that_are_faster(card, options, flags):
     given = FULL | {"model": "gpt2", "batch-size": 4, "grad-accumulation": 1} | options
-    card = find_card(card)
-    planner = Planner(preset("gpt2"), spec_of(card), "native", card)
+    planner = planner_for("gpt2", card, "native")
     fit = Fit(make_config(given), planner, Limits(device=20 * GIB), frozenset({"model_dtype"}))
     best = fit.search()[0]
     found = eight_bit_gain(fit, best)
@@ -501,10 +504,8 @@ def test_coarser_numbers_that_are_faster(card, options, flags):
 
 
 def test_moments_of_8_bits_where_they_make_room():
-    card = find_card("3090")
-    model = "gpt2-355m"
-    given = FULL | {"model": model, "batch-size": 8, "grad-accumulation": 1}
-    planner = Planner(preset(model), spec_of(card), "cudnn", card)
+    given = FULL | {"model": "gpt2-355m", "batch-size": 8, "grad-accumulation": 1}
+    planner = planner_for("gpt2-355m", "3090")
     fit = Fit(make_config(given), planner, Limits(device=int(2.8 * GIB)), frozenset())
     (way,) = eight_bit_gain(fit, fit.search()[0])
     assert way.flags == "--opt-m-dtype=e4m3 --opt-v-dtype=e4m3"
@@ -528,8 +529,7 @@ def test_whether_a_card_drives_a_display(monkeypatch, mode, active, drives):
 
 def test_codes_in_mlps_make_room():
     """Only where scales are delayed, which products need for it; and not where it was refused."""
-    card = find_card("4090")
-    planner = Planner(preset("tiny"), spec_of(card), "native", card)
+    planner = planner_for("tiny", "4090", "native")
     given = FULL | {"model": "tiny", "batch-size": 8, "matmul-dtype": "e4m3"}
     delayed = make_config(given | {"fp8-recipe": "delayed"})
     limits = Limits(device=planner.estimate(replace(delayed, mlp_dtype="e4m3")).device)

@@ -8,14 +8,13 @@ import pytest
 
 from llmq.base.dtypes import GIB
 from llmq.commands.cli import _run
-from llmq.options.cards import find_card, spec_of
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan import largest
-from llmq.plan.estimate import Planner
 from llmq.plan.fit import Fit, search_bases
 from llmq.plan.memory import Limits, OutOfMemory, needed_bytes
 from llmq.plan.target import target
+from tests.test_fit import planner_for
 
 FULL = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 
@@ -24,8 +23,7 @@ def bases(card: str, memory: float, host: float, **options: object) -> tuple:
     """The result for adapters of a small model: formats of the model, and speeds."""
     given = FULL | {"model": "gpt2-355m", "batch-size": 1, "grad-accumulation": 1}
     given |= {"lora-rank": 8} | options
-    card = find_card(card)
-    planner = Planner(preset("gpt2-355m"), spec_of(card), "cudnn", card)
+    planner = planner_for("gpt2-355m", card)
     limits = Limits(device=int(memory * GIB), host=int(host * GIB))
     fixed = frozenset(name.replace("-", "_") for name in options)
     fit, found = search_bases(Fit(make_config(given), planner, limits, fixed))
