@@ -191,6 +191,7 @@ def before(command: str) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_the_commands_of_readme_and_docs_run(workplace, monkeypatch, capsys):
     few = {name: PRESETS[name] for name in ("tiny-gpt2", "gpt2-124m")}
     monkeypatch.setattr("llmq.plan.largest.PRESETS", few)

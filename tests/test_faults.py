@@ -35,6 +35,7 @@ def found(tmp_path_factory):
     return {each["title"]: each for each in json.loads(kept.read_text())["faults"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", MACHINES)
 def test_faults_are_survived(found, title):
     assert sum(found[title]["tried"].values()) == MACHINES[title]

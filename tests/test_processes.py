@@ -70,6 +70,7 @@ def options_of(row: dict) -> dict[str, object]:
     return options
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_how_ranks_are_spread_over_processes():
     """Or over machines, of which one may have more."""
     cases = []
@@ -132,6 +133,7 @@ def test_validations_tasks_and_samples_of_several_processes(capfd):
     assert sorted(os.listdir("one-ckpt")) == sorted(os.listdir("two-ckpt"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_in_another_number_of_processes():
     options = {"steps": 8, "save_training_state": True, "batch_size": 1, "eval_every_n_steps": 3}
     assert train(gpus=4, **options, **places("whole")) == 0

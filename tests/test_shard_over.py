@@ -52,6 +52,7 @@ def succeed(count: int, *cases: dict, names: str) -> str:
     return "\n".join(out)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_processes_of_a_machine():
     """Three processes, which the launcher deals to two machines in turn, or two with two ranks."""
     rows = list(enumerate(ROWS))

@@ -322,6 +322,7 @@ def killed_at(monkeypatch, moment: int) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.slow
 def test_killed_at_twenty_moments_and_resumed_to_the_same_table(sweeps, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         count = killed_at(patch, 0)

@@ -8,6 +8,7 @@ pauses do not show it.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import queue
 import random
 import threading
@@ -166,7 +167,7 @@ class StreamDevice(HostDevice):
 
     def sleep(self) -> None:
         """A random pause, or none."""
-        if self._pause and self._random.random() < 0.3:
+        if self._pause and self._random.random() < 0.15:
             time.sleep(self._random.random() * self._pause)
 
     def _poll(self, ready: Callable[[], Any], what: str) -> None:
@@ -191,8 +192,10 @@ class StreamDevice(HostDevice):
         word, index = ctypes.c_uint32.from_address(address), self.queue_id(self.stream_name)
 
         def work() -> None:
+            pauses = itertools.chain([1e-5] * 4, itertools.repeat(2e-4))  # others want the core
             self._poll(
-                lambda: word.value & value or time.sleep(1e-5), f"flag {address:#x} & {value}"
+                lambda: word.value & value or time.sleep(next(pauses)),
+                f"flag {address:#x} & {value}",
             )
             self.races.acquire(index, address)
 
