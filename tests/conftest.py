@@ -44,7 +44,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Those that take long come first: at the end one worker would have them, and others nothing."""
+    """Those that take long come first: at the end others would wait for one worker."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
