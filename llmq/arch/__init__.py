@@ -1,4 +1,4 @@
-"""One file an architecture: config.json's fields, names of weights, norms, biases, first values.
+"""One file a family: config.json's fields, names of weights, norms, biases, first values.
 
 `model_config.py` holds ModelConfig, the one description of a model's sizes.
 Everything else (weight table, options, plan, decoding, export) follows from these descriptions.
@@ -15,17 +15,12 @@ from llmq.arch.gemma3 import Gemma3
 from llmq.arch.gpt2 import Gpt2
 from llmq.arch.gpt_oss import GptOss
 from llmq.arch.llama import Llama
-from llmq.arch.mistral import Mistral
-from llmq.arch.mixtral import Mixtral
-from llmq.arch.olmo2 import Olmo2
-from llmq.arch.olmoe import Olmoe
+from llmq.arch.mistral import Mistral, Mixtral
+from llmq.arch.olmo2 import Olmo2, Olmoe
 from llmq.arch.phi3 import Phi3
-from llmq.arch.qwen2 import Qwen2
-from llmq.arch.qwen2_moe import Qwen2Moe
-from llmq.arch.qwen3 import Qwen3
-from llmq.arch.qwen3_5 import Qwen35
-from llmq.arch.qwen3_5_moe import Qwen35Moe
-from llmq.arch.qwen3_moe import Qwen3Moe
+from llmq.arch.qwen2 import Qwen2, Qwen2Moe
+from llmq.arch.qwen3 import Qwen3, Qwen3Moe
+from llmq.arch.qwen3_5 import Qwen35, Qwen35Moe
 from llmq.arch.qwen3_next import Qwen3Next
 from llmq.base.errors import ConfigError
 

@@ -1,10 +1,15 @@
-"""Mistral: Llama without biases, with a window in all layers."""
+"""Mistral: Llama without biases, with a window in all layers.
+
+Mixtral is Mistral with experts in all layers, mostly without a window.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind
+from llmq.arch.common import GgufKind, reject
+from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -23,3 +28,30 @@ class Mistral(RopeFamily):
     def write_sizes(self, model: Any) -> dict[str, Any]:
         """With the window."""
         return super().write_sizes(model) | {"sliding_window": model.sliding_window}
+
+
+_AT = "model.layers.{}.block_sparse_moe"
+
+
+class Mixtral(WithExperts, Mistral):
+    """The weights of the active experts always have the sum 1."""
+
+    name = "MixtralForCausalLM"
+    model_type = "mixtral"
+    label = "Mixtral"
+    gguf = GgufKind("llama", pairs=True, heads=True, renormalize=True)
+    count_names = ("num_local_experts",)
+    own_size = False
+    renormalized = True
+    sliding_window = None
+    norm_eps = 1e-5
+    expert_modules: Mapping[str, tuple[str, ...]] = {
+        "router": (f"{_AT}.gate",),
+        "experts_up": (f"{_AT}.experts.{{}}.w3", f"{_AT}.experts.{{}}.w1"),
+        "experts_down": (f"{_AT}.experts.{{}}.w2",),
+    }
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs of routers get no noise."""
+        reject(hf, "router_jitter_noise", 0, None)
+        return super().read_sizes({"rope_theta": 1e6, **hf})

@@ -1,10 +1,15 @@
-"""OLMo 2: norms of what each half of a block puts out, and of all queries and all keys at once."""
+"""OLMo 2: norms of what each half of a block puts out, and of all queries and all keys at once.
+
+OLMoE has experts in all layers, and the same norms of queries and keys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from llmq.arch.common import GgufKind
+from llmq.arch.common import GgufKind, reject
+from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 
 
@@ -30,3 +35,28 @@ class Olmo2(RopeFamily):
     modules = RopeFamily.modules | {
         key: (f"model.layers.{{}}.{module}",) for key, module in norm_names.items()
     }
+
+
+class Olmoe(WithExperts, RopeFamily):
+    """Norms stand before the halves of blocks, unlike OLMo 2's."""
+
+    name = "OlmoeForCausalLM"
+    classifier = None
+    model_type = "olmoe"
+    label = "OLMoE"
+    gguf = GgufKind("olmoe", grouped=False)
+    own_size = False
+    aux_loss = 0.01
+    qk_norm = True
+    wide_qk_norm = True
+    qkv_bias = None
+    o_bias = None
+    kv_heads_may_lack = True
+    norm_eps = 1e-5
+    eos_token_id = 50279
+    pad_token_id = 1
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Queries, keys and values are not clipped."""
+        reject(hf, "clip_qkv", None)
+        return super().read_sizes(hf)

@@ -1,11 +1,15 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values alone; a window in some layers."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values alone; a window in some layers.
+
+Qwen2-MoE and Qwen1.5-MoE are Qwen2 with experts, and one more that every token meets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from llmq.arch.common import GgufKind, get, size
+from llmq.arch.common import GgufKind, get, reject, size
+from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import FULL, WINDOWED, RopeFamily, layers_by_type
 from llmq.base.errors import ConfigError
 
@@ -56,3 +60,22 @@ class Qwen2(RopeFamily):
         if any(windowed):
             windows["layer_types"] = [WINDOWED if window else FULL for window in windowed]
         return super().write_sizes(model) | windows
+
+
+class Qwen2Moe(WithExperts, Qwen2):
+    """The shared expert's output is multiplied by a gate of its own."""
+
+    name = "Qwen2MoeForCausalLM"
+    model_type = "qwen2_moe"
+    label = "Qwen2-MoE"
+    gguf = GgufKind("qwen2moe")
+    shares = True
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """Biases are Qwen2's."""
+        reject(hf, "qkv_bias", True)
+        return super().read_sizes(hf)
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """Say so."""
+        return super().write_sizes(model) | {"qkv_bias": True}

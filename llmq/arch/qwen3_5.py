@@ -1,4 +1,7 @@
-"""Qwen3.5 (text, dense): three of four layers are gated delta nets, the others gated attention."""
+"""Qwen3.5 (text): three of four layers are gated delta nets, the others gated attention.
+
+Models whose names have an A have experts in all layers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from llmq.arch.common import GgufKind, get, reject, size
 from llmq.arch.delta import DELTA_MODULES, DELTA_TARGETS, DeltaNet, delta
+from llmq.arch.experts import WithExperts
 from llmq.arch.matrix import HalfSpec
 from llmq.arch.rope_family import FULL, RopeFamily, all_but_every
 from llmq.base.errors import ConfigError
@@ -93,3 +97,41 @@ def _delta_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
             f"got {kinds!r}"
         )
     return tuple(kind == LINEAR for kind in kinds)
+
+
+class Qwen35Moe(WithExperts, Qwen35):
+    """Released files hold a layer's experts as one parameter. No layer has an MLP, so that the
+    model's intermediate_size is that of experts."""
+
+    name = "Qwen3_5MoeForCausalLM"
+    classifier = None
+    model_type = "qwen3_5_moe_text"
+    wrapper = "Qwen3_5MoeForConditionalGeneration"
+    own_tokenizer_class = "Qwen3_5Tokenizer"
+    text_defaults: Mapping[str, Any] = {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    }
+    label = "Qwen3.5-MoE"
+    gguf = GgufKind("qwen35moe", heads=True, heads_in_turns=True, renormalize=True)
+    targets = tuple(dict.fromkeys((*WithExperts.targets, *Qwen35.targets)))
+    own_size = False
+    renormalized = True
+    shares = True
+
+    def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        """The only width is that of experts."""
+        return super().read_sizes({**hf, "intermediate_size": size(hf, "moe_intermediate_size")})
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """Likewise."""
+        fields = super().write_sizes(model)
+        return fields | {"moe_intermediate_size": fields.pop("intermediate_size")}

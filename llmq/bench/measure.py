@@ -30,7 +30,7 @@ from llmq.base.batch import Batch
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.bench.child import SETTLE, TIMED, WARM_UP, job_of_parent
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.adapters import adapters_of
 from llmq.options.cards import card_here
 from llmq.options.conditions import Ranks

@@ -18,7 +18,7 @@ import numpy as np
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import warn
 from llmq.bench.measure import random_batches
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.command_line import flag
 from llmq.options.conditions import Ranks
 from llmq.options.options import OPTIONS, TrainConfig

@@ -23,8 +23,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.files import Closing, check_readable, json_object
-from llmq.checkpoint.coded import decoded
-from llmq.checkpoint.coded.matrix import PIECE, CodedMatrix
+from llmq.checkpoint.coded import PIECE, CodedMatrix, decoded
 from llmq.checkpoint.export_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmq.checkpoint.finite import all_finite
 from llmq.checkpoint.safetensors_file import (

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import part, same_memory
-from llmq.comm.flags import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
+from llmq.comm.options import EMPTY, EXCHANGED, FULL, PINNED, TARGET, Flags
 from llmq.comm.staged import Incoming, Queue, Rings, Staging
 from llmq.runtime.device import Device, Event
 

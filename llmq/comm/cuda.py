@@ -12,11 +12,9 @@ from llmq.base.tensor import Tensor
 from llmq.comm import nccl
 from llmq.comm.collectives import Comm, join, storages
 from llmq.comm.copies import Copies, Memories
-from llmq.comm.flags import Flags
-from llmq.comm.links import LinkTable
+from llmq.comm.links import LinkTable, probe
 from llmq.comm.nccl import Nccl
-from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, allocate
-from llmq.comm.probe import probe
+from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, Flags, allocate
 from llmq.comm.staged import Rings
 from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice

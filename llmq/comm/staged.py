@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from llmq.comm.flags import EMPTY, FULL, RING, Flags
+from llmq.comm.options import EMPTY, FULL, RING, Flags
 
 
 class Queue(Protocol):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json as json_module
 import statistics
+import subprocess
 import sys
+import time
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +23,12 @@ from llmq.commands.plan import CardFile, CardName
 from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
 
+if TYPE_CHECKING:
+    from llmq.plan.recipe import Recipe, Tried
+
 VOCABULARY = 32768  # where there are no data: as many as nanochat's tokenizer has
+TRIED_SECONDS = 4.0  # of the steps of a short run
+FEWEST_STEPS = 12  # of one: the first ones are captured
 
 Data = Annotated[
     Path | None,
@@ -40,7 +52,7 @@ Measure = Annotated[
     bool | None,
     typer.Option(
         "--measure/--no-measure",
-        help="Try the recipe's step on this machine, some 20 seconds, and count with its time.",
+        help="Try the recipe's steps on this machine, some 20 seconds, and count with their time.",
         show_default=False,
     ),
 ]
@@ -62,27 +74,67 @@ def files_of(data: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tried(config: TrainConfig) -> tuple[float, float]:
-    """Seconds of a step with these options on this machine, and to the first one. Raises
-    LlmqError."""
+def _tried(recipe: Recipe, *, data: bool) -> Tried:
+    """Time its steps on this machine: in a short run of it if there are data, and little is
+    saved; else on random tokens. Raises LlmqError."""
     from llmq.bench.child import run_child
     from llmq.options.command_line import fewest_values
+    from llmq.plan.recipe import TRIED_SAVING, Tried
 
-    values = fewest_values(config).items()
+    print("Steps of the recipe are tried …", file=sys.stderr)
+    if data and recipe.seconds["saving"] <= TRIED_SAVING:
+        return Tried(*_of_short_run(recipe), ended=True)
+    values = fewest_values(recipe.config).items()
     plain = {n: str(value) if isinstance(value, Path) else value for n, value in values}
     options = {OPTIONS[name].flags[0]: value for name, value in plain.items()}
-    print("A step of the recipe is tried …", file=sys.stderr)
     outcome = run_child(options, BenchOptions.steps, BenchOptions.repeats)
     if outcome["status"] != "ok":
         raise LlmqError(f"the recipe's step: {outcome['message']}; --no-measure goes without")
     result = outcome["result"]
-    return statistics.median(result["step_seconds"]), result["first_step_seconds"]
+    return Tried(statistics.median(result["step_seconds"]), result["first_step_seconds"])
+
+
+def _of_short_run(recipe: Recipe) -> tuple[float, float]:
+    """Seconds of a step, and of all else. The second of two runs says that: only there libraries
+    are in memory and kernels compiled."""
+    few = max(round(TRIED_SECONDS / recipe.need.time.total), FEWEST_STEPS)
+    _, times = _short_run(recipe.config, few)
+    half = len(times) // 2  # a GPU that waited has a higher clock at first
+    step = (times[-1] - times[half]) / (len(times) - 1 - half)
+    wall, _ = _short_run(recipe.config, FEWEST_STEPS)
+    return step, max(wall - FEWEST_STEPS * step, 0.0)
+
+
+def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
+    """Seconds of `llmq train` with so many steps, and when each ended. It leaves nothing behind.
+    Raises LlmqError."""
+    from llmq.options.option_file import save_options
+
+    on_disk = config.out_dir.absolute()
+    on_disk = next(each for each in on_disk.parents if each.is_dir())
+    with TemporaryDirectory(prefix=".llmq-recipe-", dir=on_disk) as folder:
+        place, file = Path(folder), Path(folder) / "run.yaml"
+        places = {"out_dir": place / "model", "checkpoint_dir": place / "ckpt"}
+        short = {"steps": steps, "warmup": 1, "eval_every_n_steps": 0, "max_hours": 0.0}
+        short |= {"ckpt_every_minutes": 0.0, "log_file": place / "log.json"}
+        save_options(file, replace(config, **places, **short, wandb=None, tensorboard=None))
+        start = time.monotonic()
+        command = [sys.executable, "-m", "llmq", "train", "--config", str(file)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        done = subprocess.run(command, **pipes, stderr=subprocess.PIPE, text=True)
+        wall = time.monotonic() - start
+        if done.returncode:
+            why = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+            raise LlmqError(f"a short run of the recipe: {''.join(why)}; --no-measure goes without")
+        records = json_module.loads((place / "log.json").read_text())
+    times = [datetime.fromisoformat(r["time"][:26]) for r in records if r["log"] == "step"]
+    return wall, [each.timestamp() for each in times]
 
 
 @train_options
 def recipe(
     given: dict[str, Any],
-    hours: Annotated[float, typer.Option(min=0.02, help="Hours that the whole run may take.")],
+    hours: Annotated[float, typer.Option(min=0.01, help="Hours that the whole run may take.")],
     config_file: ConfigFile = None,
     data: Data = None,
     card: CardName = None,
@@ -125,11 +177,12 @@ def recipe(
     }
     where = {"card": card, "card_file": card_file, **sizes}
     how = {"law": law, "rates": rates, "price": price, "kwh_price": kwh_price}
-    timed = _tried if measure is not False and not elsewhere else None
+    tries = measure is not False and not elsewhere
+    timed = partial(_tried, data=has_data) if tries else None
     wanted = {"hours": hours, "data": has_data, "out": out, "json": json, "timed": timed}
     run_recipe(config, model, fields, **wanted, **where, **how)
     if run:
-        from llmq.run.loop import run_training
+        from llmq.run.training import run_training
 
         config, model, model_dir, _ = load_run({}, out, trains=True)
         run_training(config, model, model_dir, sys.argv)

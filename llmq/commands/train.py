@@ -181,6 +181,6 @@ def _train(
 
         run_plan(config, model)
         return
-    from llmq.run.loop import run_training
+    from llmq.run.training import run_training
 
     run_training(config, model, model_dir, argv)

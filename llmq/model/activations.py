@@ -10,8 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, DType
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, Format, id_of
-from llmq.model.norm import Stats
-from llmq.model.parameters import BlockParameters
+from llmq.model.norms import NormTensors
 from llmq.options.option_types import layer_set
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -43,29 +42,6 @@ class HalfOut(NamedTuple):
 
     out: Tensor
     addend: Tensor | None = None
-
-
-class NormTensors(NamedTuple):
-    """The norms in front of a half of one layer, and the residual stream there; see block_norms.py.
-
-    stream: (rows, C). branch: (rows, C), what the half before has put out; None where it has added
-    that to the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of
-    the branch's; None where there is none.
-    """
-
-    stream: Tensor
-    branch: Tensor | None
-    stats: Stats | None
-    post_stats: Stats | None
-    out: Activation
-
-    def parameters(self, block: BlockParameters[T]) -> tuple[T | None, T | None]:
-        """Weight and bias of the stream's norm among those of its block, or their gradients."""
-        return block.get(self.out.name), block.bias(self.out.name)
-
-    def post_weight(self, block: BlockParameters[T]) -> T | None:
-        """The weight of the branch's norm, or its gradient."""
-        return block.get(f"{self.out.name}_post")
 
 
 class Cache:

@@ -7,7 +7,7 @@
 
 A half (in brackets) turns its input x into a branch of the residual stream: each layer has those
 of the kinds that its architecture says, from `halves/`. Where norms stand (mostly as above), and
-where branches are added, is in `block_norms.py`: by the last product of a half, or else with a
+where branches are added, is in `norms.py`: by the last product of a half, or else with a
 norm, that of the second half in front of the next block or in the head: a block's output is split
 into the stream between its halves and a branch.
 Activations are (rows, features), rows = B*T.
@@ -28,21 +28,18 @@ from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
-from llmq.model import norm
 from llmq.model.activations import (
     Cache,
     HalfLayer,
     HalfOut,
-    NormTensors,
     Recompute,
     recompute_of_layers,
 )
 from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
-from llmq.model.block_norms import BlockNorms
 from llmq.model.halves import HALVES
 from llmq.model.halves.half import Frame, Half, Shared
-from llmq.model.norm import Stats
+from llmq.model.norms import BlockNorms, NormTensors, Stats, alloc_stats
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.model.residuals import Residuals
 from llmq.options.adapters import needed_inputs
@@ -51,7 +48,7 @@ from llmq.runtime.device import Device
 
 
 class LayerStreams(NamedTuple):
-    """The buffers that a layer shares with its neighbours, (rows, C) each; see block_norms.py.
+    """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py.
 
     before, after: the residual stream in front of the layer and behind it. between: that between
     the halves of all layers whose whole block is recomputed, where it only has to survive until
@@ -127,8 +124,8 @@ def _site_stats(
 ) -> tuple[Stats | None, Stats | None]:
     """Those of NormTensors."""
     pre, post = config.arch.pre_norm, config.arch.post_norm
-    stats = norm.alloc_stats(dev, config, name, rows) if pre else None
-    return stats, norm.alloc_stats(dev, config, f"{name}.post", rows) if post else None
+    stats = alloc_stats(dev, config, name, rows) if pre else None
+    return stats, alloc_stats(dev, config, f"{name}.post", rows) if post else None
 
 
 class WantedGradients(NamedTuple):

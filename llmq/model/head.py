@@ -26,7 +26,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
-from llmq.model.norm import Normalization, alloc_stats
+from llmq.model.norms import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import outliers, quantize
 from llmq.ops.common import padded_columns

@@ -15,10 +15,9 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
 from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.model.balance import ROUTER_SHOWN, ROUTER_STATS
-from llmq.model.inbox import Inbox, scalars_of
 from llmq.model.losses import loss_class
 from llmq.model.model import Model
-from llmq.model.results import Result, Results
+from llmq.model.rings import Inbox, Result, Results, scalars_of
 from llmq.ops import global_norm
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device

@@ -48,7 +48,8 @@ class Route:
     what has to be multiples of 16, mostly bytes of rows. columns: what N is a multiple of. rows,
     least: M and N from which it is faster than two kernels; faster: what else says so.
     fast: whether sums of fp8 codes have fewer bits, so that they must be permitted. bias: whether
-    it takes one. any_gpu: whether a plan for any GPU has it, because it takes more scratch.
+    it takes one. exact: whether its bits are those of two kernels (tests/test_product.py). any_gpu:
+    whether a plan for any GPU has it, because it takes more scratch.
     """
 
     kernel: str
@@ -61,6 +62,7 @@ class Route:
     faster: Callable[[Device, Sizes], bool] = lambda dev, sizes: True
     fast: bool = False
     bias: bool = False
+    exact: bool = True
     any_gpu: bool = False
 
 
@@ -90,9 +92,7 @@ MIN_DEPTH = 4096
 # The share of the turns of all clusters that is work, and of the tiles' elements that are there.
 LEAST_USED, LEAST_FILLED = 0.87, 0.93
 
-# By the kind of the epilogue, and "adapters": what is added, without an epilogue. Bits are those of
-# two kernels, but that adapters are rounded with the rest, and exponentials before they are
-# gradients.
+# By the kind of the epilogue, and "adapters": what is added, without an epilogue.
 ROUTES = {
     "adapters": Route(
         kernel="matmul_adapted",
@@ -103,6 +103,7 @@ ROUTES = {
         faster=_fills_turns,
         fast=True,
         bias=True,
+        exact=False,  # adapters are rounded with the rest
     ),
     # Tried with 4,096 rows and more, and these columns and more, in fp8 and bf16; no table is kept,
     # and tools/gemm_gate.py --swiglu makes one. Fewer rows would leave cores idle in the last turn.
@@ -154,6 +155,7 @@ ROUTES = {
         rows=512,
         least=8192,
         faster=lambda dev, s: s.M * s.N >= 2048 * 8192,
+        exact=False,  # exponentials are rounded before they are gradients
         any_gpu=True,
     ),
 }

@@ -702,6 +702,12 @@ class TrainConfig(Derived):
     tie_embeddings: bool | None = option(
         SIZES_GROUP, None, "Use the embedding matrix as LM head", alias="tie-word-embeddings"
     )
+    qk_norm: bool | None = option(
+        SIZES_GROUP,
+        None,
+        "RMSNorm of each head's queries and keys: a model of Qwen2.5, Llama or Mistral becomes one "
+        "of Qwen3's architecture, without it that becomes Llama's",
+    )
 
     # --------------------------------------------------------------------------------------------
     # Adapters

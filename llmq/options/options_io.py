@@ -166,7 +166,8 @@ def option_rows(
         ("num-kv-heads", model.num_kv_heads),
     ]
     rows += [(row, shown.pop(row)) for row in _AFTER_MODEL]
-    rows += [("head-dim", model.head_dim), ("max-positions", model.max_positions)]
+    rows += [("head-dim", model.head_dim), ("qk-norm", model.qk_norm)]
+    rows.append(("max-positions", model.max_positions))
     rows.append(("rope-theta", model.rope_theta if model.positions == "rope" else "none"))
     scaling = model.rope_scaling
     rows.append(("rope-scaling", "none" if scaling is None else json.dumps(scaling.write())))

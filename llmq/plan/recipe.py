@@ -35,8 +35,10 @@ WIDTH = 64  # channels for each block, as in nanochat: one number says the size
 START, START_OFF = 14.0, 7.0  # seconds to the first step: 8 of a small model, 21 of a large one
 DISK = 1e9  # bytes per second of the last checkpoint and the model; a slow disk takes longer
 RIG_ERROR = 0.05  # of steps that are predicted by a rig's own rates (docs/planning.md)
-# The same where a step was tried: clocks fall while a card becomes warm, kernels are compiled then.
-TRIED_ERROR, TRIED_OFF = 0.02, 3.0
+# The same where steps were tried: clocks fall while a card becomes warm. Seconds of the start where
+# that was of a first process, which compiles kernels, and where a short run came after it.
+TRIED_ERROR, TRIED_OFF, RUN_OFF = 0.02, 3.0, 1.0
+TRIED_SAVING = 8.0  # seconds of saving, up to which a short run is tried, that saves too
 GUESS = 0.35e12  # of a peak in TFLOP/s: FLOP/s that a search begins with
 ROUNDS = 3  # of speed by tokens a step, and tokens a step by speed
 VALIDATIONS, VALIDATION_SHARE = 20, 0.02  # how many at most, and of the time at most
@@ -80,6 +82,14 @@ def sizes_of(depth: int) -> dict[str, int]:
     }
 
 
+class Tried(NamedTuple):
+    """Seconds of a step on this machine, and to the first one; ended: as Wanted has it."""
+
+    step: float
+    start: float
+    ended: bool = False
+
+
 class Rates(NamedTuple):
     """The best rate that `llmq sweep-lr` has found, at which width, with so many tokens a step.
     source: for the user."""
@@ -112,7 +122,8 @@ class Wanted:
 
     laws: by optimizer. train_tokens, eval_tokens: that the files have, None without files.
     tokenizer: fingerprint of theirs. pace: the time of a step that was tried, over the predicted
-    one; None: none was tried. start, start_off: seconds to the first step, and how far off.
+    one; None: none was tried. start, start_off: seconds to the first step, and how far off. ended:
+    start is of a short run, and has its last validation and what it saved.
     """
 
     hours: float
@@ -124,6 +135,7 @@ class Wanted:
     pace: float | None = None
     start: float = START
     start_off: float = START_OFF
+    ended: bool = False
 
     @property
     def unique(self) -> float:
@@ -225,7 +237,7 @@ class Search:
         self.where, self.wanted = where, wanted
         self.tried: list[Recipe] = []
         self._flops = 0.0  # a second, of the last plan: the next one begins with as many
-        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings"} & fixed
+        chosen = {"model", *SIZES} - {"vocab_size", "tie_embeddings", "qk_norm"} & fixed
         self.shapes = [{}] if chosen & fixed else [sizes_of(depth) for depth in DEPTHS]
 
     def best(self) -> Recipe:
@@ -245,13 +257,15 @@ class Search:
             raise OutOfMemory("no model fits with these options, and trains in these hours", [])
         return min(found, key=lambda recipe: recipe.loss)
 
-    def tried_at(self, recipe: Recipe, step: float, start: float) -> Recipe:
-        """The same model and step, with as many steps as there is time for if one takes so long.
-
-        Seconds; start: to the first step.
-        """
-        tried = {"pace": step / recipe.need.time.total, "start": start, "start_off": TRIED_OFF}
-        self.wanted = replace(self.wanted, **tried)
+    def tried_at(self, recipe: Recipe, tried: Tried) -> Recipe:
+        """The same model and step, with as many steps as there is time for by what was tried."""
+        self.wanted = replace(
+            self.wanted,
+            pace=tried.step / recipe.need.time.total,
+            start=tried.start,
+            start_off=RUN_OFF if tried.ended else TRIED_OFF,
+            ended=tried.ended,
+        )
         made = self._of(recipe.config, recipe.model, recipe.where, recipe.need)
         if made is None:
             raise ConfigError("--hours: are too few for one step, which was timed")
@@ -364,7 +378,7 @@ class Search:
             unique=wanted.unique,
             notes={"learning_rate": of_rate} if "learning_rate" in own else {},
         )
-        hours = round(wanted.hours * (1 + 2 * made.time_error) + 0.005, 2)
+        hours = round(wanted.hours * (1 + 2 * made.time_error) + 0.01, 2)
         return replace(made, config=replace(made.config, max_hours=hours))
 
     def _timed(
@@ -380,8 +394,8 @@ class Search:
         one = need.tokens // config.grad_accumulation
         batches = max(VALIDATION_TOKENS // one, 1)
         validation = FORWARD * min(batches * one, wanted.eval_tokens) / speed
-        last = FORWARD * wanted.eval_tokens / speed
-        saving = (disk.checkpoint + disk.model) / DISK
+        last = 0.0 if wanted.ended else FORWARD * wanted.eval_tokens / speed
+        saving = 0.0 if wanted.ended else (disk.checkpoint + disk.model) / DISK
         left = 3600 * wanted.hours - wanted.start - last - saving
         often = int(min(VALIDATION_SHARE * left / max(validation, step), VALIDATIONS))
         often = often if validation else 0

@@ -16,7 +16,7 @@ from llmq.options.cards import CARDS
 from llmq.options.option_file import save_options
 from llmq.options.options import TrainConfig
 from llmq.plan.law import read_laws
-from llmq.plan.recipe import CHOSEN, MOST_PASSES, Recipe, Search, Wanted, read_rates
+from llmq.plan.recipe import CHOSEN, MOST_PASSES, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.report import target_here
 from llmq.plan.target import PlanTarget, target
 
@@ -40,7 +40,7 @@ def run_recipe(
     rates: Path | None = None,
     price: float | None = None,
     kwh_price: float | None = None,
-    timed: Callable[[TrainConfig], tuple[float, float]] | None = None,
+    timed: Callable[[Recipe], Tried] | None = None,
     out: Path = Path("recipe.yaml"),
     json: bool = False,
 ) -> TrainConfig:
@@ -49,8 +49,8 @@ def run_recipe(
     config, model: with the options of `fixed` as given. data: whether the training files are there.
     card, card_file, host_memory, reserve: as run_plan has them; without the first two it is this
     machine. law, rates: files of tools/scaling_law.py and `llmq sweep-lr`. price: of a GPU's hour,
-    kwh_price: of electricity. timed: gives the seconds of a step and of the start, which then count
-    instead of the plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has
+    kwh_price: of electricity. timed: tries a recipe, whose seconds then count instead of the
+    plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has
     no ground.
     """
     _check(config, fixed)
@@ -69,7 +69,7 @@ def run_recipe(
     search = Search(config, model, fixed, where, wanted)
     best = search.best()
     if timed is not None:
-        best = search.tried_at(best, *timed(best.config))
+        best = search.tried_at(best, timed(best))
     record = recipe_record(best, search, price, kwh_price)
     if json:
         print(json_module.dumps(record, indent=2))

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import LlmqError
-from llmq.comm.probe import probe
+from llmq.comm.links import probe
 from llmq.rig.child import Job
 from llmq.runtime.affinity import stay_near
 from llmq.runtime.cuda_device import NON_BLOCKING

@@ -18,7 +18,7 @@ from llmq.data.loader import DataLoader
 from llmq.data.reader import PARTNER
 from llmq.data.tokens import MASKED_TARGET
 from llmq.model.losses import loss_class
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 from llmq.run.ranks import Ranks, Rounds
 from llmq.runtime.mesh import DATA, World

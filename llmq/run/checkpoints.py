@@ -7,11 +7,10 @@ taken between steps: verdicts and the note of the best checkpoint wait until it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from llmq.base.errors import DiskError
 from llmq.base.run_id import RunId
@@ -27,8 +26,11 @@ from llmq.checkpoint.store import (
 )
 from llmq.checkpoint.verify import forget_pages, problem_of
 from llmq.options.options import TrainConfig
+from llmq.run.events import Events, Member
 from llmq.run.guard import PERSISTS, Guard, Judgement
 from llmq.run.metrics import Reporter
+from llmq.run.requests import Ending
+from llmq.run.run_paths import move_aside, undone_checkpoints
 from llmq.run.saving import BackgroundWriter, Clean, Cleaned, Written
 from llmq.run.trainer import Trainer
 from llmq.runtime.processes import Processes, processes
@@ -37,7 +39,7 @@ MISSING = 3  # checkpoints that could not be written, after which it is said so 
 SHORT_WAIT = 0.5  # seconds for the checkpoint before, of which nothing is said
 
 
-class Checkpoints:
+class Checkpoints(Member):
     """Writes the checkpoints of a run, judges them, deletes old ones, and knows the best.
 
     saved_at: step of the newest one that holds this state. writing: step of the one that is being
@@ -51,14 +53,13 @@ class Checkpoints:
         reporter: Reporter,
         best: Best,
         guard: Guard,
-        history: Callable[[], dict[str, Any]],
-        wrote: Callable[[float], None],
+        events: Events,
+        ending: Ending,
     ):
-        """history: what a checkpoint keeps of the run beside its state. wrote: gets the seconds of
-        each one that was written in the background."""
+        """events: of the members whose state each checkpoint keeps. ending: asks for some."""
         self.trainer, self.reporter, self.best, self.guard = trainer, reporter, best, guard
         self.config = trainer.config
-        self._history, self._wrote = history, wrote
+        self._events, self._ending = events, ending
         self._writer = BackgroundWriter(trainer.ranks, self.config.checkpoint_dir)
         self._candidates = Candidates()
         self.saved_at: int | None = None
@@ -96,6 +97,53 @@ class Checkpoints:
                 return path
         return None
 
+    # -- when ------------------------------------------------------------------------------------
+
+    def before_steps(self, step: int) -> None:
+        """Move aside what a run has left that is continued from before its end."""
+        if step < self.trainer.total_steps:
+            where = (self.config, self.trainer.run, step)
+            for line in processes().on_first(lambda: move_aside(undone_checkpoints(*where))):
+                self.reporter.message(line, step)
+
+    def before_step(self, step: int, *, new_epoch: bool) -> None:
+        self.poll()
+        interval, asked = self.config.ckpt_interval, self._ending.asked
+        due = interval > 0 and step % interval == 0
+        due |= self.late and self.guard.in_row == 0
+        if asked is not None:
+            self.reporter.message(f"A checkpoint, as {asked} asks for", step)
+        if asked is not None or (step > self._events.first and due):
+            self._save_between_steps(asked=asked is not None)
+
+    def after_steps(self, step: int, *, last: bool) -> None:
+        if not last:
+            self.save_last()
+        elif self.config.save_training_state:  # before the long evaluation at the end
+            self._save_between_steps()
+
+    def before_end(self, step: int) -> None:
+        self.finish()  # whatever becomes of the export
+
+    def at_end(self, step: int) -> None:
+        if self.config.save_training_state:  # if there was no room before
+            self._save_between_steps(required=True)
+
+    def interrupted(self, step: int) -> None:
+        self._save_between_steps(required=True)
+
+    def save_last(self, *, required: bool = True) -> None:
+        """The state that another stage, or another attempt, begins with."""
+        self._save_between_steps(required=required)
+        self.finish()
+
+    def _save_between_steps(self, *, required: bool = False, asked: bool = False) -> None:
+        """Save; how long it took is noted for the next one."""
+        self._events.pause()
+        start = time.monotonic()
+        self.save(required=required, asked=asked)
+        self._ending.requests.save_took(time.monotonic() - start)
+
     # -- saving ----------------------------------------------------------------------------------
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
@@ -121,7 +169,7 @@ class Checkpoints:
             return
         self._wait(step)
         self.late = False
-        self.trainer.history = self._history()
+        self.trainer.history = self._events.state()
         if config.ckpt_background and not required:
             self._begin(step)
             return
@@ -211,7 +259,7 @@ class Checkpoints:
             return
         verdict, measured, self.writing = self._verdict, self._measured, None
         self._verdict = self._measured = None
-        self._wrote(seconds)
+        self._ending.requests.write_took(seconds)
         now = self.trainer.steps_done
         if error is not None:
             self._candidates.lose(step)
@@ -241,9 +289,8 @@ class Checkpoints:
 
     # -- the best --------------------------------------------------------------------------------
 
-    def keep_best(self, measured: Measured) -> None:
+    def measured(self, step: int, measured: Measured) -> None:
         """Write a checkpoint of this step, too, if its metrics are the best so far."""
-        step = self.trainer.steps_done
         if self._measured is not None:  # then the best so far is not noted yet
             self.finish()
         if not self.best.improves(measured):

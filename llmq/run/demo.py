@@ -22,10 +22,10 @@ from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.options.presets import resolve_model
 from llmq.report.plot import run_plot
-from llmq.run.loop import run_training
 from llmq.run.resume import inherited_options
 from llmq.run.run_paths import everything_there, locked_places
 from llmq.run.sampling import Sampler, open_model
+from llmq.run.training import run_training
 from llmq.runtime.machine import choose_machine
 
 PROMPT = "def __init__(self"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +22,11 @@ from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
 from llmq.checkpoint.finite import reached, unmoved_lines
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.model.step import Step
 from llmq.ops import abs_max
 from llmq.ops.fp8_scale import STRIDE
+from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
 from llmq.run.rank import Rank
 from llmq.run.ranks import Ranks
@@ -156,6 +158,20 @@ def not_moved(ranks: Ranks) -> list[str]:
     every = dict.fromkeys(name for names, _ in of_ranks for name in names)
     moved = {name for _, names in of_ranks for name in names}
     return unmoved_lines([name for name in every if name not in moved], len(every))
+
+
+class AbsMaxes(Member):
+    """Reports the largest values of each such step; every: --debug-log-abs-max, in fp8."""
+
+    def __init__(self, ranks: Ranks, reporter: Reporter, every: int):
+        self._ranks, self._reporter, self._every = ranks, reporter, every
+
+    def watch(self, step: int) -> AbstractContextManager | None:
+        return nullcontext() if step % self._every == 0 else None
+
+    def after_step(self, done: StepDone) -> None:
+        if done.step % self._every == 0:
+            self._reporter.abs_maxes(done.step, abs_maxes(self._ranks))
 
 
 def abs_maxes(ranks: Ranks) -> dict[str, float]:

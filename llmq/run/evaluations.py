@@ -27,11 +27,11 @@ from llmq.data.loader import DataLoader
 from llmq.data.scoring import Asked, Encoder, Score, check_ids, judge, make_batches, pack_batches
 from llmq.data.tasks import read_tasks
 from llmq.data.tokenizer import Tokenizer, continuation, load_tokenizer
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 from llmq.report.views import EvaluationProgress
 from llmq.run.batches import mean_loss, open_loaders
-from llmq.run.events import Member
+from llmq.run.events import Events, Member
 from llmq.run.metrics import Reporter, duration
 from llmq.run.rank import Rank
 from llmq.run.ranks import CutShort
@@ -110,13 +110,18 @@ class Evaluations(Member):
         trainer: Trainer,
         reporter: Reporter,
         material: EvaluationInputs,
+        events: Events,
         stopped: Callable[[], bool],
+        final_seconds: float,
     ):
-        """stopped: whether to end soon; asked before each batch."""
+        """events: of the members that learn what is measured. stopped: whether to end soon; asked
+        before each batch. final_seconds: after which the losses at the
+        run's end are those of the sequences so far."""
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
-        self.measured: Measured = {}
+        self._events, self._final_seconds = events, final_seconds
+        self._measured: Measured = {}
         self._losses: dict[str, float] = {}  # the last one of each validation, by name
         self.not_finite: str | None = None  # of the last validation
         self.done_at: dict[str, int] = {}
@@ -127,10 +132,33 @@ class Evaluations(Member):
     def load(self, state: Mapping[str, Any]) -> None:
         self.done_at = {name: index(step) for name, step in state.get("done_at", {}).items()}
 
-    def take_measured(self) -> Measured:
-        """The metrics since this was last called."""
-        measured, self.measured = self.measured, {}
-        return measured
+    # -- when ------------------------------------------------------------------------------------
+
+    def before_step(self, step: int, *, new_epoch: bool) -> None:
+        """A checkpoint knows whether its step was evaluated, so that a continued run makes up for
+        it."""
+        every = self.config.eval_every_n_steps
+        due = new_epoch or (every > 0 and step % every == 0)
+        if due and self.validates and step not in (0, self.trainer.validated_at):
+            self._between_steps(partial(self.validate, self.config.eval_num_steps))
+        for call in self.due():
+            self._between_steps(call)
+
+    def before_end(self, step: int) -> None:
+        """The last validation, on all sequences."""
+        self._between_steps(partial(self.validate, None, self._final_seconds))
+        for call in self.due(at_end=True):
+            self._between_steps(call)
+
+    def at_end(self, step: int) -> None:
+        self.reporter.message(self.summary(), step)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        self._events.pause()
+        call()
+        measured, self._measured = self._measured, {}
+        for member in self._events.members:
+            member.measured(self.trainer.steps_done, measured)
 
     # -- validations -----------------------------------------------------------------------------
 
@@ -191,7 +219,7 @@ class Evaluations(Member):
             tokens = result.tokens
         self.reporter.evaluation(step, result, ms, tokens, name)
         self._losses[name] = result.loss
-        self.measured[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
+        self._measured[f"{name}/loss" if name else "loss"] = (result.loss, tokens)
         if result.tokens > 0 and not math.isfinite(result.loss):
             self.not_finite = f"the validation loss is {result.loss}"
         if result.tokens == 0:
@@ -247,7 +275,7 @@ class Evaluations(Member):
                 seconds=round(seconds, 3),
             )
             self.reporter.score(f"{s.task}/{s.metric}", s.value)
-            self.measured[f"{s.task}/{s.metric}"] = (s.value, s.count)
+            self._measured[f"{s.task}/{s.metric}"] = (s.value, s.count)
         line = " | ".join([f"time: {duration(1000 * seconds)}", scores[0].task, *shown])
         self.reporter.line("E", step, line, bold=True)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options import TrainConfig
 
 LAG = 2  # steps: the newest result that is always read when a step is enqueued is of step - LAG

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.base.errors import LlmqError, ModelError
 from llmq.checkpoint.store import checkpoint_step
 from llmq.run.checkpoints import Checkpoints
-from llmq.run.diagnose import UpdateCheck
-from llmq.run.events import Member, StepDone
+from llmq.run.diagnose import UpdateCheck, not_moved
+from llmq.run.evaluations import Evaluations
+from llmq.run.events import Events, Member, StepDone
 from llmq.run.guard import NEW_LEVEL, ROLLBACKS, Guard
 from llmq.run.metrics import Reporter
 from llmq.run.trainer import Trainer
@@ -29,13 +29,22 @@ class Judging(Member):
         reporter: Reporter,
         guard: Guard,
         checkpoints: Checkpoints,
-        members: Sequence[Member],
+        events: Events,
     ):
-        """members: of the run, whose state a rollback and a resume bring back."""
+        """events: of the members whose state a rollback and a resume bring back."""
         self.trainer, self.reporter, self.guard = trainer, reporter, guard
         self.checkpoints = checkpoints
         self.update_check = UpdateCheck(trainer.ranks, reporter)
-        self._members = members
+        self._events = events
+
+    def is_due(self, steps_done: int) -> bool:
+        """Whether to roll back now."""
+        return self.guard.is_due(steps_done)
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether to roll back where no step follows."""
+        return self.guard.trouble is not None
 
     def limits(self, step: int) -> tuple[Limits, Limits]:
         """By which a step will be judged, and those that the device gets."""
@@ -71,17 +80,12 @@ class Judging(Member):
     def state(self) -> dict[str, Any]:
         return {"guard": self.guard.state}
 
-    def _load(self, history: Mapping[str, Any]) -> None:
-        """Load the others' state: after a rollback the guard knows more than its checkpoint."""
-        for member in self._members:
-            member.load(history)
-
     def begin(self, checkpoint: Path) -> None:
         """Go on with what is known of the run that it was loaded from."""
         history = self.trainer.history
         try:
             self.guard.load(history.get("guard", {}))
-            self._load(history)
+            self._events.load(history)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise LlmqError(
                 f"'{checkpoint}' is none of llmq's: its history is not as llmq writes it "
@@ -101,7 +105,7 @@ class Judging(Member):
         """
         trainer, guard = self.trainer, self.guard
         bad, before = guard.trouble, trainer.steps_done
-
+        self.checkpoints.finish()
         path = self.checkpoints.newest_good(bad)
         if path is None and guard.origin is not None:
             path = Path(guard.origin)
@@ -125,22 +129,44 @@ class Judging(Member):
             trainer.run = run
         guard.went_back(to, before)
         self.checkpoints.resume(to)
-        self._load(trainer.history)
+        self._events.load(trainer.history)  # not the guard's: it knows more than its checkpoint
         self.reporter.total_steps = trainer.total_steps
 
-    def check_model(self, problem: str | None) -> None:
-        """Before an export: ModelError where the model computes no finite numbers, unless --force.
+    def at_end(self, step: int) -> None:
+        """Name what has not moved, and bad steps at the end."""
+        for line in not_moved(self.trainer.ranks) if step else ():
+            self.reporter.message(f"WARNING: {line}", step)
+        if self.guard.in_row:
+            last = f"WARNING: the last {self.guard.in_row} steps were bad, up to step {step - 1}"
+            self.reporter.message(f"{last}: the model is hardly what it should be", step)
 
-        problem: what a validation has found.
-        """
-        config, step = self.trainer.config, self.trainer.steps_done
-        problem = problem or self.guard.not_finite
+
+class FinalModel(Member):
+    """Writes the model at the end of a run, if it computes finite numbers."""
+
+    def __init__(self, judging: Judging, evaluations: Evaluations):
+        self._judging, self._evaluations = judging, evaluations
+
+    def at_end(self, step: int) -> None:
+        """ModelError where it is spoiled, as its checkpoint is then."""
+        trainer, reporter = self._judging.trainer, self._judging.reporter
+        try:
+            self._check(step)
+            with reporter.section(f"Saving model to `{trainer.config.out_dir}`", step):
+                trainer.export()
+        except ModelError as error:
+            self._judging.checkpoints.condemn(step, str(error))
+            raise
+
+    def _check(self, step: int) -> None:
+        """ModelError where the model computes no finite numbers, unless --force."""
+        config, guard = self._judging.trainer.config, self._judging.guard
+        problem = self._evaluations.not_finite or guard.not_finite
         if problem is not None and not config.force:
             raise ModelError(
                 f"no model is written, because {problem}: '{config.out_dir}' stays as it is; go on "
                 "from a good checkpoint (--continue), or write the model all the same with --force"
             )
         if problem is not None:
-            self.reporter.message(f"WARNING: {problem}; the model is written (--force)", step)
-        elif self.guard.in_row:
-            self.reporter.message(f"WARNING: the last {self.guard.in_row} steps were bad", step)
+            message = f"{problem}; the model is written (--force)"
+            self._judging.reporter.message(f"WARNING: {message}", step)

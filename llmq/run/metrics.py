@@ -11,7 +11,7 @@ from typing import Any
 
 from llmq.comm.links import LinkTable
 from llmq.data.loader import DataLoader
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.report.json_log import JsonLog
 from llmq.report.views import View
 

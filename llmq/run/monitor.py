@@ -38,6 +38,7 @@ from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import GpuInfo
 from llmq.runtime.nvml import NvmlGpu
+from llmq.runtime.processes import processes
 
 # ------------------------------------------------------------------------------------------------
 # [System] and [Speed of Light]
@@ -216,6 +217,14 @@ class StepReports(Member):
             )
             self._reporter.choices(done.step, *chosen)
 
+    def before_steps(self, step: int) -> None:
+        self._reporter.epoch = self._trainer.epoch
+
+    def at_end(self, step: int) -> None:
+        if empty := self._reporter.without_targets:
+            text = f"{empty} of {step} steps had no target to train on, and changed nothing"
+            self._reporter.message(f"WARNING: {text}: look at the loss masks of the data", step)
+
     def state(self) -> dict[str, Any]:
         return self._reporter.history
 
@@ -223,6 +232,23 @@ class StepReports(Member):
         total, count = state.get("losses_since_evaluation", (0.0, 0))
         total = None if total is None else float(total)
         self._reporter.history = {**state, "losses_since_evaluation": [total, index(count)]}
+
+
+class TimeBreakdown(Member):
+    """Reports the parts of each step, for --debug-time-breakdown."""
+
+    def __init__(self, trainer: Trainer, reporter: Reporter):
+        self._trainer, self._reporter = trainer, reporter
+        self._timings: list[list[tuple[str, float]]] = []
+
+    @contextmanager
+    def watch(self, step: int) -> Iterator[None]:
+        with self._trainer.ranks.time_parts() as self._timings:
+            yield
+
+    def after_step(self, done: StepDone) -> None:
+        of_all = [ranges for own in processes().gather(self._timings) for ranges in own]
+        self._reporter.time_breakdown(done.step, of_all, done.result.communication)
 
 
 STEPS = 1000

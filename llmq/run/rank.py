@@ -16,7 +16,7 @@ from llmq.checkpoint.checkpoint import (
     write_group,
 )
 from llmq.comm.collectives import silenced
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.model.step import Step
 from llmq.runtime.device import Device
 from llmq.state.frozen import Elements

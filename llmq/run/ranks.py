@@ -28,7 +28,7 @@ from llmq.checkpoint.checkpoint import (
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.data.tokens import MASKED_TARGET
-from llmq.model.results import RESULTS, Result
+from llmq.model.rings import RESULTS, Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, comm_options

@@ -94,15 +94,17 @@ def _taken(path: Path) -> bool:
     return False
 
 
-class Ending:
+class Ending(Member):
     """Whether a run is to end before its last step. One process acts at once on what it sees,
     several act on what they agreed on.
 
-    signum: the signal that asks the run to end, if one came to any process.
+    signum: the signal that asks the run to end, if one came to any process. asked: what asks for a
+    checkpoint between these two steps.
     """
 
     def __init__(self, requests: Requests):
         self.requests = requests
+        self.asked: str | None = None
         self._first = FirstSignal()
         self._agreed: int | None = None  # signal
         self._over = False  # whether the time of one process is
@@ -127,6 +129,9 @@ class Ending:
     def seen_here(self) -> bool:
         """Whether this process sees a reason for the run to end."""
         return self._first.signum is not None or self.requests.for_end()
+
+    def before_step(self, step: int, *, new_epoch: bool) -> None:
+        self.asked = self.agree(asks=True)
 
     def agree(self, *, asks: bool = False) -> str | None:
         """Exchange with other processes what each may see alone. Between any two steps.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmq.base.errors import LlmqError
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.report.gauges import Panel, Row, record_line
 from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter

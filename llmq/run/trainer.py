@@ -27,7 +27,7 @@ from llmq.data.loader import DataLoader
 from llmq.data.scores import ScoreFile, scores_path
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import open_token_files
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import config_of, layers_of

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from llmq.base.errors import MachineError
 from llmq.runtime.workers import RankPool
 
+STARTING = 60.0  # seconds: loading CUDA's libraries may stop all threads of a process so long
 LATER = 3.0  # seconds by which the others are more patient than the first process, which knows more
 
 
@@ -112,7 +113,8 @@ class Heartbeat:
         for process in others:
             _, last = self._beats.get(process, (0.0, None))
             age = self._age(process)
-            if age < self._seconds or (last is not None and last.ended):
+            patience = self._seconds if last and last.ranks else max(self._seconds, STARTING)
+            if age < patience or (last is not None and last.ended):
                 continue
             ranks = [f"rank {doing.rank}: {doing.line}" for doing in last.ranks] if last else []
             what = "; ".join(ranks) or "it has not begun to open its devices"

@@ -1,0 +1,266 @@
+"""Files whose matrices are codes with scales, of several kinds of `quantization_config`.
+
+`decoded` puts what reads as the matrices' values (`CodedMatrix`) in the place of codes; CODED is
+the table of what does it. The kinds that a config.json may name are in `arch/common.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmq.arch.common import QUANTIZATIONS
+from llmq.base.errors import LlmqError
+from llmq.checkpoint.safetensors_file import NUMPY_DTYPES, SafetensorsFile
+from llmq.ref.common import row_blocks
+from llmq.ref.mxfp4 import BLOCK, mxfp4_decode
+
+PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
+
+
+class Stored(Protocol):
+    """A tensor of a file, by its name there."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def check_length(self) -> None:
+        """LlmqError if the file has become shorter."""
+
+
+class CodedMatrix:
+    """A tensor as the other ones of its file, with the values of codes, F32.
+
+    path: of the codes' file. decode: rows [start, stop).
+    """
+
+    dtype = "F32"
+
+    def __init__(
+        self, codes: Stored, shape: tuple[int, ...], decode: Callable[[int, int], np.ndarray]
+    ):
+        self.path, self.shape, self._codes, self._decode = codes.path, shape, codes, decode
+
+    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """A few rows at a time: where they belong, and their values."""
+        for rows in row_blocks(self.shape[0], prod(self.shape[1:]), PIECE):
+            yield rows, self.rows(rows.start, rows.stop)
+
+    def rows(self, start: int, stop: int, *, transposed: bool = False) -> np.ndarray:
+        """These rows; transposed: these columns, as rows."""
+        self._codes.check_length()
+        if transposed:
+            return self._decode(0, self.shape[0])[:, start:stop].T
+        return self._decode(start, stop)
+
+
+@lru_cache(maxsize=16)
+def _open(path: Path, changed: int) -> SafetensorsFile:
+    """changed: when the file was; another one has another header."""
+    return SafetensorsFile(path)
+
+
+def stored_values(tensor: Stored, start: int = 0, stop: int | None = None) -> np.ndarray:
+    """Elements [start, stop) of a stored tensor, flat, in its own format; FP8 too, which the
+    library's NumPy side does not read."""
+    return _open(tensor.path, tensor.path.stat().st_mtime_ns).read(tensor.name, start, stop)
+
+
+def scaled(codes: Stored, scales: Stored, block: tuple[int, int] | None) -> CodedMatrix:
+    """A matrix (out, in) of numbers with a scale for each block of it; None: with one scale, or one
+    for each row. The last blocks may be smaller."""
+    out, columns = codes.shape
+    factors = stored_values(scales).astype(np.float32)
+    if block is None:
+        block = (1, columns) if factors.size == out and scales.shape != (1,) else (out, columns)
+    factors = factors.reshape(-(-out // block[0]), -(-columns // block[1]))
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        values = stored_values(codes, start * columns, stop * columns).astype(np.float32)
+        of_rows = factors[np.arange(start, stop) // block[0]]
+        return values.reshape(-1, columns) * of_rows[:, np.arange(columns) // block[1]]
+
+    return CodedMatrix(codes, codes.shape, decode)
+
+
+def take(tensors: dict[str, Any], *endings: str) -> None:
+    """Leave out the tensors whose names end so: what only products of codes need."""
+    for name in [name for name in tensors if name.endswith(endings)]:
+        del tensors[name]
+
+
+_CODES, _SCALES = "_blocks", "_scales"
+
+
+def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    for stored in [name for name in tensors if name.endswith(_CODES)]:
+        name, codes = stored.removesuffix(_CODES), tensors.pop(stored)
+        scales = tensors.pop(name + _SCALES, None)
+        if scales is None or codes.shape != (*scales.shape, BLOCK // 2) or len(codes.shape) != 4:
+            raise LlmqError(f"'{codes.path}': {stored} has no {name + _SCALES} of its shape")
+        tensors[name] = _Experts(codes, scales)
+
+
+class _Experts(CodedMatrix):
+    """Its values are BF16 numbers."""
+
+    dtype = "BF16"
+
+    def __init__(self, codes: Stored, scales: Stored):
+        count, self._height, blocks, _ = codes.shape
+        columns = blocks * BLOCK
+
+        def decode(start: int, stop: int) -> np.ndarray:
+            pairs, exponents = (
+                stored_values(x, start * blocks * each, stop * blocks * each)
+                for x, each in ((codes, BLOCK // 2), (scales, 1))
+            )
+            out = np.empty((stop - start, columns), np.float32)
+            mxfp4_decode(out, pairs, exponents, out.size)
+            return out
+
+        super().__init__(codes, (count, columns, self._height), decode)
+
+    def pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """An expert at a time."""
+        for first in range(self.shape[0]):
+            rows = self.rows(first * self._height, (first + 1) * self._height)
+            yield slice(first, first + 1), rows.T[None]
+
+    def rows(self, start: int, stop: int, *, transposed: bool = True) -> np.ndarray:
+        """These rows of all experts', as `HfTensor.rows` counts them."""
+        self._codes.check_length()
+        return self._decode(start, stop)
+
+
+FP8, SCALES = ("F8_E4M3",), ("_scale_inv", "_scale")
+
+
+def decode_fp8(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    block = config.get("weight_block_size")
+    put_scaled(tensors, FP8, None if block is None else (int(block[0]), int(block[1])))
+    take(tensors, ".input_scale", ".activation_scale")
+
+
+def put_scaled(
+    tensors: dict[str, Any], dtypes: tuple[str, ...], block: tuple[int, int] | None
+) -> None:
+    """Decode every tensor of these dtypes, which has scales. block: as of `scaled`."""
+    for name in [name for name, tensor in tensors.items() if tensor.dtype in dtypes]:
+        codes = tensors[name]
+        found = [f"{name}{end}" for end in SCALES if f"{name}{end}" in tensors]
+        if len(codes.shape) != 2 or not found:
+            raise LlmqError(f"'{codes.path}': {name} is {codes.dtype} without scales")
+        try:
+            tensors[name] = scaled(codes, tensors.pop(found[0]), block)
+        except ValueError as error:
+            raise LlmqError(
+                f"'{codes.path}': {found[0]} has not as many scales as {name} {list(codes.shape)} "
+                "has parts"
+            ) from error
+
+
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+
+
+def decode_compressed_tensors(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    kind = config.get("format")
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    if kind not in _FORMATS or sparse != "dense":
+        raise LlmqError(
+            f"quantization_config: the format {kind!r} of compressed-tensors cannot be read, only "
+            f"{', '.join(_FORMATS)}"
+        )
+    blocks = {_block(group.get("weights") or {}) for group in config["config_groups"].values()}
+    if len(blocks) > 1:
+        raise LlmqError("quantization_config: groups with different scales cannot be read")
+    put_scaled(tensors, (*FP8, "I8"), blocks.pop())
+    take(tensors, ".input_scale", ".output_scale", ".k_scale", ".v_scale")
+
+
+def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The part of a matrix that has one scale, as of `scaled`."""
+    if not weights.get("symmetric", True):
+        raise LlmqError("quantization_config: codes with zero points cannot be read")
+    if weights.get("strategy") == "block":
+        rows, columns = weights["block_structure"]
+        return int(rows), int(columns)
+    return (1, int(weights["group_size"])) if weights.get("strategy") == "group" else None
+
+
+_STATE = ".quant_state.bitsandbytes__"
+
+
+def decode_bitsandbytes(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
+    if config.get("load_in_8bit"):
+        raise LlmqError("quantization_config: 8 bits of bitsandbytes cannot be read, only nf4")
+    states = {name.partition(_STATE)[0]: name for name in tensors if _STATE in name}
+    for name, state in states.items():
+        kind = state.partition(_STATE)[2]
+        if kind != "nf4":
+            raise LlmqError(f"'{tensors[state].path}': {name} is {kind}, which cannot be read")
+        tensors[name] = _matrix(name, tensors, tensors[state])
+    parts = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+    take(tensors, *(f"{name}.{part}" for name in states for part in parts), f"{_STATE}nf4")
+
+
+def _matrix(name: str, tensors: Mapping[str, Stored], state: Stored) -> CodedMatrix:
+    codes = tensors[name]
+    try:
+        known = json.loads(stored_values(state).tobytes())
+        shape, block = tuple(map(int, known["shape"])), int(known["blocksize"])
+        scales = stored_values(tensors[f"{name}.absmax"])
+        if "nested_blocksize" in known:
+            levels = stored_values(tensors[f"{name}.nested_quant_map"])
+            groups = stored_values(tensors[f"{name}.nested_absmax"])
+            of_scale = np.arange(scales.size) // int(known["nested_blocksize"])
+            offset = np.float32(known["nested_offset"])
+            scales = levels[scales] * groups[of_scale] + offset
+        levels = stored_values(tensors[f"{name}.quant_map"]).astype(np.float32)
+        size = NUMPY_DTYPES[codes.dtype].itemsize
+        whole = (scales.size * block, 2 * prod(codes.shape) * size, levels.size)
+        if whole != (-(-prod(shape) // block) * block, prod(shape), 16) or block % (2 * size):
+            raise ValueError(f"sizes {shape}, {codes.shape}, {scales.shape}, {levels.shape}")
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise LlmqError(f"'{codes.path}': the codes of {name} are damaged ({error!r})") from error
+
+    def decode(start: int, stop: int) -> np.ndarray:
+        columns = prod(shape[1:])
+        first, last = start * columns // block, -(-stop * columns // block)
+        end = min(last * block // 2 // size, prod(codes.shape))
+        pairs = stored_values(codes, first * block // 2 // size, end).view(np.uint8)
+        values = np.stack([levels[pairs >> 4], levels[pairs & 15]], axis=-1).reshape(-1)
+        values *= np.repeat(scales[first:last], block)[: values.size]
+        skipped = start * columns - first * block
+        return values[skipped : skipped + (stop - start) * columns].reshape(-1, *shape[1:])
+
+    return CodedMatrix(codes, shape, decode)
+
+
+Tensors = dict[str, Any]
+"""By name: Stored, or a matrix that is decoded."""
+
+_DECODE = (decode_bitsandbytes, decode_compressed_tensors, decode_fp8, decode_mxfp4)
+CODED: dict[str, Callable[[Tensors, Mapping[str, Any]], None]] = dict(
+    zip(QUANTIZATIONS, _DECODE, strict=True)
+)
+"""By quant_method: takes codes and scales out of a file's tensors, and puts matrices there."""
+
+
+def decoded(stored: Mapping[str, Stored], config: Mapping[str, Any]) -> Tensors:
+    """The tensors of a file with this quantization_config. LlmqError where it has codes of a kind
+    that cannot be read."""
+    tensors: Tensors = dict(stored)
+    try:
+        CODED[config["quant_method"]](tensors, config)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise LlmqError(f"config.json: quantization_config cannot be read ({error!r})") from error
+    return tensors
