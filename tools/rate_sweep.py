@@ -3,10 +3,11 @@
     python tools/rate_sweep.py FILE --data DATA --steps N --out OUT [--share 0.75] [--minutes M]
     [options]
 
-FILE is a sweep file as of `llmq bench`. Runs that differ in their rates only are one way, and a
-trainer makes them one after the other from the same first weights on the same data. The first way
-has N steps, the others `--share` of them, with a schedule of their own: so the last lines say
-whether these reach its best loss in that part of the tokens. Options of `llmq train` win over FILE.
+FILE is a sweep file as of `llmq bench`. Runs that differ in their rates only are one way, with the
+name of the rows if they have one, and a trainer makes them one after the other from the same first
+weights on the same data. The first way has N steps, the others `--share` of them, with a schedule
+of their own: so the last lines say whether these reach its best loss in that part of the tokens.
+Options of `llmq train` win over FILE.
 
 DATA has train*.bin and eval*.bin. OUT.md is the table, OUT.json its numbers, OUT/ the runs' logs,
 and OUT.png the curves of each way's best run, by `llmq plot`. With an OUT.json that is there, runs
@@ -24,7 +25,7 @@ import typer
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import read_json, write_file
-from llmq.bench.losses import best_of, loss_of, measure_losses
+from llmq.bench.losses import LAST, best_of, loss_of, measure_losses
 from llmq.bench.sweep_file import Row, read_runs
 from llmq.commands.common import TrainCommand, train_options
 from llmq.report.plot import run_plot
@@ -42,19 +43,23 @@ def ways_of(rows: list[Row]) -> dict[str, list[Row]]:
     keys = sorted({key for row in rows for key in row} - {RATE})
     differ = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1]
     for row in rows:
-        ways.setdefault(" ".join(str(row.get(key, "-")) for key in differ) or "all", []).append(row)
+        values = " ".join(str(row.get(key, "-")) for key in differ)
+        ways.setdefault(row.get("name") or values or "all", []).append(row)
     return ways
 
 
 def table(ways: dict[str, Records], share: float) -> list[str]:
     """The losses of all runs, and whether a share of the tokens was enough for the others."""
-    lines = ["| way | tokens | rate | evaluation loss | seconds |", f"|{' --- |' * 5}"]
+    head = f"| way | tokens | rate | evaluation loss | training loss, last {LAST} | seconds |"
+    lines = [head, f"|{' --- |' * 6}"]
     best = {way: best_of(runs) for way, runs in ways.items()}
     for way, runs in ways.items():
         for run in runs:
             loss = f"**{loss_of(run)}**" if run is best[way] else loss_of(run)
             tokens, rate = f"{run['tokens'] / 1e6:.2f}M", f"{run['learning_rate']:g}"
-            lines.append(f"| {way} | {tokens} | {rate} | {loss} | {run['seconds']:.1f} |")
+            trained = "" if run["loss"] is None else f"{run['train_loss']:.4f}"
+            columns = way, tokens, rate, loss, trained, f"{run['seconds']:.1f}"
+            lines.append(f"| {' | '.join(columns)} |")
     lines.append("")
     first, *others = best
     for way in others:
@@ -63,8 +68,10 @@ def table(ways: dict[str, Records], share: float) -> list[str]:
             gap = losses[0] - losses[1]
             verb = "reaches" if gap <= 0 else "does not reach"
             told = f"{way} {verb} {first}'s best loss in {share:.0%} of its tokens"
-            lines.append(f"{told} ({gap:+.4f}).")
-    ends = [way for way, runs in ways.items() if best[way] in (runs[0], runs[-1])]
+            beside = best[way]["train_loss"] / best[first]["train_loss"] - 1
+            lines.append(f"{told} ({gap:+.4f}, {gap / losses[1]:+.2%}; in training {beside:+.2%}).")
+    several = {way: runs for way, runs in ways.items() if len(runs) > 1}
+    ends = [way for way, runs in several.items() if best[way] in (runs[0], runs[-1])]
     return [*lines, *(f"The best rate of {way} is at an end of its rates." for way in ends)]
 
 

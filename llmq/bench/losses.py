@@ -15,6 +15,7 @@ from collections.abc import Hashable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError
@@ -30,6 +31,7 @@ from llmq.run.trainer import Trainer
 from llmq.state.params import parameter_count
 
 _RATES = ("muon_lr", "lr_embedding", "lr_head", "lr_vectors")  # captured over --learning-rate
+LAST = 20  # steps of which `train_loss` is the mean
 _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "log_file")
 
 
@@ -76,7 +78,8 @@ def measure_losses(
                 if time.monotonic() > end:
                     break
                 own = make_config(row)
-                log = None if logs is None else logs / _log_name(own, report["runs"])
+                way = row.get("name", own.optimizer)
+                log = None if logs is None else logs / _log_name(way, own, report["runs"])
                 record = {"options": row} | _run(made, own, log)
                 report["runs"].append(record)
                 done[identity(row)] = record
@@ -112,9 +115,9 @@ def _shared(config: TrainConfig) -> TrainConfig:
     return replace(config, learning_rate=1.0, **quotients, **{n: defaults[n] for n in _BY_STEP})
 
 
-def _log_name(config: TrainConfig, runs: list[dict[str, Any]]) -> str:
+def _log_name(way: str, config: TrainConfig, runs: list[dict[str, Any]]) -> str:
     """A name that no other run has."""
-    name = f"{config.optimizer}-{config.learning_rate:g}-{config.steps}"
+    name = f"{way}-{config.learning_rate:g}-{config.steps}"
     alike = [run for run in runs if run.get("log", "").startswith(name)]
     return f"{name}-{len(alike) + 1}.json" if alike else f"{name}.json"
 
@@ -133,7 +136,7 @@ def _run(trainer: Trainer, config: TrainConfig, log: Path | None) -> dict[str, A
             if not math.isfinite(course[-1].loss):
                 break
     course.append(trainer.result(ticket))
-    trained = course[-1].loss
+    trained = fmean(result.loss for result in course[-LAST:])
     finite = math.isfinite(trained)
     found = trainer.validate(config.eval_num_steps).loss if finite else math.nan
     if log is not None:
