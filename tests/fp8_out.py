@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, DType
+from llmq.base.dtypes import FP8_MAX, DType
 from llmq.base.operand import Fp8Out
 from llmq.ref.common import FP8_NAN
 from llmq.runtime.device import Device
 from tests.abs_max import bits, largest
 from tests.harness import run
 
-LARGEST = {E4M3: np.float32(E4M3_MAX), E5M2: np.float32(E5M2_MAX)}
+LARGEST = {dtype: np.float32(largest) for dtype, largest in FP8_MAX.items()}
 LAYOUTS = {"codes": (True, False), "transposed": (False, True), "both": (True, True)}
 UNTOUCHED = 0xA5  # no NaN, in which an element that is not written would go unnoticed
 BEFORE = 5  # saturated elements counted so far

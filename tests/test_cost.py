@@ -101,6 +101,8 @@ def test_what_costs_time_costs_time():
     exact = {"matmul_dtype": "e4m3", "fp8_fast_accumulation": "none"}
     assert predicted(**fast).total <= predicted(**exact).total
     assert predicted(RTX_4090).total > 3 * plain
+    half = {"matmul_dtype": "e4m3", "fp8_accumulate": "fp16"}
+    assert predicted(RTX_4090, **half).total < predicted(RTX_4090, matmul_dtype="e4m3").total
 
 
 def test_optimizer_state_in_host_memory_goes_over_the_bus():

@@ -261,6 +261,34 @@ def test_which_products_may_accumulate_fast(fast, head, recompute):
     assert allowed[: 4 * L + fp8_head] == [fast != "none"] * (4 * L + fp8_head)
 
 
+@pytest.mark.parametrize(("fast", "head"), [("forward", "e4m3"), ("all", "bf16")])
+def test_products_that_may_be_fast_are_summed_in_half_precision(fast, head):
+    """But for those of the gradients of logits, whose codes are larger."""
+    batches = [random_batch(np.random.default_rng(4), T=32)]
+    options = FP8 | {"fp8_recipe": "delayed", "fp8_fast_accumulation": fast}
+    options |= {"head_dtype": head, "seq_len": 32}
+    launched, losses = {}, {}
+    for sums in ("fp32", "fp16"):
+        launched[sums] = []
+        with trainer_for(exported("llama_biases"), fp8_accumulate=sums, **options) as trainer:
+            dev, launch = trainer.dev, trainer.dev.launch
+
+            def note(kernel, grid, block, args, launch=launch, seen=launched[sums], **kwargs):
+                product = {"matmul_fp8": bool(args[-1]), "grouped_product": True}
+                if kernel.entry in product:
+                    seen.append((args[0].shape, product[kernel.entry], kernel.entry))
+                launch(kernel, grid, block, args, **kwargs)
+
+            with dev.instead(launch=note):
+                losses[sums] = [trainer.step(batches).loss for _ in range(3)]
+    full, half = launched["fp32"], launched["fp16"]
+    assert [(shape, fast) for shape, fast, _ in full] == [(shape, fast) for shape, fast, _ in half]
+    assert {entry for *_, entry in full} == {"matmul_fp8"}
+    assert all((entry == "grouped_product") == fast for _, fast, entry in half)
+    assert losses["fp16"] != losses["fp32"]
+    assert losses["fp16"][2] < losses["fp16"][0] < 6
+
+
 @pytest.mark.parametrize(
     ("gradient", "recipe", "head", "grads", "fast"),
     pairwise(

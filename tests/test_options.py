@@ -28,6 +28,8 @@ from llmq.options.sizes import SIZES
 from llmq.plan.plan import make_plan
 from llmq.runtime.machine import PLAN_SPEC
 
+FP8 = {"matmul-dtype": "e4m3"}
+HALF = FP8 | {"fp8-accumulate": "fp16"}
 # Defaults of the program whose command lines must run unchanged.
 LLMQ_DEFAULTS = {
     "model": ".",
@@ -135,6 +137,7 @@ def test_defaults_of_known_flags():
         "mlp-dtype": "bf16",
         "fp8-recipe": "jit",
         "fp8-fast-accumulation": "activations",
+        "fp8-accumulate": "fp32",
         "allow-other-tokenizer": False,
         "lora-rank": 0,
         "lora-alpha": None,
@@ -340,6 +343,24 @@ def test_values_are_converted(flag, value, field, expected):
         ),
         ({"fp8-recipe": "mx"}, "--fp8-recipe: expected jit or delayed, got 'mx'"),
         ({"fp8-fast-accumulation": "on"}, "--fp8-fast-accumulation: expected none or forward or"),
+        ({"fp8-accumulate": "fp16"}, "--fp8-accumulate: fp16 needs --matmul-dtype e4m3"),
+        (
+            HALF | {"fp8-fast-accumulation": "none"},
+            "--fp8-accumulate: fp16 is for what --fp8-fast-",
+        ),
+        (HALF | {"gradient-dtype": "e5m2"}, "--fp8-accumulate: fp16 needs --gradient-dtype e4m3:"),
+        (
+            HALF | {"lora-rank": 8, "base-dtype": "e4m3"},
+            "--fp8-accumulate: fp16 does not go with ad",
+        ),
+        (
+            HALF | {"mlp-dtype": "e4m3", "fp8-recipe": "delayed"},
+            "--fp8-accumulate: fp16 does not go with --mlp-dtype e4m3",
+        ),
+        (
+            HALF | {"fp8-fast-accumulation": "all", "grad-accum-dtype": "fp32"},
+            "--fp8-accumulate: fp16 writes results in bf16, which --model-dtype and with",
+        ),
         ({"gpus": 1000}, "--gpus: must be at most 64, got 1000"),
         ({"zero-level": 4}, "--zero-level: must be at most 3, got 4"),
         ({"zero-level": -1}, "--zero-level: must be at least 0, got -1"),
@@ -625,7 +646,7 @@ def test_warnings():
     assert RULES.idle(make_config({"lr-schedule": "linear", "final-lr-fraction": 0.1})) == []
 
 
-FP8, OFFLOAD = {"matmul-dtype": "e4m3"}, {"offload-opt-m": True}
+OFFLOAD = {"offload-opt-m": True}
 
 
 @pytest.mark.parametrize(

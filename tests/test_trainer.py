@@ -416,6 +416,18 @@ def test_what_a_gpu_cannot_do_is_one_line(capability, options, changes, message)
     check_machine(config, preset("tiny"), replace(machine, spec=GPU_SPEC))
 
 
+def test_half_precision_sums_are_for_cards_with_the_kernel():
+    options = {"matmul_dtype": "e4m3", "fp8_accumulate": "fp16"}
+    config = make_config({"model": "tiny", "from-scratch": True, **options})
+    for capability in (89, 120, 90, 100):
+        machine = Machine(kind="cuda", spec=replace(GPU_SPEC, capability=capability), note=None)
+        if capability in (89, 120):
+            check_machine(config, preset("tiny"), machine)
+            continue
+        with pytest.raises(ConfigError, match=r"fp16 needs compute capability 8\.9 or 12, GPU has"):
+            check_machine(config, preset("tiny"), machine)
+
+
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize(
     "changes, message",

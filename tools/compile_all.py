@@ -227,6 +227,9 @@ def all_runs(capability: int) -> list[Run]:
             fields = {"model_dtype": name, "matmul_dtype": name, "base_dtype": base}
             of_one.append(fields | ADAPTERS)
     runs += [Run(first, tuple(fields.items())) for fields in of_one]
+    if capability in GENERIC_FP8:
+        fields = FP8 | {"fp8_recipe": "delayed", "head_dtype": "e4m3", "fp8_accumulate": "fp16"}
+        runs += [Run(name, tuple(fields.items())) for name in (first, *of_activation.values())]
     if capability == CAPABILITY:  # in both directions: without dropout
         adapted = {"lora_rank": 8, "lora_dropout": 0.0}
         formats_of = [{"model_dtype": "bf16", "matmul_dtype": "bf16"}]

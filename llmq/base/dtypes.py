@@ -13,6 +13,8 @@ GIB = 1 << 30
 
 E4M3_MAX = 448.0  # largest finite E4M3 value, S.1111.110
 E5M2_MAX = 57344.0  # largest finite E5M2 value, S.11110.11
+# Half precision, which ends at 65,504, holds the sum of 64 products of codes up to 30.
+E4M3_HALF_MAX, HALF_TERMS = 30.0, 64
 I8_MAX = 127  # of codes: as far from 0 as -127, so that -128 is not used
 
 
@@ -41,6 +43,8 @@ F64 = _dtype("f64", "F64", np.float64)
 F32 = _dtype("f32", "F32", np.float32)
 BF16 = _dtype("bf16", "BF16", ml_dtypes.bfloat16)
 E4M3 = _dtype("e4m3", "F8_E4M3", ml_dtypes.float8_e4m3fn)
+# E4M3 of which nothing is beyond E4M3_HALF_MAX. NumPy's type has the same bits up to 240.
+E4M3_HALF = _dtype("e4m3_half", "F8_E4M3_HALF", ml_dtypes.float8_e4m3)
 E5M2 = _dtype("e5m2", "F8_E5M2", ml_dtypes.float8_e5m2)
 I32 = _dtype("i32", "I32", np.int32)
 I64 = _dtype("i64", "I64", np.int64)
@@ -49,7 +53,9 @@ U8 = _dtype("u8", "U8", np.uint8)
 NF4 = _dtype("nf4", "NF4", np.uint8)  # bytes of codes and their scales, see formats/nf4.py
 MXFP4 = _dtype("mxfp4", "MXFP4", np.uint8)  # as NF4, see formats/mxfp4.py
 
-DTYPES = {d.name: d for d in (F64, F32, BF16, E4M3, E5M2, I32, I64, I8, U8)}
+FP8_MAX = {E4M3: E4M3_MAX, E4M3_HALF: E4M3_HALF_MAX, E5M2: E5M2_MAX}
+FP8 = tuple(FP8_MAX)
+DTYPES = {d.name: d for d in (F64, F32, BF16, *FP8, I32, I64, I8, U8)}
 
 # The option spelling ("fp32", "bf16", ...) of the formats that a user may choose.
 OPTION_DTYPES = {"fp32": F32, "bf16": BF16, "e4m3": E4M3, "e5m2": E5M2, "nf4": NF4, "int8": I8}

@@ -404,24 +404,41 @@ template <bool WANTED> __device__ __forceinline__ void finish_abs_max(float* abs
 
 using e4m3 = __nv_fp8_e4m3;
 using e5m2 = __nv_fp8_e5m2;
+struct e4m3_half : e4m3 {};  // codes of which none is beyond Fp8<e4m3_half>::MAX
 
-// The FP8 formats. MAX: their largest finite value, as in llmq/base/dtypes.py, MAX_CODE: its code.
+// The FP8 formats. MAX: their largest value, as in llmq/base/dtypes.py, MAX_CODE: its code. CLAMPED:
+// whether the conversion does not know it.
 template <class F> struct Fp8;
 template <> struct Fp8<e4m3> {
     static constexpr float MAX = 448.0f;
     static constexpr u32 MAX_CODE = 0x7Eu;
+    static constexpr bool CLAMPED = false;
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E4M3;
+};
+template <> struct Fp8<e4m3_half> : Fp8<e4m3> {
+    static constexpr float MAX = 30.0f;
+    static constexpr u32 MAX_CODE = 0x5Fu;
+    static constexpr bool CLAMPED = true;
 };
 template <> struct Fp8<e5m2> {
     static constexpr float MAX = 57344.0f;
     static constexpr u32 MAX_CODE = 0x7Bu;
+    static constexpr bool CLAMPED = false;
     static constexpr __nv_fp8_interpretation_t FORMAT = __NV_E5M2;
 };
+
+// x, or +-MAX where it is beyond that and the conversion does not know; NaN stays NaN.
+template <class F> __device__ __forceinline__ float clamped(float x) {
+    constexpr float MAX = Fp8<F>::MAX;
+    if constexpr (Fp8<F>::CLAMPED) { return x > MAX ? MAX : x < -MAX ? -MAX : x; }
+    return x;
+}
 
 // Four neighbours in FP8 format F, a in the lowest byte: rounded to nearest even; what lies beyond
 // +-MAX, infinity too, becomes +-MAX; NaN of either sign becomes 0x7F.
 template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float c, float d) {
-    const float2 low = make_float2(a, b), high = make_float2(c, d);
+    const float2 low = make_float2(clamped<F>(a), clamped<F>(b));
+    const float2 high = make_float2(clamped<F>(c), clamped<F>(d));
     return (u32)__nv_cvt_float2_to_fp8x2(low, __NV_SATFINITE, Fp8<F>::FORMAT) |
            (u32)__nv_cvt_float2_to_fp8x2(high, __NV_SATFINITE, Fp8<F>::FORMAT) << 16;
 }
@@ -430,4 +447,9 @@ template <class F> __device__ __forceinline__ u32 to_fp8(float a, float b, float
 template <class F> __device__ __forceinline__ float2 from_fp8(u32 two) {
     const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)two, Fp8<F>::FORMAT);
     return __half22float2(__half2(pair));
+}
+
+// Two numbers in half precision, the lower one first.
+__device__ __forceinline__ float2 from_halves(u32 pair) {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
 }

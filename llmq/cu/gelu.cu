@@ -100,7 +100,7 @@ template <bool BACKWARD>
 __device__ __forceinline__ void work_on_tile(T* out, const T* d_out, const T* x, i64 rows,
                                              i32 columns, f32* abs_max, Q* codes, Q* transposed,
                                              const f32* scale, i32* saturated, T* again = nullptr,
-                                             e4m3* again_transposed = nullptr,
+                                             O* again_transposed = nullptr,
                                              const f32* again_scale = nullptr,
                                              i32* again_saturated = nullptr) {
 #if CODES || TRANSPOSED || OUT_TRANSPOSED
@@ -112,7 +112,7 @@ __device__ __forceinline__ void work_on_tile(T* out, const T* d_out, const T* x,
     in.load(x + at, columns, place.there);
     if constexpr (BACKWARD) { d.load(d_out + at, columns, place.there); }
     Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
-    Fp8Encoder<e4m3, AGAIN_TRANSPOSED> again_encoder(again_scale);
+    Fp8Encoder<O, AGAIN_TRANSPOSED> again_encoder(again_scale);
     u32 largest = 0;
     uint2 result[4], again_result[4];
 #pragma unroll
@@ -167,7 +167,7 @@ gelu_forward_fp8(T* out, const T* x, i64 rows, i32 columns, f32* abs_max, Q* cod
 
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_TILES_ON_SM)
 gelu_backward_fp8(T* d_x, const T* d_out, const T* x, i64 rows, i32 columns, f32* abs_max, Q* codes,
-                  Q* transposed, const f32* scale, i32* saturated, T* out, e4m3* out_transposed,
+                  Q* transposed, const f32* scale, i32* saturated, T* out, O* out_transposed,
                   const f32* out_scale, i32* out_saturated) {
     work_on_tile<true>(d_x, d_out, x, rows, columns, abs_max, codes, transposed, scale, saturated,
                        out, out_transposed, out_scale, out_saturated);

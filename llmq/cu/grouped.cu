@@ -13,7 +13,8 @@
 // Data     x: T (R, K). w: T (E, N, K) with TRANS_B, else (E, K, N). out, d_y: T (R, N). d_w: G (E, N,
 //          K). bias: T (E, N) or null. addend: T (R, N) or null, may be out. All 16-byte aligned, and
 //          so are rows. starts: I32 (E + 1), ascending from 0 to R. In the product x may be A and w B,
-//          which are T or fp8; scale_x, scale_w: F32 (1), of the latter.
+//          which are T or fp8; scale_x, scale_w: F32 (1), of the latter. starts may be null: one expert has
+//          all rows. HALF: sums of 64 products are in half precision, as product_sm80.cuh says.
 // Launch   128 threads, of codes 256; STAGES * 16 KiB of dynamic shared memory. product: any number of blocks;
 //          gradient: one for each 128 x 128 of d_w.
 // Cost     2 R N K FLOPs. A tile reads 128 rows of both operands; one that is not full costs as much as
@@ -28,13 +29,16 @@
 #ifndef TRANS_B
 #define TRANS_B 0
 #endif
+#ifndef HALF
+#define HALF 0
+#endif
 
 #include "product_sm80.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
 // Of codes a warp has half the columns: their sums are added up, for which there must be registers.
 constexpr bool CODES = sizeof(A) == 1;
-using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B>;
+using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B, false, HALF>;
 using Gradient = Sm80Mainloop<T, 2, 2, 64, STAGES, true, true>;
 constexpr int TILE = Forward::ROWS;  // as many columns
 
@@ -46,7 +50,7 @@ struct Tile {
 // The tiles of all experts, in a row, for a warp that asks for ever higher numbers.
 struct Tiles {
     const i32* starts;
-    int E, across;
+    int R, E, across;
     int first = 0;   // of the experts that were looked at last
     i64 before = 0;  // tiles of those before it
 
@@ -55,7 +59,8 @@ struct Tiles {
         const int lane = threadIdx.x % 32;
         for (; first < E; first += 32) {
             const int e = first + lane;
-            const int start = e < E ? starts[e] : 0, end = e < E ? starts[e + 1] : 0;
+            const int start = starts && e < E ? starts[e] : 0;
+            const int end = e < E ? starts ? starts[e + 1] : R : 0;
             const int down = (end - start + TILE - 1) / TILE;
             i64 sum = (i64)down * across;
 #pragma unroll
@@ -87,7 +92,7 @@ grouped_product(T* out, const A* __restrict__ x, const B* __restrict__ w, const 
                 const i32* __restrict__ starts, i32 R, i32 N, i32 K, i32 E) {
     extern __shared__ __align__(128) char shared[];
     const float scale = CODES ? *scale_x * *scale_w : 1.0f;
-    Tiles tiles{starts, E, (N + TILE - 1) / TILE};
+    Tiles tiles{starts, R, E, (N + TILE - 1) / TILE};
     Tile tile;
     for (i64 number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
         const B* const matrix = w + (i64)tile.expert * N * K;

@@ -38,7 +38,7 @@ struct Shape : Boxes {
 };
 using Product = Cooperative<Mainloop, WARPS, Shape>;
 using Encoder = OctetEncoder<Q, CODES || TRANSPOSED, ABS_MAX>;
-using OutEncoder = OctetEncoder<e4m3, OUT_TRANSPOSED, false>;
+using OutEncoder = OctetEncoder<O, OUT_TRANSPOSED, false>;
 constexpr int UNITS_OF_BOX = Product::UNITS_OF_BOX, UNITS = Product::BOXES * UNITS_OF_BOX;
 
 // A unit: of a tile its box, and 16 rows of that. row, column: of the lane's first element, which has
@@ -80,7 +80,7 @@ struct Epilogue {
     f32* abs_max;
     const f32* scale;
     i32* saturated;
-    e4m3* out_transposed;
+    O* out_transposed;
     const f32* out_scale;
     i32* out_saturated;
     int M, F;
@@ -318,7 +318,7 @@ private:
 
 #define PARAMETERS                                                                                 \
     bf16 *d_up_gate, const bf16 *up_gate, f32 *abs_max, Q *codes, Q *transposed, const f32 *scale, \
-        i32 *saturated, bf16 *out, e4m3 *out_transposed, const f32 *out_scale, i32 *out_saturated
+        i32 *saturated, bf16 *out, O *out_transposed, const f32 *out_scale, i32 *out_saturated
 #define ARGUMENTS                                                                                  \
     d_up_gate, up_gate, out, codes, transposed, abs_max, scale, saturated, out_transposed,         \
         out_scale, out_saturated, M, N, dynamic

@@ -13,7 +13,9 @@
 // matrix are in different banks.
 //
 // Of fp8 codes the tensor cores' sums, which may have fewer bits than F32, are those of a step alone:
-// they are added up in F32. That is an addition for 64 products of each element.
+// they are added up in F32. That is an addition for 64 products of each element. With IN_HALF those sums
+// are in half precision, which GeForce's tensor cores add at twice the rate: codes are E4M3_HALF then, of
+// which no 64 products are more than it holds.
 //
 // F32 is multiplied by plain multiply-adds, in the order of K, from the same stages and into the same
 // sums: it is what tests of exact numbers run on, and not made for speed.
@@ -44,7 +46,7 @@ template <> struct SumOf<i8> {
 };
 
 template <class X, int DOWN, int ACROSS, int WIDE, int DEPTH, bool LEFT_K_OUTSIDE = false,
-          bool RIGHT_K_OUTSIDE = false, class Y = X, bool SPLIT_RIGHT = false>
+          bool RIGHT_K_OUTSIDE = false, class Y = X, bool SPLIT_RIGHT = false, bool IN_HALF = false>
 struct Sm80Mainloop {
     static_assert(sizeof(X) == sizeof(Y), "X, Y: formats of a and b");
     static constexpr bool LEFT_OUTSIDE = LEFT_K_OUTSIDE, RIGHT_OUTSIDE = RIGHT_K_OUTSIDE;
@@ -272,11 +274,25 @@ private:
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int m = i / 2, b = i % 2 * 2;
-                    float part[4];
-                    mma_m16n8k32_fp8<X, Y, false>(part, left[0][m], right[0][b], right[0][b + 1]);
-                    mma_m16n8k32_fp8<X, Y, true>(part, left[1][m], right[1][b], right[1][b + 1]);
+                    float(&to)[4] = sum[first + m][2 * n + b / 2];
+                    if constexpr (IN_HALF) {
+                        u32 part[2] = {};
 #pragma unroll
-                    for (int j = 0; j < 4; ++j) { sum[first + m][2 * n + b / 2][j] += part[j]; }
+                        for (int k = 0; k < SLICES; ++k) {
+                            mma_m16n8k32_half(part, left[k][m], right[k][b], right[k][b + 1]);
+                        }
+#pragma unroll
+                        for (int j = 0; j < 2; ++j) {
+                            const float2 two = from_halves(part[j]);
+                            to[2 * j] += two.x, to[2 * j + 1] += two.y;
+                        }
+                    } else {
+                        float part[4];
+                        mma_m16n8k32_fp8<X, Y, false>(part, left[0][m], right[0][b], right[0][b + 1]);
+                        mma_m16n8k32_fp8<X, Y, true>(part, left[1][m], right[1][b], right[1][b + 1]);
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) { to[j] += part[j]; }
+                    }
                 }
             }
         }

@@ -130,6 +130,17 @@ __device__ __forceinline__ void mma_m16n8k32_fp8(float (&d)[4], const unsigned i
 }
 #undef PTX_MMA_FP8
 
+// d += a b of E4M3 codes, summed in half precision: d[0] has columns 2t, 2t + 1 of row g, the lower one
+// in the lower half, d[1] of row g + 8. Compute capability 8.9 and later.
+__device__ __forceinline__ void mma_m16n8k32_half(unsigned int (&d)[2], const unsigned int (&a)[4],
+                                                  unsigned int b0, unsigned int b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.f16.e4m3.e4m3.f16 "
+        "{%0, %1}, {%2, %3, %4, %5}, {%6, %7}, {%0, %1};"
+        : "+r"(d[0]), "+r"(d[1])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Copy 16 bytes from global to shared memory in the background, past L1; zeros if not valid (the
 // address must then still be one that may be read). Both 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(SharedAddress to, const void* from, bool valid) {

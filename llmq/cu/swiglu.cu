@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_TILES_ON_SM)
 swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i32 F, f32* abs_max,
                     Q* __restrict__ codes, Q* __restrict__ transposed,
                     const f32* __restrict__ scale, i32* saturated, T* out,
-                    e4m3* __restrict__ out_transposed, const f32* __restrict__ out_scale,
+                    O* __restrict__ out_transposed, const f32* __restrict__ out_scale,
                     i32* out_saturated, const f32* __restrict__ up_scale,
                     const f32* __restrict__ in_scale, const f32* __restrict__ in_largest,
                     f32* in_abs_max, i32* in_saturated) {
@@ -207,7 +207,7 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     gate.load(up_gate + wide + F, 2 * F, place.there);
     look_at_codes(in_largest, in_abs_max, in_saturated, d);
     Fp8Encoder<Q, CODES || TRANSPOSED> encoder(scale);
-    Fp8Encoder<e4m3, OUT_TRANSPOSED> out_encoder(out_scale);
+    Fp8Encoder<O, OUT_TRANSPOSED> out_encoder(out_scale);
     u32 largest = 0;
     uint2 up_result[4], gate_result[4], out_result[4];
 #pragma unroll

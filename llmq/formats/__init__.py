@@ -8,9 +8,9 @@ encoded and decoded. Start with `format.py`.
 from __future__ import annotations
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import DType, parse_dtype
+from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.base.tensor import Tensor
-from llmq.formats.e4m3 import E4m3
+from llmq.formats.e4m3 import E4m3, e4m3_of
 from llmq.formats.format import Format
 from llmq.formats.int8 import Int8Format
 from llmq.formats.mxfp4 import Mxfp4
@@ -27,6 +27,12 @@ FORMATS: dict[str, type[Format]] = {
     "mxfp4": Mxfp4,
 }
 """By --matmul-dtype or --base-dtype."""
+
+
+def codes_of(options: TrainConfig, dtype: str) -> DType | None:
+    """The codes of weights that are trained and multiplied in this format; None: they have none."""
+    codes = FORMATS[dtype].weights
+    return e4m3_of(options) if codes is E4M3 else codes
 
 
 def format_of(

@@ -17,7 +17,7 @@ import numpy as np
 
 from llmq.arch.matrix import halves_gradients, halves_inputs
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, DType, parse_dtype
+from llmq.base.dtypes import E4M3, E4M3_HALF, F32, FP8_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, OutputForms, Result
 from llmq.base.tensor import Tensor
 from llmq.formats.format import (
@@ -37,7 +37,6 @@ from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
 from llmq.ref import quantize as ref
 
-MAX = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}
 # By --fp8-fast-accumulation. Precision is lost with the length of the sums: over features in most
 # products, over tokens in weights' gradients, and over the vocabulary in the gradient of the head's
 # input.
@@ -48,6 +47,11 @@ FAST = {
     "all": ((FORWARD, BACKWARD, WEIGHT), (FORWARD, BACKWARD, WEIGHT)),
 }
 """Products of blocks, of the head."""
+
+
+def e4m3_of(options: TrainConfig) -> DType:
+    """The format of codes where options say e4m3."""
+    return E4M3_HALF if options.fp8_accumulate == "fp16" else E4M3
 
 
 class E4m3(Format):
@@ -69,9 +73,10 @@ class E4m3(Format):
     def prepare(self, config: ModelConfig, options: TrainConfig, scalars: Tensor | None) -> None:
         super().prepare(config, options, scalars)
         self.delayed = options.fp8_recipe == "delayed"
-        self.multiplied = E4M3
+        self.multiplied = self.e4m3 = e4m3_of(options)
         self.fast, self._head_fast = map(frozenset, FAST[options.fp8_fast_accumulation])
-        self.gradient_dtype = parse_dtype(options.gradient_dtype)
+        gradient = parse_dtype(options.gradient_dtype)
+        self.gradient_dtype = self.e4m3 if gradient is E4M3 else gradient
         self.formats: dict[str, DType] = {}
         self.products: list[str] = []
         self.outs: set[str] = set()
@@ -82,7 +87,7 @@ class E4m3(Format):
             self._add_layer(config, layer, coded=options.mlp_dtype == "e4m3")
             self._add_readers(config, options, layer)
         if options.head_dtype == "e4m3":
-            self.formats[HEAD], self.limits[HEAD] = E4M3, E4M3_MAX
+            self.formats[HEAD], self.limits[HEAD] = self.e4m3, FP8_MAX[self.e4m3]
         if not self.delayed:
             self.scales = Scales(self.dev, self.limits)
             return
@@ -105,14 +110,14 @@ class E4m3(Format):
     def _add_layer(self, config: ModelConfig, layer: int, *, coded: bool) -> None:
         """Formats and limits of a layer. coded: whether products write codes."""
         halves = config.halves(layer)
-        names = dict.fromkeys(halves_inputs(halves), E4M3)
+        names = dict.fromkeys(halves_inputs(halves), self.e4m3)
         names |= dict.fromkeys(halves_gradients(halves), self.gradient_dtype)
         for name in [name for half in halves for name in half.coded] if coded else ():
-            names[name] = self.gradient_dtype if name.startswith("d_") else E4M3
+            names[name] = self.gradient_dtype if name.startswith("d_") else self.e4m3
             self.products.append(id_of(layer, name))
         self.outs |= {id_of(layer, f"d_{half.name}") for half in halves}
         self.formats |= names
-        self.limits |= {id_of(layer, name): MAX[dtype] for name, dtype in names.items()}
+        self.limits |= {id_of(layer, name): FP8_MAX[dtype] for name, dtype in names.items()}
 
     def _add_readers(self, config: ModelConfig, options: TrainConfig, layer: int) -> None:
         needed, adapts = needed_inputs(config, options, layer), options.freezes_model
@@ -131,7 +136,7 @@ class E4m3(Format):
                     self.whole.add(d_y)
 
     def kept_codes(self, tensor_id: str) -> DType | None:
-        return None if tensor_id in self.whole else E4M3
+        return None if tensor_id in self.whole else self.e4m3
 
     def _codes(
         self,

@@ -10,7 +10,19 @@ from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, F64, I32, STATS, STEP_SCALARS_WORDS, DType
+from llmq.base.dtypes import (
+    BF16,
+    E4M3,
+    E4M3_HALF,
+    E5M2,
+    F32,
+    F64,
+    FP8,
+    I32,
+    STATS,
+    STEP_SCALARS_WORDS,
+    DType,
+)
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.runtime.device import Device
@@ -209,7 +221,7 @@ def fp8_consts(
         if (tensor := getattr(fp8, layout)) is not None:
             expect(op, f"{name}.{layout}", tensor, dtype, shape)
             dtype = tensor.dtype
-            if dtype not in (E4M3, E5M2):
+            if dtype not in FP8:
                 raise TypeError(f"{op}: {name}.{layout} must be E4M3 or E5M2, got {dtype.label}")
     expect(op, f"{name}.scale", fp8.scale, F32, (1,))
     expect(op, f"{name}.saturated", fp8.saturated, I32, (1,))
@@ -240,7 +252,7 @@ def product_args(product: ProductCodes | None) -> tuple[Tensor | None, ...]:
 def expect_product(op: str, name: str, product: ProductCodes) -> None:
     """Raise TypeError or ValueError unless these are codes (rows, features) and what they need."""
     codes = product.codes
-    if codes.dtype not in (E4M3, E5M2):
+    if codes.dtype not in FP8:
         raise TypeError(f"{op}: {name}.codes must be E4M3 or E5M2, got {codes.dtype.label}")
     if len(codes.shape) != 2:
         raise ValueError(f"{op}: {name}.codes must have 2 dimensions, got {codes.shape}")
@@ -254,7 +266,7 @@ def expect_product(op: str, name: str, product: ProductCodes) -> None:
 # -- Kernels that are an activation's backward, and write what forward has made of its input again -
 
 # The end of their arguments; again_args() are the values.
-AGAIN_ARGS = "T*? out, e4m3*? out_transposed, const f32*? out_scale, inout i32*? out_saturated"
+AGAIN_ARGS = "T*? out, O*? out_transposed, const f32*? out_scale, inout i32*? out_saturated"
 NOT_AGAIN = {"OUT": 0, "OUT_TRANSPOSED": 0}  # the constants of again_consts for their forward
 
 
@@ -278,7 +290,11 @@ def again_consts(
         if out_fp8.codes is not None:
             raise TypeError(f"{op}: out_fp8.codes must be None, only out_fp8.transposed is written")
         rows, features = math.prod(shape[:-1]), shape[-1]
-        expect(op, "out_fp8.transposed", out_fp8.transposed, E4M3, (features, rows))
+        transposed = out_fp8.transposed
+        expect(op, "out_fp8.transposed", transposed, None, (features, rows))
+        if transposed.dtype not in (E4M3, E4M3_HALF):
+            label = transposed.dtype.label
+            raise TypeError(f"{op}: out_fp8.transposed must be {E4M3.label}, got {label}")
         fp8_consts(op, out_fp8, rows, features, "out_fp8")
     return {"OUT": int(out is not None), "OUT_TRANSPOSED": int(out_fp8 is not None)}
 
@@ -351,7 +367,7 @@ def expect_operands(
     scale_b: Tensor | None = None,
     *,
     dtypes: tuple[DType, ...],
-    codes: tuple[DType, ...] = (E4M3, E5M2),
+    codes: tuple[DType, ...] = FP8,
 ) -> None:
     """Raise TypeError or ValueError unless a and b can be multiplied, but for their sizes.
 
@@ -359,7 +375,7 @@ def expect_operands(
     are given then, and no others.
     """
     expect_matrix(op, "a", a, dtypes)
-    is_fp8 = a.dtype in (E4M3, E5M2)
+    is_fp8 = a.dtype in FP8
     expect_matrix(op, "b", b, codes if is_fp8 else (a.dtype,))
     if a.dtype == b.dtype == E5M2:
         raise TypeError(f"{op}: a or b must be {E4M3.label}, both are {E5M2.label}")

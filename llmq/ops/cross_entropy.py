@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32, TOKEN_STATS
+from llmq.base.dtypes import BF16, F32, FP8, I32, TOKEN_STATS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float, expect_stats, launch_weighted
 from llmq.runtime.device import Device
@@ -184,7 +184,7 @@ def _check(
 
 def _check_codes(op: str, codes: Tensor, logits: Tensor) -> None:
     expect(op, "codes", codes, None, logits.shape)
-    if codes.dtype not in (E4M3, E5M2):
+    if codes.dtype not in FP8:
         raise TypeError(f"{op}: codes must be E4M3 or E5M2, got {codes.dtype.label}")
     if logits.dtype != BF16:
         raise TypeError(f"{op}: logits must be BF16 with codes, got {logits.dtype.label}")

@@ -7,7 +7,7 @@ experts' matrices; nothing is left out, whatever was chosen.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import E4M3, E5M2, F32, I32
+from llmq.base.dtypes import F32, FP8, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import VECTOR_BYTES, WARP, expect_accumulator, expect_float
 from llmq.runtime.device import Device
@@ -96,7 +96,7 @@ def gather_rows(dev: Device, out: Tensor, x: Tensor, place: Tensor) -> None:
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "gather_rows"
-    S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in (E4M3, E5M2) else WIDTH)
+    S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in FP8 else WIDTH)
     top_k = _choices(op, S, place)
     expect(op, "out", out, x.dtype, (S * top_k, C))
     warps = S * ceil_div(C * x.dtype.itemsize, PIECE_BYTES)

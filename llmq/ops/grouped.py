@@ -6,7 +6,7 @@ whatever was chosen: blocks look for their tiles by themselves.
 
 from __future__ import annotations
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3_HALF, F32, FP8, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_matrix, expect_operands
 from llmq.runtime.cost import Cost, product_cost
@@ -16,13 +16,12 @@ from llmq.runtime.kernel import Kernel, ceil_div, expect
 TILE, THREADS = 128, 128  # rows and columns of out that a block makes at a time
 STAGES, STAGE_BYTES = 3, 2 * TILE * 64
 BLOCKS = 2  # of a multiprocessor
-CODES = (E4M3, E5M2)
 
 PRODUCT = Kernel(
     "grouped.cu",
     "grouped_product",
     args="T* out, const A* x, const B* w, const f32*? scale_x, const f32*? scale_w, "
-    "const T*? bias, const T*? addend, const i32* starts, i32 R, i32 N, i32 K, i32 E",
+    "const T*? bias, const T*? addend, const i32*? starts, i32 R, i32 N, i32 K, i32 E",
 )
 _GRADIENT_ARGS = (
     "const T* d_y, const T* x, const i32* scalars, const i32* starts, "
@@ -36,23 +35,25 @@ def grouped_matmul(
     out: Tensor,
     x: Tensor,
     w: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
     scale_x: Tensor | None = None,
     scale_w: Tensor | None = None,
     *,
     trans_b: bool = False,
     bias: Tensor | None = None,
     addend: Tensor | None = None,
+    half: bool = False,
 ) -> None:
     """out[r] = x[r] @ op(w[e]) [+ bias[e]] [+ addend[r]], r in [starts[e], starts[e + 1]).
 
     Sums are F32, of codes those of 64 products, times scale_x * scale_w; they are rounded once.
+    half: those of 64 products of E4M3_HALF are in half precision, rounded after 32 and after 64.
 
     Args (X is BF16 or F32; N and K multiples of 16 bytes):
         out      out  X   (R, N)      BF16 of codes
         x        in   X   (R, K)      or E4M3, E5M2
         w        in   X   (E, K, N)   with trans_b (E, N, K); or E4M3, E5M2 with trans_b
-        starts   in   I32 (E + 1,)    ascending from 0 to R; any expert may have no rows
+        starts   in   I32 (E + 1,)    ascending from 0 to R, some may be equal; or None with E = 1
         scale_x  in   F32 (1,)        of codes, else None
         scale_w  in   F32 (1,)
         bias     in   X   (E, N)      or None
@@ -61,18 +62,20 @@ def grouped_matmul(
     Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    op, E, codes = "grouped_matmul", starts.size - 1, x.dtype in CODES
+    op, E, codes = "grouped_matmul", w.shape[0], x.dtype in FP8
     expect_matrix(op, "out", out, (BF16,) if codes else (F32, BF16))
     (R, N), K = out.shape, x.shape[-1]
     expect(op, "x", x, None if codes else out.dtype, (R, K))
     expect(op, "w", w, None if codes else x.dtype, (E, N, K) if trans_b else (E, K, N))
     if codes and not trans_b:
         raise ValueError(f"{op}: codes of w must be (E, N, K), with trans_b")
-    expect_operands(
-        op, x, w.view(E * w.shape[1], w.shape[2]), scale_x, scale_w, dtypes=(*CODES, F32, BF16)
-    )
+    flat = w.view(E * w.shape[1], w.shape[2])
+    expect_operands(op, x, flat, scale_x, scale_w, dtypes=(*FP8, F32, BF16))
     _expect_rows(op, (out, N), (x, K))
-    expect(op, "starts", starts, I32, (E + 1,))
+    if half and not x.dtype is w.dtype is E4M3_HALF:
+        raise TypeError(f"{op}: half needs operands in {E4M3_HALF.label}, got {x.dtype.label}")
+    if starts is not None or E != 1:
+        expect(op, "starts", starts, I32, (E + 1,))
     if bias is not None:
         expect(op, "bias", bias, out.dtype, (E, N))
     if addend is not None:
@@ -80,12 +83,12 @@ def grouped_matmul(
     tiles = (ceil_div(R, TILE) + E) * ceil_div(N, TILE)  # no routing has more
     dev.launch(
         PRODUCT,
-        min(tiles, (BLOCKS // 2 if codes else BLOCKS) * dev.spec.num_sms),
+        min(tiles, BLOCKS // (1 + codes) * dev.spec.num_sms),
         2 * THREADS if codes else THREADS,
         (out, x, w, scale_x, scale_w, bias, addend, starts, R, N, K, E),
-        consts={"STAGES": STAGES, "TRANS_B": int(trans_b)},
+        consts={"STAGES": STAGES, "TRANS_B": int(trans_b), "HALF": int(half)},
         smem=STAGES * STAGE_BYTES,
-        cost=_cost((R, N, K), x, out, trans_b=trans_b, addend=addend is not None),
+        cost=_cost((R, N, K), x, out, trans_b=trans_b, addend=addend is not None, half=half),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, U8
 from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import FP8_MULTIPLE, expect_added, expect_matrix, expect_operands
@@ -194,18 +194,18 @@ def matmul_fp8(
     """
     op = "matmul_fp8"
     out, *of_codes = _expect_result(op, out, a, b)
-    expect_operands(op, a, b, scale_a, scale_b, dtypes=(E4M3, E5M2))
+    expect_operands(op, a, b, scale_a, scale_b, dtypes=FP8)
     M, N, K = _fp8_sizes(op, out, a, b)
     if accumulate and out.dtype != F32:
         raise TypeError(f"{op}: out must be F32 with accumulate, got {out.dtype.label}")
-    if addend is not None and out.dtype in (E4M3, E5M2):
+    if addend is not None and out.dtype in FP8:
         raise TypeError(f"{op}: out must be F32 or BF16 with addend, got {out.dtype.label}")
     expect_added(op, out, bias, addend, accumulate=accumulate)
     operands = (out, a, b, scale_a, scale_b, bias, addend)
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
         per_tensor = partial(_per_tensor, dev, operands, of_codes, workspace, sizes)
-        if out.dtype not in (E4M3, E5M2) and _may_be_block_scaled(dev, a, b):
+        if out.dtype not in FP8 and _may_be_block_scaled(dev, a, b):
             _choose(dev, per_tensor, operands, workspace, sizes)
         else:
             per_tensor()

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from llmq.base.dtypes import BF16, F32, I8, I32, DType
+from llmq.base.dtypes import BF16, E4M3_HALF, F32, I8, I32, DType
 from llmq.base.epilogue import (
     STORE,
     Activated,
@@ -88,11 +88,19 @@ class _Terms(NamedTuple):
         if isinstance(self.b, Tensor):
             laid = {"trans_a": self.trans_a, "trans_b": self.trans_b}
             return partial(matmul, self.dev, a=self.a, b=self.b, **laid)
+        if self.half:
+            return partial(_matmul_half, self)
         if isinstance(self.b, Fp8):
             operands = {"a": self.left, "b": self.right, "fast_accumulation": self.fast}
             scale_a, scale_b = self.scales
             return partial(matmul_fp8, self.dev, **operands, scale_a=scale_a, scale_b=scale_b)
         return partial(_matmul_rounded if isinstance(self.b, Rounded) else _matmul_int8, self)
+
+    @property
+    def half(self) -> bool:
+        """Whether its sums are in half precision, which codes and permission say."""
+        is_fp8 = self.fast and isinstance(self.b, Fp8)
+        return is_fp8 and self.left.dtype is self.right.dtype is E4M3_HALF
 
     @property
     def left(self) -> Tensor:
@@ -136,7 +144,7 @@ class _Terms(NamedTuple):
 
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Those that a route goes by; None: no kernel of ours has such operands."""
-        if isinstance(self.b, Int8 | Rounded):
+        if isinstance(self.b, Int8 | Rounded) or self.right.dtype is E4M3_HALF:
             return None
         adapters, left, right = self.adapters, self.left, self.right
         if adapters is not None and not (adapters.at_once and adapters.hidden.dtype == BF16):
@@ -223,7 +231,7 @@ def grouped_product(
         how = {"transposed": not trans_b, "bias": bias}
         matmul_fused.grouped(dev, out, left, right, starts, *low, *scales, **how)
     else:
-        how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias}
+        how = {"trans_b": trans_b or isinstance(w, Fp8), "bias": bias, "half": terms.half}
         grouped.grouped_matmul(dev, out, left, right, starts, *scales, **how)
     if adapters is not None and not joined:
         grouped.grouped_matmul(dev, out, *adapters, starts, trans_b=trans_b, addend=out)
@@ -324,6 +332,13 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
         matmul(dev, out, large, part, trans_b=True, accumulate=True)
 
 
+def _matmul_half(terms: _Terms, out: Tensor, *, bias: Tensor | None = None, **added: Any) -> None:
+    """By the kernel for experts' rows, of which one has all."""
+    left, right, row = terms.left, terms.right, bias and bias.view(1, bias.size)
+    operands = left, right.view(1, *right.shape), None, *terms.scales
+    grouped.grouped_matmul(terms.dev, out, *operands, trans_b=True, bias=row, half=True, **added)
+
+
 def _adapted(terms: _Terms, out: Tensor) -> None:
     """All terms by one kernel of ours."""
     added = {"bias": terms.bias, "addend": terms.addend}
@@ -366,8 +381,10 @@ def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> Run:
 
     if terms.route("gradient", target.dtype) is not None:
         return one
-    if target.dtype == F32 or not out.accumulate:
-        return partial(terms.library, target, accumulate=out.accumulate)
+    if not out.accumulate:
+        return partial(terms.library, target)
+    if target.dtype == F32:
+        return partial(terms.library, target, accumulate=True)
     return terms.choice("gradient", target.dtype, two, one, kept=[target])
 
 

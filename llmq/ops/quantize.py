@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmq.base.dtypes import E4M3, E5M2, F32
+from llmq.base.dtypes import F32, FP8
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -111,7 +111,7 @@ def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
     Cost:    q read once, q_t written; one launch.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
-    if q.dtype not in (E4M3, E5M2):
+    if q.dtype not in FP8:
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
     *outer, rows, cols = q.shape
     _check_shape("q", q.rows(0, 1).view(rows, cols) if len(outer) == 1 else q, (2,))
@@ -133,7 +133,7 @@ def dequantize(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
     """
     expect_float("quantize", "out", out)
     _check_shape("out", out, (1,))
-    if q.dtype not in (E4M3, E5M2):
+    if q.dtype not in FP8:
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
     expect("quantize", "q", q, None, out.shape)
     expect("quantize", "scale", scale, F32, (1,))
@@ -151,7 +151,7 @@ def _check(q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_m
         if tensor is not None:
             expect("quantize", name, tensor, dtype, shape)
             dtype = tensor.dtype
-            if dtype not in (E4M3, E5M2):
+            if dtype not in FP8:
                 raise TypeError(f"quantize: {name} must be E4M3 or E5M2, got {dtype.label}")
     expect("quantize", "scale", scale, F32, (1,))
     expect("quantize", "abs_max", abs_max, F32, (1,))

@@ -70,7 +70,12 @@ class Card:
         310, L4: 242), on GeForce, which sum bf16 products in fp32 at half their speed, four times
         (RTX 3090: 284, RTX 4090: 661, RTX 5090: 838).
         """
-        return self.bf16 * (4 if "GeForce" in self.name or "GB10" in self.name else 2)
+        return self.bf16 * (4 if self.sums_slowly else 2)
+
+    @property
+    def sums_slowly(self) -> bool:
+        """Whether its tensor cores add bf16 and fp8 products in F32 at half of their rate."""
+        return "GeForce" in self.name or "GB10" in self.name
 
     @property
     def power(self) -> float | None:

@@ -135,6 +135,13 @@ class TrainConfig(Derived):
         "gradients of activations in blocks",
         choices=("none", "forward", "activations", "all"),
     )
+    fp8_accumulate: str = option(
+        _MODEL,
+        "fp32",
+        "Sums of the fp8 products that --fp8-fast-accumulation permits; fp16: of 64 in half "
+        "precision, which GeForce cards multiply faster, of codes that are small enough",
+        choices=("fp32", "fp16"),
+    )
     allow_other_tokenizer: bool = option(
         _MODEL, False, "Train on the ids of another tokenizer than the model's or the checkpoint's"
     )

@@ -35,15 +35,16 @@ def check_machine(config: TrainConfig, model: ModelConfig, machine: Machine) -> 
     check_options(config, machine)
     check_sizes(model, machine)
     spec = machine.spec
-    if (
-        machine.kind == "cuda"
-        and spec != PLAN_SPEC
-        and config.is_fp8
-        and model.experts is not None
-        and spec.capability not in (CAPABILITY, *GENERIC_FP8)
-    ):
+    if machine.kind != "cuda" or spec == PLAN_SPEC or not config.is_fp8:
+        return
+    if model.experts is not None and spec.capability not in (CAPABILITY, *GENERIC_FP8):
         raise ConfigError(
             f"--matmul-dtype: there is no e4m3 product for experts on {spec.name}: use bf16"
+        )
+    if config.fp8_accumulate == "fp16" and spec.capability not in GENERIC_FP8:
+        raise ConfigError(
+            f"--fp8-accumulate: fp16 needs compute capability 8.9 or 12, {spec.name} has "
+            f"{spec.capability / 10}"
         )
 
 

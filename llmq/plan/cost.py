@@ -68,6 +68,9 @@ FAST_ACCUMULATION = {90: 1.12}  # by capability: speed of fp8 products that may 
 # is from h100_int8.md; the others are not measured.
 INT8_SHARE = {90: 0.43, 100: 0.25}
 INT8_SHARE_ELSEWHERE = 0.8
+# GeForce's tensor cores add products of fp8 codes in half precision at twice the rate of F32.
+# Kernels of others on Ada are 1 to 1.72 times as fast; ours has run on none.
+HALF_SUMS = 1.5
 
 F32_RATE = 0.3e12  # FLOP/s of a multiprocessor without tensor cores, not measured
 SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
@@ -181,6 +184,8 @@ class Rates:
         int8 = bf16 * INT8_SHARE.get(card.capability, INT8_SHARE_ELSEWHERE)
         self._products["matmul_int8"] = 1e12 * int8 * card.int8
         self._products["f32"] = F32_RATE * card.num_sms
+        half = HALF_SUMS if card.sums_slowly else 1.0
+        self._products["matmul_fp8_half"] = half * self._products["matmul_fp8"]
         if card.fp8 == 0:  # which the CPU is taken for, and that has fp8 products
             self._products["matmul_fp8"] = self._products["matmul"]
         self._memory = COPY_SHARE * 1e9 * card.bandwidth

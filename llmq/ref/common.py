@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from llmq.base.dtypes import E4M3, E4M3_MAX, E5M2, E5M2_MAX, STEP_SCALARS
+from llmq.base import dtypes
+from llmq.base.dtypes import HALF_TERMS, STEP_SCALARS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-FP8_MAX = {E4M3.numpy: np.float32(E4M3_MAX), E5M2.numpy: np.float32(E5M2_MAX)}
+FP8_MAX = {dtype.numpy: np.float32(largest) for dtype, largest in dtypes.FP8_MAX.items()}
 PRODUCT_ROWS = 1024  # of adapted_product, at a time
 SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment, as in llmq/ops/common.py
 LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scale exists
@@ -305,6 +306,18 @@ def emit_fp8(
         encode_fp8(out, values, factor, dtype)
         if transposed is not None:
             transposed.view(np.uint8)[:, block] = out.T
+
+
+def half_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a (M, K) @ b (K, N) of F32: sums of HALF_TERMS products in half precision, rounded behind
+    each of two instructions, and these in F32."""
+    total, step = np.zeros((len(a), b.shape[1]), np.float32), HALF_TERMS // 2
+    for first in range(0, a.shape[1], HALF_TERMS):
+        part = np.float16(0)
+        for k in (first, first + step):
+            part = (part + a[:, k : k + step] @ b[k : k + step]).astype(np.float16)
+        total += part
+    return total
 
 
 def adapted_product(

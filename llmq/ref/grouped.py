@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from llmq.ref.common import compute, decode_fp8, store_gradient
+from llmq.ref.common import compute, decode_fp8, half_product, store_gradient
 
 # rows, N, K, experts
 CASES = {
@@ -40,13 +40,15 @@ def grouped_product(
     E: int,
     *,
     trans_b: int,
+    half: int,
 ) -> None:
     """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, where e has the
     row. Codes are multiplied as they are, and their sums by both scales."""
     values = compute if scale_x is None else decode_fp8
-    for e, rows in _groups(starts):
+    multiply = half_product if half else np.matmul
+    for e, rows in _groups(np.array([0, R]) if starts is None else starts):
         matrix = values(w[e])
-        total = values(x[rows]) @ (matrix.T if trans_b else matrix)
+        total = multiply(values(x[rows]), matrix.T if trans_b else matrix)
         if scale_x is not None:
             total *= scale_x[0] * scale_w[0]
         if bias is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from llmq.base.dtypes import E4M3, E5M2, F32, I8, DType
+from llmq.base.dtypes import F32, FP8, I8, DType
 from llmq.runtime.kernel import Kernel
 
 CACHED = 4096  # costs that are made once: a step launches the same few hundred, time after time
@@ -68,8 +68,8 @@ class Cost:
 
     The rest is for launches that FLOPs may limit; `product_cost` and `attention_cost` give it.
     kind: what its time is kept by; that of all others is made of their tensors' formats.
-    rate: which FLOP/s it reaches: "matmul", "matmul_fp8", "matmul_int8", "f32", or a kernel of
-    attention and where it is from, "attention_forward/library".
+    rate: which FLOP/s it reaches: "matmul", "matmul_fp8", "matmul_fp8_half", "matmul_int8", "f32",
+    or a kernel of attention and where it is from, "attention_forward/library".
     fast: whether a product of fp8 codes may sum with fewer bits.
     matrices: bytes of the library's product of the same matrices, if the launch takes time for what
     it moves besides; else None. transposes: whether it writes codes in both layouts.
@@ -108,6 +108,7 @@ def product_cost(
     besides: str = "",
     transposes: bool = False,
     batch: int = 1,
+    half: bool = False,
 ) -> Cost:
     """The cost of a matrix product, of the library or of ours.
 
@@ -116,13 +117,14 @@ def product_cost(
     epilogue: a word for what a launch of ours does besides; a card file without it is asked for the
     library's product. rank: columns of the adapters that are in the product. besides: the formats
     (`kernel.formats`) of the other tensors of one of LONGER. transposes: as Cost has it. batch: how
-    many products of these sizes there are, which are kept as one with so many times M.
+    many products of these sizes there are, which are kept as one with so many times M. half:
+    with sums in half precision.
     """
     M, N, K = sizes
     matrices = (M * K + N * K) * a.itemsize + M * N * out.itemsize
     label = f"{M}x{N}x{K}"
     added = str(int(accumulate and not epilogue))
-    if a in (E4M3, E5M2):  # whether sums are fast matters more than which 8-bit format
+    if a in FP8:  # whether sums are fast matters more than which 8-bit format
         library, words = "matmul_fp8", [str(int(fast)), a.name, added]
     elif a is I8:
         library, words = "matmul_int8", [a.name]
@@ -133,6 +135,7 @@ def product_cost(
             label = f"{'t' if trans_a else 'n'}{'t' if trans_b else 'n'} {label}"
     several = "batch" if batch > 1 else ""
     more = (out.name, epilogue, besides, "addend" if addend else "", several)
+    more += ("half",) if half else ()
     words += [word for word in more if word]
     label += (" accumulate" if accumulate else "") + (" addend" if addend else "")
     label += f" of {batch}" if several else ""
@@ -140,7 +143,7 @@ def product_cost(
         part="product",
         flops=2 * batch * M * N * (K + rank),
         kind=Kind("/".join([library, *words]), (batch * M, N, K)),
-        rate="f32" if a is F32 else library,
+        rate="f32" if a is F32 else f"{library}_half" if half else library,
         fast=fast,
         matrices=matrices if epilogue and epilogue not in HIDDEN else None,
         transposes=transposes,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, DType
+from llmq.base.dtypes import BF16, E4M3, E4M3_HALF, E5M2, F32, FP8, DType
 from llmq.base.tensor import Tensor
 from llmq.runtime.kernel import POINTER_ALIGN
 from llmq.runtime.tuning import Unsupported
@@ -36,7 +36,7 @@ class Product(NamedTuple):
     @property
     def fp8(self) -> bool:
         """Whether the operands are codes with scales."""
-        return self.a in (E4M3, E5M2)
+        return self.a in FP8
 
     @property
     def adds(self) -> bool:
@@ -46,7 +46,7 @@ class Product(NamedTuple):
     @property
     def makes_codes(self) -> bool:
         """Whether the result are codes, too."""
-        return self.out in (E4M3, E5M2)
+        return self.out in FP8
 
     @property
     def layouts(self) -> tuple[tuple[int, int, int], ...]:
@@ -101,7 +101,7 @@ class Algorithm(NamedTuple):
 
 
 COMPUTE_32F = 68  # cublasComputeType_t: products summed in F32, and no TF32 for F32 operands
-CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E5M2: 29}  # cudaDataType_t
+CUDA_TYPES = {F32: 0, BF16: 14, E4M3: 28, E4M3_HALF: 28, E5M2: 29}  # cudaDataType_t
 
 
 class Plan:

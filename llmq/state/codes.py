@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from llmq.base.dtypes import E4M3, E4M3_MAX, F32, DType
+from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.tensor import Tensor
 from llmq.ops import abs_max, quantize
@@ -71,10 +71,11 @@ class Transposes:
 class WeightCodes:
     """The codes of the blocks' matrices, in a slab's layout: the whole of it or a rank's shard."""
 
-    def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes):
-        """table: the slabs that have codes."""
+    def __init__(self, dev: Device, table: tuple[Slab, ...], transposes: Transposes, limit: float):
+        """table: the slabs that have codes. limit: the largest one."""
         self.dev, self.transposes = dev, transposes
         self.slabs = {slab.name: slab for slab in table}
+        self._limit = limit
         names = [param.name for slab in table for param in slab.params]
         n = len(names) * STRIDE
         self._abs_maxes = dev.alloc("weight_abs_maxes", (n,), F32, "Quants")
@@ -121,7 +122,7 @@ class WeightCodes:
         if self._gathered is not None:
             self.dev.mesh.group("shard").all_gather(self._gathered, self._abs_maxes)
             abs_max.combine(self.dev, self._abs_maxes, self._gathered)
-        abs_max.scales(self.dev, self._scales, self._abs_maxes, E4M3_MAX)
+        abs_max.scales(self.dev, self._scales, self._abs_maxes, self._limit)
 
     def quantize(
         self, name: str, master: Tensor, codes: Tensor, keys: Collection[str] | None = None

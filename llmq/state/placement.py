@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32, DType, parse_dtype
 from llmq.base.tier import TIERS
-from llmq.formats import FORMATS
+from llmq.formats import codes_of
 from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
@@ -197,7 +197,7 @@ def place(
         )
         for slab in table
     }
-    codes = FORMATS[config.head_dtype].weights
+    codes = codes_of(config, config.head_dtype)
     return Placement(slabs=slabs, head=None if codes is None else Store(dtype=codes))
 
 
@@ -207,7 +207,7 @@ def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool
     dtype, differs = parse_dtype(config.model_dtype), config.own_master
     if slab.name == MAGNITUDES:
         dtype, differs = F32, False
-    coded = FORMATS[config.matmul_dtype].weights if slab.is_block else None
+    coded = codes_of(config, config.matmul_dtype) if slab.is_block else None
     streams = slab.is_block and config.streams_weights(shards)
     updates_another = config.has_masters(shards) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
@@ -236,7 +236,7 @@ def _place_base(config: TrainConfig, slab: Slab, shards: int) -> SlabPlacement:
     """The placement of a frozen block that is kept as codes."""
     streams, source = config.streams_weights(shards), _source(config)
     base = source if streams else Store(dtype=source.dtype)
-    codes = FORMATS[config.matmul_dtype].weights
+    codes = codes_of(config, config.matmul_dtype)
     if config.matmul_dtype == config.base_dtype:
         codes = parse_dtype(config.base_dtype)
     dtype = codes or parse_dtype(config.model_dtype)

@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.dtypes import DType
+from llmq.base.dtypes import FP8_MAX, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.frozen import Write
@@ -151,7 +151,10 @@ class Weights:
         coded = tuple(slab for slab in table if placement[slab.name].is_coded)
         kept = tuple(slab for slab in table if placement[slab.name].base is not None)
         self._transposes = Transposes(dev, table, placement)
-        self.weight_codes = WeightCodes(dev, coded, self._transposes) if coded else None
+        self.weight_codes = None
+        if coded:
+            limit = FP8_MAX[placement[coded[0].name].work.dtype]
+            self.weight_codes = WeightCodes(dev, coded, self._transposes, limit)
         self.frozen = FrozenBlocks(dev, kept, placement, self._transposes) if kept else None
         for slab in table:
             if placement[slab.name].base is None:

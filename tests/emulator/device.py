@@ -47,6 +47,7 @@ C_TYPES = {
         "f32": "float32",
         "bf16": "bfloat16",
         "e4m3": "struct8",
+        "e4m3_half": "struct8",
         "e5m2": "struct8",
     },
     **{"i32": "int32", "u32": "int32", "i64": "int64", "i8": "int8", "u8": "int8"},

@@ -67,6 +67,17 @@ static inline void mma_m16n8k32_fp8(float (&d)[4], const unsigned (&a)[4], unsig
     std::copy(out.d, out.d + 4, d);
 }
 
+static inline void mma_m16n8k32_half(unsigned (&d)[2], const unsigned (&a)[4], unsigned b0,
+                                     unsigned b1) {
+    const float2 low = from_halves(d[0]), high = from_halves(d[1]);
+    float sum[4] = {low.x, low.y, high.x, high.y};
+    mma_m16n8k32_fp8<e4m3, e4m3, true>(sum, a, b0, b1);
+    for (int i = 0; i < 2; ++i) {
+        const __half2_raw pair = (__half2_raw)__floats2half2_rn(sum[2 * i], sum[2 * i + 1]);
+        d[i] = pair.x | (unsigned)pair.y << 16;
+    }
+}
+
 static inline void cp_async_16(SharedAddress to, const void* from, bool valid) {
     ptx::copy_in_background(to, from, valid, 16);
 }

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E4M3_HALF, E4M3_HALF_MAX, E5M2, F32, I32
 from llmq.base.tensor import Accumulator
 from llmq.ops import grouped as op
 from llmq.ref.grouped import CASES
@@ -74,6 +74,47 @@ def test_grouped_matmul_of_codes(dev, rng, x, w):
     np.testing.assert_array_equal(
         run(dev, partial(op.grouped_matmul, trans_b=True), arrays)["out"], got
     )
+
+
+def half_arrays(rng, codes):
+    """One matrix is for all rows, codes are of what `codes` makes, K is no multiple of 64."""
+    M, N, K = 300, 136, 336
+    return {
+        "out": np.full((M, N), np.nan, BF16.numpy),
+        "x": codes((M, K)).astype(E4M3_HALF.numpy),
+        "w": codes((1, N, K)).astype(E4M3_HALF.numpy),
+        "starts": None,
+        "scale_x": np.full(1, 0.5, np.float32),
+        "scale_w": np.full(1, 4.0, np.float32),
+        "bias": eighths(rng, (1, N), BF16),
+        "addend": eighths(rng, (M, N), BF16),
+    }
+
+
+def test_sums_in_half_precision(dev, rng):
+    """Exact where half precision is, rounded behind each instruction elsewhere, and finite where
+    all codes are the largest ones."""
+    if 0 < dev.spec.capability < 89:
+        pytest.skip("this GPU does not multiply fp8 codes")
+    half, full = (partial(op.grouped_matmul, trans_b=True, half=h) for h in (True, False))
+    arrays = half_arrays(rng, lambda shape: rng.integers(-8, 9, shape) / 8)
+    np.testing.assert_array_equal(
+        compared(dev, half, arrays)["out"], compared(dev, full, arrays)["out"]
+    )
+    arrays = half_arrays(rng, lambda shape: rng.integers(-15, 16, shape))
+    exact = run(dev, full, arrays)["out"].astype(np.float32)
+    # A GPU may round behind 16 products, and down: four times in each of six sums,
+    # which are below 4,096 here, by at most 2, times both scales; and BF16 rounds the result.
+    got = run(dev, half, arrays)["out"].astype(np.float32)
+    np.testing.assert_allclose(got, exact, rtol=2**-7, atol=2 * 6 * 4 * 2)
+    assert (got != exact).any()
+    if dev.kind != "cuda":
+        compared(dev, half, arrays)
+    arrays = half_arrays(rng, lambda shape: np.full(shape, E4M3_HALF_MAX))
+    arrays |= {"bias": None, "addend": None}
+    assert (compared(dev, half, arrays)["out"] == BF16.numpy.type(2 * 336 * 900)).all()
+    with pytest.raises(TypeError, match="half needs operands in F8_E4M3_HALF, got F8_E4M3"):
+        run(dev, half, arrays | {name: arrays[name].astype(E4M3.numpy) for name in "xw"})
 
 
 def gradient_arrays(rng, R, N, K, E, target, dtype):

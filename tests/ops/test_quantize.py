@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32, I32
+from llmq.base.dtypes import BF16, E4M3, E5M2, F32, FP8, FP8_MAX, I32
 from llmq.base.operand import Fp8Out
 from llmq.ops import quantize
 from llmq.ref.common import FP8_NAN as NAN
@@ -15,7 +15,7 @@ from tests.fp8_out import LAYOUTS, check_codes, outputs, with_fp8
 from tests.harness import host_device, run
 
 SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qwen")}
-LARGEST = {E4M3: np.float32(E4M3_MAX), E5M2: np.float32(E5M2_MAX)}
+LARGEST = {dtype: np.float32(largest) for dtype, largest in FP8_MAX.items()}
 OUTPUTS = {"q": (True, False), "q_t": (False, True), "both": (True, True)}
 UNTOUCHED = 0xA5  # no NaN, in which an element that is not written would go unnoticed
 
@@ -172,7 +172,7 @@ def test_scaled(dev, rng, case, source, dtype, layout):
             assert got["abs_max"] == largest
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 3e-3])
 def test_scaled_without_abs_max_of_all_bf16_numbers(dev, dtype, scale):
     arrays = {"x": ALL_BF16} | outputs(ALL_BF16.shape, dtype, "both", np.float32(scale))
@@ -180,7 +180,7 @@ def test_scaled_without_abs_max_of_all_bf16_numbers(dev, dtype, scale):
         check_codes(run(device, with_fp8(quantize.scaled), arrays), ALL_BF16, dtype, "both")
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("abs_max", ABS_MAX)
 def test_scaled_as_quantize_does_it(dev, dtype, abs_max):
     """So that what is recomputed with the scale of the first time has the same codes."""

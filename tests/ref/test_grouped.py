@@ -28,12 +28,12 @@ def test_product_and_gradients_equal_torch(trans_b):
     arrays = [t.detach().numpy() for t in (x, w, b)]
     out = np.full((R, N), np.nan)
     x, w, b = arrays
-    ref.grouped_product(out, x, w, None, None, b, more, STARTS, R, N, K, E, trans_b=trans_b)
+    ref.grouped_product(out, x, w, None, None, b, more, STARTS, R, N, K, E, trans_b=trans_b, half=0)
     np.testing.assert_allclose(out, want.detach().numpy(), rtol=1e-12, atol=1e-13)
     d = d.detach().numpy()
     d_x = np.full((R, K), np.nan)
     unscaled = (None, None, None, None)
-    ref.grouped_product(d_x, d, w, *unscaled, STARTS, R, K, N, E, trans_b=1 - trans_b)
+    ref.grouped_product(d_x, d, w, *unscaled, STARTS, R, K, N, E, trans_b=1 - trans_b, half=0)
     np.testing.assert_allclose(d_x, x_grad(of_row, w, d, trans_b), rtol=1e-12, atol=1e-13)
 
 
