@@ -23,7 +23,7 @@ from llmq.base.errors import DataError, warn
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader
 from llmq.model.step import Step
-from llmq.run.loop import _Run
+from llmq.run.loop import Loop
 from llmq.run.trainer import Trainer
 
 INDEX = int(os.environ["OMPI_COMM_WORLD_RANK"])
@@ -76,22 +76,22 @@ FAULTS: dict[str, Callable[[], None]] = {
 @contextmanager
 def with_fault(fault: dict[str, Any] | None) -> Iterator[None]:
     """Within the block it happens, if it is one of this process."""
-    real, real_batch, real_calls = _Run._step, DataLoader.next_batch, (os.fsync, os.rename)
+    real, real_batch, real_calls = Loop.step, DataLoader.next_batch, (os.fsync, os.rename)
 
     happened = []
 
-    def step(self: _Run) -> None:
+    def step(self: Loop) -> None:
         here = fault is not None and fault["process"] in (INDEX, None)
         if here and self.trainer.steps_done == fault["step"] and not happened:
             happened.append(fault)
             FAULTS[fault["what"]]()
         real(self)
 
-    _Run._step = step
+    Loop.step = step
     try:
         yield
     finally:
-        _Run._step, DataLoader.next_batch = real, real_batch
+        Loop.step, DataLoader.next_batch = real, real_batch
         os.fsync, os.rename = real_calls
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from llmq.commands.cli import _run
 from llmq.data.tokens import TokenWriter
-from llmq.run.loop import _Run
+from llmq.run.loop import Loop
 
 VOCAB = 257
 CONFIG = {
@@ -96,11 +97,20 @@ def records(kind: str, log: str | Path = "log.json") -> list[dict]:
 
 def signal_after(monkeypatch, step: int, signum: int = signal.SIGINT) -> None:
     """Send this process a signal while the step of this number runs."""
-    real = _Run._step
+    at_step(monkeypatch, step, lambda loop: os.kill(os.getpid(), signum))
 
-    def run_step(self: _Run) -> None:
-        if self.trainer.steps_done == step:
-            os.kill(os.getpid(), signum)
+
+def at_step(monkeypatch, step: int, then: Callable[[Loop], object]) -> None:
+    """Call then(the run's loop) when the step of this number is about to begin."""
+    before_step(monkeypatch, lambda loop: loop.trainer.steps_done == step and then(loop))
+
+
+def before_step(monkeypatch, call: Callable[[Loop], object]) -> None:
+    """Call it with the run's loop before each step."""
+    real = Loop.step
+
+    def step(self: Loop) -> None:
+        call(self)
         real(self)
 
-    monkeypatch.setattr(_Run, "_step", run_step)
+    monkeypatch.setattr(Loop, "step", step)

@@ -17,8 +17,7 @@ import pytest
 from llmq.checkpoint.checkpoint import CheckpointWriter
 from llmq.checkpoint.store import read_verdict
 from llmq.run import checkpoints, saving
-from llmq.run.loop import _Run
-from tests.runs import make_workplace, records, signal_after, train
+from tests.runs import at_step, make_workplace, records, signal_after, train
 from tests.test_guard import exploding
 
 SHORT = {"eval_file": "none", "batch_size": 1, "grad_accumulation": 1, "ckpt_background": True}
@@ -96,18 +95,6 @@ class Gate:
         patch.setattr(CheckpointWriter, "write", write)
 
 
-def at_step(patch, step, then):
-    """Call then() when the step of this number is about to begin."""
-    real = _Run._step
-
-    def run_step(self):
-        if self.trainer.steps_done == step:
-            then(self)
-        real(self)
-
-    patch.setattr(_Run, "_step", run_step)
-
-
 def test_steps_go_on_while_a_checkpoint_is_written(monkeypatch, capsys):
     """And it holds the state of the step at which it was begun."""
     assert train(**SHORT | {"ckpt_background": False}, steps=6, ckpt_interval=2) == 0
@@ -116,7 +103,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(monkeypatch, capsys):
     gate = Gate(monkeypatch, 2)
 
     def later(run):
-        assert gate.held.wait(20) and run.checkpoints.writing == 2
+        assert gate.held.wait(20) and run.judging.checkpoints.writing == 2
         assert kept() == []
         gate.open.set()
 

@@ -46,7 +46,7 @@ class Recorder:
 
 @pytest.fixture
 def stub(monkeypatch):
-    """stub("run.loop.run_training") replaces a function where the commands import it from."""
+    """stub("run.training.run_training") replaces a function where the commands import it from."""
 
     def replace(name, **outcome):
         module, function = name.rsplit(".", 1)
@@ -59,7 +59,7 @@ def stub(monkeypatch):
 
 def run_train(stub, *args):
     """The TrainConfig that `llmq train` with these arguments starts."""
-    training = stub("run.loop.run_training")
+    training = stub("run.training.run_training")
     assert _run(["train", *TINY, *args]) == 0
     return training.args[0]
 
@@ -127,7 +127,7 @@ def test_version(capsys):
 
 
 def test_train_passes_config_model_and_arguments(stub, monkeypatch):
-    training = stub("run.loop.run_training")
+    training = stub("run.training.run_training")
     monkeypatch.setattr(sys, "argv", ["llmq", "train", "..."])
     assert _run(["train", *TINY, "--batch=2", "--lr", "1e-3", "--name", "x"]) == 0
     config, model, model_dir, argv = training.args
@@ -229,7 +229,7 @@ def test_what_a_search_leaves_alone(stub, tmp_path):
 
 def test_reserve(stub, capsys):
     choosing = stub("plan.report.choose", result=make_config({"model": "tiny"}))
-    stub("run.loop.run_training")
+    stub("run.training.run_training")
     for size, expected in (("0", 0), ("1GiB", 1 << 30)):
         assert _run(["train", *TINY, "--auto", "--reserve", size]) == 0
         assert choosing.args[3] == expected
@@ -245,7 +245,7 @@ def test_auto_trains_what_it_has_chosen(stub):
     chosen = make_config({"model": "tiny", "from-scratch": True, "recompute-att": True})
     choosing, training = (
         stub("plan.report.choose", result=chosen),
-        stub("run.loop.run_training"),
+        stub("run.training.run_training"),
     )
     assert _run(["train", *TINY, "--auto", "--batch-size=8"]) == 0
     config, model, given, reserve = choosing.args
@@ -269,7 +269,7 @@ def test_verify(stub, equal):
 COMMANDS = [
     (
         "train --model tiny --from-scratch",
-        "run.loop.run_training",
+        "run.training.run_training",
         None,  # its arguments have a test of their own
     ),
     ("plan --model tiny --from-scratch", "plan.report.run_plan", None),
@@ -505,7 +505,7 @@ def test_results_are_printed(stub, capsys):
     ],
 )
 def test_user_errors_are_one_line_and_exit_2(stub, capsys, args, message):
-    stub("run.loop.run_training")
+    stub("run.training.run_training")
     stub("run.sampling.run_sample")
     assert _run(args) == 2
     out, err = capsys.readouterr()
@@ -544,7 +544,7 @@ def _of_rank(error):
 )
 def test_errors_of_a_run(stub, capsys, monkeypatch, error, message):
     monkeypatch.delenv("LLMQ_DEBUG", raising=False)
-    stub("run.loop.run_training", error=error)
+    stub("run.training.run_training", error=error)
     assert _run(["train", *TINY]) == 2
     assert capsys.readouterr().err.startswith(message)
     monkeypatch.setenv("LLMQ_DEBUG", "1")
@@ -574,13 +574,13 @@ def test_consoles_that_are_not_utf8(monkeypatch):
 
 
 def test_bugs_keep_their_traceback(stub):
-    stub("run.loop.run_training", error=ValueError("a bug"))
+    stub("run.training.run_training", error=ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         _run(["train", *TINY])
 
 
 def test_interrupt_exits_130(stub, capsys):
-    stub("run.loop.run_training", error=KeyboardInterrupt())
+    stub("run.training.run_training", error=KeyboardInterrupt())
     assert _run(["train", *TINY]) == 130
     assert "error" not in capsys.readouterr().err
 

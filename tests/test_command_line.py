@@ -29,7 +29,7 @@ def test_back_through_the_command_line(name, monkeypatch):
     line = command_line(config)
     assert line[:2] == ["llmq", "train"]
     started = []
-    monkeypatch.setattr("llmq.run.loop.run_training", lambda config, *_: started.append(config))
+    monkeypatch.setattr("llmq.run.training.run_training", lambda config, *_: started.append(config))
     assert _run(shlex.split(shlex.join(line))[1:]) == 0
     (again,) = started
     different = {n for n in OPTIONS if getattr(again, n) != getattr(config, n)}

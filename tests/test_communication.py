@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import llmq
-from llmq.model.results import Results
+from llmq.model.rings import Results
 from llmq.model.step import Step
 from llmq.runtime.host_device import HostDevice
 from llmq.state.weights import Weights

@@ -14,7 +14,7 @@ from llmq.options.presets import resolve_model
 from llmq.run.model_of_run import model_of_run
 from llmq.run.sampling import Sampler
 from llmq.run.trainer import Trainer
-from llmq.runtime import algorithm_file, cuda_device
+from llmq.runtime import cuda_device, tuning
 from llmq.runtime.cuda_api import device_spec
 from llmq.runtime.machine import choose_machine
 from tests.bases import block_weights
@@ -78,7 +78,7 @@ def test_what_is_timed_is_kept(path, monkeypatch, tmp_path_factory):
     options = {"attention": "auto", **fp8, "attn_bwd_chunks": 2}
     results = []
     for more in ({}, {}, {"attn_bwd_chunks": 1}, {"use_cuda_graphs": False}):
-        algorithm_file._files.clear()  # a new process
+        tuning._files.clear()  # a new process
         results.append(run(path, **options | more))
     assert all(same(results[0], other) for other in results[1:])
 

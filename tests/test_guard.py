@@ -17,13 +17,13 @@ from llmq.base.dtypes import NO_LIMITS, Limits
 from llmq.checkpoint.retention import PROVEN
 from llmq.checkpoint.store import read_verdict
 from llmq.commands.cli import _run
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options_io import make_config
 from llmq.options.rules import RULES
 from llmq.run.guard import LAG, LEAST, NEW_LEVEL, ROLLBACKS, WINDOW, Guard
-from llmq.run.loop import _Run
+from llmq.run.loop import Loop
 from llmq.run.trainer import Trainer
-from tests.runs import make_workplace, records, signal_after, train
+from tests.runs import before_step, make_workplace, records, signal_after, train
 
 
 @pytest.fixture(autouse=True)
@@ -386,7 +386,7 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
 
 def read_late(patch):
     """Have results read when the next step has been enqueued, or something else comes."""
-    step, collect = _Run._step, _Run.collect
+    step, collect = Loop.step, Loop.collect
 
     def late_step(self):
         self.collected = 0
@@ -399,20 +399,13 @@ def read_late(patch):
         self.collected += 1
         return collect(self) if self.collected == 1 else None
 
-    patch.setattr(_Run, "_step", late_step)
-    patch.setattr(_Run, "collect", late_collect)
+    patch.setattr(Loop, "step", late_step)
+    patch.setattr(Loop, "collect", late_collect)
 
 
 def stop_at_call(patch, count, number):
     """Send the signal while the number-th step of the process runs."""
-    real = _Run._step
-
-    def step(self):
-        if next(count) == number:
-            os.kill(os.getpid(), signal.SIGINT)
-        real(self)
-
-    patch.setattr(_Run, "_step", step)
+    before_step(patch, lambda loop: next(count) == number and os.kill(os.getpid(), signal.SIGINT))
 
 
 def test_rollback_gives_up_in_the_same_place(monkeypatch, capsys):

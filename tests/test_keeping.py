@@ -16,7 +16,7 @@ from llmq.checkpoint.retention import PROVEN, Candidates, Verdict
 from llmq.options.options_io import make_config
 from llmq.run import checkpoints, requests
 from llmq.run.requests import Requests
-from tests.runs import make_workplace, records, signal_after, train
+from tests.runs import at_step, make_workplace, records, signal_after, train
 
 SHORT = {"eval_file": "none", "batch_size": 1, "grad_accumulation": 1}
 
@@ -128,17 +128,11 @@ def test_a_checkpoint_that_is_asked_for(ask, monkeypatch, capsys):
 
 
 def touch_after(monkeypatch, step):
-    from llmq.run.loop import _Run
+    def touch(loop):
+        Path("ckpt").mkdir(exist_ok=True)
+        Path("ckpt/save-now").touch()
 
-    real = _Run._step
-
-    def run_step(self):
-        if self.trainer.steps_done == step:
-            Path("ckpt").mkdir(exist_ok=True)
-            Path("ckpt/save-now").touch()
-        real(self)
-
-    monkeypatch.setattr(_Run, "_step", run_step)
+    at_step(monkeypatch, step, touch)
 
 
 def test_checkpoints_by_the_clock():

@@ -8,7 +8,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.operand import Fp8Out, OutputForms
 from llmq.base.tensor import Accumulator
-from llmq.model.norm import Normalization, Stats
+from llmq.model.norms import Normalization, Stats
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
 from llmq.options.presets import preset

@@ -21,7 +21,7 @@ from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
 from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.model.losses import loss_class
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.options_io import config_of, layers_of, make_config
 from llmq.report.curves import read_log, series_of
 from llmq.run import score

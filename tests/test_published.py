@@ -32,7 +32,7 @@ def commands() -> list[Row]:
 def test_published_command_lines(monkeypatch, capsys, row):
     runs = []
     stub = SimpleNamespace(run_training=lambda *args: runs.append(args))
-    monkeypatch.setitem(sys.modules, "llmq.run.loop", stub)
+    monkeypatch.setitem(sys.modules, "llmq.run.training", stub)
     command = ["train", f"--model=Qwen2.5-{row.model}", *COMMON, f"--gpus={row.gpus}"]
     command += [f"--matmul-dtype={row.dtype}", *row.options()]
     assert _run(command) == 0

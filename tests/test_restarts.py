@@ -221,14 +221,14 @@ def test_errors_of_gpus_are_named(monkeypatch, capfd):
 KILLS = """
 import os, signal, sys
 if "--restarts=0" in sys.argv and not os.path.exists("killed"):
-    from llmq.run.loop import _Run
-    real = _Run._step
+    from llmq.run.loop import Loop
+    real = Loop.step
     def step(self):
         if self.trainer.steps_done == 3:
             open("killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
         real(self)
-    _Run._step = step
+    Loop.step = step
 """
 
 

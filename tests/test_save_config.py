@@ -68,7 +68,7 @@ def test_commands_write_it_and_go_on(tmp_path, monkeypatch, capsys):
     written = {"model": "tiny", "from-scratch": True, "device": "cpu", "seq-len": 64}
     assert read_option_file(Path("a/train.yaml")) == written | {"batch-size": 2}
     started = []
-    monkeypatch.setattr("llmq.run.loop.run_training", lambda config, *_: started.append(config))
+    monkeypatch.setattr("llmq.run.training.run_training", lambda config, *_: started.append(config))
     again = ["train", "--config=a/train.yaml", "--batch-size=1"]
     assert _run([*again, "--save-config=b.yaml", "--log-file=x.json"]) == 0
     assert started[0].batch_size == 1

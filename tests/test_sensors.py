@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from llmq.base.errors import LlmqError
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.run.sensors import Sensing, Sensor, Sensors, Waits, Window, open_sensors
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.mesh import World

@@ -12,7 +12,7 @@ import pytest
 from llmq.arch.experts import Experts
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.bench.measure import open_trainer
-from llmq.bench.sweep_file import read_runs
+from llmq.bench.sweep_file import flag_of, read_runs
 from llmq.commands.cli import _run
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import TokenWriter
@@ -76,6 +76,24 @@ RESIZED = {
             "sliding_window": None,
         },
     ),
+    "norms_of_queries_and_keys": (
+        "qwen2.5-0.5b",
+        {"qk-norm": True, "num-heads": 7, "num-kv-heads": 1},
+        {
+            "num_heads": 7,
+            "head_dim": 128,
+            "num_kv_heads": 1,
+            "architecture": "Qwen3ForCausalLM",
+            "qk_norm": True,
+            "qkv_bias": False,
+        },
+    ),
+    "no_norms_of_queries_and_keys": (
+        "qwen3-0.6b",
+        {"qk-norm": False},
+        {"architecture": "LlamaForCausalLM", "qk_norm": False},
+    ),
+    "norms_that_are_there": ("olmo-2-1b", {"qk-norm": True}, {}),
     "the_rest": (
         "llama-3-1b",
         {
@@ -153,6 +171,16 @@ CONTRADICTIONS = {
         r"^--num-kv-heads: GPT2LMHeadModel needs 2, got 1",
     ),
     "learned_positions": ("gpt2", {"rope-theta": 5}, r"^--rope-theta: has no effect.* learned"),
+    "no_class_with_norms": (
+        "tiny-gpt2",
+        {"qk-norm": True},
+        r"^--qk-norm: transformers has no class",
+    ),
+    "no_class_without_norms": (
+        "tiny-qwen3-moe",
+        {"qk-norm": False},
+        r"^--no-qk-norm: transformers has no class of models that differ from Qwen3-MoE's by norms",
+    ),
     "theta": ("tiny", {"rope-theta": 0}, r"^--rope-theta: must be positive"),
     "none": ("tiny", {"num-layers": 0}, r"^--num-layers: must be at least 1"),
     "no_tokens": ("tiny", {"vocab-size": 0}, r"^--vocab-size: must be at least 1"),
@@ -254,6 +282,7 @@ OWN = {
     "num_layers": 2,
     "max_positions": 64,
     "tie_embeddings": False,
+    "qk_norm": True,
     "vocab_size": "auto",
 }
 IN_CONFIG_JSON = {
@@ -266,6 +295,7 @@ IN_CONFIG_JSON = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 64,
     "tie_word_embeddings": False,
+    "architectures": ["Qwen3ForCausalLM"],
 }
 
 
@@ -288,6 +318,7 @@ def test_a_run_of_own_sizes_is_exported_and_continued(place, capsys):
     assert {name: config[name] for name in IN_CONFIG_JSON} == IN_CONFIG_JSON
     loaded = transformers.AutoModelForCausalLM.from_pretrained("out")
     assert loaded.lm_head.weight.shape == (VOCAB, 48)
+    assert loaded.model.layers[1].self_attn.q_norm.weight.shape == (16,)
 
     assert train(steps=3, **given, **{"continue": ""}) == 0, capsys.readouterr().err
     assert train(steps=3, **given | {"num_layers": 1}, **{"continue": ""}) == 2
@@ -298,8 +329,8 @@ def test_a_run_of_own_sizes_is_exported_and_continued(place, capsys):
 
 def test_the_other_commands_know_the_sizes(place, capsys):
     given = {name.replace("_", "-"): value for name, value in place.items()}
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not False]
-    flags += ["--from-scratch", "--no-tie-embeddings", "--device=cpu", "--model-dtype=fp32"]
+    flags = [flag_of(name, value) for name, value in given.items()]
+    flags += ["--from-scratch", "--device=cpu", "--model-dtype=fp32"]
     flags += ["--batch-size=2", "--seq-len=16", "--grad-accumulation=2"]
     assert _run(["plan", "--json", *flags]) == 0
     planned = json.loads(capsys.readouterr().out)

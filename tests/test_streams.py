@@ -204,7 +204,7 @@ def test_updates_wait_for_a_copy_of_the_state(name, monkeypatch):
 def test_steps_of_more_micro_steps_than_slots(monkeypatch, world):
     """The host waits before it writes what the device has not taken yet."""
     wanted = run(world, 3, program, of=MODEL)
-    monkeypatch.setattr("llmq.model.inbox.MOST_SLOTS", 2)
+    monkeypatch.setattr("llmq.model.rings.MOST_SLOTS", 2)
     assert_same_run(on_streams(world, 3, {}, pause=1e-4), wanted)
 
 

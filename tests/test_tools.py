@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from llmq.base.errors import LlmqError
-from llmq.model.results import Result
+from llmq.model.rings import Result
 from llmq.options.card_file import record_of
 from llmq.options.options_io import make_config
 from llmq.runtime.device import FUSED

@@ -29,8 +29,7 @@ from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.report import live
 from llmq.report.json_log import JsonLog
-from llmq.run import announce, sensors
-from llmq.run import loop as training
+from llmq.run import announce, sensors, training
 from llmq.run.diagnose import MAX_SKIPPED
 from llmq.run.ranks import Rounds
 from llmq.run.trainer import Trainer
@@ -42,6 +41,7 @@ from tests.fake_nvml import FAKE_UUID, FakeGpu, fake_sensors
 from tests.runs import (
     VOCAB,
     T,
+    at_step,
     flags,
     make_workplace,
     options,
@@ -380,14 +380,7 @@ def test_a_signal_saves_though_nobody_reads_the_console(first, monkeypatch):
     reader, writer = os.pipe()
     monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
     signal_after(monkeypatch, 2)
-    real = training._Run._step
-
-    def step(self):
-        if self.trainer.steps_done == first:
-            os.close(reader)
-        real(self)
-
-    monkeypatch.setattr(training._Run, "_step", step)
+    at_step(monkeypatch, first, lambda loop: os.close(reader))
     assert train(steps=5) == 130
     sys.stdout.close()
     assert os.listdir("ckpt") == ["step_00000003"]

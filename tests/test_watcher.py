@@ -11,7 +11,7 @@ import pytest
 
 from llmq.base.locks import locked
 from llmq.run import watcher
-from llmq.run.loop import _Run
+from llmq.run.loop import Loop
 from tests.runs import make_workplace, records, signal_after, train
 from tests.test_watch import events, series
 
@@ -53,14 +53,14 @@ def test_a_run_and_its_continuations_are_one_run_in_tensorboard(monkeypatch, cap
 )
 def test_what_fails_is_one_line_and_the_run_goes_on(monkeypatch, capsys, options, message):
     """Found while it runs, or at its end."""
-    real = _Run._step
+    real = Loop.step
 
     def slow(self):
         real(self)
         if self.trainer.steps_done == 1:
-            self.watchers[0]._process.wait()
+            next(m for m in self.members if isinstance(m, watcher.Watcher))._process.wait()
 
-    monkeypatch.setattr(_Run, "_step", slow)
+    monkeypatch.setattr(Loop, "step", slow)
     monkeypatch.setenv("WANDB_MODE", "no such mode")
     assert train(steps=2, **options) == 0
     out, err = capsys.readouterr()

@@ -1,6 +1,6 @@
 """Measure and fit the scaling law that `llmq recipe` goes by.
 
-python tools/scaling_law.py measure SWEEP.yaml --data DIR --out RUNS.json [--minutes M]
+python tools/scaling_law.py measure SWEEP.yaml --data DIR --out RUNS.json [--minutes M] [--where …]
 python tools/scaling_law.py fit RUNS.json... --out LAW.json [--picture LAW.png]
 
 `measure` trains each run of a sweep file (as those of `llmq bench`, with options of data and
@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,8 @@ import typer
 from llmq.base.errors import LlmqError
 from llmq.base.files import write_file
 from llmq.bench.losses import measure_losses
-from llmq.bench.sweep_file import read_runs
+from llmq.bench.sweep_file import Condition, read_runs, value_of
+from llmq.options.options import OPTIONS
 from llmq.plan.law import LAYOUT, PASSES, Constants, worth
 
 EXPONENTS = (0.05, 1.2)  # that are searched
@@ -147,10 +149,14 @@ def measure(
     data: Annotated[Path, typer.Option()],
     out: Annotated[Path, typer.Option()],
     minutes: Annotated[float, typer.Option(min=0)] = 0,
+    where: Annotated[str, typer.Option(help="Only runs that meet this, as in sweep files.")] = "",
 ) -> None:
-    """Train the runs of SWEEP, those with fewest tokens first."""
+    """Train the runs of SWEEP in their order."""
     files = {"train-file": f"{data}/train*.bin", "eval-file": f"{data}/eval*.bin"}
     rows = read_runs(files, sweep, trains=True)
+    if where:
+        condition = Condition(where, [flag for option in OPTIONS.values() for flag in option.flags])
+        rows = [row for row in rows if condition.holds(partial(value_of, row))]
     done = measure_losses(rows, out, seconds=60 * minutes)
     print(f"{len(done)} of {len(rows)} runs are done")
 

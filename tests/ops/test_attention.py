@@ -9,7 +9,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention, attention_sinks, random
 from llmq.ref.attention import CASES
-from llmq.runtime import algorithm_file, cuda_device
+from llmq.runtime import cuda_device, tuning
 from llmq.runtime.cudnn import backward_workspace_bytes, divided_workspace_bytes
 from llmq.runtime.head_groups import divisions
 from llmq.runtime.plan_device import PlanDevice
@@ -526,7 +526,7 @@ def test_the_choice_is_what_was_measured(monkeypatch, tmp_path, case, window):
 
     bits = []
     for _ in range(2):
-        algorithm_file._files.clear()  # a new process
+        tuning._files.clear()  # a new process
         plan = PlanDevice(GPU_SPEC)
         step(plan)
         with closing(cuda_device.CudaDevice(0, plan.sizes())) as dev:

@@ -14,8 +14,7 @@ from llmq.comm.collectives import join, part, same_memory, storages
 from llmq.comm.connect import connect
 from llmq.comm.copies import Copies, Memories
 from llmq.comm.cuda import CudaComm, Watch
-from llmq.comm.flags import Flags
-from llmq.comm.options import STAGING_CHUNKS, CommOptions, allocate
+from llmq.comm.options import STAGING_CHUNKS, CommOptions, Flags, allocate
 from llmq.comm.staged import Rings
 from llmq.runtime.device import Event
 from llmq.runtime.workers import Workers

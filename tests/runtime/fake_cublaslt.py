@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
-from llmq.runtime.algorithm_file import ALGORITHM_BYTES
 from llmq.runtime.product import COMPUTE_32F, CUDA_TYPES
+from llmq.runtime.tuning import ALGORITHM_BYTES
 
 NUMPY_TYPES = {code: dtype.numpy for dtype, code in CUDA_TYPES.items()}
 FP8 = (E4M3.numpy, E5M2.numpy)

@@ -10,7 +10,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import ProductCodes
 from llmq.ops.matmul import matmul_fp8
-from llmq.runtime import algorithm_file
+from llmq.runtime import tuning
 from llmq.runtime.block_scales import scales_bytes
 from llmq.runtime.cublaslt import CublasLt
 from llmq.runtime.device import MemorySizes
@@ -30,7 +30,7 @@ class Blackwell(HostDevice):
 
     def __init__(self, library, path=None):
         super().__init__(SIZES, poison=True)
-        algorithm_file._files.clear()  # a new process
+        tuning._files.clear()  # a new process
         self.spec, self.library, self.launched = SPEC, library, []
         self.kinds = set()
         how = {"cache_path": path, "cuda": FakeCuda(library)}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import F32
-from llmq.runtime import algorithm_file
+from llmq.runtime import tuning
 from llmq.runtime.tuning import Choices, Unsupported
 from tests.harness import host_device
 from tests.runtime.fake_cublaslt import STREAM, FakeCuda
@@ -40,7 +40,7 @@ def process():
     """A new process, as far as files go."""
 
     def new(path, **more):
-        algorithm_file._files.clear()
+        tuning._files.clear()
         return Machine(path, **more)
 
     return new
@@ -125,7 +125,7 @@ def test_nothing_is_timed_in_a_capture(process):
 def test_an_entry_that_names_no_way_is_replaced(process, tmp_path):
     path = tmp_path / "m.json"
     process(path).run(a=2.0, b=1.0)
-    kept = algorithm_file.algorithm_file(path)
+    kept = tuning.algorithm_file(path)
     (key,) = kept._known
     kept.publish(key, b"elsewhere", instead_of=b"b")
     assert process(path).run(a=1.0, b=2.0) == "a"

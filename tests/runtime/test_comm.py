@@ -12,8 +12,7 @@ import typer
 from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
-from llmq.comm.flags import KINDS
-from llmq.comm.options import STAGING_CHUNKS, CommOptions
+from llmq.comm.options import KINDS, STAGING_CHUNKS, CommOptions
 from llmq.rig import exchanges
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import HOST_SPEC

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, F64, U8
-from llmq.comm import probe
+from llmq.comm import links
 from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import Link
@@ -67,7 +67,7 @@ def options(request, monkeypatch):
             beside_bus = kind == "peer" and source > reader
             return Link(kind=kind, speed=1.0, reason="test", beside_bus=beside_bus)
 
-        monkeypatch.setattr(probe, "choose", half)
+        monkeypatch.setattr(links, "choose", half)
     return BACKENDS[request.param]
 
 
@@ -272,10 +272,10 @@ def test_the_links_are_measured(world):
 
     start = time.monotonic()
     for p2p in ("auto", "off"):
-        table = probe.probe(runtime, list(range(world)), p2p)
+        table = links.probe(runtime, list(range(world)), p2p)
         print(*table.lines(), sep="\n")
-        links = [link for row in table.links for link in row if link is not None]
-        assert len(links) == world * (world - 1)
-        assert all(link.speed > 1.0 for link in links)  # GB/s; less is no link
-    assert {link.kind for link in links} == {"staged"}
+        found = [link for row in table.links for link in row if link is not None]
+        assert len(found) == world * (world - 1)
+        assert all(link.speed > 1.0 for link in found)  # GB/s; less is no link
+    assert {link.kind for link in found} == {"staged"}
     print(f"{(time.monotonic() - start) / 2:.3f} s for a probe")

@@ -13,9 +13,9 @@ import pytest
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.runtime import compile
-from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
 from llmq.runtime.compile import Resources, compile_kernel
 from llmq.runtime.kernel import Kernel, KernelSource
+from llmq.runtime.tuning import CHOICE_BYTES, AlgorithmFile
 
 FILE = "compiled.cu"
 SOURCE = """
@@ -247,7 +247,7 @@ def test_errors_of_kernels_compiled_ahead_are_those_of_their_first_use(folder):
 FAILING_START = """
 import os, sys, time
 from llmq.runtime import compile
-from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
+from llmq.runtime.tuning import CHOICE_BYTES, AlgorithmFile
 
 def compile_slowly(source, capability):
     os.write(1, b"+")

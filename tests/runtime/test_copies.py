@@ -9,8 +9,18 @@ import pytest
 from llmq.base.dtypes import F32, I32, U8
 from llmq.comm import copies
 from llmq.comm.collectives import part
-from llmq.comm.flags import EMPTY, EXCHANGED, FULL, KINDS, RELEASED, RING, TARGET, Flags
-from llmq.comm.options import STAGING_CHUNKS, CommOptions
+from llmq.comm.options import (
+    EMPTY,
+    EXCHANGED,
+    FULL,
+    KINDS,
+    RELEASED,
+    RING,
+    STAGING_CHUNKS,
+    TARGET,
+    CommOptions,
+    Flags,
+)
 from llmq.comm.staged import Rings, Staging
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.mesh import Mesh

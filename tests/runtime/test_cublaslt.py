@@ -10,15 +10,15 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, U8
 from llmq.ref.matmul import CASES, FP8_CASES, matmul, matmul_fp8
-from llmq.runtime import algorithm_file as files
-from llmq.runtime.algorithm_file import (
+from llmq.runtime import tuning as files
+from llmq.runtime.cublaslt import CublasLt
+from llmq.runtime.product import COMPUTE_32F, CUDA_TYPES
+from llmq.runtime.tuning import (
     ALGORITHM_BYTES,
     AlgorithmFile,
     _entry,
     algorithm_file,
 )
-from llmq.runtime.cublaslt import CublasLt
-from llmq.runtime.product import COMPUTE_32F, CUDA_TYPES
 from tests.harness import dtype_of, host_device
 from tests.runtime.fake_cublaslt import RESULT, STREAM, WORKSPACE, FakeCublasLt, FakeCuda
 
@@ -504,7 +504,7 @@ def test_processes_keep_what_others_have_published(tmp_path):
 PUBLISH = """
 import sys
 from pathlib import Path
-from llmq.runtime.algorithm_file import AlgorithmFile
+from llmq.runtime.tuning import AlgorithmFile
 file = AlgorithmFile(Path(sys.argv[1]))
 print("ready", flush=True)
 input()

@@ -15,10 +15,8 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.comm import cuda, nccl
 from llmq.comm.collectives import part
 from llmq.comm.connect import connect
-from llmq.comm.flags import EMPTY, FULL
-from llmq.comm.links import Link, LinkTable, Measured, choose
-from llmq.comm.options import CommOptions
-from llmq.comm.probe import ALREADY_ENABLED, probe
+from llmq.comm.links import ALREADY_ENABLED, Link, LinkTable, Measured, choose, probe
+from llmq.comm.options import EMPTY, FULL, CommOptions
 from llmq.options.options_io import make_config
 from llmq.plan.checks import check_options
 from llmq.runtime import cuda_api

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from llmq.checkpoint.manifest import digest_of
 from llmq.options import card_file
-from llmq.runtime.algorithm_file import CHOICE_BYTES, AlgorithmFile
+from llmq.runtime.tuning import CHOICE_BYTES, AlgorithmFile
 from tests import rigs, runs
 from tools.faults import mutators
 from tools.faults.child import Ended, run
