@@ -13,7 +13,7 @@ from llmq.arch.halves import attention, mlp
 from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 from llmq.arch.qwen2 import Qwen2
 from llmq.model.linear import Linear
-from llmq.ops.add import add
+from llmq.ops.elementwise import add
 from llmq.ops.matmul import matmul
 from llmq.state.params import planes
 

@@ -32,7 +32,7 @@ from llmq.bench.plan_runs import planned
 from llmq.bench.report import describe, markdown
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run
-from llmq.ops import fill
+from llmq.ops import elementwise
 from llmq.options.options_io import make_config
 from llmq.ref.attention import CASES as ATTENTION_CASES
 from llmq.ref.matmul import CASES as MATMUL_CASES
@@ -495,7 +495,7 @@ def test_launches_on_a_gpu_are_timed_by_events_and_without_graphs():
 
     def work():
         graphs.append(dev.use_graphs)
-        fill.constant(dev, x, 3.0)
+        elementwise.fill(dev, x, 3.0)
         dev.api.clock += 2.0  # between launches: counts for none
         dev.zero(x)
 

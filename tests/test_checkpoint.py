@@ -33,7 +33,6 @@ from llmq.checkpoint.export import export
 from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
-from llmq.checkpoint.retention import outdated
 from llmq.checkpoint.safetensors_file import HashingSink
 from llmq.checkpoint.store import (
     checkpoint_at,
@@ -41,6 +40,7 @@ from llmq.checkpoint.store import (
     find_checkpoint,
     kept_checkpoints,
     list_checkpoints,
+    outdated,
 )
 from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import ByteTokenizer

@@ -13,8 +13,7 @@ import pytest
 
 from llmq.base.run_id import RunId
 from llmq.checkpoint.manifest import MANIFEST
-from llmq.checkpoint.retention import Verdict
-from llmq.checkpoint.store import VERDICT, Best, best_owner, read_verdict, write_verdict
+from llmq.checkpoint.store import VERDICT, Best, Verdict, best_owner, read_verdict, write_verdict
 from llmq.commands.cli import _run
 from llmq.model.step import Step
 from llmq.options.command_line import command_line

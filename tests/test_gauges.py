@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console, Group
 
-from llmq.report.gauges import Panel, Row, bar, panel_lines, record_line, waiting_line
-from llmq.report.live import Progress
+from llmq.report.live import Panel, Progress, Row, bar, panel_lines, record_line, waiting_line
 from llmq.run.sensors import Sensor, Sensors, row_of
 from llmq.runtime.nvml import find_gpu
 from tests.fake_nvml import GIB, FakeGpu, FakeNvml

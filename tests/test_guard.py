@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import NO_LIMITS, Limits
-from llmq.checkpoint.retention import PROVEN
-from llmq.checkpoint.store import read_verdict
+from llmq.checkpoint.store import PROVEN, read_verdict
 from llmq.commands.cli import _run
 from llmq.model.rings import Result
 from llmq.options.options_io import make_config

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmq.base.signals import OutOfTime
-from llmq.checkpoint.retention import PROVEN, Candidates, Verdict
+from llmq.checkpoint.store import PROVEN, Candidates, Verdict
 from llmq.options.options_io import make_config
 from llmq.run import checkpoints, requests
 from llmq.run.requests import Requests

@@ -13,8 +13,8 @@ from llmq.base.dtypes import BF16, E4M3, F32, I32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops import (
     attention,
-    convert,
     cross_entropy,
+    elementwise,
     embedding,
     gelu,
     norm,
@@ -23,7 +23,7 @@ from llmq.ops import (
     rope,
     swiglu,
 )
-from llmq.ops.fill import constant
+from llmq.ops.elementwise import fill
 from llmq.runtime.device import Device, MemorySizes
 from tests.conftest import gpu_problem
 from tests.emulator import device as emulator
@@ -85,7 +85,7 @@ def quantized(dev: Device, q: Tensor, back: Tensor, x: Tensor) -> None:
     """Both layouts; back: the transposed one, transposed."""
     q_t = dev.alloc("q_t", (C, x.shape[0]), E4M3, "Activations")
     scale, abs_max = (dev.alloc(name, (1,), F32, "Activations") for name in ("scale", "abs_max"))
-    constant(dev, abs_max, 4.0)
+    fill(dev, abs_max, 4.0)
     quantize.quantize(dev, q, q_t, scale, x, abs_max)
     quantize.transpose(dev, back, q_t)
 
@@ -99,7 +99,7 @@ def look_up(dev: Device, out: Tensor) -> None:
 
 
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Part]]] = {
-    "convert": (convert.convert, {"out": Part((C,), *OUT, F32), "x": Part((C,), *IN)}),
+    "convert": (elementwise.convert, {"out": Part((C,), *OUT, F32), "x": Part((C,), *IN)}),
     "swiglu": (swiglu.forward, {"out": Part((C,), *OUT), "up_gate": Part((2 * C,), *IN)}),
     "swiglu backward": (
         swiglu.backward,

@@ -11,8 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from llmq.report.gauges import Panel, Row
-from llmq.report.live import BARS, WIDTH, LiveView, LossCurve, Progress, time_left
+from llmq.report.live import BARS, WIDTH, LiveView, LossCurve, Panel, Progress, Row, time_left
 
 
 def curve(values):

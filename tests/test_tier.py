@@ -8,7 +8,7 @@ import pytest
 
 import llmq
 from llmq.base.dtypes import F32
-from llmq.ops import fill
+from llmq.ops import elementwise
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from tests.filed import NEEDS, register
@@ -41,11 +41,11 @@ def test_no_kernel_gets_what_it_does_not_reach(tier):
     here, there = (
         dev.alloc("x", (8,), F32, "Activations", place) for place in ("device", tier.name)
     )
-    fill.constant(dev, here, 3.0)
+    elementwise.fill(dev, here, 3.0)
     dev.copy(there, here)
     assert dev.download(there).tolist() == [3.0] * 8 and len(tier.files) == 1
     with pytest.raises(TypeError, match="no kernel reaches x, which is write_combined"):
-        fill.constant(dev, there, 1.0)
+        elementwise.fill(dev, there, 1.0)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -44,16 +44,15 @@ from llmq.ops import (
     bias,
     clamped_swiglu,
     clock,
-    convert,
     cross_entropy,
     delta_gates,
     delta_rule,
     distill,
     dropout,
+    elementwise,
     embedding,
     exp_rows,
     expert_rows,
-    fill,
     fp8_scale,
     gated_norm,
     gelu,
@@ -79,7 +78,6 @@ from llmq.ops import (
     short_conv,
     swiglu,
 )
-from llmq.ops.add import add
 from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
 from llmq.ops.top_k import top_k
 from llmq.ref.nf4 import scale_levels
@@ -164,10 +162,6 @@ def scalars() -> np.ndarray:
 def abs_max_calls(*shape: int) -> list[Call]:
     args = {"abs_max": f32(1, value=0.0), "x": bf16(*shape)}
     return [Call("abs_max", abs_max.abs_max, args)]
-
-
-def add_calls(*shape: int) -> list[Call]:
-    return [Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape)))]
 
 
 def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
@@ -877,15 +871,14 @@ def average_calls(n: int) -> list[Call]:
     ]
 
 
-def convert_calls(*shape: int) -> list[Call]:
+def elementwise_calls(*shape: int) -> list[Call]:
+    add, convert = elementwise.add, elementwise.convert
     return [
-        Call("to bf16", convert.convert, {"out": bf16(*shape), "x": f32(*shape)}),
-        Call("to f32", convert.convert, {"out": f32(*shape), "x": bf16(*shape)}),
+        Call("add", add, dict.fromkeys(("out", "a", "b"), bf16(*shape))),
+        Call("to bf16", convert, {"out": bf16(*shape), "x": f32(*shape)}),
+        Call("to f32", convert, {"out": f32(*shape), "x": bf16(*shape)}),
+        Call("fill", elementwise.fill, {"x": bf16(*shape), "value": 1.0}),
     ]
-
-
-def fill_calls(*shape: int) -> list[Call]:
-    return [Call("constant", fill.constant, {"x": bf16(*shape), "value": 1.0})]
 
 
 def global_norm_calls(*sizes: int) -> list[Call]:
@@ -915,7 +908,6 @@ def reduce_calls(*shape: int) -> list[Call]:
 
 OPS: dict[str, Callable[..., list[Call]]] = {
     "abs_max": abs_max_calls,
-    "add": add_calls,
     "adamw": adamw_calls,
     "adapter": adapter_calls,
     "adapter_backward": adapter_backward_calls,
@@ -927,16 +919,15 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "clamped_swiglu": clamped_swiglu_calls,
     "clock": clock_calls,
     "average": average_calls,
-    "convert": convert_calls,
     "cross_entropy": cross_entropy_calls,
     "delta_gates": delta_gates_calls,
     "delta_rule": delta_rule_calls,
     "distill": distill_calls,
     "dropout": dropout_calls,
+    "elementwise": elementwise_calls,
     "embedding": embedding_calls,
     "exp_rows": exp_rows_calls,
     "expert_rows": expert_rows_calls,
-    "fill": fill_calls,
     "fp8_scale": fp8_scale_calls,
     "gated_norm": gated_norm_calls,
     "gelu": gelu_calls,

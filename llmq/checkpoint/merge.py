@@ -26,8 +26,7 @@ from llmq.formats import FORMATS
 from llmq.options.adapters import Adapters, adapted_tables, all_adapted
 from llmq.options.option_types import QUANTIZED
 from llmq.options.presets import find_directory, resolve_model
-from llmq.state.adapter_rows import NEW_ROWS, TABLES, trained_slabs
-from llmq.state.params import Param, weight_table
+from llmq.state.params import NEW_ROWS, TABLES, Param, trained_slabs, weight_table
 
 
 def merged_reader(

@@ -37,8 +37,7 @@ from llmq.data.identity import RUN_FILE
 from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches, token_matrices
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED
 from llmq.options.options import TrainConfig
-from llmq.state.adapter_rows import NEW_ROWS, PEFT_PREFIX, SLABS, token_tables
-from llmq.state.params import Param, weight_table
+from llmq.state.params import NEW_ROWS, PEFT_PREFIX, SLABS, Param, token_tables, weight_table
 
 # Adapters may have these features that are not there here, by the fields of adapter_config.json.
 _UNKNOWN = ("layer_replication", "lora_bias", "use_qalora")

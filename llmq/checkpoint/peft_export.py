@@ -36,8 +36,7 @@ from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.options.adapters import Adapters, adapted_modules, adapted_tables, all_adapted
 from llmq.options.option_types import LORA_TARGETS, layer_set
-from llmq.state.adapter_rows import PEFT_PREFIX, trained_slabs
-from llmq.state.params import Param, weight_table
+from llmq.state.params import PEFT_PREFIX, Param, trained_slabs, weight_table
 
 
 def export_adapter(

@@ -15,7 +15,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
 from llmq.ops import mxfp4
-from llmq.ops.convert import convert
+from llmq.ops.elementwise import convert
 from llmq.ref import mxfp4 as ref
 
 

@@ -27,8 +27,8 @@ from llmq.model.residuals import Residuals
 from llmq.ops import embedding
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
-from llmq.state.adapter_rows import NEW_ROWS
 from llmq.state.grads import Gradients
+from llmq.state.params import NEW_ROWS
 from llmq.state.weights import Weights
 
 

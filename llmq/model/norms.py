@@ -26,7 +26,7 @@ from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import Activation, Format
 from llmq.model.parameters import BlockGrads, BlockParameters, BlockWeights
 from llmq.ops import norm, quantize
-from llmq.ops.add import add
+from llmq.ops.elementwise import add
 from llmq.runtime.device import Device
 
 T = TypeVar("T")

@@ -1,5 +1,5 @@
 """One module an operation: checks, grid and launch. Kernels are in `cu/`, their meaning in `ref/`.
 
 Imports base and runtime.
-Start with `fill.py`, then `norm.py`.
+Start with `elementwise.py`, then `norm.py`.
 """

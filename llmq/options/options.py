@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.schedule import SCHEDULES, learning_rate
-from llmq.options.derived import Derived
+from llmq.options.derived import SCHEDULES, Derived, learning_rate
 from llmq.options.option_types import (
     ADAPTERS_GROUP,
     FP8_DTYPES,

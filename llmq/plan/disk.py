@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, MIB, parse_dtype
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, stored_values
-from llmq.checkpoint.retention import PROVEN, left_at_end
+from llmq.checkpoint.store import PROVEN, left_at_end
 from llmq.options.options import TrainConfig
 from llmq.state.params import parameter_count
 from llmq.state.placement import Placement, table_of, trained_count

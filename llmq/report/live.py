@@ -1,12 +1,14 @@
-"""The live view on a terminal: progress, speed, loss curve and time left under the log lines."""
+"""The live view on a terminal: progress, speed, loss curve and time left under the log lines, and
+below them a table of GPUs with gauges.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,266 @@ from rich.table import Table
 from rich.text import Text
 
 from llmq.base.console import printable_console
+from llmq.base.dtypes import GIB
 from llmq.base.errors import DataError
 from llmq.report.curves import read_log
-from llmq.report.gauges import Panel
 from llmq.report.views import PlainView, View, optional_console
+from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 from llmq.runtime.processes import processes
+
+WIDE = 114  # columns, from which on a row also has the card's name, limits and reasons in full
+STALE = 5.0  # seconds, after which a reading is said to be old
+LATE = 0.01  # of a step: a rank for which the others wait so much longer is named
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_MARKS = {"heat": "bold red", "heat!": "bold red", "power": "yellow", "brake": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One GPU of the live view, or the CPUs of a machine.
+
+    label: its rank, or "CPU". sample: readings as in a `gpu` or `cpu` record. waits: the part of a
+    step in which it stands still for other ranks; None where that is not known. note: what to show
+    in place of readings. age: seconds since they were taken.
+    """
+
+    label: str
+    sample: dict[str, Any]
+    name: str = ""
+    machine: str = ""
+    waits: float | None = None
+    note: str = ""
+    age: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """The rows of the live view; it is drawn when it is shown, as wide as there is room.
+
+    rows: called then.
+    """
+
+    rows: Callable[[], Sequence[Row]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ascii_only = not (console.encoding or "utf-8").lower().startswith("utf")
+        yield from panel_lines(self.rows(), options.max_width, ascii_only=ascii_only)
+
+
+@dataclass
+class _Line:
+    """A line in parts, cut at the width of the terminal."""
+
+    text: Text = field(default_factory=lambda: Text(no_wrap=True, overflow="crop", end="\n"))
+
+    def add(self, part: str, width: int, style: str = "", *, left: bool = False) -> _Line:
+        """A part in a column and a space behind it; what is too wide is cut."""
+        part = part if len(part) <= width else part[: width - 1] + "…"
+        self.text.append(part.ljust(width) if left else part.rjust(width), style)
+        self.text.append(" ")
+        return self
+
+
+def panel_lines(rows: Sequence[Row], width: int, *, ascii_only: bool = False) -> list[Text]:
+    """A heading, a row for each GPU, and with several ranks who waits for whom.
+
+    width: columns of the terminal; 80 are enough. ascii_only: without characters beyond ASCII.
+    """
+    gpus = [row for row in rows if row.label != "CPU"]
+    lines = [_cpu_line(row, ascii_only) for row in rows if row.label == "CPU"]
+    if gpus:
+        wide = width >= WIDE
+        lines += [_heading(gpus, wide, ascii_only)]
+        lines += [_gpu_line(row, wide, ascii_only) for row in gpus]
+    waiting = waiting_line(rows)
+    if waiting:
+        lines.append(Text(waiting, no_wrap=True, overflow="ellipsis"))
+    return lines
+
+
+def bar(part: float, width: int, *, ascii_only: bool = False) -> str:
+    """A bar of `width` characters, filled by this part of it."""
+    eighths = round(8 * width * min(max(part, 0.0), 1.0))
+    if ascii_only:
+        return ("#" * round(eighths / 8)).ljust(width, ".")
+    whole, rest = divmod(eighths, 8)
+    return ("█" * whole + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def _told(sample: dict[str, Any], name: str) -> int | None:
+    value = sample.get(name, UNSUPPORTED)
+    return None if value in (UNSUPPORTED, None) else value
+
+
+def _number(sample: dict[str, Any], name: str, unit: int = 1) -> str:
+    value = _told(sample, name)
+    return "-" if value is None else f"{value / unit:.0f}"
+
+
+def _pair(sample: dict[str, Any], name: str, limit: str, unit: int = 1) -> str:
+    """Such as 651/700; what the card does not tell is left out."""
+    of = _number(sample, limit, unit)
+    return _number(sample, name, unit) + ("" if of == "-" else f"/{of}")
+
+
+def _sizes(used: int | None, total: int | None) -> str:
+    """GiB of GiB, in at most nine characters."""
+    if used is None or total is None:
+        return "-"
+    digits = 1 if total < 100 * GIB else 0
+    return f"{used / GIB:.{digits}f}/{total / GIB:.{digits}f}"
+
+
+def _used_memory(sample: dict[str, Any], free: str = "dram_free") -> int | None:
+    free, total = _told(sample, free), _told(sample, "dram_total")
+    return None if free is None or total is None else total - free
+
+
+def _rate(sample: dict[str, Any], name: str) -> str:
+    """Bytes per second in at most five characters."""
+    value = _told(sample, name)
+    if value is None:
+        return "-"
+    for unit, letter in ((1e9, "G"), (1e6, "M")):
+        if value >= unit:
+            return f"{value / unit:.{1 if value < 99.95 * unit else 0}f}{letter}"
+    return f"{value / 1e3:.0f}k"
+
+
+def _held_by(sample: dict[str, Any], *, wide: bool) -> tuple[str, str]:
+    """The limit that holds the clock down, and the style of its name."""
+    reasons = sample.get("reasons", UNSUPPORTED)
+    if isinstance(reasons, dict):  # of a record: the most frequent one
+        found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)
+        told = sample.get("throttle") != NO_REASON
+    else:
+        told = reasons != UNSUPPORTED
+        found = reason(reasons) if told else None
+    if found is None:
+        return ("" if told else "-"), ""
+    return (found.text if wide else found.short), _MARKS.get(found.short, "")
+
+
+def _heading(rows: Sequence[Row], wide: bool, ascii_only: bool) -> Text:
+    line = _Line().add("GPU", 3)
+    down, up = ("PCIin", "PCIou") if ascii_only else ("PCI↓", "PCI↑")
+    if wide:
+        line.add("", 18).add("use", 12, left=True).add("", 4)
+    else:
+        line.add("use", 9, left=True).add("", 4)
+    line.add("mem GiB", 9).add("W", 9).add("°C" if not ascii_only else "C", 6 if wide else 3)
+    line.add("MHz", 9 if wide else 4).add("held by", 13 if wide else 7, left=True)
+    line.add(down, 5).add(up, 5)
+    if any(row.waits is not None for row in rows):
+        line.add("waits", 6)
+    line.text.stylize("dim")
+    return line.text
+
+
+def _gpu_line(row: Row, wide: bool, ascii_only: bool) -> Text:
+    line, sample = _Line().add(row.label, 3), row.sample
+    if wide:
+        line.add(
+            row.machine or row.name.removeprefix("NVIDIA ").removeprefix("GeForce "), 18, left=True
+        )
+    note = row.note
+    if not note and row.age > STALE:
+        note = f"no reading for {row.age:.0f} s"
+    if note or not sample:
+        line.add(note or "no readings", len(note or "no readings"), "bold red", left=True)
+        return line.text
+    use = _told(sample, "gpu_util")
+    line.add(bar((use or 0) / 100, 12 if wide else 9, ascii_only=ascii_only), 12 if wide else 9)
+    line.add("-" if use is None else f"{use}%", 4)
+    line.add(_sizes(_used_memory(sample), _told(sample, "dram_total")), 9)
+    line.add(_pair(sample, "power", "power_limit", 1000), 9)
+    hot = _pair(sample, "temperature", "temp_slowdown") if wide else _number(sample, "temperature")
+    line.add(hot, 6 if wide else 3)
+    clock = _pair(sample, "clock", "max_clock") if wide else _number(sample, "clock")
+    line.add(clock, 9 if wide else 4)
+    held, style = _held_by(sample, wide=wide)
+    line.add(held, 13 if wide else 7, style, left=True)
+    line.add(_rate(sample, "pcie_rx"), 5).add(_rate(sample, "pcie_tx"), 5)
+    if row.waits is not None:
+        line.add(f"{row.waits:.1%}", 6)
+    return line.text
+
+
+def _cpu_line(row: Row, ascii_only: bool) -> Text:
+    line, sample = _Line().add("CPU", 3), row.sample
+    if row.machine:
+        line.add(row.machine, min(len(row.machine), 18), left=True)
+    if row.note:
+        line.add(row.note, len(row.note), left=True)
+        return line.text
+    use = _told(sample, "util")
+    line.add(bar((use or 0) / 100, 9, ascii_only=ascii_only), 9)
+    line.add("-" if use is None else f"{use}%", 4)
+    if _told(sample, "cpus") is not None:
+        line.text.append(f"of {sample['cpus']} cores  ")
+    memory = _sizes(_told(sample, "memory_used"), _told(sample, "memory_total"))
+    line.text.append(f"memory {memory} GiB")
+    return line.text
+
+
+def waiting_line(rows: Sequence[Row]) -> str:
+    """Exposed communication, and for whom the others wait; "" where it is not known.
+
+    Ranks meet in every exchange, so the one that comes last waits least: by how much less is how
+    long the others wait for it, beside what the exchanges themselves take.
+    """
+    waits = {row.label: row.waits for row in rows if row.waits is not None}
+    if len(waits) < 2:
+        return ""
+    last = min(waits, key=waits.__getitem__)
+    others = [share for label, share in waits.items() if label != last]
+    later = sum(others) / len(others) - waits[last]
+    text = f"exposed communication {sum(waits.values()) / len(waits):.1%} of a step"
+    if later < LATE:
+        return f"{text}; no GPU keeps the others waiting"
+    return f"{text}; the others wait for GPU {last}, {later:.1%} of it"
+
+
+# ------------------------------------------------------------------------------------------------
+# Lines of the console
+
+
+def record_line(sample: dict[str, Any]) -> str:
+    """A record for the console: of most numbers the mean and, behind ^, the maximum."""
+    if "util" in sample:
+        used, most = (_told(sample, name) for name in ("memory_used", "memory_used_max"))
+        memory = _told(sample, "memory_total")
+        return f"use {_both(sample, 'util')}% | mem {_sizes_both(used, most, memory)}"
+    used, most = (_used_memory(sample, name) for name in ("dram_free", "dram_free_min"))
+    held = ", ".join(f"{name} {share}%" for name, share in sample["reasons"].items())
+    held = held or ("not told" if sample["throttle"] == NO_REASON else "-")
+    parts = [
+        f"use {_both(sample, 'gpu_util')}%",
+        f"mem {_sizes_both(used, most, _told(sample, 'dram_total'))}",
+        f"power {_both(sample, 'power', 1000)}/{_number(sample, 'power_limit', 1000)} W",
+        f"temp {_both(sample, 'temperature')}/{_number(sample, 'temp_slowdown')}°C",
+        f"clock {_both(sample, 'clock')} MHz",
+        f"held by {held}",
+        f"PCI↓ {_rates(sample, 'pcie_rx')} PCI↑ {_rates(sample, 'pcie_tx')} B/s",
+    ]
+    if "communication" in sample:
+        parts.append(f"waits {sample['communication']:.1f} ms")
+    return " | ".join(parts)
+
+
+def _both(sample: dict[str, Any], name: str, unit: int = 1) -> str:
+    return f"{_number(sample, name, unit)}^{_number(sample, f'{name}_max', unit)}"
+
+
+def _rates(sample: dict[str, Any], name: str) -> str:
+    return f"{_rate(sample, name)}^{_rate(sample, f'{name}_max')}"
+
+
+def _sizes_both(used: int | None, most: int | None, total: int | None) -> str:
+    if used is None or most is None or total is None:
+        return "-"
+    return f"{used / GIB:.1f}^{most / GIB:.1f}/{total / GIB:.1f} GiB"
+
 
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans(BARS, "_.:-=+*#")  # of a terminal without UTF-8

@@ -15,9 +15,9 @@ from llmq.base.dtypes import MIB
 from llmq.base.errors import LlmqError
 from llmq.comm.links import probe
 from llmq.rig.child import Job
-from llmq.runtime.affinity import stay_near
 from llmq.runtime.cuda_device import NON_BLOCKING
 from llmq.runtime.gpu_info import bus_id
+from llmq.runtime.machine import stay_near
 from llmq.runtime.pinned import PinnedMemory
 
 COPY = 256 * MIB  # bytes of a copy

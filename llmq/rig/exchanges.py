@@ -19,7 +19,7 @@ from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
-from llmq.ops import clock, fill, matmul, random
+from llmq.ops import clock, elementwise, matmul, random
 from llmq.rig.child import Job
 from llmq.runtime.device import Device, Event, MemorySizes
 from llmq.runtime.host_device import HostDevice
@@ -261,7 +261,7 @@ def _intact(dev: Device, workers: Workers, slab: Tensor) -> bool:
     """Whether each rank's part arrives at all others: it holds the number of the rank."""
     dev.zero(slab)
     own = part(slab, dev.mesh.rank, dev.mesh.size())
-    fill.constant(dev, own, float(dev.mesh.rank + 1))
+    elementwise.fill(dev, own, float(dev.mesh.rank + 1))
     dev.synchronize()
     workers.barrier()
     dev.mesh.group().all_gather(slab, own)

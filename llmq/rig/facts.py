@@ -27,10 +27,9 @@ from llmq import __version__
 from llmq.base.dtypes import MIB
 from llmq.base.errors import LlmqError
 from llmq.rig.child import Job
-from llmq.runtime.affinity import parse_cpus
 from llmq.runtime.gpu_info import bus_id, gpu_count, library_versions
 from llmq.runtime.host_usage import allowed_cpus, available_host_memory, host_memory
-from llmq.runtime.machine import choose_machine
+from llmq.runtime.machine import choose_machine, parse_cpus
 from llmq.runtime.nvml import find_nvml, told
 
 # A fact of a GPU, by NVML: what it is called here, and how it is asked.

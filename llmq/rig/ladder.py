@@ -15,7 +15,7 @@ from llmq.ops import (
     abs_max,
     attention,
     attention_backward,
-    fill,
+    elementwise,
     matmul,
     matmul_int8,
     quantize,
@@ -94,7 +94,7 @@ def _fp8(n: int, fast: bool, dev: Device) -> Callable[[], None]:
 def _int8(n: int, dev: Device) -> Callable[[], None]:
     out, a, b = _square(dev, "out", n), _square(dev, "a", n, I8), _square(dev, "b", n, I8)
     scale = dev.alloc("scale", (n,), F32, "Activations")
-    fill.constant(dev, scale, 1.0)
+    elementwise.fill(dev, scale, 1.0)
     for seed, codes in enumerate((a, b)):
         fill_codes(dev, codes, seed)
     return lambda: matmul_int8.matmul_int8(dev, out, a, b, scale, scale)

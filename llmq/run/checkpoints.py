@@ -15,13 +15,16 @@ from pathlib import Path
 from llmq.base.errors import DiskError
 from llmq.base.run_id import RunId
 from llmq.checkpoint.folder import checkpoint_path
-from llmq.checkpoint.retention import Candidates, CheckpointInfo, Verdict, outdated
 from llmq.checkpoint.store import (
     Best,
+    Candidates,
+    CheckpointInfo,
     Measured,
+    Verdict,
     checkpoint_owner,
     delete_old,
     kept_checkpoints,
+    outdated,
     write_verdict,
 )
 from llmq.checkpoint.verify import forget_pages, problem_of

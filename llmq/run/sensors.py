@@ -15,7 +15,7 @@ from typing import Any
 
 from llmq.base.errors import LlmqError
 from llmq.model.rings import Result
-from llmq.report.gauges import Panel, Row, record_line
+from llmq.report.live import Panel, Row, record_line
 from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
 from llmq.runtime.device import Device

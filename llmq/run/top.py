@@ -17,9 +17,8 @@ from rich.text import Text
 from llmq.base.console import printable_console
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.run_id import RunId
-from llmq.report.gauges import WIDE, Panel, Row, panel_lines
 from llmq.report.json_log import LogReader
-from llmq.report.live import DRAWS, Progress
+from llmq.report.live import DRAWS, WIDE, Panel, Progress, Row, panel_lines
 from llmq.report.watch import DONE
 from llmq.run.run_paths import has_writer, is_written_here, silence
 from llmq.run.sensors import INTERVAL, Sensor, Sensors, row_of

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from llmq.base.errors import LlmqError
-from llmq.runtime.affinity import use_all_cpus
 from llmq.runtime.heartbeat import Heartbeat
+from llmq.runtime.machine import use_all_cpus
 from llmq.runtime.processes import Outcome, Processes, launched
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
-from llmq.ops import average, convert
+from llmq.ops import average, elementwise
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -171,7 +171,7 @@ class Optimizer:
     def begin_average(self, weights: Weights) -> None:
         """Let the average be the weights, which the host has just written."""
         for name, tensor in self.moments[AVERAGE.name].items() if self.decay else ():
-            convert.convert(self.dev, tensor, weights.master[name])
+            elementwise.convert(self.dev, tensor, weights.master[name])
 
     def exchange_average(self, weights: Weights, *, back: bool) -> None:
         """Let the masters be the average, or give both back, and make from them what products and

@@ -18,8 +18,7 @@ from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors
 from llmq.options.options import TrainConfig
 from llmq.runtime.mesh import Mesh
-from llmq.state.adapter_rows import MAGNITUDES, trained_slabs
-from llmq.state.params import Slab, weight_table
+from llmq.state.params import MAGNITUDES, Slab, trained_slabs, weight_table
 from llmq.state.rules import kept, rule_class
 
 

@@ -28,13 +28,12 @@ from llmq.base.dtypes import FP8_MAX, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.frozen import Write
-from llmq.ops import convert, fill, random
+from llmq.ops import elementwise, random
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
-from llmq.state.adapter_rows import NEW_ROWS, TABLES
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
 from llmq.state.frozen import Elements, FrozenBlocks, of_host
-from llmq.state.params import SHARED, Param, Slab, by_block
+from llmq.state.params import NEW_ROWS, SHARED, TABLES, Param, Slab, by_block
 from llmq.state.placement import Placement, Store
 
 SLOTS = 2  # one block is used, the next one arrives
@@ -91,7 +90,7 @@ def first_values(
 ) -> None:
     """Fresh values of a parameter from element `first` on, in `target`, which is zero."""
     if param.init == "one":
-        fill.constant(dev, target, 1.0)
+        elementwise.fill(dev, target, 1.0)
     elif param.init == "log_uniform":  # of vectors, which are small
         rng = np.random.default_rng((seed & 0xFFFFFFFF, param.index))
         values = np.log(rng.uniform(0.01, 16, param.size))[first : first + target.size]
@@ -420,7 +419,7 @@ class Weights:
         for slab in self._with_masters():
             master, work = self.master[slab.name], self.work[slab.name]
             if work is not None:
-                convert.convert(self.dev, work, master)
+                elementwise.convert(self.dev, work, master)
             first = self.dev.mesh.index("shard") * slab.shard_size
             self.observe(slab, first, first + slab.shard_size, master)
         self.finish_update()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from llmq.runtime.affinity import parse_cpus, stay_near, use_all_cpus
+from llmq.runtime.machine import parse_cpus, stay_near, use_all_cpus
 
 BUS_ID = "0000:C1:00.0"
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32
 from llmq.base.errors import LlmqError
-from llmq.ops import fill
+from llmq.ops import elementwise
 from llmq.runtime import cublaslt, cuda_api, cuda_kernels
 from llmq.runtime.compile import Cubin, Resources
 from llmq.runtime.cuda_api import device_spec
@@ -570,7 +570,7 @@ def test_streams_and_events_in_and_around_graphs_on_a_gpu(gpu):
             gpu.copy(z, x)
             gpu.record(doubled)
         gpu.wait(doubled)
-        fill.constant(gpu, x, -1.0)
+        elementwise.fill(gpu, x, -1.0)
 
     for run in range(5):
         pinned.numpy()[...] = run
@@ -593,7 +593,7 @@ def test_a_capture_that_fails_leaves_a_gpu_usable(gpu):
     gpu.graph(("g",), lambda: None)
     with pytest.raises(RuntimeError, match="while a graph is captured"):
         gpu.graph(("g",), gpu.synchronize)
-    fill.constant(gpu, x, 2.0)
+    elementwise.fill(gpu, x, 2.0)
     assert (gpu.download(x) == 2.0).all()
 
 
@@ -601,4 +601,4 @@ def test_a_capture_that_fails_leaves_a_gpu_usable(gpu):
 def test_a_refused_launch_names_the_kernel_on_a_gpu(gpu):
     x = gpu.alloc("x", (1024,), F32, "Activations")
     with pytest.raises(RuntimeError, match=r"fill: CUDA_ERROR_INVALID_VALUE.* block 4096"):
-        gpu.launch(fill.FILL, 1, 4096, (x, 1.0, 1024))
+        gpu.launch(elementwise.FILL, 1, 4096, (x, 1.0, 1024))

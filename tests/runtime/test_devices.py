@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.ops import fill
+from llmq.ops import elementwise
 from llmq.runtime.device import HOST_SPEC, Device, MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
@@ -16,7 +16,7 @@ def work(dev: Device):
     """A bit of everything; returns x = [3, 3, 3, 3] and the pinned copy of it."""
     x = dev.alloc("x", (4,), F32, "Activations")
     pinned = dev.alloc("p", (4,), F32, "Activations", place="pinned")
-    fill.constant(dev, x, 3.0)
+    elementwise.fill(dev, x, 3.0)
     with dev.scratch("temporary", (100,), BF16) as temporary:
         dev.zero(temporary)
     event = dev.event()
@@ -73,7 +73,7 @@ def test_both_check_their_arguments(make):
         with pytest.raises(ValueError, match=r"upload: x F32 \[4\] given float"):
             dev.upload(x, array)
     with pytest.raises(TypeError, match="arguments given"):
-        dev.launch(fill.FILL, 1, 32, (x,))
+        dev.launch(elementwise.FILL, 1, 32, (x,))
 
 
 def test_the_plan_has_no_content():

@@ -29,8 +29,7 @@ from llmq.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_names
 from llmq.options.adapters import Adapters, adapters_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.presets import find_directory, resolve_model
-from llmq.state.adapter_rows import trained_slabs
-from llmq.state.params import Param, Slab, weight_table
+from llmq.state.params import Param, Slab, trained_slabs, weight_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

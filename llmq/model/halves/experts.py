@@ -36,7 +36,7 @@ from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import clamped_swiglu, quantize, swiglu
 from llmq.ops.abs_max import abs_max
-from llmq.ops.convert import convert
+from llmq.ops.elementwise import convert
 from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
 from llmq.ops.matmul import matmul
 from llmq.ops.route import route, route_backward

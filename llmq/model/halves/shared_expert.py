@@ -22,7 +22,7 @@ from llmq.model.halves.half import Frame, Shared
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import swiglu
-from llmq.ops.add import add
+from llmq.ops.elementwise import add
 from llmq.ops.expert_rows import combine, combine_backward
 from llmq.ops.matmul import matmul
 from llmq.ops.route import route, route_backward
