@@ -54,7 +54,7 @@ def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tupl
     """
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
     for block, matrix in all_adapted(config, adapters):
-        a, b = _rows(matrix, block)
+        a, b = _rows_of_adapters(matrix, block)
         slabs["lora_a"].append(a)
         slabs["lora_b"].append(b)
         if adapters.dora:
@@ -88,7 +88,7 @@ TABLES = {"embed": "embed", "head": "lm_head"}
 """By block, the key of the matrix that has a row for each token."""
 
 
-def _rows(matrix: Adapted, block: str) -> tuple[tuple, tuple]:
+def _rows_of_adapters(matrix: Adapted, block: str) -> tuple[tuple, tuple]:
     key, a, b, rows, rank, initial = matrix.key, [], [], 0, matrix.rank, "adapter"
     count = len(matrix.parts)
     if matrix.fused is not None:  # PEFT's ParamWrapper has all experts in one A and one B
