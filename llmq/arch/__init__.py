@@ -5,8 +5,6 @@ Everything else (weight table, options, plan, decoding, export) follows from the
 Imports base. Start with `common.py`, then `llama.py`. A new architecture is a file and a line here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ Both generations are read: transformers 4 (rope_theta, rope_scaling, torch_dtype
 (rope_parameters, dtype). A field that asks for what is not implemented is an error, never skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@
 C: hidden size, K: channels of all queries, or of all keys, V: those of all values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -13,8 +13,6 @@ An architecture whose layers have experts is a family of dense ones with `WithEx
 hidden size, F: width of an expert, E: number of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,5 @@
 """Gemma 3 (text): norms before and behind each half, GeGLU, scaled embeddings, windowed layers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

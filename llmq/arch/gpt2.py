@@ -1,7 +1,5 @@
 """GPT-2: LayerNorm, learned positions, GELU, biases everywhere, matrices stored transposed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

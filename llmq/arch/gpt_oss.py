@@ -1,7 +1,5 @@
 """gpt-oss: experts with biases in all layers, attention with sinks, every other layer windowed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ An architecture whose blocks have other halves makes their HalfSpec itself, in i
 hidden size, F: width of the MLP. `config` is a ModelConfig.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

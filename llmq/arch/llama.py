@@ -1,7 +1,5 @@
 """Llama 1 to 3: biases by attention_bias and mlp_bias."""
 
-from __future__ import annotations
-
 from llmq.arch.common import GgufKind
 from llmq.arch.rope_family import RopeFamily
 

@@ -4,8 +4,6 @@ Weight table, codes, fp8 scales, adapters, files, diagnosis, decoding and speed 
 these declarations: `Architecture.layers` gives the halves of each block, `halves.py` makes them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate

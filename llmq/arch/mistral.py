@@ -3,8 +3,6 @@
 Mixtral is Mistral with experts in all layers, mostly without a window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

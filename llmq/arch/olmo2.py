@@ -3,8 +3,6 @@
 OLMoE has experts in all layers, and the same norms of queries and keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Phi-3: Llama whose files hold queries, keys and values in one matrix, and gate and up in one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmq.arch.common import GgufKind

@@ -3,8 +3,6 @@
 Qwen2-MoE and Qwen1.5-MoE are Qwen2 with experts, and one more that every token meets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

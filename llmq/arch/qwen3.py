@@ -3,8 +3,6 @@
 Qwen3-MoE has experts in the place of the MLP, in all layers or in some.
 """
 
-from __future__ import annotations
-
 from llmq.arch.common import GgufKind
 from llmq.arch.experts import WithExperts
 from llmq.arch.qwen2 import Qwen2

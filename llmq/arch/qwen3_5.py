@@ -3,8 +3,6 @@
 Models whose names have an A have experts in all layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

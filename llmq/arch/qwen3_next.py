@@ -1,7 +1,5 @@
 """Qwen3-Next: Qwen3.5's attention and delta nets, and experts in all layers or in some."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Llama and its relatives, which differ in biases, windows and a norm: sizes, RoPE, names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

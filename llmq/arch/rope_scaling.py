@@ -4,8 +4,6 @@
 and `--rope-scaling` follow. The frequencies are computed in `llmq/ops/rope.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

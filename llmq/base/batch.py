@@ -1,7 +1,5 @@
 """The input of one micro-step: tokens, what follows each, and where its document starts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

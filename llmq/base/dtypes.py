@@ -1,7 +1,5 @@
 """Number formats: what a tensor's elements are, and the constants that belong to each format."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

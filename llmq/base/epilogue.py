@@ -4,8 +4,6 @@
 Sizes are those of the product: out (M, N).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass

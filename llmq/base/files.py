@@ -4,8 +4,6 @@ A file that is not complete has a name of our own, `.NAME.llmq-tmp`, beside what
 else is ever overwritten or removed on the way, and no link is followed to what it points to.
 """
 
-from __future__ import annotations
-
 import errno
 import glob
 import itertools

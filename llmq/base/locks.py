@@ -1,7 +1,5 @@
 """Locks that keep processes from writing to the same place."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

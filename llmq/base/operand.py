@@ -1,7 +1,5 @@
 """How a tensor is written and read in more than one form: as it is, and as fp8 codes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 While files are read JSON is not parsed: where a record ends is all that has to be known.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import io

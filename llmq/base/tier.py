@@ -1,7 +1,5 @@
 """Kinds of memory, and what of a machine reaches each: the one place that knows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files that are packed with gzip or Zstandard, read as if they were not."""
 
-from __future__ import annotations
-
 import gzip
 import io
 from typing import Any, BinaryIO

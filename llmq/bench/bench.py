@@ -4,8 +4,6 @@ Every configuration runs in a child process (llmq/bench/measure.py), and another
 before (llmq/bench/plan_runs.py); this one loads no CUDA.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """How `llmq bench` makes its runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The child says by a file that it goes on: it gives it a new modification time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

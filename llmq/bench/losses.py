@@ -5,8 +5,6 @@ Runs that differ in rates and length only are made by one trainer, one after the
 first weights on the same data, so that a run of seconds does not wait for its start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

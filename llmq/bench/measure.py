@@ -8,8 +8,6 @@ many were used. While the ranks make progress it touches the file ALIVE, and at 
 where all threads are.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

@@ -4,8 +4,6 @@ Bars, points and heat maps are drawn by matplotlib, as SVG in HTML. The mouse on
 cell shows a <title>, which matplotlib's SVG does not have.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import statistics

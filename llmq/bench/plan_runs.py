@@ -7,8 +7,6 @@ fit", "failed" where nothing can be planned), `message`, and of what was planned
 plan only says how runs compare. It touches ALIVE after each.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

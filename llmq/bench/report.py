@@ -1,7 +1,5 @@
 """The report of `llmq bench` for people and for spreadsheets: Markdown and CSV."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ step) says between which changes of speed the real one lies, with 95 %. An inter
 card would change is not in them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -4,8 +4,6 @@ The same steps are run twice, from the same weights and on the same data: withou
 then with them. Losses, gradient norms and log-sum-exps must be the same bits.
 """
 
-from __future__ import annotations
-
 import json as json_module
 import math
 from collections.abc import Sequence

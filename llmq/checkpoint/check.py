@@ -4,8 +4,6 @@ Every byte of checkpoints, of token files that have a `.sums` file, and of the w
 exported is compared with checksums. For other files it says what can be told without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

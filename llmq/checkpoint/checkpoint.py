@@ -12,8 +12,6 @@ its shape. Padding is not stored and reads as zero. Scales are values of a param
 one for each 128 of its elements. Until it is complete the directory is called step_00000100.tmp.
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -4,8 +4,6 @@
 the table of what does it. The kinds that a config.json may name are in `arch/common.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Weights that training has damaged or not reached: found before they are a model for others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Links are the user's: what they point to is read, but neither changed nor deleted.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Model directories in Hugging Face's format: writing them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from math import prod

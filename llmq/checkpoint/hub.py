@@ -4,8 +4,6 @@ Only what llmq reads is fetched: config.json, the tokenizer's files, weights in 
 that are complete stay after an interruption, so that the same command fetches the others.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

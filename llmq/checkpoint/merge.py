@@ -1,7 +1,5 @@
 """`llmq merge`: a model and adapters of it as one model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Writing adapters as PEFT's directory: adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace

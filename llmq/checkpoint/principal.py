@@ -13,8 +13,6 @@ lacks. They are computed once, by one process, and kept: in host memory, and in 
 of the method: Meng et al., 2024 (arXiv 2404.02948).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple

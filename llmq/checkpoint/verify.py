@@ -4,8 +4,6 @@ Several processes that see the same files each hash a share of them. A file is h
 as it is the same.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

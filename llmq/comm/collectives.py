@@ -11,8 +11,6 @@ ranks allocate the same tensors in the same order, so a tensor of a peer lies at
 the peer's memory of the same place.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

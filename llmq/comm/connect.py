@@ -3,8 +3,6 @@
 Those of a plan are here, too: nothing moves, and what would is counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -11,8 +11,6 @@ all, unless its rank reaches them beside the bus: then it is loaded once, and pu
 source in pinned memory is read there by those who cannot be reached directly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

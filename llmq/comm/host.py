@@ -9,8 +9,6 @@ of them, in turn, and copied by the others. Sums are in rank order, so that it m
 to any bit how ranks are spread over processes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial

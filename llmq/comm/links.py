@@ -3,8 +3,6 @@
 First it is measured whether data arrive, then how fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

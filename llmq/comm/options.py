@@ -6,8 +6,6 @@ reader and one thing that the source fills and the reader empties, and goes back
 waits for one state writes the other one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

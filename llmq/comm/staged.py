@@ -7,8 +7,6 @@ position within one collective decides through which buffer it goes, so that sen
 without talking and a graph may be replayed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """`llmq bench`: the speed of configurations."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`llmq check`: whether token files, checkpoints and models are damaged."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -3,8 +3,6 @@
 A command imports its implementation when it runs, so that --help answers at once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

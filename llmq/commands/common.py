@@ -1,8 +1,6 @@
 """Functions that several commands share: TrainConfig's fields as options, and how they become a
 run."""
 
-from __future__ import annotations
-
 import errno
 import inspect
 import re

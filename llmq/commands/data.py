@@ -1,7 +1,5 @@
 """`llmq data`: small public data, fetched and tokenized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`llmq demo`: the whole program in two minutes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

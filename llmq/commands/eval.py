@@ -1,7 +1,5 @@
 """`llmq eval`: how good a model is at tasks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

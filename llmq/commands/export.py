@@ -1,7 +1,5 @@
 """`llmq export`: a checkpoint, a model or adapters in a format that others read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ Tables of rich cut names off where columns are narrow. Here names have lines of 
 are long, and options stand in groups, as they are declared.
 """
 
-from __future__ import annotations
-
 import textwrap
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """`llmq merge`: a model and its adapters as one model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

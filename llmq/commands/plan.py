@@ -1,7 +1,5 @@
 """`llmq plan`: memory and speed of a run before it starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`llmq rig`: what a machine can do, and what is wrong with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

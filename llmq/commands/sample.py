@@ -1,7 +1,5 @@
 """`llmq sample`: continues a text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`llmq score`: what a model thinks of each token of token files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

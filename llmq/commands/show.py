@@ -1,7 +1,5 @@
 """`llmq show`: documents of token files."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`llmq sweep-lr`: the learning rate of a small model, from which `llmq recipe` goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

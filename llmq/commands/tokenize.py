@@ -1,7 +1,5 @@
 """`llmq tokenize`: texts and conversations to token files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

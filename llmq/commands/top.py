@@ -1,7 +1,5 @@
 """`llmq top`: a run that is going, and the GPUs it runs on."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

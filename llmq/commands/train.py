@@ -2,8 +2,6 @@
 started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

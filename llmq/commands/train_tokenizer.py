@@ -1,7 +1,5 @@
 """`llmq train-tokenizer`: a tokenizer of one's own text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

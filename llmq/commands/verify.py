@@ -1,7 +1,5 @@
 """`llmq verify`: whether options that save memory change any bit."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """`llmq watch`: the log of a run in TensorBoard or Weights & Biases."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -10,8 +10,6 @@ A token is trained if at least one of its characters is, as in transformers'
 `return_assistant_tokens_mask`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

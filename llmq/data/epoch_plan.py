@@ -10,8 +10,6 @@ shuffle, one swap after the other. Packed documents and weighted files, which ll
 are ordered by a hash.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

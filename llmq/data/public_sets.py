@@ -4,8 +4,6 @@ A file is that of one commit, and is known by the hash that git has of it: anoth
 way or in the place that it comes from, is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Spans of token files become the rows of a batch: inputs, targets, and where documents start."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path

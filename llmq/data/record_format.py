@@ -6,8 +6,6 @@ record of each JSON file and by the columns of tables.
 The text of a record is one of its fields, or a template over several.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

@@ -5,8 +5,6 @@ together, cut where the context alone ends, with what the tokenizer adds; a sequ
 long loses its beginning. Accuracy, perplexity and bits per byte are those of lm-eval.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

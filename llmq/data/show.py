@@ -1,7 +1,5 @@
 """`llmq show`: the documents of token files as text, in which trained tokens are marked."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -4,8 +4,6 @@ A task becomes prompts exactly as in lm-eval's tasks of the same name, without e
 question: choices begin with a space, MMLU's are letters, WinoGrande scores what follows the blank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ to the disk and the place in the input is saved; after an interruption the same 
 files back to that place and goes on, with the same result to the byte.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping, Sequence

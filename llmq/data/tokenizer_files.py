@@ -12,8 +12,6 @@ of its files gets them, and everything else works with the copy. A model gets ro
 LM head for them (`llmq/checkpoint/hf.py`).
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ gradients are made, made again and kept from forward to backward. How frozen mat
 encoded and decoded. Start with `format.py`.
 """
 
-from __future__ import annotations
-
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, DType, parse_dtype
 from llmq.base.tensor import Tensor

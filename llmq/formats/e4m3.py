@@ -7,8 +7,6 @@ that the kernel which makes it writes its codes and no tensor, in both ways.
 Scratch is a stack: codes of a tensor that is gone before them are taken before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import copy

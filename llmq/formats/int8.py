@@ -13,8 +13,6 @@ Codes of gradients are rounded stochastically, or what is always lost of small o
 over steps; others to nearest, so that what is computed again is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

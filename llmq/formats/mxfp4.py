@@ -4,8 +4,6 @@ Files of such codes are kept without a loss: what is decoded has the same codes 
 (`ops/mxfp4.py`). All other matrices of blocks are kept in BF16, as there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -5,8 +5,6 @@ follow each other, as of experts, are a *run*, whose tensors lie together: one l
 `scale` is that of the whole matrix's fp8 codes, if they are made of these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ delayed        A scale follows from the largest values of the last optimizer ste
                count the elements that were too large for them. Products can, too; see `product`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tensors that a block keeps from forward to backward, and from one token of a text to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 

@@ -9,8 +9,6 @@ embedding, W + s * B A, so that only rows of B are read:
 A scale of embeddings multiplies h, too. PEFT has no dropout there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass

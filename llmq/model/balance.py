@@ -7,8 +7,6 @@
 The sums go on into `totals`, over all micro-steps of this rank since the run began.
 """
 
-from __future__ import annotations
-
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I64
 from llmq.base.tensor import Tensor

@@ -11,8 +11,6 @@ as `ops/adapter.py` makes one of them, and explains magnitudes (DoRA), for which
 in backward. h is small and kept. W, which is not trained, has no product of its own for a gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -9,8 +9,6 @@ exponentials in their place, which are the gradient but for a factor of each row
 use it have their rows multiplied instead.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

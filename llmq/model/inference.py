@@ -1,7 +1,5 @@
 """A model with nothing but weights: how likely tokens are, and what follows them."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 

@@ -12,8 +12,6 @@ contiguous in both, so input, weight and output gradient are each needed in two 
 Fp8 products may be permitted to sum with fewer bits (`ops.matmul.matmul_fp8`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from llmq.base.epilogue import STORE, Adapters, Epilogue, GradientSum

@@ -1,7 +1,5 @@
 """The layer loop both ways: gather weights, run the block, release, notify the gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -12,8 +12,6 @@ norm, so that what a half puts out stays beside the stream until the next half (
 A norm behind the half needs it in backward, so that it is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial

@@ -5,8 +5,6 @@ has no such parameter, or it is not needed. Gradients are where they go; None: n
 there is no such parameter, or it is frozen. C: hidden size.
 """
 
-from __future__ import annotations
-
 from typing import Generic, NamedTuple, TypeVar
 
 from llmq.base.operand import Operand

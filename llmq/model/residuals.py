@@ -5,8 +5,6 @@ device: in forward a layer's residual leaves while its block runs, in backward i
 while the block after it runs. The last two never leave.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from llmq.base.dtypes import DType

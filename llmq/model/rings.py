@@ -1,8 +1,6 @@
 """The two rings of pinned slots between the host and a step: inputs that go to the device ahead of
 it, and measurements, summed on the device, which are read one step late."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial

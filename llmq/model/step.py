@@ -4,8 +4,6 @@ Nothing here waits for the device, but for results that are asked for. Values th
 steps go to the device through the inbox, and measurements come back through results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 

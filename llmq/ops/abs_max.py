@@ -4,8 +4,6 @@ Most tensors that are quantized have theirs from the kernel that made them; this
 own for the others.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float

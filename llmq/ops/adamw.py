@@ -18,8 +18,6 @@ In a stationary state rounding adds, as standard deviations: to the root of v 12
 of m's own.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import I64
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_moment, expect_part

@@ -15,8 +15,6 @@ that is trained, and a norm that counts as a constant in backward:
     d_v_j = d_y_j * m_j / |...|                       d_m_j = the sum of d_y_j * v_j / |...|
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 

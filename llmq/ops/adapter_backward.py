@@ -7,8 +7,6 @@ With h = x @ A^T and y += scale * h @ B^T of each span of columns of y, as ops/a
 Two products would read d_out, which is by far the largest of all, twice.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import accumulate, chain
 from typing import NamedTuple

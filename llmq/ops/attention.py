@@ -1,7 +1,5 @@
 """Causal self-attention with grouped key/value heads: training forward and backward, decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """The backward of attention on Hopper, in products of its warpgroups (cu/attention_backward.cu)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 

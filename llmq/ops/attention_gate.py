@@ -1,7 +1,5 @@
 """Attention whose output is gated by channels that come beside each query head."""
 
-from __future__ import annotations
-
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float
 from llmq.runtime.cost import BESIDE_ATTENTION

@@ -6,8 +6,6 @@ score, of a value of zeros. Attention's backward reads both and needs nothing el
     P = exp(S - lse), delta = d_out . out       d_sink = - sum of exp(sink - lse) * delta
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_float, finish_column_sum

@@ -1,7 +1,5 @@
 """A moving average of weights, and its exchange with them while it is used in their place."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_part

@@ -1,7 +1,5 @@
 """The gradient of a bias: column sums. The kernels are declared in common.py."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (

@@ -1,7 +1,5 @@
 """The gated activation of pairs that are cut off: gpt-oss's, beside its formula in arch/experts."""
 
-from __future__ import annotations
-
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float
 from llmq.runtime.device import Device

@@ -1,7 +1,5 @@
 """The time between two points of a stream, added up on the device: works in graphs."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F64, I64
 from llmq.base.tensor import Tensor
 from llmq.runtime.device import Device

@@ -1,7 +1,5 @@
 """Cross-entropy of next-token logits, fused with its gradient, and the step's loss statistics."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import BF16, F32, FP8, I32, TOKEN_STATS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float, expect_stats, launch_weighted

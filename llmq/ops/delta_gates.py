@@ -1,7 +1,5 @@
 """Decays and betas of a gated delta net, from two columns of a product for each value head."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_accumulator, expect_float, finish_column_sum

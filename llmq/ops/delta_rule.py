@@ -1,7 +1,5 @@
 """The gated delta rule: linear attention over a state, forward, backward, and token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple

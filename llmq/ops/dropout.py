@@ -4,8 +4,6 @@ So a pass that is repeated chooses the same, and it does not matter which rank o
 sequence.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float

@@ -1,7 +1,5 @@
 """Operations on each element of a tensor alone: sums of two, other formats, one value."""
 
-from __future__ import annotations
-
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float
 from llmq.runtime.device import Device

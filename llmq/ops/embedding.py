@@ -1,7 +1,5 @@
 """Token (and learned position) embeddings, and their deterministic gradients."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.base.dtypes import F32, I32

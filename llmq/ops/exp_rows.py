@@ -5,8 +5,6 @@ once the target's element has been changed. It is never stored: the product with
 rows multiplied by the factors afterwards, and that with x has those of x multiplied before.
 """
 
-from __future__ import annotations
-
 import math
 
 from llmq.base.dtypes import BF16, F32, I32

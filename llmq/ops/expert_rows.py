@@ -5,8 +5,6 @@ of row s. Sorted by expert, and by number where the expert is the same, they are
 experts' matrices; nothing is left out, whatever was chosen.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32, FP8, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import VECTOR_BYTES, WARP, expect_accumulator, expect_float

@@ -1,7 +1,5 @@
 """Scales of FP8 tensors from the largest values of the last optimizer steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from llmq.base.dtypes import F32, I32

@@ -1,7 +1,5 @@
 """RMSNorm over every head, times SiLU of a gate: behind the state of a gated delta net."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import (

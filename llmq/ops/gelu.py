@@ -1,7 +1,5 @@
 """GELU with the tanh approximation: the activation of GPT-2 (Hugging Face's gelu_new)."""
 
-from __future__ import annotations
-
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (

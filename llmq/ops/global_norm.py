@@ -1,7 +1,5 @@
 """The norm of all gradients over all ranks, and the scale that AdamW applies to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 

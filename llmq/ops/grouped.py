@@ -4,8 +4,6 @@ The device alone knows which rows are whose, so that shapes, launches and plans 
 whatever was chosen: blocks look for their tiles by themselves.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import BF16, E4M3_HALF, F32, FP8, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_accumulator, expect_matrix, expect_operands

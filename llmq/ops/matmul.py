@@ -4,8 +4,6 @@ On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, 
 (llmq/runtime/block_scales.py): their tensor cores do that at twice the speed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The product of signed bytes, exactly summed, with a scale for each row of both matrices."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32, I8, I8_MAX

@@ -4,8 +4,6 @@ The change of a matrix is its momentum with all singular values about 1, by Newt
 iteration, whose products are in `llmq/state/rules/muon.py`. All in F32 but where a format is named.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import BF16, F32, F64
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_moment, expect_part

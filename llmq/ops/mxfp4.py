@@ -3,8 +3,6 @@
 Values that were decoded are encoded again to the same ones: files of such codes lose nothing.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float

@@ -6,8 +6,6 @@ The scales of a matrix, less their mean, are quantized in the same way in groups
 levels. This is the QLoRA paper's format (Dettmers et al., 2023); codes are those of bitsandbytes.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import E4M3, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float

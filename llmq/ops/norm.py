@@ -3,8 +3,6 @@
 Calls with a mean (and a bias) are LayerNorm's, those without are RMSNorm's.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32

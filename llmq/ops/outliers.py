@@ -6,8 +6,6 @@ they would leave nothing of the rest, so that they are multiplied in the model's
 number.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32, I8, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float

@@ -5,8 +5,6 @@ to Understand Learning from Human Preferences, 2023; Meng et al., SimPO, 2024; H
 2024; Ethayarajh et al., KTO, 2024. `cu/pairs.cu` has the formulas.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32, I32, STATS

@@ -5,8 +5,6 @@ sizes. Else the library computes the product, and the epilogue's own kernels fol
 scratch that they need. Everybody else says what is computed, and never asks how.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial

@@ -3,8 +3,6 @@
 Normalize the channels of every head, or wide: all query and all key channels of a token.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from llmq.base.dtypes import F32

@@ -1,7 +1,5 @@
 """BF16 or F32 to FP8, with one scale for the whole tensor; and the transpose of FP8 matrices."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32, FP8
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Tensor

@@ -4,8 +4,6 @@ Elements that a product sums over must have one scale: rows are for operands as 
 an activation, an output feature of a weight), columns for those that a product takes transposed.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
 from llmq.base.operand import Stochastic
 from llmq.base.tensor import Tensor

@@ -1,7 +1,5 @@
 """Normally distributed random numbers, for initial weights."""
 
-from __future__ import annotations
-
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float
 from llmq.runtime.device import Device

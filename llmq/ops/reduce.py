@@ -1,7 +1,5 @@
 """Add tensors to a gradient."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_float

@@ -1,7 +1,5 @@
 """Rotary position embedding on the packed QKV activation, in place, and its table of angles."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 from functools import lru_cache

@@ -17,8 +17,6 @@ n: rows of all layers; rows of e: how often it was chosen, a constant where grad
 Both are added to the loss of a micro-batch, a mean over its targets.
 """
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32, F64, I32, I64
 from llmq.base.tensor import Tensor
 from llmq.ops.common import WARP, expect_float

@@ -6,8 +6,6 @@ plans have the two kernels then. LLMQ_FUSED takes the place of the part of a rul
 what is faster (`Device.fused`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple

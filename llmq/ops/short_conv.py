@@ -1,7 +1,5 @@
 """Causal convolution of every channel with a few weights, and SiLU, inside of documents."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32, I32
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.ops.common import expect_accumulator, expect_float, finish_column_sum

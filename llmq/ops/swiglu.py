@@ -1,7 +1,5 @@
 """SwiGLU: up * silu(gate), the activation of Llama- and Qwen-class MLPs; and GeGLU, Gemma's."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import BF16, E4M3
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor

@@ -1,7 +1,5 @@
 """The largest logits of each row: what is kept of a teacher's distribution."""
 
-from __future__ import annotations
-
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float

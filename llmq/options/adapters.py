@@ -5,8 +5,6 @@ rank). It is of one module as Hugging Face names it, so that where its files hol
 values in one matrix, these three share an adapter.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

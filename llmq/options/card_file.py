@@ -4,8 +4,6 @@ It is JSON in the folder `cards` of the cache directory, with a checksum. Rates 
 stand in place of a card's data sheet wherever a plan asks for them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -7,8 +7,6 @@ Measurements stand in place of the sheet: of this machine, of a report, or of a 
 shared them.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

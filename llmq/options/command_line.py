@@ -1,7 +1,5 @@
 """A configuration back into the command line that makes it."""
 
-from __future__ import annotations
-
 import re
 from itertools import chain
 from typing import Any

@@ -4,8 +4,6 @@ A rule (`rules.py`) about a fact has it as the third argument of its condition: 
 (`ModelConfig`), the card of a plan (`Card`), or one of those here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

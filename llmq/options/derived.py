@@ -1,7 +1,5 @@
 """Properties that several readers derive from the options of a run."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

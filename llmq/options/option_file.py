@@ -1,7 +1,5 @@
 """Files of options. Imported when one is given or to be written: --help does not wait for YAML."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 import tomllib

@@ -1,7 +1,5 @@
 """One option: its flags, help and limits, and how text or a YAML value becomes its value."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

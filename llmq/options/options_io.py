@@ -1,7 +1,5 @@
 """Options from a file and the command line to a TrainConfig, and from a TrainConfig to the log."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Models by name: presets for training from scratch, and model files on this machine."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterator

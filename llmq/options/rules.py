@@ -6,8 +6,6 @@ parts about the optimizer, losses and adapters, `savers.py` that which says what
 options `o`, and the fact that the rule is about (`conditions.py`).
 """
 
-from __future__ import annotations
-
 from llmq.options.conditions import (
     CHUNK_ROWS,
     CODES_MULTIPLE,

@@ -1,7 +1,5 @@
 """Tables of rules say what may be tried to save memory or time, and what must not change a bit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ by the heads, unless the architecture or the preset sets it apart; an MLP that t
 makes a multiple of the width stays one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

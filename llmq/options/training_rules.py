@@ -2,8 +2,6 @@
 they are refused, and idle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Does a plan fit, and what to say if it does not."""
 
-from __future__ import annotations
-
 import shlex
 from bisect import bisect_left
 from collections import Counter

@@ -1,8 +1,6 @@
 """Whether a machine can compute a run at all, and by which attention; the plan of a run that begins
 on it."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import closing
 from typing import NamedTuple

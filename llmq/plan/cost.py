@@ -1,7 +1,5 @@
 """How long an optimizer step takes: its trace on the plan device, replayed at a card's rates."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple

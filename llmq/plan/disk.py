@@ -1,7 +1,5 @@
 """The disk space of a run: the size of a checkpoint, and of all that stays."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

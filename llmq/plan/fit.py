@@ -3,8 +3,6 @@
 Beside adapters it also looks for the format that the model is kept in.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The largest model that a machine trains: `llmq plan --largest`."""
 
-from __future__ import annotations
-
 import json as json_module
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace

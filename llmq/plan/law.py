@@ -7,8 +7,6 @@ program and writes the file that is read here. Until there is one of ours, the c
 that Besiroglu et al., arXiv:2404.10102, find in Hoffmann's own data.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@
 tokens the hours pay for says the fastest plan that fits, of each of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

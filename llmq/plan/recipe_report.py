@@ -1,7 +1,5 @@
 """`llmq recipe`: for which machine and data, what is printed, and the file of options."""
 
-from __future__ import annotations
-
 import json as json_module
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ways to need less memory, and the cheapest ones that make a configuration fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Speed of light: the tokens per second that a card's peak arithmetic would allow."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig

@@ -1,7 +1,5 @@
 """The machine that `llmq plan` is for, from its options."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reference of the largest magnitude of a tensor."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import row_blocks, update_abs_max

@@ -1,7 +1,5 @@
 """Reference of the AdamW update."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import SCALE_BLOCK, Scaled, Stored, mix_seed, random_bits, step_scalars

@@ -1,8 +1,6 @@
 """Reference of low-rank adapters' B: into the one matrix that a product takes, and back; and of the
 norms and magnitudes of adapted rows (DoRA)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

@@ -1,7 +1,5 @@
 """References of cu/adapter_backward.cu: gradients of adapters' h and B, in two stages."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, store_gradient

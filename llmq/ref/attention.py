@@ -6,8 +6,6 @@ block is computed. The heads that share a key/value head are stacked into one ma
 of ones carries row sums and offsets through the matrix products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

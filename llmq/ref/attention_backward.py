@@ -3,8 +3,6 @@
 Blocks of 64 queries against the keys up to their own, head by head.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

@@ -1,7 +1,5 @@
 """Reference of attention whose output is gated by channels that come beside each query head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid

@@ -1,7 +1,5 @@
 """Reference of attention's sinks: scores of heads that give attention to nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid

@@ -1,7 +1,5 @@
 """Reference of the moving average of weights, and of its exchange with them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import step_scalars

@@ -1,7 +1,5 @@
 """References of cu/bias.cu: column sums in two stages."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, store_gradient

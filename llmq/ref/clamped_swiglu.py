@@ -1,7 +1,5 @@
 """Reference of the gated activation of pairs that are cut off."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid

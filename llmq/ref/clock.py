@@ -1,7 +1,5 @@
 """References of cu/clock.cu, with the clock of the host."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

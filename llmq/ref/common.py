@@ -1,8 +1,6 @@
 """Functions that several references share: computing precision, random bits, stochastic
 rounding."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """References of cu/cross_entropy.cu: loss, log-sum-exp and gradient of rows of logits."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.base.dtypes import TOKEN_STATS

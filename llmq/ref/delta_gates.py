@@ -1,7 +1,5 @@
 """Reference of the gates of a gated delta net: decays and betas of every token and value head."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid

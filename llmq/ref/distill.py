@@ -1,7 +1,5 @@
 """References of cu/distill.cu: rows of logits learn from a teacher's largest probabilities."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, row_blocks

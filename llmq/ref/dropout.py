@@ -1,7 +1,5 @@
 """Reference of dropout: which elements stay is a function of seed, step, sequence and place."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, mix_seed, random_bits, step_scalars

@@ -1,7 +1,5 @@
 """References of cu/elementwise.cu."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

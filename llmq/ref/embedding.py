@@ -1,7 +1,5 @@
 """References of cu/embedding.cu: table lookup, and the deterministic scatter-add back."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

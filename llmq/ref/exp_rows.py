@@ -1,7 +1,5 @@
 """References of cu/exp_rows.cu: what rows of exponentials of logits need to be a gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import BF16, compute

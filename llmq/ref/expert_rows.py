@@ -1,7 +1,5 @@
 """References of cu/expert_rows.cu: rows sorted by expert, and the way back."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, row_blocks, store_gradient

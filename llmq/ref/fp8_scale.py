@@ -1,7 +1,5 @@
 """References of cu/fp8_scale.cu: scales from the largest values of the last optimizer steps."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.base.dtypes import STAT

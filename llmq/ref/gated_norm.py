@@ -1,7 +1,5 @@
 """Reference of RMSNorm over heads, times SiLU of a gate."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, row_blocks, sigmoid, silu_slope

@@ -1,7 +1,5 @@
 """References of cu/gelu.cu: GELU with the tanh approximation, and its gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import (

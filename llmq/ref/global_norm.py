@@ -1,7 +1,5 @@
 """Reference of the gradient norm."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.base.dtypes import STAT

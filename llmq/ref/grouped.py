@@ -1,7 +1,5 @@
 """References of cu/grouped.cu: products of rows that are sorted by expert, each with its matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The reference of cu/labels.cu: losses and gradients of a score head's labels."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

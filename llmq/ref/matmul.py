@@ -1,7 +1,5 @@
 """Reference of the matrix product: NumPy's BLAS."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -8,8 +8,6 @@ All have a (M,K), b (N,K) or with b_k_outside (K,N), h (M,R), tail (N,R) or with
 is computed in F32, a few rows at a time, and rounded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Reference of the product of signed bytes: NumPy's BLAS, in pieces of which F32 holds each sum."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

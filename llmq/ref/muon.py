@@ -1,7 +1,5 @@
 """Reference of Muon beside its products."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import (

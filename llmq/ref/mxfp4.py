@@ -3,8 +3,6 @@
 Source: the OCP's Microscaling Formats specification, version 1.0.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 # elements

@@ -1,7 +1,5 @@
 """References of cu/nf4.cu: four-bit codes in blocks of 64, whose scales are codes themselves."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from itertools import product

@@ -5,8 +5,6 @@ which may be None, or nothing at all. offset: 1 + weight takes the place of weig
 product with it is rounded.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, emit_fp8, update_abs_max

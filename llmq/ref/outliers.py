@@ -1,7 +1,5 @@
 """References of cu/outliers.cu: columns that signed bytes are too coarse for."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

@@ -1,7 +1,5 @@
 """References of cu/pairs.cu: losses of pairs of documents."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -3,8 +3,6 @@
 wide: over all query and over all key channels of a token, else over every head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """References of cu/quantize.cu: FP8 with one scale for the whole tensor."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import FP8_MAX, emit_fp8, encode_fp8, row_blocks, update_abs_max

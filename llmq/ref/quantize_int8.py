@@ -1,7 +1,5 @@
 """References of cu/quantize_int8.cu: signed bytes with a scale for each row or column."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.base.dtypes import I8_MAX

@@ -1,7 +1,5 @@
 """Reference of normally distributed random numbers: Philox4x32-10 and Box-Muller."""
 
-from __future__ import annotations
-
 import numpy as np
 
 CASES = {"one": (1,), "ragged": (1003,), "several_blocks": (70, 129), "qwen05b": (151936, 896)}

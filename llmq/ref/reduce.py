@@ -1,7 +1,5 @@
 """Reference of adding to a gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import BF16, compute, gradient_seed, random_bits, round_stochastic, row_blocks

@@ -1,7 +1,5 @@
 """Reference of the rotary position embedding."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, emit_fp8, turn_heads, update_abs_max

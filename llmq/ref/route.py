@@ -1,8 +1,6 @@
 """References of cu/route.cu: which experts a row goes to, how much each counts, and what keeps them
 in balance."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid

@@ -1,7 +1,5 @@
 """Reference of the causal short convolution with SiLU, channel by channel, inside of documents."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute, sigmoid, silu_slope

@@ -1,7 +1,5 @@
 """References of cu/swiglu.cu: out = up * silu(gate), and its gradient; with gelu of gelu(gate)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import (

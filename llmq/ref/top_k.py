@@ -1,7 +1,5 @@
 """The reference of cu/top_k.cu: the largest logits of each row."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.ref.common import compute

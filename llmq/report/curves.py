@@ -1,7 +1,5 @@
 """Series of numbers over steps, tokens and hours, as the logs of runs have them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Numbers that are not finite are written as null. A run that goes on from an earl
 its last step undoes the steps since then: the log keeps their records, a curve has each step once.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

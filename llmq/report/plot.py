@@ -1,7 +1,5 @@
 """`llmq plot`: the curves of one or more logs on one page, as a picture or in HTML."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

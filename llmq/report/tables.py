@@ -3,8 +3,6 @@
 Cells are shown as `str` shows them. No text has a newline at its end but that of CSV.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Collection, Iterable, Sequence

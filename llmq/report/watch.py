@@ -4,8 +4,6 @@ A record holds either numbers of its step, under names such as `train/loss`, or 
 whole run, such as the command line. Two sinks know how their library takes these.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

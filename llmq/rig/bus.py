@@ -1,7 +1,5 @@
 """How fast GPUs exchange with host memory, and with each other: alone, both ways, and at once."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -3,8 +3,6 @@
 A backend needs a process of its own: NCCL reads its settings once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ Nothing is loaded and nothing is changed: NVML is asked, and files of /sys and /
 Beside them stands how fast the host is: its memory, its products, and the disk of a folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -1,8 +1,6 @@
 """Findings say in words, from its measurements, what is wrong with a rig, and what to do about
 it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

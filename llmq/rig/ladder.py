@@ -1,7 +1,5 @@
 """Products, attention and copies over a ladder of sizes, on a GPU as warm as in training."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Minutes of load: what clocks settle at, what holds them down, and which GPU is the slowest."""
 
-from __future__ import annotations
-
 import contextlib
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The report of `llmq rig` for people, as Markdown and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`llmq rig`: measure a machine in minutes, say what is wrong with it, and keep what plans need."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -5,8 +5,6 @@ than a block takes. A quarter of the layers beside a quarter of the vocabulary m
 whole model, where a few layers beside the whole head would run at another clock than either.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

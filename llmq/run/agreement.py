@@ -1,7 +1,5 @@
 """Values that must be the same in all processes of a run are compared before its first step."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Sequence

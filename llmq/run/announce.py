@@ -1,7 +1,5 @@
 """The lines of a run before its first step: options, machine, data, memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

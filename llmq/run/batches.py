@@ -2,8 +2,6 @@
 from no file: a caller's, which are checked, and random ones.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ With --ckpt-background a thread writes and deletes (see saving.py), and what fol
 taken between steps: verdicts and the note of the best checkpoint wait until it is committed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection
 from contextlib import suppress

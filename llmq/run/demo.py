@@ -1,7 +1,5 @@
 """`llmq demo`: the whole program in two minutes, on text that every machine has."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import sysconfig

@@ -7,8 +7,6 @@ While all is well nothing of this runs, and nothing is kept for it on the device
 tensor is one launch, wherever the tensor is: its largest absolute value, NaN being the largest.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -2,8 +2,6 @@
 model's scores of token files, made as a run's validations are.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -5,8 +5,6 @@ on all ranks alike. So it works with every way to divide and to offload a model,
 of the training.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

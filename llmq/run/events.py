@@ -1,8 +1,6 @@
 """Events of a run, which the loop tells its members: evaluations, reports, sensors, guard,
 checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

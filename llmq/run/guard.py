@@ -12,8 +12,6 @@ Before there are so many, absolute signs have to do, which warn and leave no upd
 above that of guessing, or many times the lowest one so far.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The first weights of a run: random numbers or a model, and the adapters of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial

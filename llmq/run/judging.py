@@ -1,7 +1,5 @@
 """The fate of each step of a run: judged, logged, and where nothing else helps undone."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loop of a run: steps, one after the other, and what it tells the members of each."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import ExitStack
 from dataclasses import dataclass

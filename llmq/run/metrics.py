@@ -1,7 +1,5 @@
 """The reports of a run: console lines in llm.q's shapes, and records in the JSON log."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -2,8 +2,6 @@
 and the tokenizer of its data, its model and its checkpoint, which must be the same one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

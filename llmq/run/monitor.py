@@ -8,8 +8,6 @@ idle. The ratio says what is lost to communication, to waiting for each other an
 share: links, host, power. It does not count that one GPU would have the whole optimizer to itself.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """One rank of a run: its device and the step over it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ranks of a run that this process has, each in a thread of its own."""
 
-from __future__ import annotations
-
 import math
 import operator
 import threading

@@ -1,7 +1,5 @@
 """Requests for a checkpoint or for the end of a run, and how several processes agree on them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

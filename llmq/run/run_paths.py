@@ -7,8 +7,6 @@ reason to refuse: it gets another name.
 The log of a run is found by the run's identity or by its name.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

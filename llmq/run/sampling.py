@@ -1,7 +1,5 @@
 """Texts that a model continues, and `llmq sample`, which prints such."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress

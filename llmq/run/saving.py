@@ -1,7 +1,5 @@
 """How a checkpoint is written in a thread while training goes on."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Scores of token files by a trainer's model: the log-probability of each trained token."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

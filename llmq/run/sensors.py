@@ -4,8 +4,6 @@ A thread reads them once a second. The run takes what was found from plain attri
 lock and waits for nothing. A driver that does not answer stops this thread only.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """`llmq top`: the live view of a run that another process makes, from its log and from NVML."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -1,7 +1,5 @@
 """`llmq train`: the parts of a run around a Trainer, and the lines before its first step."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

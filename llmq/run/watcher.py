@@ -4,8 +4,6 @@ The process reads the log as any reader does. It learns that the run has ended, 
 the end of its standard input. Nothing that happens to it stops the run or makes a step wait.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

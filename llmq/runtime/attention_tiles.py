@@ -1,7 +1,5 @@
 """How the kernels of attention.cu cut their work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from llmq.base.dtypes import F32, DType

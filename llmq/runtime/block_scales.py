@@ -6,8 +6,6 @@ x 4. If all are alike, nothing but their number matters. The scales of the tenso
 factor `alpha`, which has to be in device memory, and with it `beta`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Settings: LLMQ_CACHE_DIR (where compiled kernels are kept), LLMQ_LINEINFO=1 (sou
 profilers and sanitizers).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -5,8 +5,6 @@ leading dimension cols. So out = op(a) @ op(b) is asked for as out^T = op(b)^T @
 swapped and transposition flags as they are.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

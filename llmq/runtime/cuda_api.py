@@ -4,8 +4,6 @@ CuPy's runtime functions and RawModule, and NVIDIA's binding of the driver, are 
 own allocators and streams.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -4,8 +4,6 @@ LLMQ_SYNC=1 in the environment waits for every launch, so that an error names th
 and runs without graphs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

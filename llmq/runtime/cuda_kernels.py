@@ -6,8 +6,6 @@ array of pointers to typed values. A matrix that the copy engine of Hopper and l
 one that the driver makes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from collections.abc import Callable

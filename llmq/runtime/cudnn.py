@@ -4,8 +4,6 @@ Tensors go in as plain integer addresses: arrays would go through DLPack, whose 
 stream breaks a graph capture. One object serves one device and one thread.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Three devices implement it: CudaDevice launches kernels, HostDevice calls their 
 PlanDevice checks, counts and moves nothing. One thread owns one device; nothing here is shared.
 """
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

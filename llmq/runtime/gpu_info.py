@@ -1,7 +1,5 @@
 """Facts of a GPU and the libraries on it, for reports."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

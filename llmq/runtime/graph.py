@@ -1,7 +1,5 @@
 """CUDA graphs: the second run of a function is captured, every later one replayed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

@@ -7,8 +7,6 @@ are in one call; then the query heads of each key/value head, whose parts of its
 be added up.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ the other threads are waiting for. Who is not heard of for so long, or a run in 
 on, ends all processes on all machines.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """The CPU as a device: kernels are their NumPy references, called on views of the tensors."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How busy the CPUs are, how much memory the host has, and how much a process may still take."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

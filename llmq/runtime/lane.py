@@ -24,8 +24,6 @@ State that differs from replay to replay must be in the graph's key or in device
 here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest

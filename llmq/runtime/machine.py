@@ -1,7 +1,5 @@
 """The machine that a run gets: the CPU or GPUs, and how much memory it may use."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ nothing.
 NVML is called through ctypes, which lets other threads run during a call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

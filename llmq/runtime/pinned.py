@@ -1,7 +1,5 @@
 """Pinned host memory: the GPU copies to and from it without the host's help."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

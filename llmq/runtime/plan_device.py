@@ -1,7 +1,5 @@
 """The device that runs nothing: it checks arguments, hands out offsets, counts and takes notes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

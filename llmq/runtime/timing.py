@@ -1,7 +1,5 @@
 """How long work on a device takes: marks in a stream, and every launch of a function by itself."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -6,8 +6,6 @@ long work is look enough: half a hundred ways to multiply with a large head take
 Choices are kept in a file, which the ranks of a process share.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

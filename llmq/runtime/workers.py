@@ -1,7 +1,5 @@
 """One thread per rank for the life of a run; the first exception stops them all."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

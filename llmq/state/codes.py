@@ -4,8 +4,6 @@ A rank quantizes the part of each matrix that it owns, with a scale from the who
 rank records the largest values of its parts, and the ranks' maxima give the scales.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby

@@ -13,8 +13,6 @@ Codes are made while weights are read, piece by piece. A rank makes those of all
 keeps its part of the bytes. So scales are the same on all ranks, and nothing has to be exchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -17,8 +17,6 @@ slot: it arrives while the block before is computed, in pieces, where another on
 Several ranks have it in a part of the slot that is free once the slot is reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import NamedTuple

@@ -5,8 +5,6 @@ which `place` makes from the options of a run and the weight table. Whether an o
 does something, the rules of options say (`options/rules.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 

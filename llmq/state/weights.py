@@ -15,8 +15,6 @@ pinned memory. A GPU reads there what its peer cannot copy to it: then the peer 
 the host once per update, not once per gather.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial

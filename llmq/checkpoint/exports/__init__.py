@@ -3,8 +3,6 @@
 `source.py` opens what is exported, `format.py` says what a format is, and has model directories.
 """
 
-from __future__ import annotations
-
 from llmq.checkpoint.exports.format import ExportFormat, HuggingFace
 from llmq.checkpoint.exports.fp8 import Fp8
 from llmq.checkpoint.exports.gguf import Gguf

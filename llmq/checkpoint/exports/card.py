@@ -1,7 +1,5 @@
 """README.md of an export: what the model is, and how it was trained, as hubs show it."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A format of exports, and that of model directories."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -6,8 +6,6 @@ as one, such as queries, keys and values, have one scale. Activations are scaled
 there, or as the last steps of a training with delayed scales would have done it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

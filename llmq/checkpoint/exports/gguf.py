@@ -4,8 +4,6 @@ Names, metadata and layout are those of llama.cpp's converters: the package gguf
 tensors, and writes and quantizes them. Norms and vectors are F32 in every format.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

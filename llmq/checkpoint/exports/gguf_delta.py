@@ -5,8 +5,6 @@ Its names for them are those of state space models. Orders are those of its conv
 heads of Qwen3.5 in turns, the first one of each key head before all second ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

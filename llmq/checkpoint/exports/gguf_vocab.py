@@ -6,8 +6,6 @@ are joined whose token has the highest score. Both follow from tokenizer.json, w
 the ids of the training.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A checkpoint, a model directory, and adapters, as one kind of thing that can be exported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

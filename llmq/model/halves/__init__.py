@@ -4,8 +4,6 @@
 Imports arch, ops, and what model has below blocks.
 """
 
-from __future__ import annotations
-
 from llmq.model.halves.attention import AttentionHalf
 from llmq.model.halves.delta import DeltaHalf
 from llmq.model.halves.experts import ExpertsHalf

@@ -8,8 +8,6 @@ A row of delta_in is (q, k, v, z, b, a). `operands` turns a tensor into what pro
 codes and a scale, without it itself. States begin with 0 where documents do, and lie in F32.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple

@@ -9,8 +9,6 @@ which each part has columns of its own, as `ops/adapter.py` makes it. Backward c
 which is small, as is its product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod

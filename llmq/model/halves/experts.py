@@ -16,8 +16,6 @@ A weight stands behind `experts_down`, but backward reads no output of it:
                                                               + d_out . bias
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial

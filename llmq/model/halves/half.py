@@ -6,8 +6,6 @@ architecture declares (`here.spec`), what `keep` has returned (`here.kept`), and
 text that is continued (`here.cache`). Its `Frame` has the differences from pass to pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol

@@ -8,8 +8,6 @@ scale, without it itself. With --mlp-dtype e4m3 it also turns the memory of what
 the activation into fp8 codes and a scale: mlp_up, and the gradient of the activation's output.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple

@@ -6,8 +6,6 @@ Architectures have the gate behind shared_down. In front of it, it is the same f
 needs no output of shared_down.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """Losses: one file each; everything else asks them for their sums, their weights of rows, and the
 numbers that reports have of them."""
 
-from __future__ import annotations
-
 from llmq.model.losses.cross_entropy import TokenCrossEntropy
 from llmq.model.losses.kd import Distillation
 from llmq.model.losses.loss import Loss

@@ -1,7 +1,5 @@
 """The mean cross-entropy of tokens that are not masked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from llmq.base.dtypes import STATS, TOKEN_STATS

@@ -1,7 +1,5 @@
 """Distillation: each token's distribution is to be that of a teacher (`ops/distill.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from llmq.base.dtypes import F32

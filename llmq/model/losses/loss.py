@@ -1,7 +1,5 @@
 """The declaration of a loss, from which gradients, statistics and reports follow."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import log

@@ -1,7 +1,5 @@
 """Losses of pairs of answers to one prompt, of which one is to be preferred (`ops/pairs.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import log
 from typing import ClassVar

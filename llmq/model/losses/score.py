@@ -1,7 +1,5 @@
 """Losses of a score head, which says one thing of each document, behind its last token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from llmq.base.dtypes import F32

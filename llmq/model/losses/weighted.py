@@ -1,7 +1,5 @@
 """Cross-entropy of tokens, each times a weight: of any sign from scores, or that of its message."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import inf, nan
 

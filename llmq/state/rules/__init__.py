@@ -1,7 +1,5 @@
 """Update rules: one file each; everything else asks them for moments and updates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

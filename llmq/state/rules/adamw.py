@@ -1,7 +1,5 @@
 """AdamW: two moments of each element; weight decay of matrices only."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from llmq.base.tensor import Tensor

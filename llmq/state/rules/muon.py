@@ -10,8 +10,6 @@ polynomials. That is the same in exact numbers. BF16 moves eigenvalues of G near
 near 1, and each step multiplies them, so that G has to be made again of X after two or three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from math import sqrt

@@ -1,7 +1,5 @@
 """An update rule declares these; slabs, checkpoints and plans follow from them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
