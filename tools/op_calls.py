@@ -81,8 +81,8 @@ from llmq.ops import (
 from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
 from llmq.ops.top_k import top_k
 from llmq.ref.nf4 import scale_levels
+from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
-from llmq.runtime.head_groups import divisions
 
 SEED = 1
 ADAMW = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "salt": 1}

@@ -98,6 +98,15 @@ def take(tensors: dict[str, Any], *endings: str) -> None:
 _CODES, _SCALES = "_blocks", "_scales"
 
 
+# ------------------------------------------------------------------------------------------------
+# MXFP4 files of gpt-oss: experts as codes of four bits, 32 of which share a power of two.
+#
+# NAME_blocks   U8 (experts, out, in / 32, 16), two codes a byte, the first in the lower bits
+# NAME_scales   U8 (experts, out, in / 32), exponents from 127 on
+#
+# NAME is a parameter (experts, in, out), whose columns lie in the rows of codes.
+
+
 def decode_mxfp4(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
     for stored in [name for name in tensors if name.endswith(_CODES)]:
         name, codes = stored.removesuffix(_CODES), tensors.pop(stored)
@@ -140,6 +149,20 @@ class _Experts(CodedMatrix):
 
 
 FP8, SCALES = ("F8_E4M3",), ("_scale_inv", "_scale")
+
+
+# ------------------------------------------------------------------------------------------------
+# FP8 and INT8 files: codes with a scale a tensor, row, group of columns, or block.
+#
+# DeepSeek and transformers write
+#
+#     NAME.weight                                F8_E4M3 (out, in)
+#     NAME.weight_scale_inv or NAME.weight_scale what codes are multiplied with
+#
+# and compressed-tensors (llm-compressor, vLLM)
+#
+#     NAME.weight        F8_E4M3 or I8 (out, in)
+#     NAME.weight_scale  of the whole, of rows (out, 1), of groups of columns, or of blocks
 
 
 def decode_fp8(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:
@@ -195,6 +218,16 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 _STATE = ".quant_state.bitsandbytes__"
+
+
+# ------------------------------------------------------------------------------------------------
+# Files of bitsandbytes: NF4 codes, the scales of which may be codes too.
+#
+# NAME                                      U8, two codes a byte, the first in the higher bits
+# NAME.absmax                               F32 scales of 64 codes, or U8 codes of scales
+# NAME.quant_map                            F32 (16,), the levels of codes
+# NAME.nested_absmax, NAME.nested_quant_map F32, the scales of 256 scales and the levels of codes
+# NAME.quant_state.bitsandbytes__nf4        JSON: shape, sizes of blocks, nested_offset
 
 
 def decode_bitsandbytes(tensors: dict[str, Any], config: Mapping[str, Any]) -> None:

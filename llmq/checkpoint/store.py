@@ -1,5 +1,8 @@
 """The checkpoints in a directory: find the one to go on from, tell whose they are, what is known
-of them and which is the best (--keep-best), and delete old ones.
+of them and which is the best (--keep-best), decide which stay, and delete old ones.
+
+A checkpoint is good when the PROVEN steps after it were. One that a bad step followed before is bad
+until as many good steps have followed that one. Without a verdict it is not known yet.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ the branch's norm that is added; where none stands before them (no `ln1`, `ln2`)
 Without norms behind halves the last product of a half adds to the stream itself, unless it cannot
 (`BlockLinear.accepts_addend`); that half has no branch then. Else the addition happens inside a
 norm, so that what a half puts out stays beside the stream until the next half (or the head) begins.
-A norm behind the half needs it in backward, so that it is kept.
+A norm behind the half needs it in backward, so that it is kept. RMSNorm and LayerNorm have one set
+of calls (`Normalization`); statistics with a mean, and biases, are LayerNorm's.
 """
 
 from collections.abc import Iterator

@@ -75,7 +75,6 @@ def scales(dev: Device, scales: Tensor, abs_maxes: Tensor, largest: float) -> No
         largest    the largest finite value of the FP8 format
 
     Cost:    one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n = scales.size
     expect("abs_max.scales", "scales", scales, F32, (n,))

@@ -141,7 +141,6 @@ def scale(
         bias        in   T   (columns,)        or None
 
     Cost:    one read and one write; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _columns(dev, "adapter.scale", out, x, None, norms, magnitudes, bias)
 

@@ -7,13 +7,19 @@ from llmq.base.dtypes import BF16, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_head_dim, expect_qkv
 from llmq.runtime.arena import ALIGN
-from llmq.runtime.attention_tiles import backward_tiles, compile_consts, forward_tiles
+from llmq.runtime.attention_parts import (
+    ALL,
+    Sight,
+    backward_tiles,
+    compile_consts,
+    forward_tiles,
+    split,
+    splits_query_heads,
+)
 from llmq.runtime.cost import BESIDE_ATTENTION, Heads, attention_cost
 from llmq.runtime.cudnn import FORWARD_WORKSPACE_BYTES, divided_workspace_bytes
 from llmq.runtime.device import Device
-from llmq.runtime.head_groups import split, splits_query_heads
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.sight import ALL, Sight
 
 BACKENDS = ("native", "cudnn")
 HEAD_DIM_MULTIPLE = 16  # one step of the tensor cores' inner dimension
@@ -328,7 +334,6 @@ def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
         d_kv   in     (2,Hq,T,Hd)         of each query head, for keys and for values
 
     Cost:    d_kv read once, 2*Hkv of the heads of d_qkv written once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "attention.sum_heads"
     num_heads, head_dim = d_kv.shape[1], d_kv.shape[3]

@@ -6,10 +6,10 @@ from functools import cache, partial
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
 from llmq.ops.common import CAPABILITY
+from llmq.runtime.attention_parts import ALL, Sight, sees_all_before
 from llmq.runtime.cost import BESIDE_ATTENTION, attention_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div
-from llmq.runtime.sight import ALL, Sight, sees_all_before
 
 ROWS = 64  # of a warpgroup's part of a tile, and of a step
 THREADS = 384

@@ -63,7 +63,6 @@ def split(
         product  in   T  (rows,(2Hq+2Hkv)*Hd)   q0 g0 q1 g1 ..., key, value heads; Hd % 8 == 0
 
     Cost:    one read and one write; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     rows, head_dim = _sizes("attention_gate.split", product, qkv, gate, heads, kv_heads)
     args = (qkv, gate, product, rows, heads, kv_heads)
@@ -99,7 +98,6 @@ def forward(dev: Device, out: Tensor, x: Tensor, gate: Tensor) -> None:
         gate  in   T  the same
 
     Cost:    two reads and one write; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n = _expect_all("attention_gate.forward", out=out, x=x, gate=gate).size
     _launch(dev, FORWARD, n, (out, x, gate, n), MULTIPLE)
@@ -113,7 +111,6 @@ def backward(
     Args as forward's, and d_x, d_gate out, d_out in, all alike; d_x may be d_out.
 
     Cost:    three reads and two writes; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     given = {"d_x": d_x, "d_gate": d_gate, "d_out": d_out, "x": x, "gate": gate}
     n = _expect_all("attention_gate.backward", **given).size

@@ -40,7 +40,6 @@ def forward(dev: Device, out: Tensor, lse: Tensor, without: Tensor, sinks: Tenso
         sinks    in     T   (Hq,)
 
     Cost:    out read and written once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     sizes = _sizes("attention_sinks.forward", out, sinks, lse=lse, without=without)
     vectors = ceil_div(out.nbytes, VECTOR_BYTES)
@@ -62,7 +61,6 @@ def backward(
         sinks       in     T   (Hq,)
 
     Cost:    d_out and out read once; two launches.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "attention_sinks.backward"
     sizes = _sizes(op, out, sinks, lse=lse)

@@ -32,7 +32,6 @@ def update(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay: 
         scalars  in     I32 (16,)          StepScalars: step, skip_update
 
     Cost:    reads and writes average, reads param; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n = expect_part("average", {"average": average, "param": param}, scalars)
     expect("average", "average", average, F32, (n,))
@@ -51,7 +50,6 @@ def exchange(dev: Device, average: Tensor, param: Tensor, *, back: bool) -> None
         param    inout  F32 or BF16 (n,)
 
     Cost:    reads and writes both; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n = expect_part("average", {"average": average, "param": param})
     expect("average", "average", average, F32, (n,))

@@ -33,7 +33,7 @@ def backward(dev: Device, d_bias: Accumulator, d_out: Tensor) -> None:
         d_bias  inout  Accumulator G (N,)
         d_out   in     T (*S, N)   N a multiple of 16 bytes
 
-    Workspace: splits * N F32. Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
+    Workspace: splits * N F32.
     """
     op = "bias.backward"
     expect_float(op, "d_out", d_out)

@@ -27,7 +27,6 @@ def forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit: float)
         pairs  in   T (*S, 2F)   g0 u0 g1 u1 ...; NaN stays NaN
 
     Cost:    two reads and one write; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _check("clamped_swiglu.forward", "out", out, pairs)
     args = (out, pairs, out.size, alpha, limit)
@@ -42,7 +41,6 @@ def backward(
     Args as forward's, and d_pairs out, as pairs, which it may be; d_out in, as out.
 
     Cost:    three reads and two writes; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "clamped_swiglu.backward"
     _check(op, "d_out", d_out, pairs)

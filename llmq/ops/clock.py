@@ -16,7 +16,6 @@ def start(dev: Device, at: Tensor) -> None:
         at  out  I64 (1,)  nanoseconds since some time in the past
 
     Cost:    one launch of one thread.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("clock", "at", at, I64, (1,))
     dev.launch(START, 1, 1, (at,))
@@ -30,7 +29,6 @@ def stop(dev: Device, total: Tensor, at: Tensor) -> None:
         at     in     I64 (1,)
 
     Cost:    one launch of one thread.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("clock", "total", total, F64, (1,))
     expect("clock", "at", at, I64, (1,))

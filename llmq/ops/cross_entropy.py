@@ -149,8 +149,6 @@ def stats(
         weights  in     F32 (B, T)   of the losses; or None: all are 1
         by_weight: count and tokens_1k are sums of weights; the statistic behind TOKEN_STATS is how
             many targets there are
-
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "cross_entropy.stats"
     expect_stats(op, stats, (*TOKEN_STATS, *["tokens"] * by_weight))

@@ -59,7 +59,6 @@ def forward(
         dt_bias  in   T   (heads,)
 
     Cost:    those columns read, gates written; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     sizes = _sizes("delta_gates.forward", gates, x, a_log, dt_bias, offset)
     args, grid = (gates, x, a_log, dt_bias, *sizes), _grid(*sizes[:2])
@@ -88,7 +87,6 @@ def backward(
 
     Cost:    as forward; one launch, and one for each of the two sums.
     Workspace: two F32 for a head and every 256 rows.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "delta_gates.backward"
     sizes = rows, heads, *_ = _sizes(op, gates, x, a_log, dt_bias, offset)

@@ -207,7 +207,6 @@ def forward(
     Cost:    64 * (3 DK + 2 DV) + 3 DK DV FMAs for a token and a value head, on tensor cores; two
              launches.
     Workspace: 64 + DK + DV elements of T and 6 F32 for a token and a value head.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "delta_rule.forward"
     call = _Call(op, dev, qkv, gates, heads, starts, state)
@@ -242,7 +241,6 @@ def backward(
              launches.
     Workspace: 2 * 64 + DK + 2 DV + 2 DK DV / 64 elements of T and 6 F32 for a token and a value
              head.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "delta_rule.backward"
     call = _Call(op, dev, qkv, gates, heads, starts, state)
@@ -284,7 +282,6 @@ def recurrence(
     """As forward with a state, token by token: for the few tokens that a text is continued by.
 
     Cost:    a read and a write of the state, and what T steps take; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "delta_rule.recurrence"
     call = _Call(op, dev, qkv, gates, heads, None, state)

@@ -85,7 +85,6 @@ def distill(
         targets  in     I32 (rows,)     negative: masked, gradient 0
 
     Cost:    logits read three times and written once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_float("distill", "logits", logits)
     rows, padded_vocab = logits.shape
@@ -108,8 +107,6 @@ def add(dev: Device, stats: Tensor, kl: Tensor, index: int) -> None:
     Args:
         stats  inout  F64 (s,)
         kl     in     F32 (rows,)  0 where masked
-
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("distill.add", "stats", stats, F64, stats.shape)
     expect("distill.add", "kl", kl, F32, (kl.size,))

@@ -22,7 +22,6 @@ def add(dev: Device, out: Tensor, a: Tensor, b: Tensor) -> None:
         b     in   T  the same
 
     Cost:    two reads and one write; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_float("add", "a", a)
     expect("add", "b", b, a.dtype, a.shape)
@@ -38,7 +37,6 @@ def convert(dev: Device, out: Tensor, x: Tensor) -> None:
         x     in   F32 or BF16, the same shape
 
     Cost:    x read and out written once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect("convert", "out", out, None, x.shape)
     expect_float("convert", "out", out)

@@ -171,8 +171,6 @@ def backward_positions(
         d_position  inout  Accumulator G (P, C), P >= T
         d_out       in     X (B, T, C)   C a multiple of 8
         starts      in     I32 (B, T) or None: 0
-
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "embedding.backward_positions"
     B, T, C = _check(op, "d_out", d_out, None)

@@ -133,8 +133,6 @@ def scale(dev: Device, d: Tensor, factors: Tensor) -> None:
     Args:
         d        inout  BF16  (rows, K)   K a multiple of 8
         factors  in     F32   (rows,)
-
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "exp_rows.scale"
     rows, K = _matrix(op, "d", d)

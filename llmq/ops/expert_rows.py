@@ -64,7 +64,6 @@ def sort_rows(dev: Device, order: Tensor, place: Tensor, starts: Tensor, chosen:
         chosen  in   I32 (S, top_k)  experts, in [0, E); E at most 512. They are not checked
 
     Cost:    about four times chosen's bytes, in three launches; E bytes of scratch for 512 choices.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "sort_rows"
     S, top_k = _matrix(op, "chosen", chosen)
@@ -91,7 +90,6 @@ def gather_rows(dev: Device, out: Tensor, x: Tensor, place: Tensor) -> None:
         place  in   I32 (S, top_k)  as sort_rows has it
 
     Cost:    x read, out written once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "gather_rows"
     S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in FP8 else WIDTH)
@@ -122,7 +120,6 @@ def combine(
         addend   in   X   (S, C)       or None; may be out
 
     Cost:    y read, out written once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "combine"
     S, C = _rows(op, "out", out)
@@ -163,7 +160,6 @@ def combine_backward(
         weighted   out    X   (R, C)       or None; may be y
 
     Cost:    y and d_y read, d_y and weighted written once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "combine_backward"
     R, C = _rows(op, "d_y", d_y)
@@ -199,7 +195,6 @@ def sum_rows(
         order   in     I32 (R,)        with weights, as sort_rows has it
 
     Cost:    x read once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "sum_rows"
     R, C = _rows(op, "x", x)

@@ -53,7 +53,6 @@ def update(
         factors    out    F32 (n, 4)       or None; 1 / scale
 
     Cost:    history read and written once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     if len(history.shape) != 2:
         raise ValueError(f"fp8_scale: history must have 2 dimensions, got {history.shape}")
@@ -78,8 +77,6 @@ def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> N
         stats      inout  F64 (s,)    begins with llmq.base.dtypes.STATS
         saturated  in     I32 (n, 4)  counts of 32 bits, no sign
         abs_maxes  in     F32 (n, 4)  of the step
-
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_stats("fp8_scale", stats)
     n = saturated.shape[0]

@@ -79,7 +79,6 @@ def forward(
         weight  in   T  (Hd,)             Hd a multiple of 32 up to 256 (on a GPU)
 
     Cost:    two reads and one write; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "gated_norm.forward"
     sizes = _sizes(op, dev, x, gate, weight, offset)
@@ -110,7 +109,6 @@ def backward(
 
     Cost:    three reads and two writes; one launch, and one for d_weight.
     Workspace: F32 (blocks, Hd).
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "gated_norm.backward"
     sizes = _sizes(op, dev, x, gate, weight, offset)

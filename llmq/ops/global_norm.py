@@ -69,7 +69,6 @@ def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
         sums   in     F64 (n,)   of all tensors
 
     Cost:    one launch of one block.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_stats("global_norm", stats)
     expect("global_norm", "sums", sums, F64, (sums.size,))
@@ -85,7 +84,6 @@ def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] 
         maxima         indices of those of which the largest is taken instead
 
     Cost:    one launch of s threads.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_stats("global_norm", stats)
     if stats.size > MOST_STATS:
@@ -112,7 +110,6 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
         scalars  inout  I32 (16,)   StepScalars
 
     Cost:    one launch of one thread.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_stats("global_norm", stats)
     expect("global_norm", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))

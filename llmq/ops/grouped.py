@@ -58,7 +58,6 @@ def grouped_matmul(
         addend   in   X   (R, N)      or None; may be out
 
     Cost:    2 R N K FLOPs; w of experts that have rows is read once for each 128 of them.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op, E, codes = "grouped_matmul", w.shape[0], x.dtype in FP8
     expect_matrix(op, "out", out, (BF16,) if codes else (F32, BF16))
@@ -103,7 +102,6 @@ def grouped_gradient(dev: Device, d_w: Accumulator, d_y: Tensor, x: Tensor, star
         starts  in     I32 (E + 1,)    as of grouped_matmul
 
     Cost:    2 R N K FLOPs; d_w written once, and read once where it is added to.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op, E = "grouped_gradient", starts.size - 1
     expect_matrix(op, "d_y", d_y, (F32, BF16))

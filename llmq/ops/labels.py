@@ -62,7 +62,6 @@ class Labels(NamedTuple):
             weights  in     F32 (rows,)     of the gradients; None: all are 1
 
         Cost:    logits read twice and written once.
-        Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
         """
         expect_float("labels", "logits", logits)
         rows, padded_vocab = logits.shape

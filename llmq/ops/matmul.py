@@ -82,7 +82,6 @@ def matmul(
         alpha, beta                          factors of the product and of what is added
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_matrix("matmul", "out", out, (F32, BF16))
     expect_operands("matmul", a, b, dtypes=(F32, BF16))
@@ -188,7 +187,6 @@ def matmul_fp8(
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch, of
              which block scales, which a kernel writes before, take a byte for 32 codes.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_fp8"
     out, *of_codes = _expect_result(op, out, a, b)

@@ -84,7 +84,6 @@ def matmul_int8(
         bias     in   BF16         (N,)    or None; added to every row; not with accumulate
 
     Cost:    2*M*N*K operations; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "matmul_int8"
     expect_matrix(op, "out", out, (F32, BF16))

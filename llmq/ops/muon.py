@@ -80,7 +80,6 @@ def propose(
         m_scale   inout  F32 (n / 128,)           where m is E4M3, else None
 
     Cost:    reads grad, reads and writes m, writes change, once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n = expect_part("muon", {"change": change, "grad": grad}, scalars, first)
     expect("muon", "change", change, BF16, (n,))
@@ -97,7 +96,6 @@ def normalize(dev: Device, out: Tensor, x: Tensor, *, margin: float = 1.0) -> No
         x    in   BF16 (count, rows, columns)   matrices of multiples of 8 elements, or one matrix
 
     Cost:    reads x twice, writes out once; two launches.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _expect_matrices("x", x)
     expect("muon", "out", out, BF16, x.shape)
@@ -120,7 +118,6 @@ def diagonal(dev: Device, x: Tensor, value: float) -> None:
         x  inout  BF16 (count, side, side)
 
     Cost:    a sector of memory for each number; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _expect_matrices("x", x)
     count, side, _ = x.shape
@@ -147,7 +144,6 @@ def even(dev: Device, x: Tensor, v: Tensor, *, decay: float) -> None:
         v  inout  F32 (count, rows)            zero at the start
 
     Cost:    reads x twice and writes it once; three launches.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _expect_matrices("x", x)
     count, rows, columns = x.shape
@@ -198,7 +194,6 @@ def apply(
         salt, first   as of propose
 
     Cost:    reads and writes param, reads change, writes work, once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n = expect_part("muon", {"change": change, "param": param}, scalars, first, work)
     expect("muon", "change", change, BF16, (n,))

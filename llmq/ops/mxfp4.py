@@ -28,7 +28,6 @@ def encode(dev: Device, codes: Tensor, exponents: Tensor, x: Tensor) -> None:
         x          in   BF16 or F32 (n,)   finite; n a multiple of 32
 
     Cost:    x read once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _launch(dev, ENCODE, "x", x, codes, exponents, (codes, exponents, x))
 
@@ -37,7 +36,6 @@ def decode(dev: Device, out: Tensor, codes: Tensor, exponents: Tensor) -> None:
     """The values of codes. Args as encode's, but out is written, and the others are read.
 
     Cost:    out written once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     _launch(dev, DECODE, "out", out, codes, exponents, (out, codes, exponents))
 

@@ -46,7 +46,6 @@ def quantize(dev: Device, codes: Tensor, scales: Tensor, x: Tensor) -> None:
         x       in   BF16 or F32 (n,)   n a multiple of 64
 
     Cost:    x read once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_float("nf4", "x", x)
     _check_count("x", x)
@@ -68,7 +67,6 @@ def quantize_scales(
         levels  in   F32 (256,)          ref.nf4.scale_levels()
 
     Cost:    scales read once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     count = scales.size
     expect("nf4", "scales", scales, F32, (count,))
@@ -104,7 +102,6 @@ def decode(
         fp8_scale    in   F32 (1,)    or None
 
     Cost:    half a byte read, out written; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     count, n = mean.size, out.size // mean.size
     _check_count("out", out, count)

@@ -92,7 +92,6 @@ def forward(
         fp8      out    Fp8Out        or None; out once more, as FP8 codes
 
     Cost:    x read once, out written once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "norm.forward"
     alike = {} if out is None and fp8 is not None else {"out": out}
@@ -127,7 +126,6 @@ def forward_residual(
         branch        in   T (rows,C)
 
     Cost:    two reads and two writes of (rows,C); one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "norm.forward_residual"
     alike = {"residual_out": residual_out, "branch": branch}
@@ -162,7 +160,6 @@ def post(
         residual  in   T (rows,C)  or None
 
     Cost:    two reads and one write of (rows,C); one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "norm.post"
     alike = {"out": out} | ({} if residual is None else {"residual": residual})

@@ -45,7 +45,6 @@ def select(dev: Device, mask: Tensor, index: Tensor, column_max: Tensor, thresho
         threshold   at least 0
 
     Cost:    one launch of a single block.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     cols = column_max.size
     expect("outliers", "column_max", column_max, F32, (cols,))
@@ -64,7 +63,6 @@ def take(dev: Device, out: Tensor, x: Tensor, index: Tensor) -> None:
         index  in   I32 (most,)      columns in ascending order, then -1
 
     Cost:    32 bytes of x for each element; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_float("outliers", "x", x)
     (n, cols), most = x.shape, index.size

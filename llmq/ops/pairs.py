@@ -72,7 +72,6 @@ def sums(
         reference  in   F32 (B, T)     log-probabilities by another model; or None: 0
 
     Cost:    one launch, each array read about once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     where = places.checked("pairs.sums")
     shape = targets.shape
@@ -94,7 +93,6 @@ def shift(dev: Device, shift: Tensor, sums: Tensor, places: Places) -> None:
         sums   in   F32 (3, B, T)  as `sums` makes them
 
     Cost:    one launch of a single block.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     where = places.checked("pairs.shift")
     expect("pairs.shift", "shift", shift, F32, (1,))
@@ -121,7 +119,6 @@ def weights(
         targets  in   I32 (B, T)     negative: masked
 
     Cost:    one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     where = places.checked("pairs.weights")
     _check("pairs.weights", sums, shift, places, form)
@@ -144,7 +141,6 @@ def stats(
         sums, shift   as of `weights`
 
     Cost:    one launch of a single block, with a fixed order of summation.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_stats("pairs.stats", stats, (*STATS, *SUMS))
     where = places.checked("pairs.stats")

@@ -176,7 +176,6 @@ def forward(
         k_weight  in     T   (Hd,)             wide: (Hkv*Hd,), the same
 
     Cost:    one read and two writes of the query and key heads; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.forward"
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)
@@ -215,7 +214,6 @@ def backward(
 
     Cost:    two reads and one write of the query and key heads; one launch, and where a weight's
              gradient is wanted one for each, and workspace F32 (grid, width of a row).
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "qk_norm.backward"
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)

@@ -107,7 +107,6 @@ def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
         q    in   Q (rows, cols), both multiples of 16, or (E, rows, cols)
 
     Cost:    q read once, q_t written; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     if q.dtype not in FP8:
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
@@ -127,7 +126,6 @@ def dequantize(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
         scale  in   F32 (1,)
 
     Cost:    q read once, out written; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_float("quantize", "out", out)
     _check_shape("out", out, (1,))

@@ -67,7 +67,6 @@ def rows(
                                             codes without these scales of its rows
 
     Cost:    x read once, q written; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n, cols = _check(x, stochastic)
     expect("quantize_int8", "q", q, I8, x.shape)
@@ -106,7 +105,6 @@ def columns(
         x      in   BF16 or F32  (rows, cols), both multiples of 16
 
     Cost:    x read twice, q_t written; two launches, and a scratch F32 (cols,) is cleared.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n, cols = _check(x, stochastic)
     expect("quantize_int8", "q_t", q_t, I8, (cols, n))
@@ -131,7 +129,6 @@ def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
         x           in   BF16 or F32  (rows, cols), both multiples of 16
 
     Cost:    x read once; one launch, and column_max is cleared.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n, cols = _check(x, None)
     expect("quantize_int8", "column_max", column_max, F32, (cols,))
@@ -149,7 +146,6 @@ def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
         scale  in   F32          (rows,)
 
     Cost:    q read once, out written; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     n, cols = _check(out, None)
     expect("quantize_int8", "q", q, I8, out.shape)

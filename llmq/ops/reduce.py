@@ -28,7 +28,6 @@ def add(dev: Device, acc: Accumulator, x: Tensor) -> None:
         x            in     F32 or BF16, any shape
 
     Cost:    both read, one written, once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     sum_parts(dev, acc, [x])
 

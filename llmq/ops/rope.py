@@ -239,7 +239,6 @@ def forward(
                   all. The others come in pairs too, of which the table has the angles 0, last.
 
     Cost:    one read and one write of the query and key heads; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.forward"
     _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts, channels)
@@ -277,7 +276,6 @@ def backward(
     Cost:    as forward; with abs_max one read of the value heads too. With d_bias or fp8 one read
              of d_qkv and one write of the query and key heads or of the codes.
     Workspace: with d_bias Q F32 for each 64 tokens.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "rope.backward"
     _check(op, dev, "d_qkv", d_qkv, table, num_heads, num_kv_heads, 0, starts, channels)

@@ -159,8 +159,6 @@ def balance(
         targets  in     I32 (S,)           negative: none
         aux, z                             the coefficients of both losses, of which there may be
                                            none
-
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "balance"
     E = factors.size - 1

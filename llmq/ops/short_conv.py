@@ -77,7 +77,6 @@ def forward(
                                                        them and x; None: 0
 
     Cost:    one read and one write of the channels; one launch, with before a second small one.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "short_conv.forward"
     call = _Call(op, dev, x, weight, starts)
@@ -107,7 +106,6 @@ def backward(
 
     Cost:    two reads and one write of the channels; one launch, and one for d_weight.
     Workspace: with d_weight F32, as the weight for every 64 tokens.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op = "short_conv.backward"
     call = _Call(op, dev, x, weight, starts)

@@ -26,7 +26,6 @@ def top_k(dev: Device, told: Tensor, logits: Tensor, lse: Tensor, vocab_size: in
         lse     in   F32 (rows,)      log-sum-exp of the rows
 
     Cost:    one launch, each row read 33 times, from the cache where it holds some rows.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     expect_float("top_k", "logits", logits)
     rows, padded_vocab = logits.shape

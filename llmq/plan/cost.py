@@ -9,8 +9,8 @@ from llmq.options.cards import Card
 from llmq.plan.measured import More, RigLinks, exposed, half_wave, measured
 from llmq.plan.plan import Plan
 from llmq.plan.replay import Transfers, replay
+from llmq.runtime.attention_parts import head_groups
 from llmq.runtime.cost import Cost
-from llmq.runtime.head_groups import head_groups
 from llmq.runtime.plan_device import Work
 
 # Constants of cuDNN 9.19 on an H100; what they give is within 10 % of what

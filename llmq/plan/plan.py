@@ -17,8 +17,8 @@ from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
 from llmq.model.step import Step
 from llmq.options.options import TrainConfig
+from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import Device, DeviceSpec, MemorySizes
-from llmq.runtime.head_groups import divisions
 from llmq.runtime.kernel import KernelSource
 from llmq.runtime.mesh import DATA, World
 from llmq.runtime.plan_device import PlanDevice, Trace

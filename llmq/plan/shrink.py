@@ -14,8 +14,8 @@ from llmq.options.rules import RULES
 from llmq.options.savers import MIN_CHUNK_ROWS, PLACES
 from llmq.plan.estimate import Estimate, Planner
 from llmq.plan.memory import Limits
+from llmq.runtime.attention_parts import divisions
 from llmq.runtime.cudnn import backward_scratch_bytes
-from llmq.runtime.head_groups import divisions
 
 MIN_ATTENTION = 256 * MIB  # of attention's backward, below which advice divides no heads
 ESTIMATE_MARGIN = MIB  # by which estimates may be wrong

@@ -11,7 +11,7 @@ from typing import Any
 from llmq.base.dtypes import BF16, DType
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.runtime.head_groups import HeadGroup, head_groups, split, splits_query_heads
+from llmq.runtime.attention_parts import HeadGroup, head_groups, split, splits_query_heads
 from llmq.runtime.kernel import ceil_div
 
 MIN_CAPABILITY = 80

@@ -10,8 +10,8 @@ from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention, attention_sinks, random
 from llmq.ref.attention import CASES
 from llmq.runtime import cuda_device, tuning
+from llmq.runtime.attention_parts import divisions
 from llmq.runtime.cudnn import backward_workspace_bytes, divided_workspace_bytes
-from llmq.runtime.head_groups import divisions
 from llmq.runtime.plan_device import PlanDevice
 from tests.conftest import gpu_problem
 from tests.harness import GPU_SPEC, host_device, run

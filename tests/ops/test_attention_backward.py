@@ -7,8 +7,8 @@ from llmq.base.dtypes import BF16, F32, I32
 from llmq.ops import attention, attention_backward
 from llmq.ops.common import CAPABILITY
 from llmq.ref.attention_backward import CASES
+from llmq.runtime.attention_parts import Sight
 from llmq.runtime.plan_device import PlanDevice
-from llmq.runtime.sight import Sight
 from tests.harness import GPU_SPEC, host_device, run
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}

@@ -9,6 +9,7 @@ import pytest
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
 from llmq.ops import attention
+from llmq.runtime.attention_parts import divisions
 from llmq.runtime.cudnn import (
     FORWARD_WORKSPACE_BYTES,
     CudnnAttention,
@@ -16,7 +17,6 @@ from llmq.runtime.cudnn import (
     backward_workspace_bytes,
     unsupported,
 )
-from llmq.runtime.head_groups import divisions
 from llmq.runtime.host_device import HostDevice
 from tests.harness import SIZES, host_device, run
 from tests.runtime.fake_cudnn import FakeCudnn, fake_cupy

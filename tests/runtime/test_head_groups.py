@@ -2,7 +2,7 @@
 
 import pytest
 
-from llmq.runtime.head_groups import divisions, head_groups, split
+from llmq.runtime.attention_parts import divisions, head_groups, split
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(12, 2), (14, 2), (28, 4), (6, 6), (8, 1), (12, 3)])

@@ -29,7 +29,7 @@ from llmq.ops import (
     rope,
 )
 from llmq.ops.attention import Sight
-from llmq.runtime.sight import sees_all_before
+from llmq.runtime.attention_parts import sees_all_before
 
 # By the largest head size that it is for: the share of the causal pairs of query and key below
 # which a window makes our backward the faster one. cuDNN's takes as long with a window as without,
