@@ -289,6 +289,19 @@ def test_products_that_may_be_fast_are_summed_in_half_precision(fast, head):
     assert losses["fp16"][2] < losses["fp16"][0] < 6
 
 
+def test_codes_of_half_precision_sums_are_gathered():
+    options = FP8 | {"fp8_accumulate": "fp16", "seq_len": 32}
+    batches = [random_batch(np.random.default_rng(5), T=32) for _ in range(2)]
+    losses = []
+    for shared in (
+        {"grad_accumulation": 2},
+        {"gpus": 2, "zero_level": 3, "persistent_quants": True},
+    ):
+        with trainer_for(exported("llama_biases"), **options, **shared) as trainer:
+            losses.append(trainer.step(batches).loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)  # the same, but for the order of sums
+
+
 @pytest.mark.parametrize(
     ("gradient", "recipe", "head", "grads", "fast"),
     pairwise(

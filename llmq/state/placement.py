@@ -209,6 +209,8 @@ def _place_slab(config: TrainConfig, slab: Slab, shards: int, *, trainable: bool
     updates_another = config.has_masters(shards) if slab.is_block else differs
     gathers_master = trainable and not coded and not differs
     source = _source(config) if streams else None
+    if coded and source is not None and source.dtype is E4M3:
+        source = replace(source, dtype=coded)
     master_dtype = config.master_dtype if trainable else config.model_dtype
     master = _shard(config, master_dtype, offloaded=config.offload_master)
     placement = SlabPlacement(
