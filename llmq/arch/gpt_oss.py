@@ -35,9 +35,7 @@ class GptOss(WithExperts, RopeFamily):
     renormalized = True
     targets = tuple(t for t in WithExperts.targets if t not in ("gate", "up", "down"))
     modules = RopeFamily.modules | {"sinks": ("model.layers.{}.self_attn",)}
-    expert_modules: Mapping[str, tuple[str, ...]] = {
-        "router": ("model.layers.{}.mlp.router",),
-    }
+    expert_modules: Mapping[str, tuple[str, ...]] = {"router": ("model.layers.{}.mlp.router",)}
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Read the activation of experts too."""

@@ -115,12 +115,7 @@ def _lines(file: BinaryIO, offset: int, max_record: int) -> Iterator[tuple[bytes
 
 
 def elements(
-    path: str,
-    file: BinaryIO,
-    offset: int,
-    *,
-    growing: bool = False,
-    max_record: int = MAX_RECORD,
+    path: str, file: BinaryIO, offset: int, *, growing: bool = False, max_record: int = MAX_RECORD
 ) -> Iterator[tuple[bytes, int]]:
     """The objects in an array and where each ends. offset: of the file's start or such an end.
 

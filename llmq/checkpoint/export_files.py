@@ -10,12 +10,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.files import json_object
 from llmq.base.run_id import RunId
 from llmq.data.identity import RUN_FILE
-from llmq.data.tokenizer import (
-    HfTokenizer,
-    Tokenizer,
-    copy_tokenizer_files,
-    tokenizer_names,
-)
+from llmq.data.tokenizer import HfTokenizer, Tokenizer, copy_tokenizer_files, tokenizer_names
 from llmq.data.tokenizer_files import take_as_it_is
 from llmq.options.options import TrainConfig
 

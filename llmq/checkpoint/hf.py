@@ -26,9 +26,7 @@ from llmq.base.files import Closing, check_readable, json_object
 from llmq.checkpoint.coded import PIECE, CodedMatrix, decoded
 from llmq.checkpoint.export_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.safetensors_file import (
-    SafetensorsFile,
-)
+from llmq.checkpoint.safetensors_file import SafetensorsFile
 from llmq.ref.common import row_blocks
 from llmq.state.params import Param, Slab, weight_table
 

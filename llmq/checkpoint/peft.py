@@ -17,11 +17,7 @@ from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable, json_object
-from llmq.checkpoint.export_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    recorded_sums,
-)
+from llmq.checkpoint.export_files import ADAPTER_CONFIG, ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.folder import entries, is_complete
 from llmq.checkpoint.hf import (
     IMPORTED_DTYPES,

@@ -97,11 +97,7 @@ def _peft_name(name: str, nested: bool) -> str:
 
 
 def _peft_config(
-    model: ModelConfig,
-    adapters: Adapters,
-    config: AdapterConfig,
-    params: list[Param],
-    nested: bool,
+    model: ModelConfig, adapters: Adapters, config: AdapterConfig, params: list[Param], nested: bool
 ) -> dict[str, Any]:
     whole = [p for p in params if not p.of_adapter and p.first_row is None]
     whole = [p for p in whole if p not in biases_of(model, adapters)]

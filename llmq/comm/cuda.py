@@ -64,9 +64,7 @@ class CudaQueue:
 
 
 def connect_cuda(
-    devices: Sequence[CudaDevice],
-    options: CommOptions,
-    workers: Workers,
+    devices: Sequence[CudaDevice], options: CommOptions, workers: Workers
 ) -> LinkTable | None:
     """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
 

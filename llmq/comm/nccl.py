@@ -51,11 +51,7 @@ def set_environment(peer_access: bool, *, several: bool) -> None:
 
 
 def open_communicators(
-    nccl: Any,
-    devices: Sequence[CudaDevice],
-    axis: str,
-    *,
-    several: bool,
+    nccl: Any, devices: Sequence[CudaDevice], axis: str, *, several: bool
 ) -> list[Nccl]:
     """Each device's end of a communicator of the ranks along an axis.
 

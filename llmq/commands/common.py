@@ -100,10 +100,7 @@ def _parameter(name: str, opt: Option) -> inspect.Parameter:
     )
     kind = bool if is_bool else list[str] if is_list else str
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[kind | None, info],
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
 
 
@@ -269,8 +266,7 @@ Field = Annotated[
     list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
 ]
 Template = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'."),
+    str | None, typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'.")
 ]
 
 

@@ -14,8 +14,7 @@ EVAL_FRACTION = 0.05
 def data(
     name: Annotated[str, typer.Argument(help="tiny-shakespeare, alpaca or hellaswag.")],
     tokenizer: Annotated[
-        str,
-        typer.Option(help="As that of `llmq tokenize`; fetched if it is of the hub."),
+        str, typer.Option(help="As that of `llmq tokenize`; fetched if it is of the hub.")
     ] = DEFAULT_TOKENIZER,
     out: Annotated[
         Path | None,

@@ -89,8 +89,7 @@ def plan(
         typer.Option(metavar="SIZE", help="Memory of one GPU to compare with, such as 16GiB."),
     ] = None,
     host_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Host memory of a machine to compare with."),
+        str | None, typer.Option(metavar="SIZE", help="Host memory of a machine to compare with.")
     ] = None,
     card: CardName = None,
     card_file: CardFile = None,

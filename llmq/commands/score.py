@@ -28,8 +28,7 @@ def score(
     out: Annotated[Path, typer.Option(help="Directory of the scores.")],
     config_file: ConfigFile = None,
     top_k: Annotated[
-        int,
-        typer.Option(min=0, max=255, help="A teacher's: so many probabilities of each token."),
+        int, typer.Option(min=0, max=255, help="A teacher's: so many probabilities of each token.")
     ] = 0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory and predicted speed, and stop.")

@@ -235,10 +235,7 @@ KINDS = {
         _hub("openbookqa", "allenai/openbookqa"),
     ),
     "arc": Kind(
-        frozenset(["question", "choices", "answerKey"]),
-        _arc,
-        True,
-        _hub("arc", "allenai/ai2_arc"),
+        frozenset(["question", "choices", "answerKey"]), _arc, True, _hub("arc", "allenai/ai2_arc")
     ),
     "piqa": Kind(frozenset(["goal", "sol1", "sol2"]), _piqa, True, _hub("piqa", "ybisk/piqa")),
     "winogrande": Kind(

@@ -94,13 +94,7 @@ class ShardWriter:
     """Writes one split into files of `shard_tokens` tokens: train-000.bin, train-001.bin, …."""
 
     def __init__(
-        self,
-        out: Path,
-        split: str,
-        vocab_size: int,
-        shard_tokens: int,
-        tokens: int,
-        **masks: bool,
+        self, out: Path, split: str, vocab_size: int, shard_tokens: int, tokens: int, **masks: bool
     ) -> None:
         """Go on behind `tokens` tokens, which the last saved state counts; drop what follows.
 
@@ -227,11 +221,7 @@ class Manifest:
             _remove(self.out)
 
     def summary(
-        self,
-        warnings: Sequence[str],
-        was_complete: bool,
-        was_resumed: bool,
-        seq_len: int | None,
+        self, warnings: Sequence[str], was_complete: bool, was_resumed: bool, seq_len: int | None
     ) -> TokenizeSummary:
         """Report the result. DataError if files are missing or damaged.
 

@@ -211,10 +211,7 @@ def _one_file(shard_tokens: int, warnings: list[str]) -> int:
 
 
 def _check_options(
-    eval_fraction: float,
-    special_tokens: str,
-    train_on: str,
-    numbers: Mapping[str, float | None],
+    eval_fraction: float, special_tokens: str, train_on: str, numbers: Mapping[str, float | None]
 ) -> None:
     """numbers: others, by flag."""
     if not 0 <= eval_fraction < 1:

@@ -18,16 +18,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, E4M3_HALF, F32, FP8_MAX, DType, parse_dtype
 from llmq.base.operand import Fp8, Operand, OutputForms, Result
 from llmq.base.tensor import Tensor
-from llmq.formats.format import (
-    BACKWARD,
-    FORWARD,
-    HEAD,
-    WEIGHT,
-    Activation,
-    Format,
-    Write,
-    id_of,
-)
+from llmq.formats.format import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Format, Write, id_of
 from llmq.formats.frozen import Encoder, Frozen, Lies
 from llmq.formats.scales import DelayedScales, Scales
 from llmq.ops import abs_max, quantize

@@ -32,10 +32,7 @@ class Mxfp4(Format):
     def layout(self, matrix: Frozen) -> Lies:
         if not _of_experts(matrix):
             return {"values": ((matrix.size,), BF16)}
-        return {
-            "codes": ((matrix.size // 2,), U8),
-            "exponents": ((matrix.size // ref.BLOCK,), U8),
-        }
+        return {"codes": ((matrix.size // 2,), U8), "exponents": ((matrix.size // ref.BLOCK,), U8)}
 
     def piece(self, matrix: Frozen) -> int:
         return piece_of(matrix.size)

@@ -57,11 +57,7 @@ class Results:
     """
 
     def __init__(
-        self,
-        dev: Device,
-        loss: type[Loss],
-        more: tuple[str, ...] = (),
-        shown: tuple[str, ...] = (),
+        self, dev: Device, loss: type[Loss], more: tuple[str, ...] = (), shown: tuple[str, ...] = ()
     ):
         """more: names of statistics beside the loss's, which are added like its own: sums over
         targets, of which the means are reported. shown: those that are shown where they are made.

@@ -88,13 +88,7 @@ def collect(
 
 
 def norms(
-    dev: Device,
-    out: Tensor,
-    w: Tensor,
-    a: Tensor,
-    b: Tensor,
-    spans: Spans,
-    scales: Sequence[float],
+    dev: Device, out: Tensor, w: Tensor, a: Tensor, b: Tensor, spans: Spans, scales: Sequence[float]
 ) -> None:
     """out = |w + its scale * b a| of each row of a span, in F32, 0 elsewhere.
 

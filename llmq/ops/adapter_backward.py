@@ -13,13 +13,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32, DType
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import (
-    MAX_SPANS,
-    Spans,
-    expect_accumulator,
-    expect_spans,
-    padded_columns,
-)
+from llmq.ops.common import MAX_SPANS, Spans, expect_accumulator, expect_spans, padded_columns
 from llmq.runtime.cost import Cost
 from llmq.runtime.device import Device, DeviceSpec
 from llmq.runtime.kernel import Kernel, ceil_div, expect

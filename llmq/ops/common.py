@@ -120,9 +120,7 @@ def expect_float(op: str, name: str, tensor: Tensor) -> None:
 # The kernels of bias.cu: one compilation defines the types of both, so that they are declared
 # together. The second one finishes the sums of all operations whose blocks leave partial sums.
 BIAS_BACKWARD = Kernel(
-    "bias.cu",
-    "bias_backward",
-    args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits",
+    "bias.cu", "bias_backward", args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits"
 )
 COLUMN_SUM = Kernel(
     "bias.cu",

@@ -37,9 +37,7 @@ FINISH = Kernel(
     "const i32* targets, i32 rows, i32 columns, i32 vocab, i32 K, i32 tiles, f32 z_loss, f32 limit",
 )
 SCALE = Kernel(
-    "exp_rows.cu",
-    "exp_rows_scale",
-    args="inout bf16* d, const f32* factors, i32 rows, i32 K",
+    "exp_rows.cu", "exp_rows_scale", args="inout bf16* d, const f32* factors, i32 rows, i32 K"
 )
 
 

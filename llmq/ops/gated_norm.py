@@ -2,12 +2,7 @@
 
 from llmq.base.dtypes import F32
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops.common import (
-    expect_accumulator,
-    expect_float,
-    expect_head_dim,
-    finish_column_sum,
-)
+from llmq.ops.common import expect_accumulator, expect_float, expect_head_dim, finish_column_sum
 from llmq.runtime.cost import BESIDE_ATTENTION
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect

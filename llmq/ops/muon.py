@@ -29,9 +29,7 @@ NORMALIZE = Kernel(
     args="bf16* out, const bf16* x, const f64* partials, i32 num_partials, f32 margin, i64 n",
 )
 DIAGONAL = Kernel(
-    "muon.cu",
-    "muon_diagonal",
-    args="sparse inout bf16* x, f32 value, i32 side, i32 count",
+    "muon.cu", "muon_diagonal", args="sparse inout bf16* x, f32 value, i32 side, i32 count"
 )
 ROW_FACTORS = Kernel(
     "muon.cu",

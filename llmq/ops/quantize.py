@@ -44,12 +44,7 @@ def grid(size: int) -> int:
 
 
 def quantize(
-    dev: Device,
-    q: Tensor | None,
-    q_t: Tensor | None,
-    scale: Tensor,
-    x: Tensor,
-    abs_max: Tensor,
+    dev: Device, q: Tensor | None, q_t: Tensor | None, scale: Tensor, x: Tensor, abs_max: Tensor
 ) -> None:
     """q = x / scale, q_t its transpose; scale = max(abs_max, 1e-10) / MAX.
 

@@ -7,14 +7,7 @@ an activation, an output feature of a weight), columns for those that a product 
 from llmq.base.dtypes import F32, I8, I32, STEP_SCALARS_WORDS
 from llmq.base.operand import Stochastic
 from llmq.base.tensor import Tensor
-from llmq.ops.common import (
-    FORWARD_WARPS,
-    VECTOR_BYTES,
-    WARP,
-    RowLayout,
-    expect_float,
-    octet_tiles,
-)
+from llmq.ops.common import FORWARD_WARPS, VECTOR_BYTES, WARP, RowLayout, expect_float, octet_tiles
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 

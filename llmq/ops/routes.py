@@ -140,10 +140,7 @@ ROUTES = {
         bias=True,
     ),
     "grouped_grad": Route(
-        kernel="matmul_grouped_gradient",
-        a=(BF16,),
-        out=BF16,
-        aligned=lambda s: (2 * s.M, 2 * s.N),
+        kernel="matmul_grouped_gradient", a=(BF16,), out=BF16, aligned=lambda s: (2 * s.M, 2 * s.N)
     ),
     # Fewer tiles would leave cores idle in the last turn, and gain less than launches cost.
     "exp": Route(

@@ -206,10 +206,7 @@ def refusal(
     if not missing:  # the search goes by estimates, which may be a bit too high
         problem = "nothing was found, but without --fit or --auto this fits:"
         return OutOfMemory(problem, [whole_command(least, planner)])
-    ways = [
-        _with_coarser_numbers(config, shrinker, changes),
-        _with_fp8(config, shrinker, changes),
-    ]
+    ways = [_with_coarser_numbers(config, shrinker, changes), _with_fp8(config, shrinker, changes)]
     if boundless.excess(least):
         ways.append(_with_shorter_sequences(config, shrinker, changes))
     else:

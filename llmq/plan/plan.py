@@ -47,9 +47,7 @@ class Usage:
         categories = {place: dict(dev.arenas[place].categories) for place in TIERS}
         categories["device"]["Stack"] = dev.stack.high_water_mark
         return cls(
-            categories=categories,
-            stack=tuple(dev.stack.high_water_tensors),
-            sizes=dev.sizes(),
+            categories=categories, stack=tuple(dev.stack.high_water_tensors), sizes=dev.sizes()
         )
 
 

@@ -5,11 +5,7 @@ import numpy as np
 from llmq.ref.common import compute, sigmoid
 
 # name: (rows, Hq, Hkv, Hd)
-CASES = {
-    "one_row": (1, 1, 1, 16),
-    "ragged": (13, 3, 1, 24),
-    "qwen35_4b": (4096, 16, 4, 256),
-}
+CASES = {"one_row": (1, 1, 1, 16), "ragged": (13, 3, 1, 24), "qwen35_4b": (4096, 16, 4, 256)}
 
 
 def _parts(product: np.ndarray, heads: int, kv_heads: int, size: int) -> tuple[np.ndarray, ...]:
@@ -59,12 +55,7 @@ def attention_gate_forward(out: np.ndarray, x: np.ndarray, gate: np.ndarray, n: 
 
 
 def attention_gate_backward(
-    d_x: np.ndarray,
-    d_gate: np.ndarray,
-    d_out: np.ndarray,
-    x: np.ndarray,
-    gate: np.ndarray,
-    n: int,
+    d_x: np.ndarray, d_gate: np.ndarray, d_out: np.ndarray, x: np.ndarray, gate: np.ndarray, n: int
 ) -> None:
     """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), s = sigmoid(gate); d_x may be d_out."""
     with np.errstate(over="ignore"):

@@ -29,12 +29,7 @@ def clamped_swiglu_forward(
 
 
 def clamped_swiglu_backward(
-    d_pairs: np.ndarray,
-    d_out: np.ndarray,
-    pairs: np.ndarray,
-    n: int,
-    alpha: float,
-    limit: float,
+    d_pairs: np.ndarray, d_out: np.ndarray, pairs: np.ndarray, n: int, alpha: float, limit: float
 ) -> None:
     """The gradient of forward; nothing where something is cut off. d_pairs may be pairs."""
     raw, up, gate, share = _parts(pairs, alpha, limit)

@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.common import (
-    compute,
-    emit_fp8,
-    gelu_share,
-    gelu_slope,
-    row_blocks,
-    update_abs_max,
-)
+from llmq.ref.common import compute, emit_fp8, gelu_share, gelu_slope, row_blocks, update_abs_max
 
 # shape of x
 CASES = {

@@ -2,15 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.common import (
-    BF16,
-    SCALE_BLOCK,
-    Scaled,
-    Stored,
-    mix_seed,
-    random_bits,
-    step_scalars,
-)
+from llmq.ref.common import BF16, SCALE_BLOCK, Scaled, Stored, mix_seed, random_bits, step_scalars
 
 # name: (rows, columns) of a matrix; rows * columns is a multiple of 128.
 CASES = {

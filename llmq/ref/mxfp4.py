@@ -6,11 +6,7 @@ Source: the OCP's Microscaling Formats specification, version 1.0.
 import numpy as np
 
 # elements
-CASES = {
-    "one_block": (32,),
-    "ragged": (5 * 1024 + 96,),
-    "gpt_oss_expert": (5760 * 2880,),
-}
+CASES = {"one_block": (32,), "ragged": (5 * 1024 + 96,), "gpt_oss_expert": (5760 * 2880,)}
 
 BLOCK = 32
 BIAS = 127  # of a block's exponent

@@ -55,11 +55,7 @@ def quantize_transpose(
 
 
 def quantize_scaled(
-    x: np.ndarray,
-    rows: int,
-    cols: int,
-    abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
+    x: np.ndarray, rows: int, cols: int, abs_max: np.ndarray | None, *fp8: np.ndarray | None
 ) -> None:
     """Codes of x with a given scale. fp8: codes, transposed, scale, saturated."""
     emit_fp8(*fp8, x)

@@ -97,13 +97,7 @@ QUARTER = 4
 MULTIPLE = 128  # that vocabularies are of, as Qwen2.5's is
 BESIDE = "beside"  # beside a run's options: whether its products are those beside other GPUs
 FIRST = 5  # runs that are measured so, where there are other GPUs
-SHARED = {
-    "from-scratch": True,
-    "seq-len": 1024,
-    "grad-accumulation": 2,
-    "gpus": 1,
-    "watchdog": 0,
-}
+SHARED = {"from-scratch": True, "seq-len": 1024, "grad-accumulation": 2, "gpus": 1, "watchdog": 0}
 WHOLE = {"model-dtype": "bf16", "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 FP8 = {"matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
 FAST = {"fp8-fast-accumulation": "all", "head-dtype": "e4m3"}

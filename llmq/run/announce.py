@@ -18,12 +18,7 @@ from llmq.plan.memory import allocator_rows, allocator_table, needed_bytes
 from llmq.plan.sol import peaks
 from llmq.run.metrics import Reporter
 from llmq.run.model_of_run import lost_tokenizer, unknown_tokenizer
-from llmq.run.monitor import (
-    SpeedOfLight,
-    measured_peak,
-    system_lines,
-    system_record,
-)
+from llmq.run.monitor import SpeedOfLight, measured_peak, system_lines, system_record
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info
 from llmq.runtime.host_usage import host_memory

@@ -222,10 +222,7 @@ class Reporter:
         self.view.progress(step=step + 1, lr=lr, ms=ms, tokens=tokens, **found)
 
     def time_breakdown(
-        self,
-        step: int,
-        timings: Sequence[Sequence[tuple[str, float]]],
-        communication: float | None,
+        self, step: int, timings: Sequence[Sequence[tuple[str, float]]], communication: float | None
     ) -> None:
         """--debug-time-breakdown: the parts of a step, on the console those of rank 0.
 

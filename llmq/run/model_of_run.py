@@ -14,12 +14,7 @@ from llmq.checkpoint import hub, peft
 from llmq.checkpoint.store import recorded_tokenizer
 from llmq.data.checksums import find_token_files
 from llmq.data.document_file import documents_path
-from llmq.data.identity import (
-    TokenizerId,
-    read_manifest,
-    tokenizer_of_folder,
-    tokenizers_of_files,
-)
+from llmq.data.identity import TokenizerId, read_manifest, tokenizer_of_folder, tokenizers_of_files
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_files import difference, new_tokens, parse_tokens
 from llmq.data.tokens import TokenFile, open_token_files

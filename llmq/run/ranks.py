@@ -50,11 +50,7 @@ class Rounds:
     """
 
     def __init__(
-        self,
-        world: World,
-        count: int,
-        stopped: Callable[[], bool],
-        seconds: float = math.inf,
+        self, world: World, count: int, stopped: Callable[[], bool], seconds: float = math.inf
     ):
         """stopped: asked before each batch. Once it says yes, ranks only catch up; then `cut` is
         true. After so many seconds they do so too, but not before the first batch. Where ranks are

@@ -21,12 +21,7 @@ from llmq.base.errors import ConfigError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.folder import check_shared
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from llmq.checkpoint.store import (
-    NoCheckpoint,
-    checkpoint_owner,
-    find_checkpoint,
-    saved_options,
-)
+from llmq.checkpoint.store import NoCheckpoint, checkpoint_owner, find_checkpoint, saved_options
 from llmq.options.command_line import fewest_values, flag
 from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig

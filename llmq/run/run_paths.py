@@ -132,10 +132,7 @@ def everything_there(config: TrainConfig) -> Iterator[ExistingOutput]:
 
 
 def things_in_the_way(
-    config: TrainConfig,
-    run: RunId,
-    model_dir: Path | None,
-    checkpoint: Path | None = None,
+    config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
 ) -> list[ExistingOutput]:
     """The files that another run wrote to the places of this one, to be moved aside.
 

@@ -82,12 +82,7 @@ class _Scoring:
     """The scoring of one file. Its units follow each other in rows as they do in the file."""
 
     def __init__(
-        self,
-        ranks: Ranks,
-        file: TokenFile,
-        separator: int | None,
-        top_k: int,
-        report: Report,
+        self, ranks: Ranks, file: TokenFile, separator: int | None, top_k: int, report: Report
     ):
         self.ranks, self.file, self.top_k, self.report = ranks, file, top_k, report
         self.B, self.T = ranks.first.step.tokens.shape

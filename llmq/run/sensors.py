@@ -20,15 +20,7 @@ from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id, cuda_uuid
 from llmq.runtime.host_usage import HostUsage
 from llmq.runtime.mesh import World
-from llmq.runtime.nvml import (
-    NO_REASON,
-    UNSUPPORTED,
-    NvmlGpu,
-    find_gpu,
-    load_nvml,
-    reason,
-    xid_text,
-)
+from llmq.runtime.nvml import NO_REASON, UNSUPPORTED, NvmlGpu, find_gpu, load_nvml, reason, xid_text
 from llmq.runtime.processes import processes
 
 INTERVAL = 1.0  # seconds between two rounds of readings

@@ -232,10 +232,7 @@ class Trainer(Closing):
         return self.ranks.train(*self._next_step(batches, lr, limits))
 
     def _next_step(
-        self,
-        batches: Sequence[Batch] | None,
-        lr: float | None = None,
-        limits: Limits = NO_LIMITS,
+        self, batches: Sequence[Batch] | None, lr: float | None = None, limits: Limits = NO_LIMITS
     ) -> tuple[Any, ...]:
         """The arguments of `Ranks.train` for the next step, which counts as done from now on."""
         lr = self.learning_rate(self.steps_done) if lr is None else lr

@@ -31,10 +31,7 @@ def scales_bytes(rows: int, depth: int) -> int:
 
 
 def computes_right(
-    cuda: Any,
-    stream: int,
-    workspace: Tensor,
-    run: Callable[[Product, Operands], None],
+    cuda: Any, stream: int, workspace: Tensor, run: Callable[[Product, Operands], None]
 ) -> bool:
     """Whether a block-scaled product of small integers is what it must be, to the bit: with a beta
     of 0 whatever is in the result's memory, and with one of 1. Waits for the stream.

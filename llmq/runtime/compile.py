@@ -316,10 +316,7 @@ def _read(path: Path) -> Cubin | None:
 
 def _write(path: Path, code: bytes, resources: Resources) -> Cubin:
     """Keep an entry: the machine code, which CuPy reads, and beside it what belongs to it."""
-    facts = {
-        "sha256": hashlib.sha256(code).hexdigest(),
-        "resources": asdict(resources),
-    }
+    facts = {"sha256": hashlib.sha256(code).hexdigest(), "resources": asdict(resources)}
     try:
         write_shared(path, code)
         write_shared(path.with_suffix(".json"), json.dumps(facts).encode())

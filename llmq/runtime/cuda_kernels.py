@@ -76,10 +76,9 @@ def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
     types = driver.CUtensorMapDataType
     status, found = driver.cuTensorMapEncodeTiled(
         # Elements are moved, not computed with.
-        {
-            1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-            2: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        }[itemsize],
+        {1: types.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[
+            itemsize
+        ],
         2,
         tensor.ptr,
         [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],

@@ -174,12 +174,7 @@ class Device(ABC):
         return self.spec.num_sms
 
     def alloc(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: DType,
-        category: str,
-        place: str = "device",
+        self, name: str, shape: tuple[int, ...], dtype: DType, category: str, place: str = "device"
     ) -> Tensor:
         """A tensor that lives as long as the device, or the block of `temporary` that it is taken
         in; content undefined."""

@@ -208,10 +208,7 @@ class KernelSource(NamedTuple):
 
 @cache  # the same few hundred, launch after launch
 def _source(
-    file: str,
-    entry: str,
-    types: tuple[tuple[str, DType], ...],
-    consts: tuple[tuple[str, int], ...],
+    file: str, entry: str, types: tuple[tuple[str, DType], ...], consts: tuple[tuple[str, int], ...]
 ) -> KernelSource:
     names = sorted((variable, dtype.name) for variable, dtype in types)
     return KernelSource(file, entry, tuple(names), tuple(sorted(consts)))

@@ -53,11 +53,7 @@ class FrozenBlocks:
     """
 
     def __init__(
-        self,
-        dev: Device,
-        table: tuple[Slab, ...],
-        placement: Placement,
-        transposes: Transposes,
+        self, dev: Device, table: tuple[Slab, ...], placement: Placement, transposes: Transposes
     ):
         """table: the slabs that are kept so."""
         self.dev, self.transposes = dev, transposes

@@ -79,11 +79,7 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        dev: Device,
-        table: tuple[Slab, ...],
-        placement: Placement,
-        options: TrainConfig,
+        self, dev: Device, table: tuple[Slab, ...], placement: Placement, options: TrainConfig
     ):
         """options: of the rule."""
         self.dev, self.placement, self.rule = dev, placement, rule_of(options)

@@ -135,12 +135,7 @@ class DeltaHalf:
     # -- backward --------------------------------------------------------------------------------
 
     def recompute(
-        self,
-        frame: Frame,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        x_again: InputAgain,
+        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
     ) -> DeltaInputs:
         """The tensors that backward needs, kept or computed again; if the whole block is, here.out
         too."""

@@ -74,12 +74,7 @@ class Half(Protocol):
         """
 
     def recompute(
-        self,
-        frame: Frame,
-        here: HalfLayer,
-        w: BlockWeights,
-        g: BlockGrads,
-        x_again: InputAgain,
+        self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
     ) -> Any:
         """The tensors that backward needs, kept or computed again; if the whole block is, here.out
         too."""
