@@ -359,7 +359,7 @@ def test_values_are_converted(flag, value, field, expected):
         ),
         (
             HALF | {"fp8-fast-accumulation": "all", "grad-accum-dtype": "fp32"},
-            "--fp8-accumulate: fp16 writes results in bf16, which --model-dtype and with",
+            "--fp8-accumulate: fp16 with --fp8-fast-accumulation all needs --grad-accum-dtype bf16",
         ),
         ({"gpus": 1000}, "--gpus: must be at most 64, got 1000"),
         ({"zero-level": 4}, "--zero-level: must be at most 3, got 4"),

@@ -164,6 +164,23 @@ def why_no_cudnn(o: Options, unsupported: str | None) -> str | None:
     return unsupported
 
 
+def why_not_half(o: Options) -> str | None:
+    """Why no fp8 products are summed in half precision, which holds few of larger codes."""
+    if not o.is_fp8:
+        return "needs --matmul-dtype e4m3"
+    if o.fp8_fast_accumulation == "none":
+        return "is for what --fp8-fast-accumulation permits, and none is"
+    if o.gradient_dtype != "e4m3":
+        return f"needs --gradient-dtype e4m3: {o.gradient_dtype} has larger codes"
+    if o.freezes_model:
+        return "does not go with adapters, codes of a base are too large"
+    if o.mlp_dtype == "e4m3":
+        return "does not go with --mlp-dtype e4m3: such products write no codes"
+    if o.fp8_fast_accumulation == "all" and o.grad_accum_dtype != "bf16":
+        return "with --fp8-fast-accumulation all needs --grad-accum-dtype bf16"
+    return None
+
+
 def instead_of_fp8(o: Options) -> str:
     """The advice for a card without fp8. 8-bit bases imply their products' format."""
     if o.is_quantized and o.base_dtype == "e4m3":

@@ -23,6 +23,7 @@ from llmq.options.conditions import (
     why_gradients_stay,
     why_no_cudnn,
     why_no_mirrors,
+    why_not_half,
     why_weights_stay,
     writes,
     wrong_lengths,
@@ -244,41 +245,8 @@ REFUSED = (
     ),
     *refused(
         "fp8_accumulate",
-        lambda v, o: v == "fp16" and not o.is_fp8,
-        "--fp8-accumulate: fp16 needs --matmul-dtype e4m3",
-    ),
-    *refused(
-        "fp8_accumulate",
-        lambda v, o: v == "fp16" and o.fp8_fast_accumulation == "none",
-        "--fp8-accumulate: fp16 is for what --fp8-fast-accumulation permits, and none is",
-    ),
-    # A sum of half precision holds no 64 products of larger codes.
-    *refused(
-        "fp8_accumulate",
-        lambda v, o: v == "fp16" and o.gradient_dtype != "e4m3",
-        "--fp8-accumulate: fp16 needs --gradient-dtype e4m3: {gradient_dtype} has larger codes",
-    ),
-    *refused(
-        "fp8_accumulate",
-        lambda v, o: v == "fp16" and o.freezes_model,
-        "--fp8-accumulate: fp16 does not go with adapters, codes of a base are too large",
-    ),
-    *refused(
-        "fp8_accumulate",
-        lambda v, o: v == "fp16" and o.mlp_dtype == "e4m3",
-        "--fp8-accumulate: fp16 does not go with --mlp-dtype e4m3: such products write no codes",
-    ),
-    *refused(
-        "fp8_accumulate",
-        lambda v, o: (
-            v == "fp16"
-            and (
-                o.model_dtype != "bf16"
-                or (o.fp8_fast_accumulation == "all" and o.grad_accum_dtype != "bf16")
-            )
-        ),
-        "--fp8-accumulate: fp16 writes results in bf16, which --model-dtype and with "
-        "--fp8-fast-accumulation all --grad-accum-dtype must be",
+        lambda v, o: v == "fp16" and why_not_half(o),
+        "--fp8-accumulate: fp16 {found}",
     ),
     *refused(
         "fp8_recipe",
