@@ -79,7 +79,6 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
-from llmq.ops.top_k import top_k
 from llmq.ref.nf4 import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
@@ -572,12 +571,13 @@ def distill_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call
     of_rows = {name: f32(rows) for name in ("losses", "lse", "kl")}
     args = {"logits": bf16(rows, padded_vocab), **of_rows, "targets": tokens(vocab, rows)}
     args |= {"told": _told(rows, vocab, k), "vocab_size": vocab}
-    return [Call("distill", _distill, args)]
+    largest = {"told": f32(rows, 2 * k), "logits": bf16(rows, padded_vocab), "lse": f32(rows)}
+    top_k = Call("top k", distill.top_k, largest | {"vocab_size": vocab})
+    return [Call("distill", _distill, args), top_k]
 
 
-def _distill(dev: Device, *, told: Tensor, kl: Tensor, vocab_size: int, **tensors: Tensor) -> None:
-    teacher = distill.Teacher(told, kl, 0.5, 2.0, False)
-    distill.distill(dev, **tensors, teacher=teacher, vocab_size=vocab_size)
+def _distill(dev: Device, *, told: Tensor, kl: Tensor, **tensors: Any) -> None:
+    distill.Teacher(told, kl, 0.5, 2.0, False).launch(dev, **tensors, weights=None)
 
 
 def labels_calls(rows: int, vocab: int, padded_vocab: int, linear: int) -> list[Call]:
@@ -589,11 +589,6 @@ def labels_calls(rows: int, vocab: int, padded_vocab: int, linear: int) -> list[
 
 def _labels(dev: Device, *, hits: Tensor, linear: bool, **tensors: Any) -> None:
     labels.Labels(hits, linear).launch(dev, **tensors, gradient=True)
-
-
-def top_k_calls(rows: int, vocab: int, padded_vocab: int, k: int) -> list[Call]:
-    args = {"told": f32(rows, 2 * k), "logits": bf16(rows, padded_vocab), "lse": f32(rows)}
-    return [Call("top k", top_k, args | {"vocab_size": vocab})]
 
 
 def qk_norm_calls(B: int, T: int, Hq: int, Hkv: int, Hd: int, wide: bool) -> list[Call]:
@@ -959,7 +954,6 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "short_conv": short_conv_calls,
     "swiglu": swiglu_calls,
     "labels": labels_calls,
-    "top_k": top_k_calls,
 }
 
 

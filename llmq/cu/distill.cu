@@ -5,19 +5,24 @@
 //   loss = mixture * (cross-entropy of the target) + (1 - mixture) * temperature^2 * kl
 //   x = d loss / d x
 //   add: stats[index] += the sum of kl
+//   top_k, by which a teacher is read: told[:k] = the columns v < vocab of the k largest x[v],
+//   ascending, of equal ones the first; told[k:] = x of these - lse
 //
 // Data     logits: (rows, padded_vocab) of T; columns >= vocab are ignored on entry, and with a
 //          gradient 0 on return. losses, lse, kl: F32 (rows); lse at temperature 1. targets: I32
 //          (rows); negative is masked: losses, kl and gradient 0. teacher: F32 (rows, 2 k): k
 //          columns, as the bits of I32, and their log-probabilities, at temperature 1. At another
 //          one the columns share the same mass in proportion to p^(1 / temperature).
-// Launch   512 threads, one block for each row. add: 1024 threads, one block.
-// Cost     a row is read three times and written once.
-// Needs    k <= 256, no column twice, target < vocab.
+// Launch   512 threads, one block for each row. add: 1024 threads, one block. top_k: 1024 threads, one
+//          block for each row.
+// Cost     a row is read three times and written once; by top_k 33 times, mostly from the cache: the
+//          k-th largest is found bit by bit.
+// Needs    k <= 256, no column twice, target < vocab. top_k: k <= vocab; NaN counts as the largest or
+//          the smallest.
 // Same name  llmq/ops/distill.py  llmq/ref/distill.py  tests/ops/test_distill.py
 #include "common.cuh"
 
-constexpr int THREADS = 512, MOST = 256;
+constexpr int THREADS = 512, MOST = 256, TOLD_THREADS = 1024;
 constexpr float LEAST = 1.0f / 65536;  // of what the teacher leaves to all the others
 
 // The gradient of a column by what it depends on: factors of its two exponentials.
@@ -99,4 +104,56 @@ distill_add(f64* __restrict__ stats, const f32* __restrict__ kl, i64 rows, i32 i
     for (i64 i = threadIdx.x; i < rows; i += 1024) { sum += kl[i]; }
     sum = block_sum(sum, shared);
     if (threadIdx.x == 0) { stats[index] += sum; }
+}
+
+// Unsigned numbers in the order of floats.
+__device__ __forceinline__ u32 key(T x) {
+    const u32 bits = __float_as_uint(to_f32(x));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+extern "C" __global__ void __launch_bounds__(TOLD_THREADS)
+top_k(f32* __restrict__ told, const T* __restrict__ logits, const f32* __restrict__ lse, i64 rows,
+      i32 vocab, i32 padded_vocab, i32 k) {
+    __shared__ int shared[32], greater[TOLD_THREADS], equal[TOLD_THREADS];
+    const T* const row = logits + blockIdx.x * (i64)padded_vocab;
+    const int t = threadIdx.x;
+    u32 low = 0, high = 0xFFFFFFFFu;  // at least k are not below low, fewer not below high
+    while (high - low > 1) {
+        const u32 middle = low + (high - low) / 2;
+        int count = 0;
+        for (int v = t; v < vocab; v += TOLD_THREADS) { count += key(row[v]) >= middle; }
+        (block_sum(count, shared) >= k ? low : high) = middle;
+    }
+    // Each thread has neighbouring columns, so that theirs follow those of the threads before.
+    const int each = (vocab + TOLD_THREADS - 1) / TOLD_THREADS, first = t * each;
+    const int last = min(first + each, vocab);
+    int own_greater = 0, own_equal = 0;
+    for (int v = first; v < last; ++v) {
+        const u32 x = key(row[v]);
+        own_greater += x > low;
+        own_equal += x == low;
+    }
+    greater[t] = own_greater;
+    equal[t] = own_equal;
+    __syncthreads();
+    for (int step = 1; step < TOLD_THREADS; step *= 2) {
+        const int more = t >= step ? greater[t - step] : 0, same = t >= step ? equal[t - step] : 0;
+        __syncthreads();
+        greater[t] += more;
+        equal[t] += same;
+        __syncthreads();
+    }
+    const int room = k - greater[TOLD_THREADS - 1];  // for those that are equal to the k-th
+    int before = greater[t] - own_greater, alike = equal[t] - own_equal;
+    for (int v = first; v < last; ++v) {
+        const u32 x = key(row[v]);
+        if (x > low || (x == low && alike < room)) {
+            const i64 place = blockIdx.x * (i64)(2 * k) + before + min(alike, room);
+            told[place] = __int_as_float(v);
+            told[place + k] = to_f32(row[v]) - lse[blockIdx.x];
+        }
+        before += x > low;
+        alike += x == low;
+    }
 }

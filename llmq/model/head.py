@@ -28,10 +28,9 @@ from llmq.model.norms import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
 from llmq.ops import outliers, quantize
 from llmq.ops.common import padded_columns
-from llmq.ops.distill import Teacher
+from llmq.ops.distill import Teacher, top_k
 from llmq.ops.labels import Labels
 from llmq.ops.product import route
-from llmq.ops.top_k import top_k
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 

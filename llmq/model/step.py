@@ -179,8 +179,8 @@ class Step:
         return self.dev.download(self.model.head.losses).reshape(self.targets.shape)
 
     def score_top_k(self, batch: Batch) -> np.ndarray:
-        """The largest log-probabilities behind each token, F32 (B, T, 2 k) as `ops.top_k` has them,
-        of a step whose loss reads as many; as `score` does."""
+        """The largest log-probabilities behind each token, F32 (B, T, 2 k) as
+        `ops.distill.top_k` has them, of a step whose loss reads as many; as `score` does."""
         self.score(batch)
         told = self.inbox.more["scores"]  # what was sent of it is not read again
         flat = told.view(self.targets.size, told.shape[-1])

@@ -14,8 +14,9 @@ from llmq.ops.common import expect_float
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, expect
 
-THREADS, ADD_THREADS = 512, 1024
+THREADS, ADD_THREADS, TOLD_THREADS = 512, 1024, 1024
 MOST = 256  # columns of a teacher's row
+MOST_TOLD = 255  # of a row that becomes a teacher's
 
 DISTILL = Kernel(
     "distill.cu",
@@ -26,6 +27,11 @@ DISTILL = Kernel(
 )
 ADD = Kernel(
     "distill.cu", "distill_add", args="inout f64* stats, const f32* kl, i64 rows, i32 index"
+)
+TOP_K = Kernel(
+    "distill.cu",
+    "top_k",
+    args="f32* told, const T* logits, const f32* lse, i64 rows, i32 vocab, i32 padded_vocab, i32 k",
 )
 
 
@@ -57,48 +63,33 @@ class Teacher(NamedTuple):
         weights: None,
         vocab_size: int,
         *,
-        gradient: bool,
+        gradient: bool = True,
     ) -> None:
-        """The losses of rows, and their gradients, as `distill`. weights: rows have none."""
-        distill(dev, logits, losses, lse, targets, self, vocab_size, gradient=gradient)
+        """Replaces logits by the gradient of the loss, as cu/distill.cu has it.
 
+        Args (X is BF16 or F32):
+            logits   inout  X   (rows, Vp)  columns >= vocab_size are ignored on entry; with a
+                                            gradient they are 0 on return, else all stay as they are
+            losses   out    F32 (rows,)     mixture * cross-entropy
+                                            + (1 - mixture) * temperature^2 * divergence; masked 0
+            lse      out    F32 (rows,)     log-sum-exp of the row at temperature 1
+            targets  in     I32 (rows,)     negative: masked, gradient 0
+            weights                         rows have none
 
-def distill(
-    dev: Device,
-    logits: Tensor,
-    losses: Tensor,
-    lse: Tensor,
-    targets: Tensor,
-    teacher: Teacher,
-    vocab_size: int,
-    *,
-    gradient: bool = True,
-) -> None:
-    """Replaces logits by the gradient of the loss, as cu/distill.cu has it.
-
-    Args (X is BF16 or F32):
-        logits   inout  X   (rows, Vp)  columns >= vocab_size are ignored on entry; with a gradient
-                                        they are 0 on return, else all stay as they are
-        losses   out    F32 (rows,)     mixture * cross-entropy + (1 - mixture) * temperature^2 *
-                                        divergence; 0 for masked rows
-        lse      out    F32 (rows,)     log-sum-exp of the row at temperature 1
-        targets  in     I32 (rows,)     negative: masked, gradient 0
-
-    Cost:    logits read three times and written once.
-    """
-    expect_float("distill", "logits", logits)
-    rows, padded_vocab = logits.shape
-    k = teacher.told.shape[-1] // 2
-    if not 0 < k <= min(MOST, vocab_size) or vocab_size > padded_vocab:
-        raise ValueError(f"distill: k must be in 1..{MOST} and at most {vocab_size}, got {k}")
-    expect("distill", "told", teacher.told, F32, (rows, 2 * k))
-    expect("distill", "kl", teacher.kl, F32, (rows,))
-    expect("distill", "losses", losses, F32, (rows,))
-    expect("distill", "lse", lse, F32, (rows,))
-    expect("distill", "targets", targets, I32, (rows,))
-    numbers = (int(teacher.reverse), int(gradient), teacher.mixture, teacher.temperature)
-    args = (logits, losses, lse, teacher.kl, targets, teacher.told, rows, vocab_size, padded_vocab)
-    dev.launch(DISTILL, rows, THREADS, (*args, k, *numbers))
+        Cost:    logits read three times and written once.
+        """
+        expect_float("distill", "logits", logits)
+        rows, padded_vocab = logits.shape
+        k = self.told.shape[-1] // 2
+        if not 0 < k <= min(MOST, vocab_size) or vocab_size > padded_vocab:
+            raise ValueError(f"distill: k must be in 1..{MOST} and at most {vocab_size}, got {k}")
+        expect("distill", "told", self.told, F32, (rows, 2 * k))
+        for name, tensor in (("kl", self.kl), ("losses", losses), ("lse", lse)):
+            expect("distill", name, tensor, F32, (rows,))
+        expect("distill", "targets", targets, I32, (rows,))
+        numbers = (int(self.reverse), int(gradient), self.mixture, self.temperature)
+        args = (logits, losses, lse, self.kl, targets, self.told, rows, vocab_size, padded_vocab)
+        dev.launch(DISTILL, rows, THREADS, (*args, k, *numbers))
 
 
 def add(dev: Device, stats: Tensor, kl: Tensor, index: int) -> None:
@@ -111,3 +102,24 @@ def add(dev: Device, stats: Tensor, kl: Tensor, index: int) -> None:
     expect("distill.add", "stats", stats, F64, stats.shape)
     expect("distill.add", "kl", kl, F32, (kl.size,))
     dev.launch(ADD, 1, ADD_THREADS, (stats, kl, kl.size, index))
+
+
+def top_k(dev: Device, told: Tensor, logits: Tensor, lse: Tensor, vocab_size: int) -> None:
+    """Find the k largest logits of each row; of equal ones the first columns.
+
+    Args (X is BF16 or F32):
+        told    out  F32 (rows, 2 k)  their columns, ascending, as the bits of I32, and logit - lse;
+                                      k at most MOST_TOLD and vocab_size
+        logits  in   X   (rows, Vp)   columns >= vocab_size are ignored
+        lse     in   F32 (rows,)      log-sum-exp of the rows
+
+    Cost:    one launch, each row read 33 times, from the cache where it holds some rows.
+    """
+    expect_float("top_k", "logits", logits)
+    rows, padded_vocab = logits.shape
+    k = told.shape[-1] // 2
+    if not 0 < k <= min(MOST_TOLD, vocab_size) or vocab_size > padded_vocab:
+        raise ValueError(f"top_k: k must be in 1..{MOST_TOLD} and at most {vocab_size}, got {k}")
+    expect("top_k", "told", told, F32, (rows, 2 * k))
+    expect("top_k", "lse", lse, F32, (rows,))
+    dev.launch(TOP_K, rows, TOLD_THREADS, (told, logits, lse, rows, vocab_size, padded_vocab, k))

@@ -67,3 +67,20 @@ def distill(
 
 def distill_add(stats: np.ndarray, kl: np.ndarray, rows: int, index: int) -> None:
     stats[index] += kl.sum(dtype=np.float64)
+
+
+def top_k(
+    told: np.ndarray,
+    logits: np.ndarray,
+    lse: np.ndarray,
+    rows: int,
+    vocab: int,
+    padded_vocab: int,
+    k: int,
+) -> None:
+    """told (rows, 2 k): the columns of the largest logits, ascending, and their logarithms."""
+    for row in range(rows):
+        x = compute(logits[row, :vocab])
+        largest = np.sort(np.argsort(-x, kind="stable")[:k])
+        told[row, :k] = largest.astype(np.int32).view(np.float32)
+        told[row, k:] = x[largest] - lse[row]

@@ -9,7 +9,7 @@ from llmq.ops.distill import Teacher
 from llmq.ref.distill import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
-from tests.harness import host_device, run
+from tests.harness import compared, host_device, run
 from tests.ref.test_distill import teacher_of
 
 SMALL = {name: case for name, case in CASES.items() if case[1] <= 2000}
@@ -33,7 +33,7 @@ def test_equals_reference(dev, rng, case, dtype, how):
 
     def call(dev, logits, losses, lse, kl, targets, told, stats, gradient=True):
         teacher = Teacher(told, kl, *how)
-        distill.distill(dev, logits, losses, lse, targets, teacher, vocab, gradient=gradient)
+        teacher.launch(dev, logits, losses, lse, targets, None, vocab, gradient=gradient)
         distill.add(dev, stats, kl, 7)
 
     got, want = run(dev, call, arrays), run(host_device(), call, arrays)
@@ -58,6 +58,36 @@ def test_wrong_arguments():
 
     rows = (make(2), make(2), make(2, dtype=I32))
     with pytest.raises(ValueError, match=r"distill: k must be in 1..256 and at most 16, got 17"):
-        distill.distill(dev, make(2, 32), *rows, Teacher(make(2, 34), make(2), 0, 1, False), 16)
+        Teacher(make(2, 34), make(2), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
     with pytest.raises(ValueError, match=r"distill: kl must have shape \(2,\)"):
-        distill.distill(dev, make(2, 32), *rows, Teacher(make(2, 8), make(3), 0, 1, False), 16)
+        Teacher(make(2, 8), make(3), 0, 1, False).launch(dev, make(2, 32), *rows, None, 16)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("case", [*SMALL.values(), (1, 40, 64, 40)])
+def test_the_largest_logits_equal_the_reference(dev, rng, case, dtype):
+    """In BF16 many logits are equal."""
+    rows, vocab, padded, k = case
+    logits = rng.normal(size=(rows, padded)).astype(dtype.numpy)
+    logits[:, vocab:] = np.nan
+    logits[0, : vocab // 2] = 0.5
+    arrays = {"logits": logits, "lse": rng.random(rows).astype(np.float32)}
+    arrays["told"] = np.full((rows, 2 * k), np.nan, np.float32)
+
+    def call(dev, **tensors):
+        distill.top_k(dev, **tensors, vocab_size=vocab)
+
+    found = compared(dev, call, arrays)
+    assert (np.diff(found["told"][:, :k].view(np.int32), axis=1) > 0).all()
+
+
+def test_wrong_arguments_of_top_k():
+    dev = PlanDevice(HOST_SPEC)
+
+    def make(*shape, dtype=F32):
+        return dev.alloc("x", shape, dtype, "Weights")
+
+    with pytest.raises(ValueError, match=r"top_k: k must be in 1..255 and at most 16, got 17"):
+        distill.top_k(dev, make(2, 34), make(2, 32), make(2), 16)
+    with pytest.raises(TypeError, match="top_k: told must be F32, got I32"):
+        distill.top_k(dev, make(2, 8, dtype=I32), make(2, 32), make(2), 16)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmq.ref.distill import distill
+from llmq.ref.distill import distill, top_k
 
 
 def teacher_of(rng, rows, vocab, k):
@@ -44,3 +44,14 @@ def test_is_the_formula(rng, reverse, mixture, temperature):
     np.testing.assert_allclose(own, (kl * counted).detach(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(logits[:, :vocab], x.grad, rtol=1e-4, atol=1e-6)
     assert not logits[:, vocab:].any() and not logits[1].any()
+
+
+def test_ascending_columns_of_the_largest():
+    logits = np.array([[3, 1, 4, 1, 5, 9, 2, 6], [1, 1, 1, 1, 0, 2, 7, 7]], np.float32)
+    told = np.empty((2, 6), np.float32)
+    top_k(told, logits, np.array([1, 2], np.float32), 2, 7, 8, 3)
+    assert told[:, :3].view(np.int32).tolist() == [
+        [2, 4, 5],
+        [0, 5, 6],
+    ]  # the last column is padding
+    assert told[:, 3:].tolist() == [[3, 4, 8], [-1, 0, 5]]
