@@ -9,8 +9,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
 import functools
+import shutil
 import signal
 import sys
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +24,28 @@ from llmq.ops.common import CAPABILITY
 from tests.emulator import device as emulator
 from tests.harness import SIZES
 
+KEPT_DAYS = 7  # after which a kernel is compiled again
+
+
+def kept_kernels(root: Path) -> Path:
+    """The folder of kernels that tests compile, one for all checkouts of a user who has a home. To
+    make them all takes two minutes of two cores; those of texts that are gone would fill the disk.
+    """
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmq-tests"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return root / ".pytest_cache" / "kernels"
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another run is faster
+            if path.stat().st_mtime < time.time() - KEPT_DAYS * 86400:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
+
 
 def pytest_configure(config):
-    # Compiled kernels of test runs; CI keeps this folder between runs.
-    cache = config.rootpath / ".pytest_cache" / "kernels"
-    os.environ.setdefault("LLMQ_CACHE_DIR", str(Path(cache)))
+    if "LLMQ_CACHE_DIR" not in os.environ:
+        os.environ["LLMQ_CACHE_DIR"] = str(kept_kernels(config.rootpath))
     # A test's files need not outlive the machine, only processes: a run waits for the disk some
     # forty times. Tests of durability put their own in here; programs that are started, do it.
     os.fsync = lambda descriptor: None

@@ -71,8 +71,7 @@ def finder(mutation: Mutation, root: Path) -> str | None:
     RuntimeError where pytest cannot run the tests.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    cache = ROOT / ".pytest_cache" / "kernels"
-    environment = {"LLMQ_CACHE_DIR": str(cache)} | os.environ | {"PYTHONPATH": str(root)}
+    environment = os.environ | {"PYTHONPATH": str(root)}
     with mutation.applied(root):
         try:
             done = subprocess.run(
