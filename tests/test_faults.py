@@ -15,10 +15,10 @@ MACHINES = {
     "Kills": 8,
     "Write errors": 8,
     "Loss of power": 60,
-    "Damaged files": 40,
+    "Damaged files": 24,
     "Odd options": 24,
     "Divergences": 3,
-    "Files of others": 24,
+    "Files of others": 12,
 }
 
 
