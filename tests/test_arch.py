@@ -34,10 +34,10 @@ def path(request, tmp_path):
 
 
 def run(path, **options):
-    """Results and weights after three steps of two micro-steps."""
+    """Results and weights after two steps of two micro-steps."""
     rng, T = np.random.default_rng(0), options.get("seq_len", 24)
     with trainer_for(path, grad_accumulation=2, **options) as trainer:
-        results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(3)]
+        results = [trainer.step([random_batch(rng, T=T) for _ in range(2)]) for _ in range(2)]
         assert trainer.usage == trainer.plan.usage
         return results, trainer.weights()
 

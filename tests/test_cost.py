@@ -40,6 +40,7 @@ from llmq.runtime.cost import MOVES, Cost, Kind, attention_cost, product_cost
 from llmq.runtime.device import FUSED, HOST_SPEC, Event, Launch
 from llmq.runtime.plan_device import Mark, PlanDevice, Trace, Work
 from llmq.state.params import weight_table
+from tests.covering import covering
 from tests.kept import kept, kept_runs
 
 H100 = CARDS["NVIDIA H100 80GB HBM3"]
@@ -48,13 +49,17 @@ FULL = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-0.5B", "batch-
 
 
 def measured_runs() -> list:
-    """Every kept run on one card that the tables know."""
-    found = []
+    """Kept runs on one card that the tables know, so that every two have met of: the card, the
+    model, each option that is no size. benchmarks/predicted.md has all of them."""
+    found = {}
     for report, device, run in kept_runs():
         if device in CARDS and run["gpus"] == 1:
+            chosen = {n: v for n, v in run["options"].items() if not str(v).isdecimal()}
+            columns = {"card": device, "model": run["model"], "dtype": run["dtype"]} | chosen
             name = f"{report}-{run['model']}-{run['dtype']}-{run['batch']}"
-            found.append(pytest.param(CARDS[device], run, id=name))
-    return found
+            case = pytest.param(CARDS[device], run, id=name)
+            found.setdefault(frozenset((n, str(v)) for n, v in columns.items()), case)
+    return [found[frozenset(row.items())] for row in covering(map(dict, found))]
 
 
 @pytest.mark.parametrize(("card", "run"), measured_runs())

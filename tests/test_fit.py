@@ -121,12 +121,13 @@ def test_7b_in_16_gib():
 
 def test_what_was_given_stays():
     fixed = {"recompute_block": True, "lmhead_chunks": 2, "offload_opt_m": False}
-    for candidate in search("Qwen2.5-1.5B", "4070", None, tuple(fixed), **fixed):
+    found = search("Qwen2.5-1.5B", "4070", None, tuple(fixed), **fixed, grad_accumulation=1)
+    for candidate in found:
         assert {name: getattr(candidate.config, name) for name in fixed} == fixed
 
 
 def test_without_host_memory_there_is_another_way():
-    found = search("Qwen2.5-0.5B", "5060 ti", 32, memory=8, grad_accumulation=2)
+    found = search("Qwen2.5-0.5B", "5060 ti", 32, memory=8, grad_accumulation=1)
     assert any(candidate.need.host > GIB for candidate in found)
     assert any(candidate.need.host < GIB for candidate in found)
 

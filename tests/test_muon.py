@@ -220,7 +220,7 @@ def test_nothing_changes_by_nothing():
 def test_each_expert_is_a_matrix(monkeypatch):
     """Be there one tensor for each at Hugging Face, or one for all."""
     monkeypatch.setitem(ARCHITECTURES, Mixture.name, Mixture(80))
-    windows = {"sliding_window": 8, "windowed_layers": (True, False, True, False)}
+    windows = {"sliding_window": 8, "windowed_layers": (True, False, True)}
     of = replace(QWEN2, architecture=Mixture.name, **windows).validate()
     slab = next(slab for slab in weight_table(of) if slab.name == "layers.0")
     shapes = [(rows, columns) for _, rows, columns in slab.matrices()]

@@ -48,7 +48,7 @@ KEPT = FP8 | STREAMED | {"persistent_quants": True, "offload_quants": True}
             """
   slabs       group     work  gradient  m           v
   embed       matrices  bf16  bf16      fp32 shard  fp32 shard
-  layers.0-3  matrices  bf16  bf16      fp32 shard  fp32 shard
+  layers.0-2  matrices  bf16  bf16      fp32 shard  fp32 shard
   vectors     vectors   bf16  bf16      fp32 shard  fp32 shard""",
         ),
         (
@@ -57,7 +57,7 @@ KEPT = FP8 | STREAMED | {"persistent_quants": True, "offload_quants": True}
             """
   slabs       group     work            master      part        mirror              gradient  m           v
   embed       matrices  bf16            fp32 shard  -           -                   fp32      e4m3 shard  fp32 shard
-  layers.0-3  matrices  bf16, in slots  fp32 shard  bf16 shard  bf16 shard, pinned  fp32      e4m3 shard  fp32 shard
+  layers.0-2  matrices  bf16, in slots  fp32 shard  bf16 shard  bf16 shard, pinned  fp32      e4m3 shard  fp32 shard
   vectors     vectors   bf16            fp32 shard  -           -                   fp32      e4m3 shard  fp32 shard""",  # noqa: E501
         ),
         (
@@ -66,7 +66,7 @@ KEPT = FP8 | STREAMED | {"persistent_quants": True, "offload_quants": True}
             """
   slabs       group     work            master                      part                        transposed      gradient                              m           v
   embed       matrices  bf16            -                           -                           -               bf16                                  fp32 shard  fp32 shard
-  layers.0-3  matrices  e4m3, in slots  bf16 shard, write-combined  e4m3 shard, write-combined  e4m3, in slots  bf16 shard, write-combined, in slots  fp32 shard  fp32 shard
+  layers.0-2  matrices  e4m3, in slots  bf16 shard, write-combined  e4m3 shard, write-combined  e4m3, in slots  bf16 shard, write-combined, in slots  fp32 shard  fp32 shard
   vectors     vectors   bf16            -                           -                           -               bf16                                  fp32 shard  fp32 shard
   LM head: e4m3 beside these""",  # noqa: E501
         ),
@@ -85,7 +85,7 @@ def test_table_of_frozen_slabs():
         ["layers.0-1", "frozen", "bf16", "-", "-", "-"],
         *(
             [name, group, "bf16", "bf16", "fp32", "shard", "fp32", "shard"]
-            for name, group in (("layers.2-3", "matrices"), ("vectors", "vectors"))
+            for name, group in (("layers.2", "matrices"), ("vectors", "vectors"))
         ),
     ]
 
