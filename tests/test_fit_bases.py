@@ -38,10 +38,10 @@ def bases(card: str, memory: float, host: float, **options: object) -> tuple:
 def test_formats_of_the_model_beside_adapters():
     """8 bits as the card multiplies them, where that is faster; all of them with their speeds."""
     found, speeds = bases("4090", 4, 8)
-    assert found[0] == "e4m3" and set(found[:3]) == {"bf16", "e4m3", "nf4"}
+    assert found[:3] == ["e4m3", "bf16", "nf4"]  # the coarsest is no faster
     of = dict(zip(reversed(found), reversed(speeds), strict=True))  # the first of each
     assert of["e4m3"] > 1.05 * of["bf16"] >= of["nf4"]
-    assert set(bases("3090", 4, 8)[0][:3]) == {"bf16", "int8", "nf4"}
+    assert bases("3090", 4, 8)[0][:3] == ["int8", "bf16", "nf4"]
     assert set(bases("4090", 4, 8, **{"base-dtype": "bf16"})[0]) == {"bf16"}
     assert set(bases("4090", 4, 8, **{"matmul-dtype": "bf16"})[0]) == {"bf16", "nf4"}
 
