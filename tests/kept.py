@@ -23,8 +23,11 @@ def kept_reports() -> list[Path]:
     return [path for path in paths if "invocations" in json.loads(path.read_text())]
 
 
-# Defaults that adapters did not have yet when the reports were made.
-_EARLIER = {"recompute-swiglu": False, "recompute-norm": False, "lmhead-chunks": 1}
+# Defaults that were others when the reports were made: of all runs before this time, and those that
+# adapters did not have yet.
+NEW_DEFAULTS = "2026-11-26 13"
+_EARLIER = {"recompute-swiglu": False, "lmhead-chunks": 1}
+_EARLIER_ADAPTERS = _EARLIER | {"recompute-norm": False}
 
 
 def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
@@ -37,7 +40,11 @@ def kept_runs() -> list[tuple[str, str, dict[str, Any]]]:
         if device:
             runs = [run for run in report["runs"] if run["status"] == "ok"]
             for run in runs:
-                if "lora-rank" in run["options"] and "recompute-block" not in run["options"]:
-                    run["options"] = _EARLIER | run["options"]
+                adapts = "lora-rank" in run["options"]
+                earlier = dict(_EARLIER_ADAPTERS if adapts else _EARLIER)
+                if not {"recompute-ffn", "recompute-block"}.isdisjoint(run["options"]):
+                    earlier = {"lmhead-chunks": 1}  # the others follow
+                if date_of(report, run) < NEW_DEFAULTS:
+                    run["options"] = earlier | run["options"]
             found += [(path.stem, device, run | {"date": date_of(report, run)}) for run in runs]
     return found

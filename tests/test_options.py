@@ -117,6 +117,15 @@ LLMQ_DEFAULTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("batch", "more", "parts"),
+    [(32, {}, 2), (16, {}, 1), (31, {}, 1), (64, {}, 4), (4, {"lora-rank": 8}, 8)],
+)
+def test_logits_are_made_of_so_many_tokens_that_products_are_as_fast(batch, more, parts):
+    config = make_config({"batch-size": batch, "seq-len": 1024, "from-scratch": True} | more)
+    assert config.lmhead_chunks == parts
+
+
 def test_defaults_of_known_flags():
     config = make_config({})
     by_flag = {flag: getattr(config, name) for name, opt in OPTIONS.items() for flag in opt.flags}
@@ -166,6 +175,7 @@ def test_defaults_of_known_flags():
         "pref-sft": None,
         "ema": 0.0,
         "muon-normalize-rows": 0.0,
+        "offload-between": False,
         "offload-ema": False,
         "kd-top-k": 64,
         "kd-mixture": 0.0,

@@ -238,6 +238,39 @@ def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
         assert needed_bytes(plan, spec) + gone == pytest.approx(used, rel=0.01), run["flags"]
 
 
+def test_what_costs_nothing_is_made_again_if_nobody_says():
+    """The activation of a gated MLP in fp8 with delayed scales, if experts do not need it whole."""
+    fp8 = {"batch-size": 2, "seq-len": 64, "matmul-dtype": "e4m3", "fp8-recipe": "delayed"}
+
+    def kept(model, **changes):
+        config = make_config(FULL | fp8 | {"model-dtype": "bf16"} | changes)
+        usage = make_plan(config, preset(model), HOST_SPEC).usage
+        return usage.categories["device"]["Activations"]
+
+    no, yes = {"recompute-swiglu": False}, {"recompute-swiglu": True}
+    for model, free in (("tiny", True), ("tiny-qwen3-moe", False), ("tiny-gpt2", False)):
+        assert kept(model, **no) > kept(model, **yes)
+        assert kept(model) == kept(model, **(yes if free else no))
+    assert kept("tiny", **{"fp8-recipe": "jit"}) == kept("tiny", **{"fp8-recipe": "jit"} | no)
+    part = {"recompute-layers": "0"}
+    assert kept("tiny", **part) == kept("tiny", **yes) < kept("tiny", **part | yes)
+
+
+def test_the_stream_between_halves_leaves():
+    """All but two layers' tensors, where a block is not computed again."""
+    model = preset("tiny")
+    size = 2 * 64 * model.hidden_size * BF16.itemsize
+    for block in (False, True):
+        given = {"batch-size": 2, "seq-len": 64, "recompute-block": block}
+        plans = [
+            make_plan(make_config(FULL | given | {"offload-between": on}), model, HOST_SPEC)
+            for on in (False, True)
+        ]
+        assert block or plans[1].usage.device_bytes < plans[0].usage.device_bytes
+        pinned = [sum(plan.usage.categories["pinned"].values()) for plan in plans]
+        assert pinned[1] - pinned[0] == (model.num_layers - 2) * size * (1 - block)
+
+
 def test_any_gpu_is_planned_to_need_what_each_one_needs():
     """Also those whose products leave the activation to a kernel of its own, and its scratch; and
     those whose product of logits leaves exponentials, and their sums."""

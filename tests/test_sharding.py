@@ -99,7 +99,8 @@ EXTRAS = [
     MOMENTS | {"use_zero_copy": True, "write_combined": True},
     {"recompute_block": True},
     {"shard_weights": True, "offload_master": True},
-    {"recompute_att": True, "recompute_layers": "1-2", "offload_residual": True},
+    {"recompute_block": True, "recompute_layers": "1", "offload_residual": True}
+    | {"offload_between": True},
 ]
 F32_RUNS = covering(
     {"world": world, "accum": accum, "level": level, "a2a": a2a, "extra": extra}

@@ -24,7 +24,8 @@ from tests.sharded import (
 )
 
 STREAMED = {"shard_weights": True, "shard_gradients": True}
-HOST = {"offload_master": True, "offload_gradients": True, "offload_residual": True}
+OFFLOADED = ("master", "gradients", "residual", "between")
+HOST = {f"offload_{name}": True for name in OFFLOADED}
 MOMENTS = {"offload_opt_m": True, "offload_opt_v": True}
 EVERYTHING = STREAMED | HOST | MOMENTS
 QUANTS = {"persistent_quants": True, "offload_quants": True}

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 class Recompute(NamedTuple):
     """The tensors that a layer computes again in the backward pass instead of keeping them:
-    --recompute-…"""
+    --recompute-…, and what costs nothing."""
 
     swiglu: bool = False
     norm: bool = False
@@ -28,11 +28,18 @@ class Recompute(NamedTuple):
     block: bool = False
 
 
-def recompute_of_layers(options: TrainConfig, num_layers: int) -> list[Recompute]:
-    """For each layer what the options say, or nothing. options: normalized."""
-    chosen = layer_set(options.recompute_layers, num_layers)
-    asked = Recompute(*[getattr(options, f"recompute_{name}") for name in Recompute._fields])
-    return [asked if layer in chosen else Recompute() for layer in range(num_layers)]
+def recompute_of_layers(options: TrainConfig, config: ModelConfig) -> list[Recompute]:
+    """For each layer what the options say, or nothing. options: normalized.
+
+    If nobody says, a gated MLP's activation in fp8 with delayed scales is made again: what computes
+    its gradient writes the codes that forward would have written. Experts' is one tensor more.
+    """
+    chosen = layer_set(options.recompute_layers, config.num_layers)
+    free = config.gated and config.experts is None
+    told = {name: getattr(options, f"recompute_{name}") for name in Recompute._fields}
+    others = Recompute(swiglu=told["swiglu"] is None and free)
+    told["swiglu"] = others.swiglu if told["swiglu"] is None else told["swiglu"]
+    return [Recompute(**told) if n in chosen else others for n in range(config.num_layers)]
 
 
 class HalfOut(NamedTuple):

@@ -41,7 +41,7 @@ from llmq.model.halves import HALVES
 from llmq.model.halves.half import Frame, Half, Shared
 from llmq.model.norms import BlockNorms, NormTensors, Stats, alloc_stats
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.model.residuals import Residuals
+from llmq.model.residuals import Residuals, Stream
 from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -51,10 +51,9 @@ class LayerStreams(NamedTuple):
     """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py.
 
     before, after: the residual stream in front of the layer and behind it. between: that between
-    the halves of all layers whose whole block is recomputed, where it only has to survive until
-    the next layer begins. branch, last_branch: what the first and the second half put out, of all
-    layers, and branch_before, what the layer in front has put out; None where halves add to the
-    stream themselves.
+    its halves; None: a tensor of its own. branch, last_branch: what the first and the second half
+    put out, of all layers, and branch_before, what the layer in front has put out; None where
+    halves add to the stream themselves.
     """
 
     before: Tensor
@@ -94,8 +93,7 @@ class Layer:
             HalfLayer(dev, format, spec, *of_layer, cache and cache.of(index, spec))
             for spec in config.halves(index)
         )
-        own = stream.between if recompute.block else None
-        self.between = own or first.alloc(f"residual_{first.spec.name}", rows, C)
+        self.between = stream.between or first.alloc(f"residual_{first.spec.name}", rows, C)
         # A norm behind a half needs its output in backward. Without one in front of it, its input
         # is the stream.
         branch, self.branch = stream.branch, stream.last_branch
@@ -167,10 +165,12 @@ class Blocks:
         scalars: Tensor | None,
         cache: Cache | None,
         balance: Balance | None,
+        *,
+        trains: bool,
     ):
         """Allocates every activation of a micro-step. backend and what follows: as of Model.
 
-        balance: as of Shared.
+        balance: as of Shared. trains: backward passes follow.
         """
         shape, dtype = operands.shape, operands.dtype
         self.linear = linear = BlockLinear(dev, config, options, operands, scalars)
@@ -182,10 +182,13 @@ class Blocks:
             and all(self._adds(layer, spec) for layer, spec in enumerate(of_position))
             for of_position in zip(*specs, strict=True)
         )
-        kinds, between, branch = recompute_of_layers(options, config.num_layers), None, None
+        kinds, again, branch = recompute_of_layers(options, config), None, None
+        # It has to survive until the next layer begins, where the whole block is recomputed.
         if any(kind.block for kind in kinds):
-            name = f"residual_{specs[0][0].name}"
-            between = dev.alloc(name, shape, dtype, "Activations")
+            again = dev.alloc(f"residual_{specs[0][0].name}", shape, dtype, "Activations")
+        offloads = trains and options.offload_between
+        left = [i for i, kind in enumerate(kinds) if offloads and not kind.block]
+        self.between = Stream(dev, "residual.between", left, shape, dtype, offload=True)
         if not (first_adds and self.last_adds):
             branch = dev.alloc("branch", shape, dtype, "Activations")
         first_branch, before = None if first_adds else branch, None if self.last_adds else branch
@@ -199,6 +202,7 @@ class Blocks:
         self.layers: list[Layer] = []
         for index, kind in enumerate(kinds):
             residual, after = residuals.tensors[index], residuals.after(index)
+            between = again if kind.block else self.between.tensors.get(index)
             stream = LayerStreams(residual, after, between, first_branch, last_branch, before)
             of_layer = (index, kind, stream, self.halves[index], cache)
             layer = Layer(dev, config, options, operands, *of_layer)
@@ -225,9 +229,12 @@ class Blocks:
             x = self.norms.forward(temps, here.norm, before, w)
             if keep:
                 residuals.written(index)
+                self.between.write(index)
             first.forward(Frame(temps, position, keep), here, w, x)
         with ExitStack() as temps:
             x = self.norms.forward(temps, there.norm, layer.residual, w)
+            if keep:
+                self.between.written(index)
             if keep and self.last_adds:
                 residuals.write(index + 1)
             second.forward(Frame(temps, position, keep), there, w, x)

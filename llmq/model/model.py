@@ -60,7 +60,7 @@ class Model:
         routes = trains and config.experts is not None
         self.balance = Balance(dev, config, options) if routes else None
         shared = (self.residuals, self.operands, options, backend, starts, scalars, cache)
-        self.blocks = Blocks(dev, config, *shared, self.balance)
+        self.blocks = Blocks(dev, config, *shared, self.balance, trains=trains)
         largest = loss.largest if trains else 1.0
         final = self.residuals.final
         self.dropout = self.blocks.linear.dropout
@@ -155,7 +155,7 @@ class Model:
         accumulate False: gradients are overwritten; True: added to. last: of an optimizer step.
         """
         grads.start_micro_step(accumulate, last)
-        weights, residuals = self.weights, self.residuals
+        weights, streams = self.weights, (self.residuals, self.blocks.between)
         self._gather_for_backward(self._layers[-1])
         grads.load(f"layers.{self._layers[-1]}")
         with self.dev.range("head"):
@@ -165,13 +165,15 @@ class Model:
                 self._gather_for_backward(layer - 1)
                 grads.load(f"layers.{layer - 1}")
             name = f"layers.{layer}"
-            residuals.read(layer)
+            for stream in streams:
+                stream.read(layer)
             with self.dev.range(f"backward {layer}"):
                 w = BlockWeights(weights.get(name, transposed=True))
                 g = BlockGrads(grads.full(name))
                 wanted = layer > 0 or grads.wants("embed")
                 self.blocks.backward(layer, w, g, self.d_residual, self.d_norm, wanted=wanted)
-            residuals.was_read(layer)
+            for stream in streams:
+                stream.was_read(layer)
             weights.release(name)
             grads.notify(name)
         self._backward_embedding(grads, tokens)

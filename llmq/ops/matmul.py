@@ -200,7 +200,9 @@ def matmul_fp8(
     operands = (out, a, b, scale_a, scale_b, bias, addend)
     sizes = (M, N, K, int(accumulate), int(fast_accumulation))
     with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        per_tensor = partial(_per_tensor, dev, operands, of_codes, workspace, sizes)
+        kernel = MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8
+        args = (*operands[:-1], *of_codes, addend, workspace, *sizes)
+        per_tensor = partial(dev.launch, kernel, 1, 1, args, cost=_fp8_cost(operands, sizes))
         if out.dtype not in FP8 and _may_be_block_scaled(dev, a, b):
             _choose(dev, per_tensor, operands, workspace, sizes)
         else:
@@ -225,21 +227,6 @@ def _choose(
 def _work(*product: Any) -> str:
     """The key that tells this product's choice from others; arguments: those of Product."""
     return f"matmul_fp8 {Product(*product)}"
-
-
-def _per_tensor(
-    dev: Device, operands: tuple, of_codes: list[Tensor | None], workspace: Tensor, sizes: tuple
-) -> None:
-    """A product of codes; of_codes: factor and largest. The rest is as of _block_scaled."""
-    *tensors, addend = operands
-    *_, accumulate, _ = sizes
-    dev.launch(
-        MATMUL_FP8_ACCUMULATE if accumulate else MATMUL_FP8,
-        1,
-        1,
-        (*tensors, *of_codes, addend, workspace, *sizes),
-        cost=_fp8_cost(operands, sizes),
-    )
 
 
 def _fp8_cost(operands: tuple, sizes: tuple) -> Cost:

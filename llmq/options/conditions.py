@@ -24,21 +24,21 @@ from llmq.options.option_types import NEW_PARTS, OF_EXPERTS, lengths_of, numbers
 from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
-CHUNK_ROWS = 512  # of the LM head's products, with which they still fill a GPU
+# Tokens whose logits are made at a time: rows with which products of the LM head still fill a GPU,
+# and with which adding its gradient up once more for each part is little beside them.
+CHUNK_ROWS, TRAINED_CHUNK_ROWS = 512, 16384
 
 
 def parts_of_logits(o: Options) -> int:
     """The number of parts in which logits are made if nobody says.
 
-    A head that is not trained has no gradient to add up, so that parts cost nothing as long as
-    each has rows enough.
+    A head that is not trained has no gradient to add up.
     """
     parts, trained = 1, {"embeddings", "head", *NEW_PARTS}
-    if o.wants_adapters and trained.isdisjoint(o.train or ()):
-        while o.micro_tokens % (2 * parts * CODES_MULTIPLE) == 0 and (
-            o.micro_tokens >= 2 * parts * CHUNK_ROWS
-        ):
-            parts *= 2
+    frozen = o.wants_adapters and trained.isdisjoint(o.train or ())
+    rows = CHUNK_ROWS if frozen else TRAINED_CHUNK_ROWS
+    while o.micro_tokens % (2 * parts * CODES_MULTIPLE) == 0 and o.micro_tokens >= 2 * parts * rows:
+        parts *= 2
     return parts
 
 

@@ -534,6 +534,9 @@ class TrainConfig(Derived):
     offload_residual: bool = switch(
         _MEMORY, "Keep the blocks' inputs in host memory until backward needs them"
     )
+    offload_between: bool = switch(
+        _MEMORY, "The same for the residual stream between the halves of blocks"
+    )
     offload_master: bool = switch(
         _MEMORY, "Keep the weights that the optimizer updates in host memory"
     )

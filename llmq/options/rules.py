@@ -9,6 +9,7 @@ options `o`, and the fact that the rule is about (`conditions.py`).
 from llmq.options.conditions import (
     CHUNK_ROWS,
     CODES_MULTIPLE,
+    TRAINED_CHUNK_ROWS,
     both,
     decodes,
     draws,
@@ -106,18 +107,28 @@ IMPLIED = (
     switches("recompute_att", "recompute_qkv", help="implies --recompute-qkv"),
     switches("recompute_ffn", "recompute_swiglu", help="implies --recompute-swiglu"),
     # Adapters alone read these in backward. Beside products of 16 bits it costs nearly nothing.
+    # Without adapters the activation is left to the model where delayed scales are.
     *(
         default(
             name,
             lambda o: o.wants_adapters and o.matmul_dtype == o.model_dtype,
-            help="if not given on with adapters, unless products are of 8 bits",
+            when,
+            help=f"if not given on with adapters, unless products are of 8 bits{more}",
         )
-        for name in ("recompute_swiglu", "recompute_norm")
+        for name, when, more in (
+            (
+                "recompute_swiglu",
+                lambda v, o: o.wants_adapters or not (o.is_fp8 and o.fp8_recipe == "delayed"),
+                ", and with --fp8-recipe delayed where the MLP has a gate and no experts",
+            ),
+            ("recompute_norm", None, ""),
+        )
     ),
     default(
         "lmhead_chunks",
         parts_of_logits,
-        help=f"1 if not given, with adapters as many as leave {CHUNK_ROWS} tokens of each",
+        help=f"if not given as many as leave {TRAINED_CHUNK_ROWS} tokens of each, with adapters "
+        f"{CHUNK_ROWS}",
     ),
     switches("zero_level", "shard_gradients", when=lambda v, o: v >= 2),
     switches("zero_level", "shard_weights", when=lambda v, o: v >= 3),
@@ -591,7 +602,8 @@ IDLE_ALONE = (
     *idle(
         "write_combined",
         lambda v, o: not (offloads_optimizer(o) or o.offload_gradients or o.offload_quants),
-        "--write-combined has no effect without an --offload option beside --offload-residual",
+        "--write-combined has no effect without an --offload option beside --offload-residual "
+        "and --offload-between",
     ),
     *idle(
         "memcpy_send_recv",
@@ -604,6 +616,11 @@ IDLE_ALONE = (
         lambda v, o: why_no_mirrors(o),
         "--mirror-weights has no effect {found}",
         help="With --memcpy-all-gather:",
+    ),
+    *idle(
+        "offload_between",
+        lambda v, o: o.recompute_block and o.recompute_layers == "all",
+        "--offload-between has no effect with --recompute-block, which keeps no such stream",
     ),
     *idle(
         "recompute_layers",

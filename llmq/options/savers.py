@@ -126,15 +126,15 @@ SAVERS = (
 SAME_BITS = (
     *each(
         "recompute_ffn recompute_qkv recompute_att recompute_block recompute_layers "
-        "attn_bwd_chunks offload_residual offload_master offload_opt_m "
+        "attn_bwd_chunks offload_residual offload_between offload_master offload_opt_m "
         "offload_opt_v offload_ema offload_gradients offload_quants persistent_quants "
         "keep_transposed use_zero_copy write_combined memcpy_all_gather memcpy_send_recv "
         "mirror_weights",
         EXACT,
         lambda v, o, ranks: True,
     ),
-    *(  # whose defaults are not off with adapters
-        Rule(option=name, effect=EXACT, when=lambda v, o, ranks: True, sets={name: False})
+    *(  # whose defaults are not always off; None is what a model does by itself
+        Rule(option=name, effect=EXACT, when=lambda v, o, ranks: v is not None, sets={name: False})
         for name in ("recompute_swiglu", "recompute_norm")
     ),
     *each(

@@ -28,7 +28,7 @@ FEW_LAYERS = 2  # at least as many as the buffers that layers take turns in
 RECOMPUTE = tuple(f"recompute_{name}" for name in Recompute._fields)
 
 # Options that do not matter to the update, whose plan is therefore shared.
-WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual"), False)
+WITHOUT_UPDATE = dict.fromkeys((*RECOMPUTE, "offload_residual", "offload_between"), False)
 WITHOUT_UPDATE |= dict.fromkeys(
     ("batch_size", "grad_accumulation", "lmhead_chunks", "attn_bwd_chunks"), 1
 )
@@ -115,7 +115,9 @@ class Planner:
             return values
         # Those that recompute and those that do not are each like their likes.
         everywhere = replace(config, recompute_layers="all")
-        nowhere = replace(everywhere, **dict.fromkeys(RECOMPUTE, False))
+        swiglu = None if config.recompute_swiglu is None else False  # None: in all layers alike
+        without = dict.fromkeys(RECOMPUTE, False) | {"recompute_swiglu": swiglu}
+        nowhere = replace(everywhere, **without)
         none, all_ = self._extrapolate(nowhere), self._extrapolate(everywhere)
         mixed = none + recomputed / layers * (all_ - none)
         mixed[1] = max(none[1], all_[1])  # the stack is that of the layer that needs most

@@ -241,6 +241,8 @@ def _activations(step: Step) -> list[_Entry]:
         for i, name in enumerate((*first.computed, between, *second.computed)):
             order[layer, name] = (layer, i)
             tensor = kept.get(f"{name}.{layer}")
+            if name == between and not model.blocks.between.leaves(layer):
+                tensor = model.blocks.between.tensors.get(layer, tensor)
             if tensor is not None and tensor.dtype in (F32, BF16):
                 entries.append(_Entry((layer, i), f"{name} of layer {layer}", tensor))
     for (layer, name), value in model.operands.largest().items():
