@@ -101,14 +101,20 @@ template <class Format, bool IS_WANTED, bool IS_MEASURED> struct OctetEncoder {
         return make_uint2(0, 0);
     }
 
-    // encode in two steps: of two octets what is saturated and the largest, and of each its codes.
+    // encode in two steps: of an octet or two what is saturated and the largest, and of each its codes.
+    // All lanes of a warp are told of what is saturated, which takes less time than to let them diverge.
+    __device__ __forceinline__ void see(const uint4& x) { look(magnitude(x), x); }
     __device__ __forceinline__ void see(const uint4& x, const uint4& y) {
+        look(larger_magnitudes(magnitude(x), magnitude(y)), x, &y);
+    }
+    __device__ __forceinline__ void look(u32 most, const uint4& x, const uint4* y = nullptr) {
         if constexpr (IS_WANTED || IS_MEASURED) {
-            const u32 most = larger_magnitudes(magnitude(x), magnitude(y)) & ABS;
+            most &= ABS;
             if constexpr (IS_MEASURED) { largest = max_halves(largest, most); }
             if constexpr (IS_WANTED) {
-                if (__builtin_expect(max_halves(most, limit) != limit, 0)) {
-                    count_saturated(x), count_saturated(y);
+                if (__builtin_expect(__any_sync(~0u, max_halves(most, limit) != limit), 0)) {
+                    count_saturated(x);
+                    if (y != nullptr) { count_saturated(*y); }
                 }
             }
         }

@@ -53,7 +53,7 @@ struct Unit {
         box = unit / UNITS_OF_BOX, part = unit % UNITS_OF_BOX;
         line = part * UNIT_ROWS + lane / 8 * 4, octet = lane % 8;
         row = tile.row + line, column = tile.column + box * BOX + 8 * octet;
-        inside = row < M && column < F;
+        inside = __all_sync(~0u, row < M && column < F);  // told so that nothing diverges
         place = (i64)row * 2 * F + column;
     }
 };
@@ -102,7 +102,11 @@ struct Epilogue {
         for (int unit = me; unit < UNITS; unit += WARPS) {
             const Unit then(tile, min(unit + WARPS, UNITS - 1), M, F);
             Codes codes_of;
-            work_on(now, then, dynamic + now.box * Product::BOX_BYTES, codes_of);
+            if (now.inside) {
+                work_on(now, then, dynamic + now.box * Product::BOX_BYTES, codes_of);
+            } else {
+                load(then);
+            }
             if constexpr (TURNED > 0) {
                 put_transposed(now, 0, codes_of);
                 if (unit % UNITS_OF_BOX >= UNITS_OF_BOX - WARPS) {  // the box is all there
@@ -144,7 +148,11 @@ private:
                 const Unit then(wraps ? next : tile, unit + WARPS - (wraps ? UNITS : 0), M, F);
                 barrier_wait(product.ready + 8 * now.box, parity);
                 Codes codes_of;
-                work_on(now, then, boxes + now.box * Product::BOX_BYTES, codes_of);
+                if (now.inside) {
+                    work_on(now, then, boxes + now.box * Product::BOX_BYTES, codes_of);
+                } else {
+                    load(then);
+                }
                 arrive(product.taken + 8 * now.box);
                 if constexpr (TURNED > 0) {
                     put_transposed(now, first.turn + now.box, codes_of);
@@ -192,7 +200,7 @@ private:
         gate[row] = __ldcs(reinterpret_cast<const uint4*>(from + F));
     }
 
-    // A unit, while what `then` needs is loaded.
+    // A unit that is inside, while what `then` needs is loaded.
     __device__ __forceinline__ void work_on(const Unit& unit, const Unit& then,
                                             const unsigned char* box, Codes& to) {
         const unsigned char* const rows = box + unit.line * LINE;
@@ -204,7 +212,6 @@ private:
             uint4 d_up, d_gate, again;
             compute(d_up, d_gate, again, d, up[row], gate[row]);
             if (then.inside) { load(then, row); }
-            if (!unit.inside) { continue; }
             forget(d_up), forget(d_gate);
             encoder.see(d_up, d_gate);
             const i64 place = unit.place + (i64)row * 2 * F;
@@ -218,7 +225,8 @@ private:
                 store(codes + place, to.up[row]);
                 store(codes + place + F, to.gate[row]);
             }
-            if constexpr (OUT_TRANSPOSED) { to.out[row] = out_encoder.encode(again); }
+            out_encoder.see(again);
+            if constexpr (OUT_TRANSPOSED) { to.out[row] = out_encoder.codes(again); }
             if constexpr (OUT) { store(out + place - (i64)(unit.row + row) * F, again); }
         }
     }
