@@ -43,7 +43,10 @@ MODELS = {
     "mistral": {**ROPE, "sliding_window": None},
     "olmo2": {**ROPE, "eos_token_id": 300, "pad_token_id": 299},
     "phi3": {**ROPE, "eos_token_id": 300, "pad_token_id": 300},
-    "gemma3_text": {**ROPE, "head_dim": 16, "query_pre_attn_scalar": 16, "eos_token_id": [1, 106]},
+    "gemma3_text": {
+        **{**ROPE, "head_dim": 16, "query_pre_attn_scalar": 16, "eos_token_id": [1, 106]},
+        **{"final_logit_softcapping": 30.0},
+    },
     "qwen3_moe": {
         **{**ROPE, "head_dim": 16, "num_experts": 3, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 24, "decoder_sparse_step": 2},

@@ -59,6 +59,29 @@ def test_loss_and_every_gradient_match_torch(models, device):
         assert error <= GRADIENT_RTOL * scale, name
 
 
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_a_soft_cap_of_logits_is_that_of_transformers(cap, device):
+    """In losses, gradients, and in what is predicted next."""
+    path, model = exported("gemma3", final_logit_softcapping=cap), hf_model("gemma3")
+    model.config.final_logit_softcapping = cap
+    batches = [random_batch(np.random.default_rng(0))]
+    with trainer_for(path, device=device) as trainer:
+        result = trainer.step(batches)
+        ours = pieces(trainer, trainer.gradients())
+        text = batches[0][0][0][:9].tolist()
+    loss = torch_loss(model, batches)
+    loss.backward()
+    np.testing.assert_allclose(result.loss, loss.item(), rtol=LOSS_RTOL)
+    for name, gradient in torch_gradients(model).items():
+        error = np.linalg.norm(ours[name] / result.tokens - gradient)
+        assert error <= GRADIENT_RTOL * max(np.linalg.norm(gradient), 1e-3 * result.norm), name
+    with trainer_for(path, device=device, learning_rate=0.0) as trainer:
+        (next_logits,) = trainer.ranks.next_logits([text])
+    want = model(torch.tensor([text])).logits[0, -1].detach().numpy()
+    assert np.abs(next_logits).max() <= cap
+    np.testing.assert_allclose(next_logits, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "gpt2"])
 def test_the_row_of_padding_has_the_gradient_of_transformers(name, device):
     """None from looking it up, that of the head where this is the same matrix; GPT-2's has all."""

@@ -33,7 +33,7 @@ class Gemma3(RopeFamily):
     qkv_bias = None
     o_bias = None
     head_dim = 256
-    own_fields = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar")
+    own_fields = ("windowed_layers", "local_rope_theta", "query_pre_attn_scalar", "logit_softcap")
     windowed = True
     sliding_window = 4096
     full_every = 6
@@ -54,8 +54,7 @@ class Gemma3(RopeFamily):
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """As in its family, but for names, defaults, and parameters that are of kinds of layers."""
         reject(hf, "hidden_activation", "gelu_pytorch_tanh")
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            reject(hf, name, None)
+        reject(hf, "attn_logit_softcapping", None)
         reject(hf, "use_bidirectional_attention", False, None)
         rope = get(hf, "rope_parameters", dict, None) or {}
         if rope.keys() - {WINDOWED, FULL}:
@@ -73,6 +72,7 @@ class Gemma3(RopeFamily):
         return fields | {
             "local_rope_theta": get(local, "rope_theta", float, theta),
             "query_pre_attn_scalar": None if scalar == fields["head_dim"] else scalar,
+            "logit_softcap": get(hf, "final_logit_softcapping", float, None),
         }
 
     def write_sizes(self, model: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Gemma3(RopeFamily):
             "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
             "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
+            "final_logit_softcapping": model.logit_softcap,
             "rope_local_base_freq": local,
             "rope_parameters": {
                 FULL: fields["rope_parameters"],

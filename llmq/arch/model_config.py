@@ -85,6 +85,8 @@ class ModelConfig:
     """Base of the rotary frequencies of layers with a window, not stretched; None: as in others."""
     query_pre_attn_scalar: int | None = None
     """Scores are divided by its root; None: by that of Hd. RoPE's tables have the difference."""
+    logit_softcap: float | None = None
+    """It times tanh of a logit over it stands for each logit; None: itself."""
     qk_norm: bool
     """RMSNorm of queries and keys before RoPE: of every head, or as arch.wide_qk_norm says."""
     qkv_bias: bool

@@ -120,6 +120,7 @@ class CrossEntropy(Epilogue):
     losses, lse: F32 (M,). targets: I32 (M,). gradient: whether out becomes the gradient of the
     logits, or codes, if they are given, with code_scale. weights: F32 (M,), by which the gradient's
     rows are multiplied; None: all are 1.
+    softcap: as of ops.cross_entropy.
     factors: F32 (M,), and `route` says where they are needed: a row of the gradient is then that of
     out times its factor. scale_a: whether a's rows are multiplied by them.
     """
@@ -134,6 +135,7 @@ class CrossEntropy(Epilogue):
     weights: Tensor | None = None
     codes: Tensor | None = None
     code_scale: float = 1.0
+    softcap: float | None = None
     factors: Tensor | None = None
     scale_a: bool = False
 

@@ -3,6 +3,7 @@
 //   lse = log sum_v exp(x[v])         loss = lse - x[target]
 //   d_x[v] = weight * (exp(x[v] - lse) * (1 + z_loss * lse) - (v == target))
 //   codes[v] = fp8(d_x[v] * code_factor)        instead of d_x in place, with CODES = 1
+//   cap * tanh(x / cap) stands for x, and d_x has its slope, with the bits of an F32 as SOFTCAP
 //
 // Data     logits: (rows, padded_vocab) of T, 16-byte aligned, rows a multiple of one 16-byte
 //          vector; columns >= vocab are ignored on entry and 0 on return. losses, lse: F32
@@ -18,7 +19,7 @@
 //          registers that the gradient leaves. About 12 instructions and 2 exponentials per
 //          element. forward_backward reads a row twice, the second time backwards, as its end is
 //          what the caches still hold. stats: about 16 us for 32k rows.
-// Needs    target < vocab. The registers kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
+// Needs    target < vocab. SOFTCAP: not for the registers kernel, which has none to spare. That kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
 //          CLUSTER > 1 only from compute capability 9.0 on.
 // Same name  llmq/ops/cross_entropy.py  llmq/ref/cross_entropy.py  tests/ops/test_cross_entropy.py
 #include "common.cuh"
@@ -29,6 +30,28 @@ constexpr int ROW_THREADS = 512, UNROLL = 4;
 constexpr int N = Vec<T>::N;
 // The maximum of nothing. Finite, so that the difference of two is not NaN; below any logit.
 constexpr float LOWEST = -1e30f;
+
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+
+// A logit as it counts; -infinity, of what is no logit, stays.
+__device__ __forceinline__ float capped(float x) {
+    if constexpr (SOFTCAP != 0) {
+        const float cap = __uint_as_float(SOFTCAP);
+        return x < LOWEST ? x : cap * tanhf(x / cap);
+    }
+    return x;
+}
+
+// The slope of capped, from its result.
+__device__ __forceinline__ float slope_of(float y) {
+    if constexpr (SOFTCAP != 0) {
+        const float part = y / __uint_as_float(SOFTCAP);
+        return y < LOWEST ? 0.0f : 1.0f - part * part;
+    }
+    return 1.0f;
+}
 
 // sum = sum of exp(x - max) over the elements seen so far.
 struct Softmax {
@@ -92,13 +115,13 @@ struct RowResult {
     float max, factor;  // d_x = exp(x - max) * factor - onehot * weight
     float lse;
     int target;
-    float weight;
+    float weight, slope;  // that of the target's logit
 };
 
 __device__ __forceinline__ RowResult finish(const Softmax& row, int target, float z_loss,
-                                            float weight) {
+                                            float weight, float slope = 1.0f) {
     const float lse = row.lse();
-    return {row.max, weight * (1.0f + z_loss * lse) / row.sum, lse, target, weight};
+    return {row.max, weight * (1.0f + z_loss * lse) / row.sum, lse, target, weight, slope};
 }
 
 // What a gradient is stored as: the logits' own vectors, or eight codes.
@@ -137,10 +160,15 @@ __device__ __forceinline__ Stored gradient(uint4 packed, int i, const RowResult&
     const Vec<T> x = unpack<T>(packed);
     float d[N];
 #pragma unroll
-    for (int k = 0; k < N; ++k) { d[k] = exp_below(to_f32(x[k]), row.max) * row.factor; }
+    for (int k = 0; k < N; ++k) {
+        const float y = capped(to_f32(x[k]));
+        d[k] = exp_below(y, row.max) * row.factor * slope_of(y);
+    }
     if (row.target / N == i) {
 #pragma unroll
-        for (int k = 0; k < N; ++k) { d[k] -= k == row.target % N ? row.weight : 0.0f; }
+        for (int k = 0; k < N; ++k) {
+            d[k] -= k == row.target % N ? row.weight * row.slope : 0.0f;
+        }
     }
     return stored(d, code_factor);
 }
@@ -270,9 +298,9 @@ __device__ __forceinline__ Softmax read_row(const uint4* row, int vocab) {
             const Vec<T> elements = unpack<T>(masked(x[u], start + u * ROW_THREADS, vocab));
             float max = own.max, sum = 0.0f;
 #pragma unroll
-            for (int k = 0; k < N; ++k) { max = fmaxf(max, to_f32(elements[k])); }
+            for (int k = 0; k < N; ++k) { max = fmaxf(max, capped(to_f32(elements[k]))); }
 #pragma unroll
-            for (int k = 0; k < N; ++k) { sum += exp_below(to_f32(elements[k]), max); }
+            for (int k = 0; k < N; ++k) { sum += exp_below(capped(to_f32(elements[k])), max); }
             own.sum = own.sum * exp_below(own.max, max) + sum;
             own.max = max;
         }
@@ -298,8 +326,9 @@ cross_entropy_forward_backward(Logits* logits, f32* __restrict__ losses, f32* __
     Stored* const out = first_stored(logits, codes, r * padded_vocab);
     const int target = targets[r];
     // Read here: read_row's barrier keeps the other threads from overwriting it.
-    const float logit = target < 0 ? 0.0f : to_f32(logits[r * padded_vocab + target]);
-    const RowResult result = finish(read_row(row, vocab), target, z_loss, WEIGHT_OF(r));
+    const float logit = target < 0 ? 0.0f : capped(to_f32(logits[r * padded_vocab + target]));
+    const RowResult result =
+        finish(read_row(row, vocab), target, z_loss, WEIGHT_OF(r), slope_of(logit));
     if (threadIdx.x == 0) {
         lse[r] = result.lse;
         losses[r] = target < 0 ? 0.0f : result.lse - logit;
@@ -331,7 +360,7 @@ cross_entropy_forward(f32* __restrict__ losses, f32* __restrict__ lse, const T* 
     const float log_sum = read_row(reinterpret_cast<const uint4*>(row), vocab).lse();
     if (threadIdx.x == 0) {
         lse[r] = log_sum;
-        losses[r] = target < 0 ? 0.0f : log_sum - to_f32(row[target]);
+        losses[r] = target < 0 ? 0.0f : log_sum - capped(to_f32(row[target]));
     }
 }
 

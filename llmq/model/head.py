@@ -78,6 +78,7 @@ class Head:
         rows = shape[0]
         self.dev, self.config, self.dtype, self.rows = dev, config, dtype, rows
         self.chunks, self.z_loss = options.lmhead_chunks, z_loss
+        self.softcap = None if config.num_labels else config.logit_softcap
         self.norm = Normalization(dev, config)
         self.residual = residual
         self.out = dev.alloc("norm.final", shape, dtype, "Activations")
@@ -258,7 +259,8 @@ class Head:
             added = low.beside(start, stop)
             self.linear.forward(logits, x, lm_head, epilogue=epilogue, adapters=added)
             return logits, after
-        if route(dev, logits, x, lm_head, trans_b=True, epilogue=epilogue) is not None:
+        taken = route(dev, logits, x, lm_head, trans_b=True, epilogue=epilogue)
+        if taken is not None and self.softcap is None:
             scratch = dev.scratch("logits.factors", (stop - start,), F32)
             after = RowFactors(factors=temps.enter_context(scratch))
             epilogue = replace(epilogue, factors=after.factors)
@@ -307,6 +309,7 @@ class Head:
             z_loss=self.z_loss,
             gradient=gradient,
             weights=weights and weights.rows(start, stop),
+            softcap=self.softcap,
             scale_a=scale_a,
         )
 

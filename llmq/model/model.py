@@ -140,7 +140,8 @@ class Model:
     def next_logits(self, rows: Sequence[int]) -> np.ndarray:
         """The same on the host, F32 (len(rows), V); waits for the device."""
         found = [self.dev.download(row)[0, : self.config.outputs] for row in self.logits(rows)]
-        return np.array(found, np.float32)
+        logits, cap = np.array(found, np.float32), self.head.softcap
+        return logits if cap is None else cap * np.tanh(logits / cap)
 
     def rows(self, targets: Tensor) -> Rows:
         """The head's knowledge of the micro-batch with these targets."""

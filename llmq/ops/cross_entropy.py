@@ -1,5 +1,7 @@
 """Cross-entropy of next-token logits, fused with its gradient, and the step's loss statistics."""
 
+import numpy as np
+
 from llmq.base.dtypes import BF16, F32, FP8, I32, TOKEN_STATS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float, expect_stats, launch_weighted
@@ -70,6 +72,7 @@ def forward_backward(
     codes: Tensor | None = None,
     code_scale: float = 1.0,
     weights: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Replaces logits by d_logits = softmax(logits) * (1 + z_loss * lse) - onehot(target).
 
@@ -85,6 +88,7 @@ def forward_backward(
         codes    out    FP8 (rows, Vp)   or None; E4M3 or E5M2: d_logits / code_scale, rounded to
                                          nearest even and clamped, instead of d_logits in logits
         weights  in     F32 (rows,)      or None: all are 1; losses and lse have none
+        softcap: softcap * tanh(logit / softcap) counts in the place of each logit; None: itself
 
     Cost:    logits read once where registers hold a row, else twice; d_logits or codes written.
     Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
@@ -97,8 +101,10 @@ def forward_backward(
         _check_codes(op, codes, logits)
     args = (logits, losses, lse, targets, codes, rows, vocab_size, padded_vocab)
     args += (z_loss, 1.0 / code_scale)
-    consts = {"CODES": int(codes is not None)}
-    layout = register_layout(padded_vocab * logits.dtype.itemsize, dev.spec.capability)
+    consts = {"CODES": int(codes is not None)} | _cap(softcap)
+    layout = None
+    if softcap is None:  # it needs more registers
+        layout = register_layout(padded_vocab * logits.dtype.itemsize, dev.spec.capability)
     if weights is not None:
         expect(op, "weights", weights, F32, (rows,))
     if layout is None:
@@ -109,7 +115,14 @@ def forward_backward(
 
 
 def forward(
-    dev: Device, losses: Tensor, lse: Tensor, logits: Tensor, targets: Tensor, vocab_size: int
+    dev: Device,
+    losses: Tensor,
+    lse: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    *,
+    softcap: float | None = None,
 ) -> None:
     """losses and lse of forward_backward, without a gradient; logits stay as they are.
 
@@ -118,12 +131,13 @@ def forward(
         lse      out  F32 (rows,)
         logits   in   X   (rows, Vp)   Vp a multiple of 16 bytes; columns >= vocab_size are ignored
         targets  in   I32 (rows,)      ids in [0, vocab_size); negative: masked, loss 0
+        softcap: as in forward_backward
 
     Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
     """
     rows, padded_vocab = _check("cross_entropy.forward", logits, losses, lse, targets, vocab_size)
     args = (losses, lse, logits, targets, rows, vocab_size, padded_vocab)
-    dev.launch(FORWARD, rows, THREADS, args)
+    dev.launch(FORWARD, rows, THREADS, args, consts=_cap(softcap))
 
 
 def stats(
@@ -161,6 +175,11 @@ def stats(
     if weights is not None:
         expect(op, "weights", weights, F32, targets.shape)
     launch_weighted(dev, ADD_STATS, 1, STATS_THREADS, args, {}, weights)
+
+
+def _cap(softcap: float | None) -> dict[str, int]:
+    """The constant of kernels with a soft cap: its bits as F32."""
+    return {} if softcap is None else {"SOFTCAP": int(np.float32(softcap).view(np.uint32))}
 
 
 def _check(

@@ -471,16 +471,18 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
     e, dev = epilogue, terms.dev
-    if e.gradient and terms.adapters is None and terms.route("exp", out.dtype) is not None:
+    plain = e.gradient and e.softcap is None and terms.adapters is None
+    if plain and terms.route("exp", out.dtype) is not None:
         _exponentials(terms, out, e)
         return
     _store(terms, out)
     if not e.gradient:
-        cross_entropy.forward(dev, e.losses, e.lse, out, e.targets, e.vocab_size)
+        args = (e.losses, e.lse, out, e.targets, e.vocab_size)
+        cross_entropy.forward(dev, *args, softcap=e.softcap)
         return
     cross_entropy.forward_backward(
         dev, out, e.losses, e.lse, e.targets, e.vocab_size, e.z_loss,
-        codes=e.codes, code_scale=e.code_scale, weights=e.weights,
+        codes=e.codes, code_scale=e.code_scale, weights=e.weights, softcap=e.softcap,
     )  # fmt: skip
 
 

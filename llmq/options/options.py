@@ -711,6 +711,12 @@ class TrainConfig(Derived):
     tie_embeddings: bool | None = option(
         SIZES_GROUP, None, "Use the embedding matrix as LM head", alias="tie-word-embeddings"
     )
+    logit_softcap: float | None = option(
+        SIZES_GROUP,
+        None,
+        "Soft cap of Gemma's logits, which become cap * tanh(logit / cap); 0: none",
+        min=0,
+    )
     qk_norm: bool | None = option(
         SIZES_GROUP,
         None,

@@ -165,6 +165,7 @@ def option_rows(
     ]
     rows += [(row, shown.pop(row)) for row in _AFTER_MODEL]
     rows += [("head-dim", model.head_dim), ("qk-norm", model.qk_norm)]
+    rows.append(("logit-softcap", model.logit_softcap or "none"))
     rows.append(("max-positions", model.max_positions))
     rows.append(("rope-theta", model.rope_theta if model.positions == "rope" else "none"))
     scaling = model.rope_scaling

@@ -250,6 +250,11 @@ LOSS_RULES = (
         "likely tokens",
     ),
     *refused(
+        "loss",
+        lambda v, o, model: v == "kd" and model.logit_softcap is not None,
+        "--loss kd: is computed from logits without a soft cap, and this model has one",
+    ),
+    *refused(
         "kd_top_k",
         lambda v, o, model: o.loss == "kd" and v > model.vocab_size,
         "--kd-top-k: {value} is more than the vocabulary of {model.vocab_size}",

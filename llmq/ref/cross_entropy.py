@@ -17,6 +17,16 @@ CASES = {
 }
 
 
+def _cap(x: np.ndarray, bits: int) -> np.ndarray | None:
+    """Soft-cap x in place. bits: of the cap, an F32; 0: none. Returns the slopes, if there are."""
+    if not bits:
+        return None
+    cap = np.uint32(bits).view(np.float32)
+    part = np.tanh(x / cap)
+    np.multiply(part, cap, out=x)
+    return 1 - np.square(part)
+
+
 def _softmax(
     x: np.ndarray, losses: np.ndarray, lse: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -49,11 +59,14 @@ def cross_entropy_forward_backward(
     z_loss: float,
     code_factor: float,
     weights: np.ndarray | None = None,
+    *,
+    softcap: int = 0,
 ) -> None:
     """The gradient goes to codes, as d * code_factor, where there are codes; else to logits.
     weights: of the rows; None: all are 1."""
     for block in row_blocks(rows, padded_vocab):
         x = compute(logits[block, :vocab])
+        slopes = _cap(x, softcap)
         sums, counted, picked = _softmax(x, losses[block], lse[block], targets[block])
         factor = np.zeros_like(sums)
         factor[counted] = (1 + z_loss * lse[block][counted]) / sums[counted]
@@ -61,6 +74,7 @@ def cross_entropy_forward_backward(
         factor[counted] *= weight
         x *= factor[:, None]
         x[counted, picked] -= weight
+        x *= 1 if slopes is None else slopes
         if len(counted) < len(x):
             x[targets[block] < 0] = 0
         if codes is not None:
@@ -86,9 +100,12 @@ def cross_entropy_forward(
     rows: int,
     vocab: int,
     padded_vocab: int,
+    *,
+    softcap: int = 0,
 ) -> None:
     for block in row_blocks(rows, padded_vocab):
         x = np.array(compute(logits[block, :vocab]))
+        _cap(x, softcap)
         _softmax(x, losses[block], lse[block], targets[block])
 
 

@@ -70,7 +70,8 @@ class HostDevice(Device):
         args = [a.numpy() if isinstance(a, Tensor) else a for a in launch.args]
         # A diverging run is reported by the trainer, not by one warning per operation.
         with np.errstate(all="ignore"):
-            constants = {name: launch.consts[name.upper()] for name in constants_of(launch.kernel)}
+            named = {name: launch.consts.get(name.upper()) for name in constants_of(launch.kernel)}
+            constants = {name: value for name, value in named.items() if value is not None}
             reference(launch.kernel)(*args, **constants)
 
     def copy(self, dst: Tensor, src: Tensor) -> None:

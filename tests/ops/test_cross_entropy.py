@@ -78,6 +78,46 @@ def test_two_pass_kernel(dev, rng, rows, vocab, padded_vocab, dtype):
     assert not got["logits"][:, vocab:].astype(np.float32).any()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, E5M2], ids=str)
+@pytest.mark.parametrize("rows, vocab, padded_vocab", list(SMALL.values())[:3], ids=list(SMALL)[:3])
+def test_a_soft_cap_stands_for_each_logit(dev, rng, rows, vocab, padded_vocab, dtype):
+    """With codes too; its slope is the logits' own."""
+    arrays = _arrays(rng, rows, vocab, padded_vocab, BF16 if dtype is E5M2 else dtype)
+    cap, codes = 4.0, {}
+    if dtype is E5M2:
+        codes = {"codes": np.full((rows, padded_vocab), 0xA5, np.uint8).view(dtype.numpy)}
+
+    def call(dev, **tensors):
+        scale = {"code_scale": 2.0**-7} if codes else {}
+        op.forward_backward(dev, **tensors, vocab_size=vocab, z_loss=1e-2, softcap=cap, **scale)
+
+    def losses(dev, logits, losses, lse, targets):
+        op.forward(dev, losses, lse, logits, targets, vocab, softcap=cap)
+
+    got, want = (run(d, call, arrays | codes) for d in (dev, host_device()))
+    np.testing.assert_allclose(got["lse"], want["lse"], **LSE)
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=0, **LOSS)
+    plain = run(dev, losses, arrays)
+    assert plain["lse"].tobytes() == got["lse"].tobytes()
+    x = arrays["logits"][:, :vocab].astype(np.float64)
+    y, counted = cap * np.tanh(x / cap), arrays["targets"] >= 0
+    lse = np.log(np.exp(y).sum(1))
+    np.testing.assert_allclose(got["lse"], lse, **LSE)
+    d = np.exp(y - lse[:, None]) * (1 + 1e-2 * lse[:, None])
+    d[counted, arrays["targets"][counted]] -= 1
+    d *= counted[:, None] * (1 - (y / cap) ** 2)
+    for each in (got, want):
+        if dtype is E5M2:
+            found = each["codes"].astype(np.float32)[:, :vocab] * np.float32(2.0**-7)
+            np.testing.assert_allclose(found, d, **CODE[E5M2], atol=LEAST[E5M2] * 2.0**-8)
+        else:
+            assert not each["logits"][:, vocab:].astype(np.float32).any()
+            found = each["logits"].astype(np.float32)[:, :vocab]
+            # A slope near 0 is 1 less a square that is rounded.
+            bound = {"rtol": GRADIENT[dtype]["rtol"], "atol": 2**-21}
+            np.testing.assert_allclose(found, d, **bound)
+
+
 # The bound on what a code stands for: half the distance of two codes, and the error of a gradient.
 CODE = {E4M3: {"rtol": 2**-4 + 2**-17}, E5M2: {"rtol": 2**-3 + 2**-17}}
 LEAST = {E4M3: 2.0**-9, E5M2: 2.0**-16}  # the distance of codes around 0

@@ -145,6 +145,8 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
         yield "with fewer keys than queries"
     if model.query_pre_attn_scalar not in (None, _own_scalar(model)):
         yield f"with query_pre_attn_scalar {model.query_pre_attn_scalar}, only {_own_scalar(model)}"
+    if model.logit_softcap is not None:
+        yield "with a soft cap of logits, which not all of its versions read"
     positions = None if scaling is None else scaling.kind
     if positions not in _ROPE_KINDS and not (positions == "longrope" and kind.longrope):
         yield f"with positions stretched as {positions}"
