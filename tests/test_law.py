@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("law")
     report = {"device": "a card", "tokenizer": "abc", "runs": runs(noise=0.003)}
     (folder / "runs.json").write_text(json.dumps(report))
-    fit_files([folder / "runs.json"], folder / "law.json", folder / "law.png")
+    fit_files([folder / "runs.json"], folder / "law.json", "texts", folder / "law.png")
     return folder
 
 
@@ -78,7 +78,7 @@ def test_a_fitted_file_is_read_as_laws(folder):
     assert (folder / "law.png").stat().st_size > 5000
     law = read_laws(folder / "law.json")["adamw"]
     assert (law.parameters, law.tokens) == ((1.5e6, 30e6), (16e6, 150e6))
-    assert "15 runs of this program (a card)" in law.source
+    assert "15 runs of this program on texts (a card)" in law.source
     assert law.beyond(3e6, 1.5e9) == 10 and law.beyond(3e6, 16e6) == 1
     assert 2 * law.off <= law.error(6e6, 50e6, "abc") < law.error(1e9, 2e10, "abc")
     assert law.error(6e6, 50e6, "another tokenizer") == law.error(6e6, 50e6, None) == OTHER_TEXT

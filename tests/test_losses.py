@@ -113,12 +113,13 @@ def ladder_of(best: float, monkeypatch):
     def measured(wanted, out):
         records = [
             {
+                "options": row,
                 "learning_rate": row["learning-rate"],
                 "loss": None
                 if row["learning-rate"] > 0.5
                 else 3 + 0.1 * math.log2(row["learning-rate"] / best) ** 2,
                 "width": 256,
-                "optimizer": "adamw",
+                "optimizer": row.get("optimizer", "adamw"),
                 "tokens": 1 << 24,
                 "tokens_per_step": 1 << 14,
             }
@@ -141,6 +142,20 @@ def test_a_ladder_goes_on_until_the_best_rate_is_inside(best, made, tmp_path, mo
     assert math.isclose(found["rate"], best, rel_tol=0.01)  # a parabola has no error but rounding
     assert found["width"] == 256 and len(found["runs"]) == made[-1]
     assert f"{found['rate']:g}" in capsys.readouterr().out
+
+
+def test_a_ladder_of_muon_climbs_both_rates(tmp_path, monkeypatch):
+    """That of what AdamW trains beside it is a multiple, so that one trainer makes all runs."""
+    out = tmp_path / "rates.json"
+    ladder_of(0.02, monkeypatch)
+    given = {"train-file": "x", "eval-file": "split", "optimizer": "muon"}
+    run_sweep_lr(given, depth=4, rates=5, out=out)
+    found = json.loads(out.read_text())
+    assert (found["optimizer"], found["muon_share"]) == ("muon", 0.25)
+    rates = [(r["options"]["learning-rate"], r["options"]["muon-lr"]) for r in found["runs"]]
+    assert rates == [(0.016 * 2.0**n, 0.004 * 2.0**n) for n in range(-2, 3)]
+    run_sweep_lr(given | {"muon-lr": 0.01}, depth=4, rates=5, out=out)
+    assert {r["options"]["muon-lr"] for r in json.loads(out.read_text())["runs"]} == {0.01}
 
 
 def test_a_ladder_that_diverges_everywhere_is_an_error():

@@ -1,7 +1,7 @@
 """Measure and fit the scaling law that `llmq recipe` goes by.
 
 python tools/scaling_law.py measure SWEEP.yaml --data DIR --out RUNS.json [--minutes M] [--where …]
-python tools/scaling_law.py fit RUNS.json... --out LAW.json [--picture LAW.png]
+python tools/scaling_law.py fit RUNS.json... --out LAW.json --texts … [--picture LAW.png]
 
 `measure` trains each run of a sweep file (as those of `llmq bench`, with options of data and
 steps) on DIR/train*.bin, and notes its loss on DIR/eval*.bin. It goes on with a file that is there,
@@ -165,6 +165,7 @@ def measure(
 def fit_files(
     files: list[Path],
     out: Annotated[Path, typer.Option()],
+    texts: Annotated[str, typer.Option(help="What the data are of, for whoever reads it.")],
     picture: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Fit the law to all runs of FILES, and print what it says of each."""
@@ -176,7 +177,7 @@ def fit_files(
     devices = sorted({report["device"] for report in reports})
     record = {
         "layout": LAYOUT,
-        "source": f"a fit to {len(runs)} runs of this program ({', '.join(devices)})",
+        "source": f"a fit to {len(runs)} runs of this program on {texts} ({', '.join(devices)})",
         "tokenizer": tokenizers.pop(),
         "optimizers": {},
     }

@@ -21,7 +21,7 @@ from llmq.base.files import read_json, write_file
 from llmq.bench.sweep_file import Row, identity, read_runs
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.options_io import make_config
-from llmq.plan.recipe import BASE, round_rate, sizes_of
+from llmq.plan.recipe import BASE, TABLES, round_rate, sizes_of
 from llmq.report.json_log import JsonLog
 from llmq.run.batches import move_loaders
 from llmq.run.model_of_run import agreed_tokenizer, model_of_run
@@ -167,6 +167,7 @@ FEWEST = 3  # a curve through less has no lowest point
 # for the lowest loss, and enough to tell rates apart.
 USUAL = {"batch-size": 16, "grad-accumulation": 1, "steps": 1000, "eval-num-steps": 32}
 USUAL |= {"learning-rate": 0.002, "lr-schedule": "linear", "final-lr-fraction": 0.0}
+OF_MUON = {"learning-rate": 0.016}  # of what AdamW trains beside it
 
 
 def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) -> None:
@@ -180,7 +181,8 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
         raise ConfigError(f"--rates: must be at least {FEWEST}, got {rates}")
     own = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}
     own |= {OPTIONS[name].flags[0]: size for name, size in sizes_of(depth).items()}
-    own = ({} if "model" in given else own) | USUAL | given
+    usual = USUAL | (OF_MUON if given.get("optimizer") == "muon" else {})
+    own = ({} if "model" in given else own) | usual | given
     middle = float(own["learning-rate"])
     own.setdefault("warmup", max(int(own["steps"]) // 20, 1))
     ladder = [middle * STEP ** (n - rates // 2) for n in range(rates)]
@@ -199,6 +201,8 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
         "optimizer": first["optimizer"],
         "tokens": first["tokens"],
         "tokens_per_step": first["tokens_per_step"],
+        "muon_share": first["options"].get("muon-lr", first["learning_rate"])
+        / first["learning_rate"],
     }
     write_file(out, json.dumps(result | read_json(out), indent=1) + "\n")
     for run in found:
@@ -211,6 +215,8 @@ def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) ->
 def _measured(own: Row, ladder: list[float], out: Path) -> list[dict[str, Any]]:
     """The runs with these rates, in their order."""
     rows = [own | {"learning-rate": round_rate(rate)} for rate in sorted(ladder)]
+    if own.get("optimizer") == "muon" and own.get("muon-scale", "match-rms") == "match-rms":
+        rows = [{"muon-lr": row["learning-rate"] / TABLES} | row for row in rows]
     for row in rows:
         read_runs(row, None, trains=True)
     return measure_losses(rows, out)

@@ -95,14 +95,14 @@ def _tried(recipe: Recipe, *, data: bool) -> Tried:
 
 
 def _of_short_run(recipe: Recipe) -> tuple[float, float]:
-    """Seconds of a step, and of all else. The second of two runs says that: only there libraries
-    are in memory and kernels compiled."""
-    few = max(round(TRIED_SECONDS / recipe.need.time.total), FEWEST_STEPS)
-    _, times = _short_run(recipe.config, few)
+    """Seconds of a step, and of all else. The second of two runs says that: beside the first one
+    kernels are compiled, which slows its steps too, and libraries are read from the disk."""
+    _short_run(recipe.config, FEWEST_STEPS)
+    steps = max(round(TRIED_SECONDS / recipe.need.time.total), FEWEST_STEPS)
+    wall, times = _short_run(recipe.config, steps)
     half = len(times) // 2  # a GPU that waited has a higher clock at first
     step = (times[-1] - times[half]) / (len(times) - 1 - half)
-    wall, _ = _short_run(recipe.config, FEWEST_STEPS)
-    return step, max(wall - FEWEST_STEPS * step, 0.0)
+    return step, max(wall - steps * step, 0.0)
 
 
 def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
@@ -134,7 +134,7 @@ def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
 @train_options
 def recipe(
     given: dict[str, Any],
-    hours: Annotated[float, typer.Option(min=0.01, help="Hours that the whole run may take.")],
+    hours: Annotated[float, typer.Option(min=0.004, help="Hours that the whole run may take.")],
     config_file: ConfigFile = None,
     data: Data = None,
     card: CardName = None,

@@ -3,9 +3,12 @@
     L(N, D) = E + A / N^alpha + B / D^beta
 
 is the form of Hoffmann et al., arXiv:2203.15556. `tools/scaling_law.py` fits it to runs of this
-program and writes the file that is read here. Until there is one of ours, the constants are those
-that Besiroglu et al., arXiv:2404.10102, find in Hoffmann's own data.
+program and writes the file that is read here, as law.json beside it: of small models, on some
+tokens. For what is larger the constants are those that Besiroglu et al., arXiv:2404.10102, find in
+Hoffmann's own data.
 """
+
+from __future__ import annotations
 
 import math
 import statistics
@@ -59,6 +62,7 @@ class Law:
     source: for the user. resampled: fits to random choices of the runs; how far they lie apart is
     what the fit does not know. off: the relative error of runs by a fit without them, 0 where there
     are none of ours. tokenizer: the fingerprint of the runs' tokens, None of others' runs.
+    derived: it is a law of another optimizer, with other tokens to the same loss.
     """
 
     source: str
@@ -66,14 +70,16 @@ class Law:
     resampled: tuple[Constants, ...] = ()
     off: float = 0.0
     tokenizer: str | None = None
+    derived: bool = False
     parameters: Range
     tokens: Range
 
     def loss(self, parameters: float, tokens: float, unique: float = math.inf) -> float:
         """The loss in nats a token. unique: tokens that there are, which further passes repeat."""
         if tokens > unique:
-            parameters = worth(parameters, self.constants.size_for(unique), EXCESS)
             tokens = worth(tokens, unique, PASSES)
+            if self.tokenizer is None:  # the runs of others are fitted to what came in passes
+                parameters = worth(parameters, self.constants.size_for(unique), EXCESS)
         return self.constants.loss(parameters, tokens)
 
     def error(self, parameters: float, tokens: float, tokenizer: str | None) -> float:
@@ -81,11 +87,27 @@ class Law:
 
         tokenizer: fingerprint of the tokens that are to be trained on.
         """
-        if self.tokenizer is None or tokenizer != self.tokenizer:
+        if not self.is_of(tokenizer):
             return OTHER_TEXT
         found = [each.loss(parameters, tokens) for each in self.resampled]
         spread = statistics.stdev(found) / statistics.mean(found) if len(found) > 1 else 0.0
         return 2 * math.hypot(spread, self.off)
+
+    def is_of(self, tokenizer: str | None) -> bool:
+        """Whether its runs had tokens of this tokenizer, as losses of others say little."""
+        return self.tokenizer is not None and tokenizer == self.tokenizer
+
+    def with_tokens(self, times: float, optimizer: str) -> Law:
+        """The law of another optimizer, which needs so many times the tokens for each loss."""
+        of_all = (self.constants, *self.resampled)
+        constants, *resampled = (c._replace(B=c.B * times**c.beta) for c in of_all)
+        return replace(
+            self,
+            source=f"{self.source}; {optimizer} with {times:.0%} of the tokens",
+            constants=constants,
+            resampled=tuple(resampled),
+            derived=True,
+        )
 
     def beyond(self, parameters: float, tokens: float) -> float:
         """How many times larger one of them is than what was measured; 1: neither is."""
@@ -106,23 +128,26 @@ PUBLISHED = Law(
     parameters=Range(44e6, 16e9),
     tokens=Range(5e9, 500e9),
 )
-"""The law that is taken as long as there is none of ours."""
+"""The law of all that is larger than ours was measured on."""
 MUON_TOKENS = 0.75
 """The part of AdamW's tokens with which Muon had a lower loss than AdamW's best (docs/optimizer.md:
 three times, at 91M and 365M parameters). Others needed two thirds (docs/speed.md)."""
 
 
+def published_laws() -> dict[str, Law]:
+    """The published law by optimizer, Muon's as it follows from that."""
+    return {"adamw": PUBLISHED, "muon": PUBLISHED.with_tokens(MUON_TOKENS, "Muon")}
+
+
 def read_laws(file: Path | None = None) -> dict[str, Law]:
-    """The laws of a file of tools/scaling_law.py by optimizer; None: ours, or the published one.
+    """The laws of a file of tools/scaling_law.py by optimizer; None: ours, and that of AdamW which
+    follows from it.
 
     Raises ConfigError.
     """
-    if file is None and not OURS.is_file():
-        fewer = PUBLISHED.constants.B * MUON_TOKENS**PUBLISHED.constants.beta
-        source = f"{PUBLISHED.source}; Muon with {MUON_TOKENS:.0%} of the tokens"
-        of_muon = replace(PUBLISHED, source=source, constants=PUBLISHED.constants._replace(B=fewer))
-        return {"adamw": PUBLISHED, "muon": of_muon}
-    file = file or OURS
+    if file is None:
+        of_muon = read_laws(OURS)["muon"]
+        return {"muon": of_muon, "adamw": of_muon.with_tokens(1 / MUON_TOKENS, "AdamW")}
     try:
         found = read_json(file)
         if found.get("layout") != LAYOUT:

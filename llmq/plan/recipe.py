@@ -18,7 +18,7 @@ from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use
 from llmq.plan.estimate import Estimate
 from llmq.plan.fit import PRODUCT, Fit
-from llmq.plan.law import PUBLISHED, Law
+from llmq.plan.law import PASSES, Law, worth
 from llmq.plan.memory import OutOfMemory
 from llmq.plan.shrink import FP8, changed
 from llmq.plan.target import PlanTarget
@@ -51,9 +51,13 @@ FP8_LOSS = 1.002  # with delayed scales after 540 steps (docs/speed.md): 0.07 an
 BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
 MOST_RATE = 0.004  # what the formula says of models smaller than its own is higher
-# Times 1 / sqrt(width): 0.02 of Keller Jordan's code, whose changes match-rms multiplies by 0.2
-# sqrt(width). At 768 channels 0.0048 and 0.0024 were the best of five of ours (docs/optimizer.md).
-MUON_RATE = 0.1
+# Muon's times 1 / sqrt(width), at most MOST_RATE: 0.02 of Keller Jordan's code is 0.1 so, as
+# match-rms multiplies changes by 0.2 sqrt(width). In our runs 0.004 was best at 256 and 512
+# channels, with so many tokens a step; with fewer it falls as their root (docs/optimizer.md).
+MUON_RATE, MUON_STEP = 0.08, 16384
+# Over it the rate of all else, which AdamW trains: four times was the best with 8 and 16 million
+# tokens, and no better than the same with 98 million (benchmarks/h200/2026-11-26/h200_law).
+TABLES, TABLES_TOKENS, TABLES_EXPONENT = 4.0, 16e6, -0.25
 # How the best rate changes with the width: AdamW's as 1 / width (Yang et al., arXiv:2203.03466);
 # a change by Muon has the same singular values at any width, times 0.2 sqrt(width) with match-rms.
 # And with the root of the tokens of a step (Malladi et al., arXiv:2205.10287).
@@ -90,13 +94,14 @@ class Tried(NamedTuple):
 
 class Rates(NamedTuple):
     """The best rate that `llmq sweep-lr` has found, at which width, with so many tokens a step.
-    source: for the user."""
+    source: for the user. muon_share: Muon's rate over it."""
 
     rate: float
     width: int
     tokens_per_step: int
     optimizer: str
     source: str
+    muon_share: float = 1.0
 
     def at(self, width: int, tokens_per_step: int) -> float:
         """The rate at another width, with other steps."""
@@ -109,7 +114,8 @@ def read_rates(file: Path) -> Rates:
     try:
         found = read_json(file)
         names = ("rate", "width", "tokens_per_step", "optimizer")
-        return Rates(*(found[name] for name in names), source=f"'{file}'")
+        share = float(found.get("muon_share", 1.0))
+        return Rates(*(found[name] for name in names), source=f"'{file}'", muon_share=share)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"--rates: '{file}' is not of llmq sweep-lr ({error})") from None
 
@@ -180,6 +186,11 @@ class Recipe:
     def carried_time(self) -> float:
         """Seconds of the same run with as many passes as the data bear."""
         return self.time - self.seconds["steps"] * (1 - MOST_PASSES / self.passes)
+
+    @property
+    def beyond(self) -> float:
+        """How many times larger it is than the runs of its law; 1: it is not."""
+        return self.law.beyond(self.parameters, worth(self.tokens, self.unique, PASSES))
 
     @property
     def has_ground(self) -> bool:
@@ -274,7 +285,7 @@ class Search:
             return [self.config.optimizer]
         if self.wanted.rates is not None:
             return [self.wanted.rates.optimizer]
-        if self.wanted.laws.keys() > {"adamw"} and self.wanted.laws["adamw"] is PUBLISHED:
+        if any(law.derived for law in self.wanted.laws.values()):
             return ["adamw" if self.where(self.config, self.model).world_size > 1 else "muon"]
         return list(self.wanted.laws)
 
@@ -321,7 +332,8 @@ class Search:
         planner = where.planner(model)
         flops = self._flops or GUESS * where.card.bf16 * where.world_size
         count, before = 6 * parameter_count(model), 0
-        tokens = flops / count * 3600 * self.wanted.hours
+        seconds = 3600 * self.wanted.hours - self.wanted.start
+        tokens = flops / count * max(seconds, 1.0)
         for _ in range(ROUNDS):
             sequences = self._sequences(config, tokens, where.world_size)
             if sequences == before:
@@ -331,7 +343,7 @@ class Search:
             if not found:
                 return None
             before, speed = sequences, found[0].need.speed
-            self._flops, tokens = speed * count, speed * 3600 * self.wanted.hours
+            self._flops, tokens = speed * count, speed * max(seconds, 1.0)
         return self._of(found[0].config, model, where, found[0].need)
 
     def _sequences(self, config: TrainConfig, tokens: float, ranks: int) -> int:
@@ -352,15 +364,13 @@ class Search:
         law = wanted.laws.get(config.optimizer) or next(iter(wanted.laws.values()))
         parameters, tokens = parameter_count(model), config.steps * need.tokens
         loss = law.loss(parameters, tokens, wanted.unique)
-        rate, of_rate = self._rate(config, model, tokens, need.tokens)
+        rates, of_rate = self._rates(config, model, tokens, need.tokens)
         own = {
-            "learning_rate": rate,
+            **rates,
             "warmup": max(round(WARMUP * config.steps), 1),
             "lr_schedule": "linear",
             "final_lr_fraction": 0.0,
         }
-        if config.optimizer == "muon" and config.muon_scale == "match-rms":
-            own["muon_lr"] = rate
         own = {name: value for name, value in own.items() if name not in self.fixed}
         made = Recipe(
             config=changed(config, own),
@@ -417,22 +427,30 @@ class Search:
         error = where.card.error_of(where.world_size)
         return RIG_ERROR if error is None else error
 
-    def _rate(
+    def _rates(
         self, config: TrainConfig, model: ModelConfig, tokens: int, step: int
-    ) -> tuple[float, str]:
-        """The learning rate, and the reason of it. tokens: of the run; step: of a step."""
-        rates = self.wanted.rates
+    ) -> tuple[dict[str, float], str]:
+        """The learning rates, by field, and the reason of them. tokens: of the run; step: of a
+        step."""
+        rates, muon = self.wanted.rates, config.optimizer == "muon"
+        muon &= config.muon_scale == "match-rms"  # another one has a rate of its own
         if rates is not None and rates.optimizer == config.optimizer:
             why = (
                 f"The best of {rates.source} at {rates.width} channels, by width and tokens a step"
             )
-            return round_rate(rates.at(model.hidden_size, step)), why
-        if config.optimizer == "muon" and config.muon_scale == "match-rms":
-            why = "Keller Jordan's 0.02, by width; `llmq sweep-lr` measures it"
-            return round_rate(min(MUON_RATE / math.sqrt(model.hidden_size), MOST_RATE)), why
+            rate = rates.at(model.hidden_size, step)
+            own = {"muon_lr": round_rate(rate * rates.muon_share)} if muon else {}
+            return {"learning_rate": round_rate(rate)} | own, why
+        if muon:
+            why = "What was best in our runs, by width and tokens; `llmq sweep-lr` measures it"
+            rate = min(MUON_RATE / math.sqrt(model.hidden_size), MOST_RATE)
+            rate *= math.sqrt(min(step / MUON_STEP, 1.0))
+            over = TABLES * max(tokens / TABLES_TOKENS, 1.0) ** TABLES_EXPONENT
+            rates = {"learning_rate": rate * max(over, 1.0), "muon_lr": rate}
+            return {name: round_rate(each) for name, each in rates.items()}, why
         inner = parameter_count(model) - model.vocab_size * model.hidden_size
         why = "By the published law of arXiv:2503.04715; `llmq sweep-lr` measures it"
-        return round_rate(published_rate(inner, tokens)), why
+        return {"learning_rate": round_rate(published_rate(inner, tokens))}, why
 
 
 def round_rate(rate: float) -> float:

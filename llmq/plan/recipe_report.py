@@ -3,6 +3,7 @@
 import json as json_module
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from llmq.data.tokens import open_token_files
 from llmq.options.cards import CARDS
 from llmq.options.option_file import save_options
 from llmq.options.options import TrainConfig
-from llmq.plan.law import read_laws
+from llmq.plan.law import published_laws, read_laws
 from llmq.plan.recipe import CHOSEN, MOST_PASSES, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.report import target_here
 from llmq.plan.target import PlanTarget, target
 
 JOULES_PER_KWH = 3.6e6
 POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws
-FAR = 3.0  # times as large as what a law was fitted to
+FAR = 3.0  # times as large as the runs of a law: beyond that of ours the published one is taken
 
 
 def run_recipe(
@@ -65,7 +66,7 @@ def run_recipe(
         hours=hours, laws=read_laws(law), rates=read, **(_of_data(config) if data else {})
     )
     search = Search(config, model, fixed, where, wanted)
-    best = search.best()
+    best = _best(search, ours=law is None)
     if timed is not None:
         best = search.tried_at(best, timed(best))
     record = recipe_record(best, search, price, kwh_price)
@@ -81,6 +82,17 @@ def run_recipe(
     if not json:
         print(f"\nWritten: {command}")
     return best.config
+
+
+def _best(search: Search, *, ours: bool) -> Recipe:
+    """The best recipe: by the published law if it is larger than the runs of ours, where that is
+    the law."""
+    best = search.best()
+    if not ours or best.beyond <= FAR:
+        return best
+    search.wanted = replace(search.wanted, laws=published_laws())
+    search.tried.clear()
+    return search.best()
 
 
 def _check(config: TrainConfig, fixed: frozenset[str]) -> None:
@@ -152,7 +164,8 @@ def recipe_record(
         "loss": _loss(best),
         "loss_error": best.loss_error if best.has_ground else None,
         "law": best.law.source,
-        "beyond": best.law.beyond(best.parameters, best.tokens),
+        "beyond": best.beyond,
+        "of_other_text": not best.law.is_of(search.wanted.tokenizer),
         "seconds": best.time,
         "seconds_of": best.seconds,
         "seconds_error": best.time_error,
@@ -183,6 +196,9 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
     of_data = "" if passes is None else f", {passes:,.2f} passes over the data"
     shape = f"{model.num_layers} blocks of {model.hidden_size} channels"
     formats = config.matmul_dtype if config.is_fp8 else config.model_dtype
+    rates = f"{config.learning_rate:g}"
+    if config.optimizer == "muon":
+        rates = f"{config.muon_lr:g}, all else at {rates}"
     lines = [
         "[Recipe]",
         f"  Card:        {record['gpus']} x {record['card']}, {record['source']}",
@@ -191,7 +207,7 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
         f"  Data:        {best.tokens / 1e6:,.0f}M tokens{of_data}",
         f"  Step:        {config.batch_size} x {config.grad_accumulation} sequences of "
         f"{config.seq_len} on each GPU, {step} tokens; {config.steps:,} steps",
-        f"  Optimizer:   {config.optimizer} at {config.learning_rate:g}, products in {formats}",
+        f"  Optimizer:   {config.optimizer} at {rates}, products in {formats}",
         f"  Speed:       {record['tokens_per_second']:,.0f} tokens/s "
         f"± {100 * best.step_error:.0f} %{timed}",
         *_promise(best, record),
@@ -242,6 +258,7 @@ def _promised_loss(best: Recipe, record: dict[str, Any]) -> list[str]:
     lines = [
         f"  Loss:        {best.loss:.3f} ± {100 * best.loss_error:.1f} % (nats a token)",
         f"  By the law:  {record['law']}",
+        *["               of other texts, whose losses differ"] * record["of_other_text"],
     ]
     if record["beyond"] > FAR:
         beyond = f"{record['beyond']:.0f} times beyond what that was fitted to"
