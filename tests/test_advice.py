@@ -306,6 +306,7 @@ def test_a_larger_micro_batch_that_is_faster_fits(chunks):
     """More chunks are taken where the head's logits have no room otherwise."""
     model, spec = preset("Qwen2.5-0.5B"), spec_of(H100)
     given = {"device": "cuda", "seq_len": 1024, "batch_size": 32, "grad_accumulation": 4}
+    given["lmhead_chunks"] = 1
     config = options(**given, opt_m_dtype="bf16", opt_v_dtype="bf16")
     plans = planner(model, spec)
 
