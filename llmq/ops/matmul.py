@@ -68,7 +68,8 @@ def matmul(
     beta: float = 1.0,
 ) -> None:
     """Row-major out = alpha * op(a) @ op(b) [+ bias] [+ beta * addend], or with + beta * out,
-    summed in F32.
+    summed in F32. With a third dimension, in front, so many products of equal sizes, out[i] of
+    a[i], b[i] and addend[i]: in BF16, without a bias or accumulate.
 
     Args (contiguous, two dimensions):
         out         out  F32 or BF16 (M,N)   F32 if a, b are F32. With accumulate cuBLASLt rounds a
@@ -83,74 +84,34 @@ def matmul(
 
     Cost:    2*M*N*K FLOPs; one library call with dev.spec.library_workspace bytes of scratch.
     """
-    expect_matrix("matmul", "out", out, (F32, BF16))
-    expect_operands("matmul", a, b, dtypes=(F32, BF16))
+    several = out.shape[:1] if len(out.shape) == 3 else ()
+    if several:
+        expect("matmul", "out", out, BF16, out.shape)
+        if bias is not None or accumulate or not len(a.shape) == len(b.shape) == 3:
+            given = f"got {a.shape} and {b.shape}"
+            raise ValueError(f"matmul: several products: 3 dimensions, no bias, no sum; {given}")
+    else:
+        expect_matrix("matmul", "out", out, (F32, BF16))
+        expect_operands("matmul", a, b, dtypes=(F32, BF16))
+    expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
     if a.dtype == F32 and out.dtype != F32:
         raise TypeError("matmul: out must be F32 where a is F32, got BF16")
-    M, N = out.shape
-    K = a.shape[0] if trans_a else a.shape[1]
-    expect("matmul", "a", a, None, (K, M) if trans_a else (M, K))
-    expect("matmul", "b", b, a.dtype, (N, K) if trans_b else (K, N))
-    expect_added("matmul", out, bias, addend, accumulate=accumulate, bias_dtype=out.dtype)
-    sizes = (M, N, K, int(trans_a), int(trans_b), int(accumulate))
-    kernel, cost = _library(out, a, addend, sizes, 1)
-    # The library chooses its own grid and block.
-    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        args = (out, a, b, bias, addend, workspace, *sizes, alpha, beta, 1)
-        dev.launch(kernel, 1, 1, args, cost=cost)
-
-
-def matmul_batch(
-    dev: Device,
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    addend: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-) -> None:
-    """out[i] = alpha * op(a[i]) @ op(b[i]) [+ beta * addend[i]] of several products of equal sizes.
-
-    Args (contiguous, BF16): as of matmul, with a dimension in front that counts the products.
-
-    Cost:    as of so many products; one library call.
-    Raises:  as matmul does.
-    """
-    if not len(out.shape) == len(a.shape) == len(b.shape) == 3:
-        shapes = out.shape, a.shape, b.shape
-        raise ValueError(f"matmul: out, a and b must have 3 dimensions, got {shapes}")
-    count, M, N = out.shape
-    K = a.shape[1 if trans_a else 2]
-    expect("matmul", "out", out, BF16, (count, M, N))
-    expect("matmul", "a", a, BF16, (count, K, M) if trans_a else (count, M, K))
-    expect("matmul", "b", b, BF16, (count, N, K) if trans_b else (count, K, N))
-    expect_added("matmul", out, None, addend)
-    sizes = (M, N, K, int(trans_a), int(trans_b), 0)
-    kernel, cost = _library(out, a, addend, sizes, count)
-    # The library chooses its own grid and block.
-    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
-        args = (out, a, b, None, addend, workspace, *sizes, alpha, beta, count)
-        dev.launch(kernel, 1, 1, args, cost=cost)
-
-
-def _library(out: Tensor, a: Tensor, addend: Tensor | None, sizes: tuple, batch: int) -> tuple:
-    """The kernel of this launch and its cost; sizes: those of MATMUL. It launches nothing itself:
-    a step has few functions above its products."""
-    *matrices, trans_a, trans_b, accumulate = sizes
-    cost = product_cost(
-        tuple(matrices),
-        a.dtype,
-        out.dtype,
-        trans_a=bool(trans_a),
-        trans_b=bool(trans_b),
-        accumulate=bool(accumulate),
-        addend=addend is not None,
-        batch=batch,
+    M, N = out.shape[-2:]
+    K = a.shape[-2 if trans_a else -1]
+    expect(
+        "matmul", "a", a, BF16 if several else None, (*several, *((K, M) if trans_a else (M, K)))
     )
-    return MATMUL_ACCUMULATE if accumulate else MATMUL, cost
+    expect("matmul", "b", b, a.dtype, (*several, *((N, K) if trans_b else (K, N))))
+    batch = several[0] if several else 1
+    flags = {"trans_a": trans_a, "trans_b": trans_b, "accumulate": accumulate}
+    cost = product_cost(
+        (M, N, K), a.dtype, out.dtype, addend=addend is not None, batch=batch, **flags
+    )
+    # The library chooses its own grid and block.
+    with dev.scratch("matmul_workspace", (dev.spec.library_workspace,), U8) as workspace:
+        sizes = (M, N, K, *map(int, flags.values()))
+        args = (out, a, b, bias, addend, workspace, *sizes, alpha, beta, batch)
+        dev.launch(MATMUL_ACCUMULATE if accumulate else MATMUL, 1, 1, args, cost=cost)
 
 
 def matmul_fp8(

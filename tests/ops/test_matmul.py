@@ -8,7 +8,7 @@ import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import ProductCodes
-from llmq.ops.matmul import BLOCK_SCALES, matmul, matmul_batch, matmul_fp8
+from llmq.ops.matmul import BLOCK_SCALES, matmul, matmul_fp8
 from llmq.ref.matmul import CASES, FP8_CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -74,7 +74,7 @@ def test_a_batch_is_so_many_products(dev, rng, trans_a, trans_b):
     }
     given = {name: array.astype(BF16.numpy) for name, array in given.items()}
     how = {"trans_a": trans_a, "trans_b": trans_b, "alpha": -0.75, "beta": 0.5}
-    got = run(dev, partial(matmul_batch, **how), given)["out"].astype(np.float64)
+    got = run(dev, partial(matmul, **how), given)["out"].astype(np.float64)
     for i in range(B):
         a, b, addend = (given[name][i].astype(np.float64) for name in ("a", "b", "addend"))
         want = -0.75 * (a.T if trans_a else a) @ (b.T if trans_b else b) + 0.5 * addend
@@ -93,16 +93,18 @@ def test_counts_and_checks():
     assert dev.bytes["matmul"] == 2 * 4 * 8 * 16 + 2 * (8 * 32 + 16 * 32)  # out twice, no workspace
     assert dev.sizes()["stack"] == 1024
     several = [make(t.name, (3, *t.shape)) for t in (out, a, b)]
-    matmul_batch(dev, *several, trans_b=True)
+    matmul(dev, *several, trans_b=True)
     assert dev.flops["matmul"] == 4 * 2 * 8 * 16 * 32
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(3, 32, 16\)"):
-        matmul_batch(dev, *several)
-    with pytest.raises(ValueError, match="matmul: out, a and b must have 3 dimensions"):
-        matmul_batch(dev, out, a, b, trans_b=True)
+        matmul(dev, *several)
+    with pytest.raises(ValueError, match="matmul: several products: 3 dimensions"):
+        matmul(dev, several[0], a, b, trans_b=True)
+    with pytest.raises(ValueError, match="no bias, no sum; got"):
+        matmul(dev, *several, trans_b=True, accumulate=True)
     with pytest.raises(ValueError, match=r"matmul: b must have shape \(32, 16\)"):
         matmul(dev, out, a, b)
     with pytest.raises(ValueError, match="matmul: out must have 2 dimensions"):
-        matmul(dev, make("out", (1, 8, 16)), a, b, trans_b=True)
+        matmul(dev, make("out", (8,)), a, b, trans_b=True)
     with pytest.raises(TypeError, match="matmul: b must be BF16, got F32"):
         matmul(dev, out, a, make("b", (16, 32), F32), trans_b=True)
     with pytest.raises(TypeError, match="matmul: a must be F32 or BF16, got I32"):
@@ -341,7 +343,8 @@ def test_counts_and_checks_of_8_bits():
 
     check(ValueError, "out must have 2 dim", make("out", (48,), BF16), a, b, scale, scale)
     check(TypeError, "out must be F32 or BF16, got F8_E4M3", a, a, b, scale, scale)
-    check(TypeError, "b must be F8_E4M3 or F8_E5M2, got BF16", out, a, out, scale, scale)
+    formats = "F8_E4M3 or F8_E4M3_HALF or F8_E5M2"
+    check(TypeError, f"b must be {formats}, got BF16", out, a, out, scale, scale)
     five = (make("a", (16, 32), E5M2), make("b", (48, 32), E5M2))
     check(TypeError, "a or b must be F8_E4M3, both are F8_E5M2", out, *five, scale, scale)
     check(ValueError, r"b must have shape \(48, 32\)", out, a, a, scale, scale)

@@ -17,7 +17,7 @@ from math import sqrt
 from llmq.base.dtypes import BF16
 from llmq.base.tensor import Tensor
 from llmq.ops import muon
-from llmq.ops.matmul import matmul_batch
+from llmq.ops.matmul import matmul
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
 from llmq.state.params import Slab
@@ -146,7 +146,7 @@ class _Iteration:
             for index, length in enumerate(segments):
                 for x, _, own in self._parts(gram):
                     tall = x.shape[1] > x.shape[2]
-                    matmul_batch(self.dev, own, x, x, trans_a=tall, trans_b=not tall)
+                    matmul(self.dev, own, x, x, trans_a=tall, trans_b=not tall)
                 some = [next(steps) for _ in range(length)]
                 if length == 1:  # a is not rounded, but a factor of what the product adds
                     (beside, b, c), by = some[0], others[0]
@@ -173,7 +173,7 @@ class _Iteration:
 
     def _polynomial(self, out: Tensor, gram: Tensor, b: float, c: float) -> None:
         """All of a step's but for a."""
-        matmul_batch(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
+        matmul(self.dev, out, gram, gram, addend=gram, alpha=c, beta=b)
 
     def _steps(
         self, gram: Tensor, p: Tensor, spare: Tensor, total: Tensor, steps: Sequence[tuple]
@@ -186,11 +186,11 @@ class _Iteration:
             if i == 0:
                 p, total = total, p
             else:
-                matmul_batch(self.dev, spare, p, total)
+                matmul(self.dev, spare, p, total)
                 total, spare = spare, total
             if i < len(steps) - 1:
-                matmul_batch(self.dev, spare, own, gram)
-                matmul_batch(self.dev, gram, spare, own)
+                matmul(self.dev, spare, own, gram)
+                matmul(self.dev, gram, spare, own)
         return total
 
     def _multiply(self, by: Tensor, beside: float, *, last: bool) -> None:
@@ -201,7 +201,7 @@ class _Iteration:
             times = FACTORS[self.options.muon_scale](rows, columns) if last else 1.0
             operands = (x, own) if rows > columns else (own, x)
             added = {"addend": x, "beta": beside * times} if beside else {}
-            matmul_batch(self.dev, out, *operands, alpha=times, **added)
+            matmul(self.dev, out, *operands, alpha=times, **added)
             if last and self.rows[i] is not None:
                 muon.even(self.dev, out, self.rows[i], decay=self.options.muon_normalize_rows)
             self.pairs[i] = out, x
