@@ -4,7 +4,7 @@
 //             over the reference, -loss - reference; sum of -loss; how many they are
 //   shift     z0 = max(0, mean gain of the second documents), of KTO
 //   weights   d loss / d (loss of the token), 0 outside of pairs
-//   stats     stats[..] += of all pairs: loss, count, and the sums that llmq/model/losses/pairs.py
+//   stats     stats[..] += of all pairs: loss, count, and the sums that llmq/model/losses/preferences.py
 //             names
 //
 //   x = gain of a document, with normalize by token; a = mean log-probability by token; m = margin
