@@ -11,13 +11,9 @@ from llmq.arch.experts import WithExperts
 from llmq.arch.rope_family import RopeFamily
 
 
-class Olmo2(RopeFamily):
-    """Norms stand behind the halves of blocks alone."""
+class _Olmo(RopeFamily):
+    """The fields that both have alike."""
 
-    name = "Olmo2ForCausalLM"
-    model_type = "olmo2"
-    label = "OLMo2"
-    gguf = GgufKind("olmo2")
     qk_norm = True
     wide_qk_norm = True
     qkv_bias = None
@@ -26,6 +22,15 @@ class Olmo2(RopeFamily):
     norm_eps = 1e-5
     eos_token_id = 50279
     pad_token_id = 1
+
+
+class Olmo2(_Olmo):
+    """Norms stand behind the halves of blocks alone."""
+
+    name = "Olmo2ForCausalLM"
+    model_type = "olmo2"
+    label = "OLMo2"
+    gguf = GgufKind("olmo2")
     norm_names: Mapping[str, str] = {
         "ln1_post": "post_feedforward_layernorm",
         "ln2_post": "post_attention_layernorm",
@@ -35,7 +40,7 @@ class Olmo2(RopeFamily):
     }
 
 
-class Olmoe(WithExperts, RopeFamily):
+class Olmoe(WithExperts, _Olmo):
     """Norms stand before the halves of blocks, unlike OLMo 2's."""
 
     name = "OlmoeForCausalLM"
@@ -45,14 +50,6 @@ class Olmoe(WithExperts, RopeFamily):
     gguf = GgufKind("olmoe", grouped=False)
     own_size = False
     aux_loss = 0.01
-    qk_norm = True
-    wide_qk_norm = True
-    qkv_bias = None
-    o_bias = None
-    kv_heads_may_lack = True
-    norm_eps = 1e-5
-    eos_token_id = 50279
-    pad_token_id = 1
 
     def read_sizes(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Queries, keys and values are not clipped."""
