@@ -40,8 +40,7 @@ Data = Annotated[
 
 
 HostMemory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Host memory of the machine that --card is in."),
+    str | None, typer.Option(metavar="SIZE", help="Host memory of the machine that --card is in.")
 ]
 Law = Annotated[
     Path | None,

@@ -28,13 +28,7 @@ from llmq.arch.matrix import HalfSpec
 from llmq.arch.model_config import ModelConfig
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
-from llmq.model.activations import (
-    Cache,
-    HalfLayer,
-    HalfOut,
-    Recompute,
-    recompute_of_layers,
-)
+from llmq.model.activations import Cache, HalfLayer, HalfOut, Recompute, recompute_of_layers
 from llmq.model.balance import Balance
 from llmq.model.block_linear import BlockLinear
 from llmq.model.halves import HALVES

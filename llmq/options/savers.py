@@ -138,9 +138,7 @@ SAME_BITS = (
         for name in ("recompute_swiglu", "recompute_norm")
     ),
     *each(
-        "zero_level shard_weights shard_gradients",
-        EXACT,
-        lambda v, o, ranks: ranks.world_size == 1,
+        "zero_level shard_weights shard_gradients", EXACT, lambda v, o, ranks: ranks.world_size == 1
     ),
     *each(
         "use_cuda_graphs",

@@ -149,11 +149,7 @@ LOSS_RULES = (
         "--head {value} does not go with --loss {loss}: a score head learns labels (--loss ce) or "
         "pairs (--loss reward)",
     ),
-    default(
-        "long",
-        lambda o: "drop",
-        lambda v, o: o.head == "score" and not o.pairs,
-    ),
+    default("long", lambda o: "drop", lambda v, o: o.head == "score" and not o.pairs),
     *refused(
         "long",
         lambda v, o: o.head == "score" and not o.pairs and v != "drop",
@@ -450,21 +446,13 @@ ADAPTERS_REFUSED_WITH_MODEL = (
         lambda v, o, model: v and o.has_adapters and adapts_experts(o, model),
         "--lora-dora: adapters of experts have no magnitudes: leave experts out of --lora-targets",
     ),
-    *refused(
-        "lora_targets",
-        lambda v, o, model: divided_modules(o, model),
-        "{found}",
-    ),
+    *refused("lora_targets", lambda v, o, model: divided_modules(o, model), "{found}"),
     *refused(
         "lora_targets",
         lambda v, o, model: lacking_targets(o, model),
         "--lora-targets: {model.architecture} has no {found}",
     ),
-    *refused(
-        "lora_targets",
-        lambda v, o, model: wrong_tables(o, model),
-        "--lora-targets: {found}",
-    ),
+    *refused("lora_targets", lambda v, o, model: wrong_tables(o, model), "--lora-targets: {found}"),
     *refused(
         "lora_rank_pattern lora_alpha_pattern",
         lambda v, o, model: idle_pattern(o, model, v),

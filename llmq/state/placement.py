@@ -177,10 +177,7 @@ def trained_count(config: TrainConfig, model: ModelConfig) -> int:
 
 
 def place(
-    config: TrainConfig,
-    table: tuple[Slab, ...],
-    shards: int = 1,
-    frozen: Collection[str] = (),
+    config: TrainConfig, table: tuple[Slab, ...], shards: int = 1, frozen: Collection[str] = ()
 ) -> Placement:
     """Decide the placement of a run. config: normalized. table: for as many shards. frozen: further
     slabs that are not trained.
