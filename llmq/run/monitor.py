@@ -378,7 +378,7 @@ class Scaling(Member):
         """Whether there are some times, and fewer than there should be."""
         return 0 < len(self._times) < COMPARED
 
-    def after_steps(self, step: int) -> None:
+    def after_steps(self, step: int, *, last: bool) -> None:
         """At the end of a run: report what there is, if that is less than what is compared."""
         if not self._times:
             warn([f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps"])
