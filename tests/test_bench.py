@@ -347,6 +347,7 @@ def test_child_shows_progress(tmp_path):
             while not alive.exists() and time.monotonic() < deadline:
                 time.sleep(0.1)
             assert alive.exists()
+    thread.join()
 
 
 def test_random_batches_cover_the_vocabulary():

@@ -250,9 +250,9 @@ def versions_of(kind: str) -> dict[str, str]:
 
 
 def _show_progress(trainer: Trainer, alive: Path) -> None:
-    """A thread's work until the process ends; where Python hangs it hangs, too."""
+    """A thread's work until the ranks are closed; where Python hangs it hangs, too."""
     shown = None
-    while True:
+    while not trainer.ranks.pool.closed:
         if trainer.ranks.pool.progress != shown:
             shown = trainer.ranks.pool.progress
             alive.touch()
