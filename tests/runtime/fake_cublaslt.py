@@ -10,7 +10,8 @@ from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
 from llmq.runtime.product import COMPUTE_32F, CUDA_TYPES
 from llmq.runtime.tuning import ALGORITHM_BYTES
 
-NUMPY_TYPES = {code: dtype.numpy for dtype, code in CUDA_TYPES.items()}
+# A code that two formats have is that of the first.
+NUMPY_TYPES = {code: dtype.numpy for dtype, code in reversed(CUDA_TYPES.items())}
 FP8 = (E4M3.numpy, E5M2.numpy)
 FP8_MAX = {E4M3.numpy: E4M3_MAX, E5M2.numpy: E5M2_MAX}
 WORKSPACE = 4096  # bytes
