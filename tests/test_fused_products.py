@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,10 +13,9 @@ from llmq.base.errors import ConfigError
 from llmq.ops import (
     attention_backward,
     matmul_fused,
-    routes,
 )
 from llmq.ops.routes import ROUTES, Sizes, taken
-from llmq.runtime.device import FUSED, HOST_SPEC
+from llmq.runtime.device import FUSED
 from llmq.runtime.plan_device import PlanDevice
 from tests.covering import pairwise
 from tests.harness import GPU_SPEC, devices_without
@@ -115,27 +113,6 @@ def test_activation_within_products(name, format, recompute, fuse):
     if adapters:
         want["matmul_adapted"] -= 1  # nothing is trained in front of the first block's adapters
     assert {entry: found[2][entry] for entry in FUSED if found[2][entry]} == want
-
-
-@pytest.mark.parametrize(
-    ("format", "recompute"), [("bf16", "ffn"), ("jit", ""), ("delayed", "block")]
-)
-def test_products_on_other_gpus(format, recompute, fuse, monkeypatch):
-    """The same bits as those of two kernels, also of what is computed again."""
-    options = FORMATS[format] | {"grad_accumulation": 2}
-    want = run("qwen3", **options)
-    monkeypatch.setattr(routes, "HOST_SPEC", replace(HOST_SPEC, capability=-1))
-    monkeypatch.setattr(routes, "GENERIC_FP8", (HOST_SPEC.capability,))
-    fuse(*matmul_fused.GENERIC)
-    found = run("qwen3", **options, **({f"recompute_{recompute}": True} if recompute else {}))
-    assert found[0] == want[0]
-    for weight, values in want[1].items():
-        np.testing.assert_array_equal(found[1][weight], values, err_msg=weight)
-    again, codes = recompute in ("ffn", "block"), format != "bf16"
-    counts = {"matmul_swiglu": 2 * LAYERS * (1 + again), "matmul_gradient": 4 * LAYERS + 1}
-    # With the activation's codes in it, backward is two kernels.
-    counts |= {"matmul_swiglu_backward": 0 if again and codes else 2 * LAYERS}
-    assert {entry: found[2][entry] for entry in counts} == counts
 
 
 def test_products_of_experts(fuse):

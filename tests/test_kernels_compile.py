@@ -133,8 +133,8 @@ def test_what_a_report_complains_of():
     )
     assert good.problem is None
     assert str(good.source) == "a T=bf16 N=4"
-    generic = good.source._replace(file="matmul_fused.cu", consts=(("CLUSTER", 1),))
-    two = replace(good, source=generic)
+    tiles = KernelSource("a.cu", "attention_forward", (("T", "bf16"),), (("HEAD_DIM", 128),))
+    two = replace(good, source=tiles)
     assert "512 threads need 131072 registers" in two.problem
     two = replace(two, launch=Launch(128, 40 << 10))
     assert two.problem is None

@@ -148,42 +148,6 @@ def test_a_route_has_the_bits_of_two_kernels_where_the_table_says_so(kind, monke
         assert np.isfinite(ours).all() and np.isfinite(others).all()
 
 
-def bf16_gradient(bench):
-    stored, scalars = bench.tensor(N, K), bench.put(step_scalars(seed=1), I32)
-    out = Accumulator(stored, True, scalars, 1)
-    d_out, x = bench.tensor(M, N), bench.tensor(M, K)
-    product(bench.dev, out, d_out, x, trans_a=True, epilogue=GradientSum())
-    return [stored]
-
-
-def glu_again(bench):
-    """A product of the same sizes as `glu`, without its activation."""
-    up, a, b = bench.empty(M, 2 * N), bench.tensor(M, K), bench.tensor(2 * N, K)
-    product(bench.dev, up, a, b, trans_b=True, epilogue=Activated(name="geglu", to=None))
-    return [up]
-
-
-@pytest.mark.parametrize("call", [gradient, bf16_gradient, glu, glu_again, glu_grad])
-def test_gpus_before_and_after_hopper_choose_between_one_kernel_and_two(call, monkeypatch):
-    """Both have the same bits."""
-    found = {}
-    for name in ("two kernels", "one kernel"):
-        bench = Bench(monkeypatch, "")  # as if LLMQ_FUSED were not set
-        bench.dev.spec = replace(bench.dev.spec, capability=89)
-
-        def choose(work, ways, kept=(), name=name):
-            assert list(ways) == ["two kernels", "one kernel"]
-            ways[name]()
-            found[name] = work
-            # A product that is computed again has the bits of the first time.
-            assert call not in (glu, glu_again) or work == f"glu {M}x{N}x{K} bf16*bf16"
-
-        with bench.dev.instead(choose=choose):
-            made = call(bench)
-        found[name] = found[name], *(bench.dev.download(tensor).tobytes() for tensor in made)
-    assert found["two kernels"] == found["one kernel"]
-
-
 def test_a_product_of_signed_bytes_has_no_route(monkeypatch):
     """Nor one with a bias in front of an activation, nor with dropout behind the adapters."""
     bench, calls = Bench(monkeypatch, "all"), []

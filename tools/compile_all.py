@@ -291,11 +291,10 @@ class Report:
         """How many must run on a multiprocessor together: one hides the other's epilogue, or what
         it waits for."""
         file, entry, types, consts = self.source
-        generic = file == "matmul_fused.cu" and ("CLUSTER", 1) in consts
         grouped = file == "grouped.cu" and self.launch.threads == 128  # fp8 codes: 256
         tiles = entry in ("attention_forward", "attention_backward_tiles")
         attention = tiles and ("T", "bf16") in types and dict(consts)["HEAD_DIM"] <= 128
-        return 2 if generic or grouped or attention else 1
+        return 2 if grouped or attention else 1
 
     @property
     def problem(self) -> str | None:

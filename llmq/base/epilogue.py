@@ -51,7 +51,6 @@ class Handed:
     that memory if somebody reads it later, so that it is written in any case; else None.
     result: has the product written to memory, in the format of the tensor, and returns that.
     written: enqueues the kernel that reads it. ready: whether the product is written only once.
-    coded: whether its result are codes.
     """
 
     place: Callable[[ExitStack], Tensor]
@@ -59,7 +58,6 @@ class Handed:
     result: Callable[[Tensor | None, Callable[[Result | None], None]], Result | None] = _as_it_lies
     written: Callable[[Callable[[], None]], None] = _once
     ready: bool = True
-    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

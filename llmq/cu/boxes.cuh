@@ -8,7 +8,7 @@
 // Of codes a line is 64 bytes, which lie as word_of_codes says: word w has the octets of columns w
 // and w + 4 of these eight, two codes of the one and two of the other in turns.
 //
-// cooperative_sm90.cuh and cooperative_sm80.cuh have the products that fill boxes.
+// cooperative_sm90.cuh has the product that fills boxes.
 #pragma once
 #include "common.cuh"
 #include "ptx.cuh"

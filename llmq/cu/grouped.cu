@@ -38,7 +38,7 @@
 constexpr u32 ALL = 0xFFFFFFFFu;
 // Of codes a warp has half the columns: their sums are added up, for which there must be registers.
 constexpr bool CODES = sizeof(A) == 1;
-using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B, false, HALF>;
+using Forward = Sm80Mainloop<A, 2, CODES ? 4 : 2, CODES ? 32 : 64, STAGES, false, !TRANS_B, B, HALF>;
 using Gradient = Sm80Mainloop<T, 2, 2, 64, STAGES, true, true>;
 constexpr int TILE = Forward::ROWS;  // as many columns
 

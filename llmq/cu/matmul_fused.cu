@@ -5,61 +5,36 @@
 // ENTRY is the name of a kernel that is launched, and ENTRY.cuh has its epilogue and says what it
 // computes: `Epilogue`; `Product`, which is how tiles are shared out among warps (pingpong_sm90.cuh,
 // cooperative_sm90.cuh); PARAMETERS of the kernel beside the operands; and the ARGUMENTS of an
-// Epilogue. product_sm90.cuh says what is multiplied, and in which order. Those are for Hopper: with
-// CLUSTER = 1 it is the product of cooperative_sm80.cuh instead, which some epilogues have, too.
+// Epilogue. product_sm90.cuh says what is multiplied, and in which order.
 //
 // Data     a: A (M, K). b: B (N, K), with B_K_OUTSIDE = 1 bf16 (K, N). h: bf16 (M, R), tail: bf16 (N,
 //          R), with TAIL_K_OUTSIDE = 1 (R, N), the last tiles of the sum over K. RANK: R rounded up to
 //          16; 0: there are none. scale_a, scale_b: F32 (1), of fp8 codes, which are added as the
-//          tensor cores do it ("fast accumulation"): same bits as cuBLASLt's. With CLUSTER = 1 there
-//          is no h, sums are F32, a: with A_K_OUTSIDE = 1 bf16 (K, M), and with B_SPLIT = 1 b is
-//          (2N, K), of which a tile has half of its columns in each half.
+//          tensor cores do it ("fast accumulation"): same bits as cuBLASLt's.
 // Launch   an even number of blocks of Product::THREADS threads, not more than there are
 //          multiprocessors, nor tiles; dynamic shared memory for RING_STAGES pairs of tiles, for what an
-//          epilogue has, and barriers (ops/matmul_fused.py). TILE_WIDTH: columns of a tile. CLUSTER =
-//          1: a block for each tile, of 128 columns; 128 threads and RING_STAGES * 16 KiB.
-// Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and TILE_WIDTH of b for each of its tiles;
-//          a block that is alone 128 of a.
-// Needs    compute capability 9.0, with CLUSTER = 1 8.0 and of codes 8.9; rows of all matrices that are
-//          multiples of 16 bytes.
+//          epilogue has, and barriers (ops/matmul_fused.py). TILE_WIDTH: columns of a tile.
+// Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and TILE_WIDTH of b for each of its tiles.
+// Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
 // Same name  llmq/ops/matmul_fused.py  llmq/ref/matmul_fused.py  tests/ops/test_matmul_fused.py
 // Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
 #include "common.cuh"
 
 constexpr int TILE_COLUMNS = TILE_WIDTH;
-#if CLUSTER == 1
-#include "cooperative_sm80.cuh"
-#undef __cluster_dims__
-#define __cluster_dims__(...)  // which GPUs before Hopper do not have
-#define OPERAND(X) const X*
-
-using Mainloop =
-    Sm80Mainloop<A, 2, 2, TILE_WIDTH / 2, RING_STAGES, A_K_OUTSIDE, B_K_OUTSIDE, B, B_SPLIT>;
-constexpr int BLOCKS = 2;  // of a multiprocessor
-#else
 #include "cooperative_sm90.cuh"
 #define OPERAND(X) const __grid_constant__ TensorMap
 
 using Mainloop = Sm90Mainloop<A, B, B_K_OUTSIDE, RANK, TAIL_K_OUTSIDE, RING_STAGES>;
-constexpr int BLOCKS = 1;
-#endif
 #include "ENTRY.cuh"
 
 #ifndef WORK  // of rows that all have the same matrix
 #define WORK M, N, Product::WIDTH, K * (int)sizeof(A)
 #endif
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
-__launch_bounds__(Product::THREADS, BLOCKS)
+extern "C" __global__ void __cluster_dims__(2, 1, 1)
+__launch_bounds__(Product::THREADS, 1)
 ENTRY(OPERAND(A) a, OPERAND(B) b, OPERAND(bf16) h, OPERAND(bf16) tail, const f32* scale_a,
       const f32* scale_b, i32 M, i32 N, i32 K, PARAMETERS) {
-#if CLUSTER == 1
-    extern __shared__ __align__(128) unsigned char dynamic[];
-    const Operands operands{a, b, scale_a, scale_b, M, N, K};
-    const Product product(dynamic, operands);
-    Epilogue epilogue{ARGUMENTS};
-    epilogue.take(product, Work{M, N, Product::WIDTH}, threadIdx.x / 32);
-#else
     extern __shared__ unsigned char dynamic[];
     const Product product(dynamic, K);
     if (threadIdx.x == 0) { product.init(); }
@@ -69,5 +44,4 @@ ENTRY(OPERAND(A) a, OPERAND(B) b, OPERAND(bf16) h, OPERAND(bf16) tail, const f32
     product.run(Work(WORK), Operands{&a, &b, &h, &tail, scale_a, scale_b, N}, epilogue);
     cluster_arrive();
     cluster_wait();  // a block may not end while the other one still arrives at its barriers
-#endif
 }

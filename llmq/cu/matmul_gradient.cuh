@@ -1,5 +1,4 @@
-// matmul_gradient.cuh -- a weight's gradient: a product that is added to what is stored, on Hopper of
-// fp8 codes, elsewhere also of BF16.
+// matmul_gradient.cuh -- a weight's gradient: a product of fp8 codes that is added to what is stored.
 //
 //   d = accumulate ? round(d + bf16(x)) : bf16(x)
 //
@@ -7,13 +6,13 @@
 // product alone and of the sum of gradients behind it (reduce.cu).
 //
 // Warps add a tile, from shared memory, to the gradient in device memory, 32 rows of a box at a time: 8
-// lanes have a row's 64 columns, which are a line of memory. On Hopper two other warpgroups multiply the
-// next tile meanwhile.
+// lanes have a row's 64 columns, which are a line of memory. Two other warpgroups multiply the next tile
+// meanwhile.
 //
 // Data     d: bf16 (M, N). scalars: seed, step and micro_step, if something is added. part_steps: with
 //          EXACT, of how many steps of 128 of K the tensor cores' sums are added up by themselves.
 // Cost     d is written once, and read once if it is added to; about 20 instructions for each element,
-//          which hide behind the next tile's product, or behind another block's.
+//          which hide behind the next tile's product.
 #pragma once
 #include "boxes.cuh"
 

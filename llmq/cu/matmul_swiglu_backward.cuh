@@ -7,13 +7,13 @@
 // Warps compute what follows from a tile of d_out in units of 16 rows and 64 columns, a thread 4 rows
 // and 8 columns. A unit's part of up_gate is loaded one unit ahead, into registers, in lines of 128
 // bytes. Transposed codes meet in shared memory, those of a box, and are copied in whole lines. Less
-// than a line costs as much of the caches' time as a line. On Hopper seven warps do that while two
-// warpgroups multiply the next tile, and with a unit of the next box a warp copies an eighth of the
-// codes of the one before; elsewhere all warps do it behind their tile, box after box.
+// than a line costs as much of the caches' time as a line. Seven warps do that while two warpgroups
+// multiply the next tile, and with a unit of the next box a warp copies an eighth of the codes of the
+// one before.
 //
 // Data     N is F. d_up_gate, up_gate: bf16 (M, 2F), [up | gate] in every row; d_up_gate may be up_gate.
 //          abs_max, codes, transposed, scale, saturated, out: as in swiglu.cu, and so are those of
-//          out's codes, for Hopper. D_UP_GATE: whether d_up_gate is written, else it is null.
+//          out's codes. D_UP_GATE: whether d_up_gate is written, else it is null.
 // Cost     Reads 4 F bytes a row, and writes as many with codes in both layouts: bound by memory where
 //          K is below about 2000 (fp8).
 // Needs    M % 16 == 0, F % 64 == 0.
@@ -24,11 +24,11 @@
 
 using Gate = GateOf<GELU>::Type;
 
-constexpr int WARPS = CLUSTER == 1 ? 4 : 7;  // of the epilogue
+constexpr int WARPS = 7;  // of the epilogue
 constexpr int UNIT_ROWS = 16;
 // Transposed codes of a box, of up, of gate and of out: a line of 128 bytes for each column, whose 16
-// bytes of unit u lie in place u ^ (column / 8). On Hopper two boxes take turns.
-constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = CLUSTER;
+// bytes of unit u lie in place u ^ (column / 8). Two boxes take turns.
+constexpr int TRANSPOSED_BYTES = BOX * LINE, BUFFERS = 2;
 constexpr int TURNED = 2 * TRANSPOSED + OUT_TRANSPOSED;  // matrices that have transposed codes
 constexpr int BARRIER_BYTES = 512;  // not all of them are used
 
@@ -91,42 +91,6 @@ struct Epilogue {
     uint4 up[4], gate[4];  // of the unit that comes next, a row each
 
     // All tiles of this block; warp `me` of WARPS has every WARPS-th unit.
-#if CLUSTER == 1
-    __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
-        const Tile tile = product.fill_boxes(work);
-        lines = dynamic + Product::BOXES * Product::BOX_BYTES;
-        encoder.begin(scale), out_encoder.begin(out_scale);
-        Unit now(tile, me, M, F);
-        load(now);
-#pragma unroll 1
-        for (int unit = me; unit < UNITS; unit += WARPS) {
-            const Unit then(tile, min(unit + WARPS, UNITS - 1), M, F);
-            Codes codes_of;
-            if (now.inside) {
-                work_on(now, then, dynamic + now.box * Product::BOX_BYTES, codes_of);
-            } else {
-                load(then);
-            }
-            if constexpr (TURNED > 0) {
-                put_transposed(now, 0, codes_of);
-                if (unit % UNITS_OF_BOX >= UNITS_OF_BOX - WARPS) {  // the box is all there
-                    __syncthreads();
-                    const TransposedBox box{0, tile.row, tile.column + now.box * BOX};
-                    for (int part = me; part < UNITS_OF_BOX; part += WARPS) {
-                        copy_transposed(box, part);
-                    }
-                    __syncthreads();
-                }
-            }
-            now = then;
-        }
-        encoder.finish(saturated, abs_max), out_encoder.finish(out_saturated, nullptr);
-    }
-
-private:
-    __device__ __forceinline__ void wait(SharedAddress, u32) const {}
-    __device__ __forceinline__ void arrive(SharedAddress) const {}
-#else
     __device__ __forceinline__ void take(const Product& product, const Work& work, int me) {
         const unsigned char* const boxes = dynamic + (product.boxes - shared_address(dynamic));
         lines = dynamic + (product.boxes - shared_address(dynamic)) +
@@ -186,7 +150,6 @@ private:
         __syncwarp();
         if (threadIdx.x % 32 == 0) { barrier_arrive(barrier); }
     }
-#endif
 
     __device__ __forceinline__ void load(const Unit& unit) {
         if (unit.inside) {

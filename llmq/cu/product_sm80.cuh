@@ -24,10 +24,9 @@
 
 // One operand of a tile. data: where its first row and K is. pitch: elements from a row, or with K
 // outside from a K, to the next. rows: how many there are from there on; those behind are zeros.
-// apart: with SPLIT_RIGHT, from the rows of the tile's first half to those of its second one; else not used.
 template <class X> struct TileOperand {
     const X* data;
-    int pitch, rows, apart = 0;
+    int pitch, rows;
 };
 
 // Four neighbours of a result, in one access.
@@ -46,10 +45,9 @@ template <> struct SumOf<i8> {
 };
 
 template <class X, int DOWN, int ACROSS, int WIDE, int DEPTH, bool LEFT_K_OUTSIDE = false,
-          bool RIGHT_K_OUTSIDE = false, class Y = X, bool SPLIT_RIGHT = false, bool IN_HALF = false>
+          bool RIGHT_K_OUTSIDE = false, class Y = X, bool IN_HALF = false>
 struct Sm80Mainloop {
     static_assert(sizeof(X) == sizeof(Y), "X, Y: formats of a and b");
-    static constexpr bool LEFT_OUTSIDE = LEFT_K_OUTSIDE, RIGHT_OUTSIDE = RIGHT_K_OUTSIDE;
     static constexpr int HIGH = 64, THREADS = 32 * DOWN * ACROSS;
     static constexpr int ROWS = HIGH * DOWN, COLUMNS = WIDE * ACROSS;  // of a tile
     static constexpr int STEP_BYTES = 64, STEP = STEP_BYTES / sizeof(X);
@@ -78,8 +76,8 @@ struct Sm80Mainloop {
     static __device__ __forceinline__ void run(Sums& sum, char* shared, const TileOperand<X>& a,
                                                const TileOperand<Y>& b, int K) {
         const SharedAddress stages = shared_address(shared);
-        Loader<LEFT_K_OUTSIDE, ROWS, false, X> left(a, K);
-        Loader<RIGHT_K_OUTSIDE, COLUMNS, SPLIT_RIGHT, Y> right(b, K);
+        Loader<LEFT_K_OUTSIDE, ROWS, X> left(a, K);
+        Loader<RIGHT_K_OUTSIDE, COLUMNS, Y> right(b, K);
         int steps = (K + STEP - 1) / STEP, ahead = steps;  // that are left, to multiply and to load
         auto load = [&](int at) {
             if (ahead-- > 0) {
@@ -160,15 +158,14 @@ struct Sm80Mainloop {
 
 private:
     // A thread's units of an operand, step after step: the first one, and every LINES lines another one.
-    template <bool K_OUTSIDE, int WIDTH, bool SPLIT, class Element> struct Loader {
+    template <bool K_OUTSIDE, int WIDTH, class Element> struct Loader {
         static constexpr int PER_LINE = K_OUTSIDE ? WIDTH / UNIT : STEP / UNIT;
         static constexpr int LINES = THREADS / PER_LINE, COUNT = WIDTH * STEP_BYTES / 16 / THREADS;
         static_assert(COUNT * THREADS * 16 == WIDTH * STEP_BYTES && LINES * PER_LINE == THREADS);
-        static_assert(!SPLIT || (!K_OUTSIDE && COUNT % 2 == 0), "threads copy as often of each half");
 
         const Element* const readable;
         const Element* next;  // the first unit of the next step
-        const int pitch, apart;
+        const int pitch;
         int rest;       // K from there on
         u32 there = 0;  // of unit i bit i: its row is
 
@@ -176,12 +173,11 @@ private:
             : readable(from.data),
               next(from.data + (i64)line() * from.pitch + unit() * UNIT),
               pitch(from.pitch),
-              apart(from.apart - WIDTH / 2),
               rest(K - (K_OUTSIDE ? line() : unit() * UNIT)) {
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
-                const int row = SPLIT ? line() + i % (COUNT / 2) * LINES : line() + i * LINES;
-                there |= (u32)((K_OUTSIDE ? unit() * UNIT : row) < from.rows) << i;
+                const int row = K_OUTSIDE ? unit() * UNIT : line() + i * LINES;
+                there |= (u32)(row < from.rows) << i;
             }
         }
         static __device__ __forceinline__ int line() { return threadIdx.x / PER_LINE; }
@@ -191,8 +187,7 @@ private:
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) {
                 const bool valid = (there >> i & 1) && rest > (K_OUTSIDE ? i * LINES : 0);
-                const int lines = i * LINES + (SPLIT && i >= COUNT / 2 ? apart : 0);
-                const Element* const p = valid ? next + (i64)lines * pitch : readable;
+                const Element* const p = valid ? next + (i64)(i * LINES) * pitch : readable;
                 cp_async_16(to + place<K_OUTSIDE, WIDTH>(line() + i * LINES, unit()), p, valid);
             }
             rest -= STEP;

@@ -438,11 +438,6 @@ def expect_added(
         expect(op, "bias", bias, bias_dtype, out.shape[1:])
 
 
-def on_hopper(dev: Device) -> bool:
-    """Whether products have Hopper's instructions."""
-    return dev.spec.capability == CAPABILITY
-
-
 class Tiles(NamedTuple):
     """Those of a result (M, N), in so many columns, on so many clusters of two blocks."""
 

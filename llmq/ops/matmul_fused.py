@@ -8,8 +8,7 @@ epilogue takes the sums, rounded as they would be kept, while the next tile is m
 adapters are the last tiles of the sum. Sums are F32; fp8 codes are added as with fast accumulation
 (`ops.matmul.matmul_fp8`), but for `gradient`.
 
-For all: operands are contiguous, with rows of multiples of 16 bytes; compute capability 9.0, and
-those of GENERIC without h from 8.0 on, of fp8 codes from 8.9 on.
+For all: operands are contiguous, with rows of multiples of 16 bytes; compute capability 9.0.
 
     a           in   BF16, E4M3 or E5M2   (M,K)
     b           in   as a, not E5M2 twice (N,K)
@@ -47,7 +46,6 @@ from llmq.ops.common import (
     fp8_args,
     fp8_consts,
     num_sums,
-    on_hopper,
     tile_columns,
 )
 from llmq.runtime.cost import Cost, product_cost
@@ -64,14 +62,6 @@ PART_STEPS = 4
 # Bytes of shared memory: of a block, of barriers and alignment, of a tile's three boxes, of two
 # boxes of transposed codes, of 16 rows of a box.
 SHARED, BARRIERS, BOXES, TRANSPOSED, CHUNK = 227 << 10, 1536, 3 * 16384, 16384, 2048
-# On other GPUs: kernels that there are, and formats of a; rows and columns of a tile, threads of a
-# block and bytes of a stage.
-GENERIC = {
-    "matmul_gradient": (BF16, E4M3, E5M2),
-    "matmul_swiglu": (BF16, E4M3),
-    "matmul_swiglu_backward": (BF16, E4M3, E5M2),
-}
-GENERIC_TILE, GENERIC_THREADS, GENERIC_STAGE = 128, 128, 16384
 LINE = 128  # bytes of K in a tile
 OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 
@@ -79,15 +69,14 @@ OUTSIDE = 32  # rows of the half of one where K is the outer dimension
 @cache
 def _kernel(entry: str, own: str, *boxes: int) -> Kernel:
     """own: its arguments beside the operands. boxes: the rows of a box of a and of h, and of the
-    half of a tile of b and of tail; none: without the instructions of Hopper."""
-    rows = (*boxes[:2], *boxes[:1], *boxes[2:])
-    a, b, h, tail = (f"[{n}]" for n in rows) if boxes else [""] * 4
+    half of a tile of b and of tail."""
+    a, b, h, tail = boxes[0], boxes[1], boxes[0], boxes[2]
     return Kernel(
         "matmul_fused.cu",
         entry,
-        args=f"const A{a}* a, const B{b}* b, const bf16{h}*? h, const bf16{tail}*? tail, "
+        args=f"const A[{a}]* a, const B[{b}]* b, const bf16[{h}]*? h, const bf16[{tail}]*? tail, "
         f"const f32*? scale_a, const f32*? scale_b, i32 M, i32 N, i32 K, {own}",
-        capability=CAPABILITY if boxes else None,
+        capability=CAPABILITY,
     )
 
 
@@ -101,7 +90,6 @@ class _Product(NamedTuple):
     rank: int
     b_outside: bool
     tail_outside: bool
-    a_outside: bool = False
 
     @classmethod
     def of(
@@ -117,13 +105,11 @@ class _Product(NamedTuple):
         dtypes: tuple[DType, ...] = (BF16, E4M3, E5M2),
         codes: tuple[DType, ...] = (E4M3,),
         transposed: bool = False,
-        a_outside: bool = False,
     ) -> _Product:
-        """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16.
-        a_outside: a is (K, M)."""
+        """dtypes, codes: as expect_operands. transposed: tail is (R, N), and b (K, N), if BF16."""
         expect_operands(op, a, b, scale_a, scale_b, dtypes=dtypes, codes=codes)
         outside = transposed and a.dtype == BF16
-        (M, K), N = a.shape[:: -1 if a_outside else 1], b.shape[1 if outside else 0]
+        (M, K), N = a.shape, b.shape[1 if outside else 0]
         expect(op, "b", b, None, (K, N) if outside else (N, K))
         R = 0
         if h is not None or tail is not None:
@@ -132,7 +118,7 @@ class _Product(NamedTuple):
             R = h.shape[1]
             expect(op, "h", h, BF16, (M, R))
             expect(op, "tail", tail, BF16, (R, N) if transposed else (N, R))
-        return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed, a_outside)
+        return cls((a, b, h, tail, scale_a, scale_b), M, N, K, R, outside, transposed)
 
     def launch(
         self,
@@ -155,38 +141,25 @@ class _Product(NamedTuple):
         which there are as many as it has place for. count: tiles of all results, where there are
         several of (M, N), or of other rows. a_rows: of a box of a."""
         N = self.N // (1 + paired)
-        only = any((consts or {}).get(name) for name in ("CODED", "OUT_TRANSPOSED"))
-        generic = entry in GENERIC and not (on_hopper(dev) or self.rank or only)
-        if generic:
-            columns, threads, cluster, boxes = GENERIC_TILE, GENERIC_THREADS, 1, ()
-            blocks = ceil_div(self.M, GENERIC_TILE) * ceil_div(N, columns // (1 + paired))
-            stages = 3 if dev.spec.small_shared else 4
-            smem = stages * GENERIC_STAGE
-        else:
-            tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
-            pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
-            stages = (SHARED - BARRIERS - beside) // pair
-            blocks, cluster = 2 * min(count or tiles.count, tiles.clusters), 2
-            outside = self.b_outside, self.tail_outside
-            boxes = (a_rows, *(OUTSIDE if way else columns // 2 for way in outside))
-            smem = stages * pair + beside + BARRIERS
+        tiles = Tiles.of(dev, self.M, N, columns // (1 + paired))
+        pair = LINE * (TILE_ROWS // 2 + ceil_div(columns, 64) * 64)
+        stages = (SHARED - BARRIERS - beside) // pair
+        outside = self.b_outside, self.tail_outside
+        boxes = (a_rows, *(OUTSIDE if way else columns // 2 for way in outside))
         dev.launch(
             _kernel(entry, own, *boxes),
-            blocks,
+            2 * min(count or tiles.count, tiles.clusters),
             threads,
             (*self.operands, self.M, N, self.K, *args),
             consts={
-                "A_K_OUTSIDE": int(self.a_outside),
                 "B_K_OUTSIDE": int(self.b_outside),
                 "TAIL_K_OUTSIDE": int(self.tail_outside),
-                "B_SPLIT": int(paired),
                 "RANK": RANK_STEP * ceil_div(self.rank, RANK_STEP),
                 "RING_STAGES": stages,
                 "TILE_WIDTH": columns,
-                "CLUSTER": cluster,
             }
             | (consts or {}),
-            smem=smem,
+            smem=stages * pair + beside + BARRIERS,
             cost=cost,
         )
 
@@ -407,30 +380,25 @@ def gradient(
 ) -> None:
     """acc.tensor += BF16(scale_a * scale_b * (a @ b^T)), or = where acc.accumulate is false.
 
-    The bits are those of the product alone, and of `reduce.add` behind it. On other GPUs than
-    Hopper sums are F32, and a and b may be BF16: a^T @ b then, without scales.
+    The bits are those of the product alone, and of `reduce.add` behind it.
 
-    Args (of fp8 codes, b E4M3; BF16 a is (K,M), and b (K,N)):
+    Args (a and b are fp8 codes, b E4M3):
         acc.tensor   inout  BF16  (M,N)   sums are rounded stochastically
-        fast_accumulation                 as in matmul_fp8; on Hopper it is taken
+        fast_accumulation                 as in matmul_fp8; it is taken
 
     Cost:    2*M*N*K FLOPs; acc.tensor written once, and read once if it is added to; one launch.
     """
     op = "matmul_gradient"
     expect_matrix(op, "acc.tensor", acc.tensor, (BF16,))
-    dtypes = (E4M3, E5M2) if on_hopper(dev) else GENERIC[op]
-    outside = a.dtype == BF16
-    operands = {"dtypes": dtypes, "transposed": outside, "a_outside": outside}
-    p = _Product.of(op, a, b, None, None, scale_a, scale_b, **operands)
+    p = _Product.of(op, a, b, None, None, scale_a, scale_b, dtypes=(E4M3, E5M2))
     sizes = p.M, p.N, p.K
     expect(op, "acc.tensor", acc.tensor, BF16, sizes[:2])
     expect(op, "acc.scalars", acc.scalars, I32, (STEP_SCALARS_WORDS,))
-    if any(2 * n % MULTIPLE for n in (p.N, p.M if outside else p.K // 2)):
+    if 2 * p.N % MULTIPLE or p.K % MULTIPLE:
         raise ValueError(f"{op}: rows must have multiples of {MULTIPLE} bytes, got {sizes}")
-    part_steps = 0 if fast_accumulation or not on_hopper(dev) else PART_STEPS
+    part_steps = 0 if fast_accumulation else PART_STEPS
     d = "inout bf16* d" if acc.accumulate else "bf16* d"  # one reads what it adds to
     how = {"accumulate": acc.accumulate, "fast": fast_accumulation, "epilogue": "gradient"}
-    how["trans_a"] = outside
     p.launch(
         dev,
         op,
@@ -467,8 +435,7 @@ def swiglu(
 
     The bits are those of `adapted` (fp8: with fast accumulation), which rounds up_gate, and of
     `swiglu.forward`, which reads that. With gelu it is GeGLU. If up_gate are codes, the product is
-    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none. On other GPUs
-    than Hopper sums are F32, and up_gate has other bits.
+    `matmul_fp8`, and all of this is their reader; without out and fp8 there is none.
 
     Args (a: BF16 or E4M3; N is 2F, the rows of up and then those of gate; M, F multiples of 16):
         up_gate     out    BF16   (M,2F)  [up | gate] along the last dimension; or None; or

@@ -5,7 +5,7 @@ sizes. Else the library computes the product, and the epilogue's own kernels fol
 scratch that they need. Everybody else says what is computed, and never asks how.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,10 +46,9 @@ from llmq.ops import (
 from llmq.ops.common import num_sums
 from llmq.ops.matmul import matmul, matmul_fp8
 from llmq.ops.matmul_int8 import matmul_int8
-from llmq.ops.routes import Route, Sizes, taken, ways
+from llmq.ops.routes import Route, Sizes, taken
 from llmq.runtime.device import Device
 
-Run = Callable[[], None]
 Multiply = Callable[..., None]
 """Enqueues a product alone, with what is added to it: (out, bias=, accumulate=, addend=)."""
 
@@ -126,20 +125,6 @@ class _Terms(NamedTuple):
         # A bias comes before an activation.
         return None if route and self.bias is not None and not route.bias else route
 
-    def choice(
-        self, kind: str, out: DType | None, two: Run, one: Run, *, kept: Iterable[Tensor | None]
-    ) -> Run:
-        """The way to take: two kernels, or one where that is faster. kept: see Device.choose."""
-        sizes, kernels = self.sizes(kind, out), {"two kernels": two, "one kernel": one}
-        if sizes is None or self.bias is not None:
-            return two
-        taken = {name: kernels[name] for name in ways(self.dev, kind, sizes)}
-        if len(taken) == 1:
-            return taken.popitem()[1]
-        M, N, K, a, *_ = sizes
-        work = f"{kind} {M}x{N}x{K} {a.name}*{self.right.dtype.name}"
-        return partial(self.dev.choose, work, taken, tuple(x for x in kept if x is not None))
-
     def sizes(self, kind: str, out: DType | None) -> Sizes | None:
         """Those that a route goes by; None: no kernel of ours has such operands."""
         if isinstance(self.b, Int8 | Rounded) or self.right.dtype is E4M3_HALF:
@@ -199,9 +184,7 @@ def product(
     if epilogue is STORE and adapters is None:
         terms.library(out, **terms.added)
     else:
-        enqueue = _EPILOGUES[epilogue.kind](terms, out, epilogue)
-        if enqueue is not None:
-            enqueue()
+        _EPILOGUES[epilogue.kind](terms, out, epilogue)
 
 
 def grouped_product(
@@ -364,26 +347,20 @@ def _store(terms: _Terms, out: Result, epilogue: Epilogue = STORE) -> None:
         adapters.finished(out)
 
 
-def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> Run:
+def _gradient(terms: _Terms, out: Accumulator, epilogue: Epilogue) -> None:
     dev, target = terms.dev, out.tensor
-
-    def one() -> None:
+    if terms.route("gradient", target.dtype) is not None:
         matmul_fused.gradient(
             dev, out, terms.left, terms.right, *terms.scales, fast_accumulation=terms.fast
         )
-
-    def two() -> None:
+    elif not out.accumulate:
+        terms.library(target)
+    elif target.dtype == F32:
+        terms.library(target, accumulate=True)
+    else:
         with dev.scratch("d_weight", target.shape, target.dtype) as part:
             terms.library(part)
             reduce.add(dev, out, part)
-
-    if terms.route("gradient", target.dtype) is not None:
-        return one
-    if not out.accumulate:
-        return partial(terms.library, target)
-    if target.dtype == F32:
-        return partial(terms.library, target, accumulate=True)
-    return terms.choice("gradient", target.dtype, two, one, kept=[target])
 
 
 def _alone(terms: _Terms, route: Route | None) -> Callable[[Result], None]:
@@ -409,64 +386,37 @@ def _swiglu(terms: _Terms, to: OutputForms, name: str, up: Result | None) -> Non
         )
 
 
-def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> Run:
+def _activation(terms: _Terms, out: Handed | Result, epilogue: Activated) -> None:
     name, to = epilogue.name, epilogue.to
     route = terms.route("glu") if name in GATED else None
-    forward, _ = ACTIVATIONS[name]
     if to is None:
-        two = partial(_alone(terms, route), out)
-        one = partial(_swiglu, terms, OutputForms(None), name, out)
-        has_both = route is None and name in GATED and not isinstance(out, ProductCodes)
-    else:
-        has_both = route is None and name in GATED and out.ready and not out.coded
-
-        def two() -> None:
-            with ExitStack() as temps:
-                up = out.result(out.place(temps), _alone(terms, route))
-                out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
-
-        def one() -> None:
-            out.result(out.kept, partial(_swiglu, terms, to, name))
-
-    if has_both:  # of the same work, so that what is computed again has the bits of the first time
-        return terms.choice("glu", None, two, one, kept=_raised(to))
-    return one if to is not None and route is not None and out.ready else two
+        _alone(terms, route)(out)
+        return
+    if route is not None and out.ready:
+        out.result(out.kept, partial(_swiglu, terms, to, name))
+        return
+    forward, _ = ACTIVATIONS[name]
+    with ExitStack() as temps:
+        up = out.result(out.place(temps), _alone(terms, route))
+        out.written(partial(forward, terms.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8))
 
 
-def _raised(to: OutputForms | None) -> tuple[Tensor | None, ...]:
-    """The tensors that a kernel adds to."""
-    return () if to is None else (to.abs_max, to.fp8 and to.fp8.saturated)
-
-
-def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> Run:
+def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient) -> None:
     name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
+    # Two kernels are faster if these are codes.
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
-    _, backward = ACTIVATIONS[name]
-
-    def one() -> None:
-        with terms.operands() as operands:
-            matmul_fused.swiglu_backward(
-                terms.dev, to.out, **operands, up_gate=up, gelu=name == "geglu",
-                abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
-            )  # fmt: skip
-
-    def two() -> None:
-        with ExitStack() as temps:
-            # The activation may go where its gradient is, which is not needed again.
-            place = out.place(temps) if again.out is None else again.out
-            d_act = out.result(place, _alone(terms, None))
-            launch = partial(
-                backward, terms.dev, to.out, d_act, up,
-                abs_max=to.abs_max, fp8=to.fp8, out=again.out, out_fp8=again.fp8,
-            )  # fmt: skip
-            out.written(launch)
-
+    results = {"abs_max": to.abs_max, "fp8": to.fp8, "out": again.out, "out_fp8": again.fp8}
     if route is not None:
-        return one
-    # On other GPUs than Hopper the activation's codes are written by the second kernel.
-    if again.fp8 is not None or name not in GATED or not isinstance(up, Tensor):
-        return two
-    return terms.choice("glu_grad", None, two, one, kept=(up, *_raised(to)))
+        with terms.operands() as operands:
+            how = {"up_gate": up, "gelu": name == "geglu"} | results
+            matmul_fused.swiglu_backward(terms.dev, to.out, **operands, **how)
+        return
+    _, backward = ACTIVATIONS[name]
+    with ExitStack() as temps:
+        # The activation may go where its gradient is, which is not needed again.
+        place = out.place(temps) if again.out is None else again.out
+        d_act = out.result(place, _alone(terms, None))
+        out.written(partial(backward, terms.dev, to.out, d_act, up, **results))
 
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
@@ -510,9 +460,7 @@ def _row_factors(terms: _Terms, out: Tensor, epilogue: RowFactors) -> None:
     exp_rows.scale(terms.dev, out, epilogue.factors)
 
 
-# They return the way that was chosen, for `product` to call, so that a step has few functions above
-# its products; or they enqueue everything and return None.
-_EPILOGUES: dict[str, Callable[[_Terms, Any, Any], Run | None]] = {
+_EPILOGUES: dict[str, Callable[[_Terms, Any, Any], None]] = {
     "store": _store,
     "gradient": _gradient,
     "glu": _activation,

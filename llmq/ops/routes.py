@@ -1,9 +1,7 @@
 """Rules of where a kernel of ours is taken for a product and what follows it.
 
 A route is a rule of device, formats and sizes, and no measurement: plans have the launches of runs.
-On other GPUs than Hopper there are two ways for some products, which a device that tunes times;
-plans have the two kernels then. LLMQ_FUSED takes the place of the part of a rule that says
-what is faster (`Device.fused`).
+LLMQ_FUSED takes the place of the part of a rule that says what is faster (`Device.fused`).
 """
 
 from collections.abc import Callable, Iterable
@@ -12,7 +10,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, DType
 from llmq.ops import matmul_fused
-from llmq.ops.common import CAPABILITY, GENERIC_FP8, MULTIPLE, TILE_ROWS, Tiles, tile_columns
+from llmq.ops.common import CAPABILITY, MULTIPLE, TILE_ROWS, Tiles, tile_columns
 from llmq.ops.matmul_fused import MAX_RANK
 from llmq.runtime.device import HOST_SPEC, Device
 from llmq.runtime.machine import PLAN_SPEC
@@ -126,7 +124,7 @@ ROUTES = {
         kernel="matmul_gradient",
         a=(E4M3, E5M2),
         out=BF16,
-        aligned=lambda s: (2 * s.N, 2 * s.M if s.a is BF16 else s.K),
+        aligned=lambda s: (2 * s.N, s.K),
         faster=_uses_turns,
     ),
     # Beside the kernel for all cards since Ampere: tools/gemm_gate.py --grouped.
@@ -179,23 +177,3 @@ def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route 
     if told is None and not (large and route.faster(dev, sizes)):
         return None
     return route if all(size % MULTIPLE == 0 for size in route.aligned(sizes)) else None
-
-
-def ways(dev: Device, kind: str, sizes: Sizes) -> tuple[str, ...]:
-    """The ways for a product that has no route: two kernels, or one that needs nothing of Hopper.
-
-    Where there are both, one is to be chosen (`Device.choose`): GPUs differ in what is faster.
-    """
-    route, capability, told = ROUTES.get(kind), dev.spec.capability, dev.fused
-    one = (
-        route is not None
-        and capability not in (CAPABILITY, HOST_SPEC.capability)
-        and sizes.a in matmul_fused.GENERIC.get(route.kernel, ())
-        and (sizes.a.itemsize > 1 or capability in GENERIC_FP8)
-        and not sizes.rank
-        and route.out in (None, sizes.out)
-        and sizes.N % route.columns() == 0
-        and all(size % MULTIPLE == 0 for size in route.aligned(sizes))
-        and (told is None or route.kernel in told)
-    )
-    return ("two kernels",) * (not one or told is None) + ("one kernel",) * one

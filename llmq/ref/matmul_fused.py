@@ -184,15 +184,14 @@ def matmul_exp(
 def matmul_gradient(
     a: Array, b: Array, h: Array, tail: Array, scale_a: Array, scale_b: Array,
     M: int, N: int, K: int, d: np.ndarray, scalars: np.ndarray, accumulate: int, salt: int,
-    part_steps: int, *, a_k_outside: int = 0, b_k_outside: int = 0,
+    part_steps: int,
 ) -> None:  # fmt: skip
     """d (M,N) = or += x, rounded to BF16.
 
     A sum is rounded stochastically. part_steps: how a GPU sums; here it is in F32.
     """
     seed = gradient_seed(scalars, salt)
-    left = a.T if a_k_outside else a
-    for rows, total in _sums(left, b, h, tail, scale_a, scale_b, b_k_outside):
+    for rows, total in _sums(a, b, h, tail, scale_a, scale_b):
         product = total.astype(BF16)
         if accumulate:
             index = np.arange(total.size, dtype=np.uint64).reshape(-1, N) + np.uint64(

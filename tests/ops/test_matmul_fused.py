@@ -354,18 +354,6 @@ def test_gradient_overwrites(hopper, rng):
     check_gradient(hopper, rng, CASES["matmul_gradient"]["small"], accumulate=False)
 
 
-@pytest.mark.parametrize(
-    "generic", [80, 89, 120, pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
-def test_gradient_without_hopper(generic, rng):
-    """Edges of tiles; the stages that 164 and 100 KiB of shared memory have place for."""
-    for case in small("matmul_gradient").values():
-        check_gradient(generic, rng, case, BF16)
-        if generic.spec.capability > 80:
-            check_gradient(generic, rng, case, E5M2)
-    check_gradient(generic, rng, case, BF16, accumulate=False)
-
-
 @gpu_only
 def test_gradient_of_e5m2(hopper, rng):
     check_gradient(hopper, rng, CASES["matmul_gradient"]["tiles"], E5M2)
@@ -483,16 +471,6 @@ def check_swiglu(dev, arrays, *, gelu=False, left_out=()):
 def test_swiglu(hopper, rng, case, dtype, layout):
     M, F, *_ = case
     check_swiglu(hopper, up_arrays(rng, *case, dtype) | up_results(M, F, layout))
-
-
-def test_swiglu_without_hopper(generic, rng):
-    """Its codes in both layouts, and the product alone, as it is computed again."""
-    for M, F, K, _ in small("matmul_swiglu").values():
-        arrays = up_arrays(rng, M, F, K, 0, E4M3) | up_results(M, F, "both")
-        check_swiglu(generic, arrays, gelu=F < 100)
-        arrays = up_arrays(rng, M, F, K, 0, BF16) | up_results(M, F, None)
-        check_swiglu(generic, arrays)
-    check_swiglu(generic, arrays, left_out=["out", "abs_max"])
 
 
 def test_swiglu_of_low_gates_and_saturation(hopper, rng):
@@ -741,16 +719,6 @@ def test_swiglu_backward(hopper, rng):
         want = check_backward(hopper, rng, case, tensor=False, fp8=E4M3, layout="both", again=again)
         assert want["saturated"][0] > 7
         assert not again or want["out_saturated"][0] > 3
-
-
-def test_backward_without_hopper(generic, rng):
-    """To codes in both layouts, and in place, with the activation."""
-    codes = {"tensor": False, "fp8": E5M2, "layout": "both", "out": False}
-    in_place = {"tensor": False, "fp8": None, "layout": None, "out": True, "in_place": True}
-    for case in small("matmul_swiglu_backward").values():
-        case = (*case[:3], 0)
-        check_backward(generic, rng, case, E5M2, **codes)
-        check_backward(generic, rng, case, BF16, abs_max=False, **in_place)
 
 
 LARGE = (2064, 4160, 1040, 0)  # several tiles of each cluster, in several groups of columns

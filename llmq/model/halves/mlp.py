@@ -73,7 +73,6 @@ class MlpHalf:
             result=partial(self.operands.result, mlp_up.tensor_id),
             # Without scales, codes are made twice, and what reads them has to wait.
             ready=self.operands.writes_once,
-            coded=self.operands.result_dtype("mlp_up") != self.operands.dtype,
         )
 
         def write(to: OutputForms) -> None:
