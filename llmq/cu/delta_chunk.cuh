@@ -13,12 +13,6 @@ constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
 constexpr int GRADIENT_BLOCKS = 1;
 #endif
 constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? GRADIENT_BLOCKS + 1 : 1;
-// Scans by a warpgroup: delta_sm90.cuh.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr bool WARPGROUP = sizeof(T) == 2 && SLICE == 64 && DK % 64 == 0;
-#else
-constexpr bool WARPGROUP = false;
-#endif
 constexpr int FACTORS = 6;  // for every token of a chunk, in this order:
 enum Factor { TO_KEY, FROM_QUERY, SUMS, FROM_STATE, KEY_LENGTH, QUERY_LENGTH };
 
@@ -55,11 +49,17 @@ __device__ __forceinline__ float exponential(float x) {
     return sizeof(T) == 2 ? exp2_approx(LOG2E * x) : expf(x);
 }
 
+// Of decays. Where these are strong, differences of neighbours' sums lack digits: F32 has more of them.
+template <class E> struct SumOf { using Type = float; };
+template <> struct SumOf<float> { using Type = double; };
+
 // A chunk's tokens, in shared memory. begin: the first of each one's document in the chunk, -1: in
 // front of it. sums: of decays since then.
 struct Chunk {
+    using Sum = SumOf<T>::Type;
     int begin[CHUNK];
-    float sums[CHUNK], beta[CHUNK];
+    Sum sums[CHUNK];
+    float beta[CHUNK];
 
     // Threads below 64 call it: this thread's token. The decay of the token.
     __device__ __forceinline__ float load(const Place& at, int first,
@@ -73,22 +73,28 @@ struct Chunk {
         beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
         return there && start != t ? gates[at.gate(t)] : 0.0f;
     }
-    // Threads below 64 call it: sums, of which the second half still lacks what the first has.
+    // Threads below 64 call it: sums, of which the second half still lacks what the first has; then, when
+    // all have, finish_sums.
     __device__ __forceinline__ void sum(float decay) {
         const int i = threadIdx.x, from = max(begin[i], 0);
-        float total = decay;
+        Sum total = decay;
 #pragma unroll
         for (int n = 1; n < 32; n *= 2) {
-            const float before = __shfl_up_sync(0xFFFFFFFFu, total, n);
+            const Sum before = __shfl_up_sync(0xFFFFFFFFu, total, n);
             if (i % 32 >= n && i - n >= from) { total += before; }
         }
         sums[i] = total;
     }
+    __device__ __forceinline__ void finish_sums() {
+        const int i = threadIdx.x;
+        if (i >= 32 && i < CHUNK && begin[i] < 32) { sums[i] += sums[31]; }
+    }
+    __device__ __forceinline__ float difference(int i, int j) const { return sums[i] - sums[j]; }
     // Whether token i sees token j.
     __device__ __forceinline__ bool sees(int i, int j) const { return j <= i && j >= begin[i]; }
     // From token j to token i.
     __device__ __forceinline__ float decays(int i, int j) const {
-        return j <= i && j >= begin[i] ? exponential(sums[i] - sums[j]) : 0.0f;
+        return j <= i && j >= begin[i] ? exponential(difference(i, j)) : 0.0f;
     }
 };
 
@@ -207,7 +213,8 @@ struct Tokens {
             d[i][0] *= f.x, d[i][1] *= f.y, d[i][2] *= f.x, d[i][3] *= f.y;
         }
     }
-    __device__ __forceinline__ Left<T> scaled(const Left<T>& a, int token) const {
+    template <class E>
+    __device__ __forceinline__ Left<E> scaled(const Left<E>& a, int token) const {
         const float2 two[2] = {at(token), at(token + 8)};
         return times_inner(a, two);
     }

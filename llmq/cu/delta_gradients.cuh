@@ -73,6 +73,21 @@ __device__ __forceinline__ void multiply_both(Gradient& x, A a, Gradient& y, B b
     }
 }
 
+// Adds a right(c) to columns c of x, and its products with those of `factors` to dot. F32: sums that are
+// kept together in x cannot be told apart again without losing digits.
+template <class B>
+__device__ __forceinline__ void multiply_dot(Gradient& x, const Left<T>& a, B right_of,
+                                             const Tile<T>& factors, int row, int column,
+                                             float (&dot)[2]) {
+    x.each([&](int c, Sums& sums) {
+        Sums own = {};
+        multiply(own, a, right_of(c));
+        add_dots(dot, own, left<false>(factors, row, column + 16 * c));
+#pragma unroll
+        for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] += own[i / 4][i % 4]; }
+    });
+}
+
 // The sum over a state behind the last chunk and its gradient of their products, this thread's share.
 __device__ __forceinline__ float both_states(const float* state, const T* d_states) {
     float sum = 0.0f;
@@ -84,6 +99,52 @@ __device__ __forceinline__ float both_states(const float* state, const T* d_stat
 
 constexpr int WIDE = DK > DV ? DK : DV, SQUARE = CHUNK + 8;  // elements of rows in shared memory
 
+// F32: the gradient of a token's decay as a sum of what passes it, of which nothing is taken away again:
+// what later tokens read of earlier ones, and of the state in front, and what earlier ones leave behind.
+//
+// What tokens read of those in front of them: 16 rows, 32 columns of pairs. squares: gradients of
+// products of queries and keys, and of keys.
+__device__ __forceinline__ void put_pairs(T* pairs, T* const (&squares)[2], const Tile<T>& q,
+                                          const Tile<T>& k, int row, int column) {
+#pragma unroll 1
+    for (int c = column; c < column + 32 && c <= row; c += 16) {
+        Sums of_q = {}, of_k = {};
+#pragma unroll 1
+        for (int d = 0; d < DK; d += 16) {
+            const Right<T> key = right<true>(k, d, c);
+            multiply(of_q, left<false>(q, row, d), key);
+            multiply(of_k, left<false>(k, row, d), key);
+        }
+        each_sum(of_q, row, c, [&](int i, int j, float& x) { x *= to_f32(squares[0][i * SQUARE + j]); });
+        each_sum(of_k, row, c, [&](int i, int j, float& x) { x *= to_f32(squares[1][i * SQUARE + j]); });
+#pragma unroll
+        for (int i = 0; i < 8; ++i) { of_k[i / 4][i % 4] += of_q[i / 4][i % 4]; }
+        put_tile<false>(pairs, SQUARE, row, c, of_k);
+    }
+}
+// That of this thread's token, without the state that passes it. All threads call it; pairs are lost.
+__device__ __forceinline__ float crossing_of(T* pairs, const float (&front)[2][CHUNK],
+                                             const float (&behind)[2][CHUNK]) {
+    const int t = threadIdx.x;
+    if (t < CHUNK) {  // a row: sums of all before a column
+        float sum = 0.0f;
+        for (int j = 0; j <= t; ++j) {
+            const float x = to_f32(pairs[t * SQUARE + j]);
+            pairs[t * SQUARE + j] = from_f32<T>(sum);
+            sum += x;
+        }
+    }
+    __syncthreads();
+    float total = 0.0f;
+    if (t < CHUNK) {
+        for (int i = t; i < CHUNK; ++i) {
+            total += to_f32(pairs[i * SQUARE + t]) + (front[0][i] + front[1][i]);
+        }
+        for (int j = 0; j < t; ++j) { total += behind[0][j] + behind[1][j]; }
+    }
+    return total;
+}
+
 // What the kernel does, on `memory`.
 __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gates, const T* d_out,
                                           const T* changes, const T* d_changes, const T* states,
@@ -92,8 +153,8 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                                           const int* starts, int seq_len, int key_heads,
                                           int value_heads, int carried) {
     __shared__ Chunk chunk;
-    __shared__ float known[FACTORS][CHUNK], dots[2][2][CHUNK], of_change[CHUNK], reduced[32];
-    enum Dot { OF_VALUE, OF_QUERY };
+    __shared__ float known[FACTORS][CHUNK], dots[3][2][CHUNK], of_change[CHUNK], reduced[32];
+    enum Dot { OF_VALUE, OF_QUERY, OF_BEHIND };
     T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), then queries
     T* const squares[2] = {rests + CHUNK * (WIDE + 8), rests + CHUNK * (WIDE + 8 + SQUARE)};
     T* const big[2] = {squares[1] + CHUNK * SQUARE, squares[1] + CHUNK * (SQUARE + WIDE + 8)};
@@ -125,11 +186,14 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             cp_async_commit();
         };
         __syncthreads();
-        if (i < CHUNK) { chunk.load(at, first, gates, starts, carried); }
+        if (i < CHUNK) {
+            const float decay = chunk.load(at, first, gates, starts, carried);
+            if (!COPIED) { chunk.sum(decay); }
+        }
         for (int n = i; n < FACTORS * CHUNK; n += THREADS) {
             const float x = factors[of_factors(at, blockIdx.x) + n];
             known[n / CHUNK][n % CHUNK] = x;
-            if (n / CHUNK == SUMS) { chunk.sums[n % CHUNK] = x; }
+            if (COPIED && n / CHUNK == SUMS) { chunk.sums[n % CHUNK] = x; }
         }
         const Tile<T> solved = stage<CHUNK, CHUNK, THREADS>(
             squares[1], inverse + of_chunk * CHUNK * CHUNK, CHUNK, CHUNK);
@@ -143,6 +207,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         slice(1);
         cp_async_wait<3>();
         __syncthreads();
+        if (!COPIED) { chunk.finish_sums(); }
         {
             const float beta[2] = {chunk.beta[m + lane_row()], chunk.beta[m + lane_row() + 8]};
             float of_value[2] = {};
@@ -197,13 +262,18 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         }
         constexpr int VECTORS = 16 * DK / Vec<T>::N, OWN = (VECTORS + THREADS - 1) / THREADS;
         const bool last = blockIdx.x == at.chunks - 1;
-        float both = 0.0f;  // products of the state behind and its gradient
+        // Products of the gradient of the state behind with that state; F32: with the one in front.
+        float both = 0.0f, from_front[2] = {}, to_behind[2] = {};
+        if constexpr (!COPIED) {
+            k = {qkv + at.key(first), at.columns(), rows};
+            q = {qkv + at.query(first), at.columns(), rows};
+        }
 #pragma unroll 1
         for (int n = 0; n < DV / 16; ++n) {
             cp_async_wait<1>();
             __syncthreads();
             slice(n + 2);
-            const T* const next = S + (DV + n * 16) * DK;
+            const T* const next = S + ((COPIED ? DV : 0) + n * 16) * DK;
             uint4 behind[OWN];
 #pragma unroll
             for (int v = 0; v < OWN; ++v) {
@@ -225,17 +295,22 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 to_state[r] = known[TO_KEY][row];
             }
             const Left<T> x = times_rows(left<false>(change, m, 16 * n), to_state);
-            d_k.each([&](int c, Sums& sums) {
-                multiply(sums, x, right<false>(d_s, 0, k_column + 16 * c));
-            });
-            multiply_both(
-                d_q, [&] { return times_rows(left<false>(d_o, m, 16 * n), of_query); },  //
-                d_k, [&] { return times_rows(left<false>(rest, m, 16 * n), of_rest); },
-                [&](int c) { return right<false>(s, 0, k_column + 16 * c); });
+            const auto of_s = [&](int c) { return right<false>(s, 0, k_column + 16 * c); };
+            const auto of_d_s = [&](int c) { return right<false>(d_s, 0, k_column + 16 * c); };
+            const auto of_o = [&] { return times_rows(left<false>(d_o, m, 16 * n), of_query); };
+            const auto of_r = [&] { return times_rows(left<false>(rest, m, 16 * n), of_rest); };
+            if constexpr (COPIED) {
+                d_k.each([&](int c, Sums& sums) { multiply(sums, x, of_d_s(c)); });
+                multiply_both(d_q, of_o, d_k, of_r, of_s);
+            } else {
+                multiply_dot(d_k, x, of_d_s, k, m, k_column, to_behind);
+                multiply_dot(d_q, of_o(), of_s, q, m, k_column, from_front);
+                multiply_dot(d_k, of_r(), of_s, k, m, k_column, from_front);
+            }
 #pragma unroll
             for (int v = 0; v < OWN; ++v) {
                 const int element = (i + v * THREADS) * Vec<T>::N;
-                if (!last && element < 16 * DK) {
+                if (!(COPIED && last) && element < 16 * DK) {
                     const Vec<T> x = COPIED ? unpack<T>(behind[v]) : load_vec(next + element);
                     const Vec<T> y = load_vec(d_s.at + element / DK * pitch + element % DK);
 #pragma unroll
@@ -245,11 +320,20 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 }
             }
         }
+        float crossing = 0.0f;
+        if constexpr (!COPIED) {
+            put_dots(dots[OF_VALUE][half] + m, from_front);
+            put_dots(dots[OF_BEHIND][half] + m, to_behind);
+            put_pairs(big[0], squares, q, k, m, 32 * half);
+            __syncthreads();
+            crossing = crossing_of(big[0], dots[OF_VALUE], dots[OF_BEHIND]);
+            both *= known[FROM_STATE][CHUNK - 1];
+        }
         __syncthreads();
         k = stage<CHUNK, DK, THREADS>(big[1], qkv + at.key(first), at.columns(), rows);
         q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(first), at.columns(), rows);
         cp_async_commit();
-        if (last && state) { both = both_states(state + at.of_head() * DK * DV, dS); }
+        if (COPIED && last && state) { both = both_states(state + at.of_head() * DK * DV, dS); }
         const float of_last = block_sum(both, reduced);
         cp_async_wait<0>();
         __syncthreads();
@@ -286,7 +370,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             total = now - queried - chunk.beta[i] * of_value + (i == CHUNK - 1 ? of_last : 0.0f);
             queried = now;
 #pragma unroll
-            for (int n = 1; n < 32; n *= 2) {
+            for (int n = 1; COPIED && n < 32; n *= 2) {
                 const float behind = __shfl_down_sync(0xFFFFFFFFu, total, n);
                 if (i % 32 + n < 32 && chunk.begin[i + n] <= i) { total += behind; }
             }
@@ -295,6 +379,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         __syncthreads();
         if (i < rows) {
             if (i < 32 && chunk.begin[32] <= i) { total += reduced[0]; }
+            if (!COPIED) { total = crossing + of_last; }
             const float beta = chunk.beta[i];
             d_gates[at.gate(first + i)] = chunk.begin[i] == i ? 0.0f : total;
             d_gates[at.gate(first + i) + value_heads] = beta > 0.0f ? of_change[i] / beta : 0.0f;

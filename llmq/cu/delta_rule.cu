@@ -24,18 +24,20 @@
 //          states, d_states (DV, DK); and F32 factors (6, 64), named in delta_chunk.cuh. state,
 //          d_state: F32 (B, Hv, DK, DV) or null, read and overwritten. starts: I32 (B, seq_len), the
 //          first position of each one's document, or null: then all see the state if carried.
-// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB. prepare: 256
-//          threads, grid (chunks, Hv, B); gradients: (chunks, Hk, B), over the value heads of each;
-//          scan, states, scan_backward: two threads for each of 64 columns of v, or 32 if DV is no
+// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB but on Hopper. prepare,
+//          gradients: 256 threads, grid (chunks, Hk, B), over the value heads of each key; scan,
+//          states, scan_backward: two threads for each of 64 columns of v, or 32 if DV is no
 //          multiple of 64, grid (DV / 64, Hv, B); recurrence: 128 threads, grid (DV / 32, Hv, B). A
 //          warp of a scan has 16 columns of v of a state in registers, F32, transposed: as the left
 //          factor of its next product it is rounded to T there, and no warp waits for another's.
+//          .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in clusters of 2.
 // Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 (DK + DV) +
 //          128 DK, states 2 DK DV, scan 3 DK DV + 64 DV, scan_backward 3 DK DV + 64 DV,
 //          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once; what the
-//          blocks of a scan share, DV / 64 times.
-// Needs    sm_80; scans on sm_90a have products of a warpgroup. DK, DV multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element
-//          is summed by one thread, or one warp, in a fixed order.
+//          blocks of a scan share, DV / 64 times, on Hopper once.
+// Needs    sm_80; .._sm90: sm_90a, BF16, DK 64 or 128, DV 128, seq_len a multiple of 64 or B = 1. DK, DV
+//          multiples of 32 up to 128. Hv a multiple of Hk. No atomics: every element is summed by one
+//          thread, or one warp, in a fixed order.
 // Same name  llmq/ops/delta_rule.py  llmq/ref/delta_rule.py  tests/ops/test_delta_rule.py
 #include "delta_chunk.cuh"
 #include "delta_gradients.cuh"
@@ -150,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     if (i < CHUNK) { chunk.sum(chunk.load(at, first, gates, starts, carried)); }
     cp_async_wait<1>();
     __syncthreads();
-    if (i >= 32 && i < CHUNK && chunk.begin[i] < 32) { chunk.sums[i] += chunk.sums[31]; }
+    chunk.finish_sums();
     Sums kk[2] = {}, qk[2] = {}, qq = {};
     const bool diagonal = m / 32 == column / 32;  // is in this warp's columns
 #pragma unroll 4
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
             const int row = m + lane_row() + e / 2 % 2 * 8;
             const int other = c + e / 4 * 8 + lane_column() + e % 2;
             // Without a branch, at which threads would part.
-            const float decay = exponential(chunk.sums[row] - chunk.sums[other]);
+            const float decay = exponential(chunk.difference(row, other));
             const float factor = chunk.sees(row, other) ? decay * k_length[other] : 0.0f;
             const float product = chunk.beta[row] * k_length[row] * (factor * kk[n][e / 4][e % 4]);
             qk[n][e / 4][e % 4] *= factor * q_length[row];
@@ -299,11 +301,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
     float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
     const Scanned<true> sources{at, qkv, u, w, scores, factors};
-    if constexpr (WARPGROUP) {
-        scan_warpgroup<true>(out, nullptr, nullptr, carried, sources);
-    } else {
-        scan<true>(out, nullptr, nullptr, carried, sources);
-    }
+    scan<true>(out, nullptr, nullptr, carried, sources);
 }
 
 extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
@@ -314,25 +312,27 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
     const Place at(blockIdx.y, seq_len, key_heads, value_heads);
     float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
     const Scanned<false> sources{at, qkv, u, w, nullptr, factors};
-    if constexpr (WARPGROUP) {
-        scan_warpgroup<false>(nullptr, states, changes, carried, sources);
-    } else {
-        scan<false>(nullptr, states, changes, carried, sources);
-    }
+    scan<false>(nullptr, states, changes, carried, sources);
 }
 
-__device__ __forceinline__ void scan_backward(T* d_changes, T* d_states, float* d_state,
-                                              const ScannedBackward& sources) {
+extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
+    delta_rule_scan_backward(T* __restrict__ d_changes, T* __restrict__ d_states,
+                             float* __restrict__ d_state, const T* __restrict__ d_out,
+                             const T* __restrict__ qkv, const T* __restrict__ w,
+                             const T* __restrict__ scores, const float* __restrict__ factors,
+                             int seq_len, int key_heads, int value_heads) {
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    const ScannedBackward sources{at, d_out, qkv, w, scores, factors};
+    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
     extern __shared__ uint4 memory[];
     alignas(16) __shared__ float known[2][2 * CHUNK];
     T* const tile = reinterpret_cast<T*>(memory);
-    const Place& at = sources.at;
     const auto finish = [&](int c) { put_changes(d_changes, at, c, tile); };
     Ring<ScannedBackward> ring{sources, reinterpret_cast<char*>(tile + CHUNK * TILE), known,
                                at.chunks};
     ring.start();
     State here(ring.memory);  // the gradient of the state
-    here.read(d_state);
+    here.read(carried);
     for (int turn = 0; turn < at.chunks; ++turn) {
         const int c = at.chunks - 1 - turn;
         const float whole = __ldg(sources.known(turn) + FROM_STATE * CHUNK + CHUNK - 1);
@@ -361,23 +361,7 @@ __device__ __forceinline__ void scan_backward(T* d_changes, T* d_states, float* 
     }
     __syncthreads();
     finish(0);
-    here.write(d_state);
-}
-
-extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
-    delta_rule_scan_backward(T* __restrict__ d_changes, T* __restrict__ d_states,
-                             float* __restrict__ d_state, const T* __restrict__ d_out,
-                             const T* __restrict__ qkv, const T* __restrict__ w,
-                             const T* __restrict__ scores, const float* __restrict__ factors,
-                             int seq_len, int key_heads, int value_heads) {
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    const ScannedBackward sources{at, d_out, qkv, w, scores, factors};
-    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
-    if constexpr (WARPGROUP) {
-        scan_backward_warpgroup(d_changes, d_states, carried, sources);
-    } else {
-        scan_backward(d_changes, d_states, carried, sources);
-    }
+    here.write(carried);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, GRADIENT_BLOCKS)
@@ -456,4 +440,56 @@ extern "C" __global__ void __launch_bounds__(RECURRENCE_THREADS)
     }
 #pragma unroll
     for (int n = 0; n < OWN; ++n) { there[(i64)(from + n) * DV] = S[n]; }
+}
+
+#if __CUDA_ARCH__ < 900
+#undef __cluster_dims__
+#define __cluster_dims__(...)  // which GPUs before Hopper do not have
+#endif
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THREADS, 1)
+    delta_rule_scan_sm90(const __grid_constant__ TensorMap out, float* __restrict__ state,
+                         const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap u,
+                         const __grid_constant__ TensorMap w,
+                         const __grid_constant__ TensorMap scores,
+                         const float* __restrict__ factors, int seq_len, int key_heads,
+                         int value_heads) {
+    extern __shared__ uint4 memory[];
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
+    Walk<OUT>{at, &out, nullptr, &u, &qkv, &w, &scores, factors, carried, aligned_memory(memory)}
+        .run();
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THREADS, 1)
+    delta_rule_states_sm90(const __grid_constant__ TensorMap states,
+                           const __grid_constant__ TensorMap changes, float* __restrict__ state,
+                           const __grid_constant__ TensorMap qkv,
+                           const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap w,
+                           const float* __restrict__ factors, int seq_len, int key_heads,
+                           int value_heads) {
+    extern __shared__ uint4 memory[];
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
+    Walk<STATES>{at, &changes, &states, &u,      &qkv,
+                 &w, nullptr,  factors, carried, aligned_memory(memory)}
+        .run();
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THREADS, 1)
+    delta_rule_scan_backward_sm90(const __grid_constant__ TensorMap d_changes,
+                                  const __grid_constant__ TensorMap d_states,
+                                  float* __restrict__ d_state,
+                                  const __grid_constant__ TensorMap d_out,
+                                  const __grid_constant__ TensorMap qkv,
+                                  const __grid_constant__ TensorMap w,
+                                  const __grid_constant__ TensorMap scores,
+                                  const float* __restrict__ factors, int seq_len, int key_heads,
+                                  int value_heads) {
+    extern __shared__ uint4 memory[];
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
+    Walk<BACKWARD>{at, &d_changes, &d_states, &d_out,  &qkv,
+                   &w, &scores,    factors,   carried, aligned_memory(memory)}
+        .run();
 }

@@ -1,32 +1,41 @@
-// delta_sm90.cuh -- scans of the gated delta rule on Hopper, by products of a warpgroup: delta_rule.cu.
+// delta_sm90.cuh -- scans of the gated delta rule on Hopper: delta_rule.cu.
 //
-// Such a product reads a tile once for all of its four warps, and runs while they do something else:
-// copy the next chunk, write the last one's results, scale the state. BF16, a SLICE of 64.
+// Chunks wait for each other, so that a scan takes as long as one block needs for a chunk. A block has 64
+// of the 128 columns of v of a head, and a warpgroup of it does nothing but products, with the state in
+// registers, F32, transposed: rounded it is the left factor of the next one. Each runs while the warps
+// prepare the factors of another. One thread loads tiles (TMA) some chunks ahead, which a warpgroup's
+// product reads once for four warps; of what both blocks of a head need it loads half, for both. Another
+// thread stores results.
 #pragma once
 #include "delta_chunk.cuh"
 
-// A tile of 64 rows as such products take it (ptx.cuh): its columns lie in boxes of 64, of which a row
-// is 128 bytes. Its 16-byte units change places by the row.
+constexpr int CLUSTER = 2, CHAIN_WARPS = 4, CHAIN_THREADS = 192;
+constexpr int CHANNELS = DK % 64 ? 64 : DK;  // of keys; with others there is no such scan
+constexpr int CHANNEL_TILES = CHANNELS / 16, CHANNEL_BOXES = CHANNELS / 64;
+constexpr int KNOWN_BYTES = (FROM_STATE + 1) * CHUNK * 4;  // of factors
+
+// Tiles of 64 rows as load_box writes them (ptx.cuh): columns lie in boxes of 64.
 struct Boxes {
-    static constexpr int LINE = 128, BOX_BYTES = CHUNK * LINE;
+    static constexpr int LINE = 128, BYTES = CHUNK * LINE;
     SharedAddress at;
     __device__ __forceinline__ SharedAddress address(int row, int column) const {
-        return at + column / 64 * BOX_BYTES + row * LINE +
-               ((column / 8 % 8 ^ row % 8) << 4) + column % 8 * 2;
+        return at + column / 64 * BYTES + row * LINE + ((column / 8 % 8 ^ row % 8) << 4) +
+               column % 8 * 2;
     }
 };
 
-// Starts sums += a[0 .. K - 1] (16 rows of each warp) times a tile whose rows are the inner dimension, or
-// (turned) the columns. They may not be touched until it has been waited for.
-template <bool TURNED, int K, int N>
-__device__ __forceinline__ void start_product(Sums (&sums)[N], const Left<T> (&a)[K],
+// Starts sums = a[0 .. K - 1] (16 rows of each warp) times a tile whose rows are the inner dimension, or
+// (turned) the columns, or with ADD sums +=. They may not be touched until it has been waited for.
+template <bool TURNED, bool ADD, int K, int N>
+__device__ __forceinline__ void start_product(Sums (&sums)[N], const Left<bf16> (&a)[K],
                                               const Boxes& tile) {
     auto& flat = reinterpret_cast<float (&)[8 * N]>(sums);
+    wgmma_begin();
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-        const Descriptor b = TURNED ? k_inside(tile.at) + (k / 4 * (Boxes::BOX_BYTES / 16) + k % 4 * 2)
-                                    : k_outside(tile.at, Boxes::BOX_BYTES) + k * Boxes::LINE;
-        wgmma_left<16 * N, !TURNED>(flat, a[k].r, b, 1);
+        const Descriptor b = TURNED ? k_inside(tile.at) + (k / 4 * (Boxes::BYTES / 16) + k % 4 * 2)
+                                    : k_outside(tile.at, Boxes::BYTES) + k * Boxes::LINE;
+        wgmma_left<16 * N, !TURNED>(flat, a[k].r, b, ADD || k > 0);
     }
     wgmma_commit();
 }
@@ -36,187 +45,289 @@ template <int PENDING, int N> __device__ __forceinline__ void finish_product(Sum
     arrived(reinterpret_cast<float (&)[8 * N]>(sums));
 }
 template <int N>
-__device__ __forceinline__ void round_left(Left<T> (&a)[N], const Sums (&sums)[N]) {
+__device__ __forceinline__ void round_left(Left<bf16> (&a)[N], const Sums (&sums)[N]) {
 #pragma unroll
-    for (int n = 0; n < N; ++n) { a[n] = to_left<T>(sums[n]); }
+    for (int n = 0; n < N; ++n) { a[n] = to_left<bf16>(sums[n]); }
+}
+template <int N> __device__ __forceinline__ void multiply_by(Sums (&sums)[N], float factor) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) { sums[n][i / 4][i % 4] *= factor; }
+    }
 }
 
-// All tiles of a turn and its factors to keys and from queries, while those of the turn before are used.
-// Sources as those of a Ring.
-template <class Sources> struct Buffers {
-    const Sources& sources;
-    SharedAddress memory;
-    float (*known)[2 * CHUNK];
-    int turns;
-
-    static __device__ __forceinline__ constexpr int place(int step) {
-        int bytes = 0;
-        for (int s = 0; s < step; ++s) { bytes += CHUNK * 2 * Sources::COLUMNS[s]; }
-        return bytes;
-    }
-    template <int STEP> __device__ __forceinline__ Boxes tile(int turn) const {
-        return {memory + turn % 2 * place(Sources::STEPS) + place(STEP)};
-    }
-    template <int STEP = 0> __device__ __forceinline__ void fetch(int turn) {
-        if constexpr (STEP < Sources::STEPS) {
-            if (turn >= turns) { return; }
-            constexpr int UNITS = Sources::COLUMNS[STEP] / 8;
-            const Tile<T> from = sources.template of<STEP>(turn);
-            const Boxes to = tile<STEP>(turn);
-#pragma unroll 4
-            for (int n = 0; n < CHUNK * UNITS / SCAN_THREADS; ++n) {
-                const int i = threadIdx.x + n * SCAN_THREADS;
-                const int row = i / UNITS, column = i % UNITS * 8;
-                const bool valid = row < from.rows;
-                cp_async_16(to.address(row, column),
-                            from.at + (valid ? row * from.pitch : 0) + column, valid);
-            }
-            fetch<STEP + 1>(turn);
-        } else if (threadIdx.x < 2 * CHUNK / 4) {
-            cp_async_16(shared_address(known[turn % 2] + threadIdx.x * 4),
-                        sources.known(turn) + threadIdx.x * 4, true);
+// Each warp's 16 rows to a tile, as they are or (turned) as its columns.
+template <bool TURNED, int N>
+__device__ __forceinline__ void put_left(const Boxes& to, const Left<bf16> (&a)[N]) {
+    const int lane = lane_id(), own = warp_id() * 16;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        const u32(&r)[4] = a[n].r;
+        if constexpr (TURNED) {
+            stmatrix_x4_trans(to.address(16 * n + lane / 16 * 8 + lane % 8, own + lane / 8 % 2 * 8),
+                              r[0], r[1], r[2], r[3]);
+        } else {
+            stmatrix_x4(to.address(own + lane % 16, 16 * n + lane / 16 * 8), r[0], r[1], r[2], r[3]);
         }
     }
-    // All threads are through with the turn before, and have what they fetched.
-    __device__ __forceinline__ void begin() {
-        cp_async_commit();
-        cp_async_wait<0>();
-        stores_begin();  // products see what was copied
+}
+
+enum Way { OUT, STATES, BACKWARD };  // what a scan gives: out; states and changes; gradients of these
+
+// A block of a scan. own: u, of gradients d_out. results: out, changes or their gradients. all: states or
+// their gradients. carried: the state in front, or the gradient of the one behind; F32 (DK, DV), or null.
+template <Way WAY> struct Walk {
+    // The boxes of a stage: one of `own`, then those of both blocks.
+    static constexpr int KEYS = 1, W = KEYS + CHANNEL_BOXES, QUERIES = W + CHANNEL_BOXES;
+    static constexpr int SCORES = QUERIES + CHANNEL_BOXES;
+    static constexpr int BOXES = WAY == STATES ? QUERIES : SCORES + 1, STAGES = WAY == STATES ? 4 : 3;
+    static constexpr int STAGE_BYTES = BOXES * Boxes::BYTES + KNOWN_BYTES;
+    static constexpr int RESULT_BOXES = WAY == OUT ? 1 : 1 + CHANNEL_BOXES;
+
+    const Place& at;
+    const TensorMap *results, *all, *own, *qkv, *w, *scores;
+    const float* factors;
+    float* carried;
+    char* memory;  // stages, results, then barriers
+
+    __device__ __forceinline__ int chunk(int turn) const {
+        return WAY == BACKWARD ? at.chunks - 1 - turn : turn;
+    }
+    __device__ __forceinline__ char* stage(int s) const { return memory + s * STAGE_BYTES; }
+    __device__ __forceinline__ SharedAddress result(int box) const {
+        return shared_address(memory) + STAGES * STAGE_BYTES + box * Boxes::BYTES;
+    }
+    __device__ __forceinline__ SharedAddress full(int s) const { return result(RESULT_BOXES) + 8 * s; }
+    __device__ __forceinline__ SharedAddress empty(int s) const { return full(STAGES + s); }
+    // Of results (0) and of all (1).
+    __device__ __forceinline__ SharedAddress ready(int i) const { return full(2 * STAGES + i); }
+    __device__ __forceinline__ SharedAddress taken(int i) const { return ready(2 + i); }
+
+    __device__ __forceinline__ void init() const {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full(s), 1);
+            barrier_init(empty(s), CLUSTER * CHAIN_WARPS);
+        }
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(ready(i), CHAIN_WARPS);
+            barrier_init(taken(i), 1);
+        }
+        barriers_ready();
+    }
+
+    // A thread.
+    __device__ __forceinline__ void load() const {
+        const int rank = blockIdx.x;
+        for (int turn = 0; turn < at.chunks; ++turn) {
+            const int s = turn % STAGES, c = chunk(turn);
+            const SharedAddress to = shared_address(stage(s)), barrier = full(s);
+            const int token = at.token(c * CHUNK), row = at.of_chunk(c) * CHUNK;
+            const int key = (at.key_heads + at.key_head) * DK, query = at.key_head * DK;
+            barrier_wait(empty(s), turn / STAGES % 2 ^ 1);
+            barrier_expect(barrier, STAGE_BYTES);
+            if (WAY == BACKWARD) {
+                load_box(to, own, at.head * DV + rank * 64, token, barrier);
+            } else {
+                load_box(to, own, rank * 64, row, barrier);
+            }
+            const auto share = [&](int box, const TensorMap* map, int x, int y) {
+                constexpr int ROWS = CHUNK / CLUSTER;
+                load_box_for(to + box * Boxes::BYTES + rank * ROWS * Boxes::LINE, map, x,
+                             y + rank * ROWS, barrier, (1 << CLUSTER) - 1);
+            };
+#pragma unroll
+            for (int i = 0; i < CHANNEL_BOXES; ++i) {
+                share(KEYS + i, qkv, key + 64 * i, token);
+                share(W + i, w, 64 * i, row);
+                if (WAY != STATES) { share(QUERIES + i, qkv, query + 64 * i, token); }
+            }
+            if (WAY != STATES) { share(SCORES, scores, 0, row); }
+            load_bytes(to + BOXES * Boxes::BYTES, factors + of_factors(at, c), KNOWN_BYTES, barrier);
+        }
+    }
+
+    // Another thread.
+    __device__ __forceinline__ void store() const {
+        const int column = blockIdx.x * 64;
+        for (int turn = 0; turn < at.chunks; ++turn) {
+            const int c = chunk(turn), of_chunk = at.of_chunk(c);
+            if (WAY != OUT) {
+                barrier_wait(ready(1), turn % 2);
+#pragma unroll
+                for (int i = 0; i < CHANNEL_BOXES; ++i) {
+                    store_box(all, 64 * i, of_chunk * DV + column, result(1 + i));
+                }
+                stores_have_read();
+                barrier_arrive(taken(1));
+            }
+            barrier_wait(ready(0), turn % 2);
+            if (WAY == OUT) {
+                store_box(results, at.head * DV + column, at.token(c * CHUNK), result(0));
+            } else {
+                store_box(results, column, of_chunk * CHUNK, result(0));
+            }
+            stores_have_read();
+            barrier_arrive(taken(0));
+        }
+        stores_are_done();
+    }
+
+    // The warpgroup, from here on: results of a turn.
+    template <bool TURNED, int N>
+    __device__ __forceinline__ void give(int i, int turn, const Left<bf16> (&a)[N]) const {
+        barrier_wait(taken(i), turn % 2 ^ 1);
+        put_left<TURNED>(Boxes{result(i)}, a);
+        stores_begin();
+        __syncwarp();
+        if (lane_id() == 0) { barrier_arrive(ready(i)); }
+    }
+    // The warp has read this stage.
+    __device__ __forceinline__ void release(int s) const {
+        __syncwarp();
+        if (lane_id() < CLUSTER) { barrier_arrive_at(empty(s), lane_id()); }
+    }
+    template <class Use> __device__ __forceinline__ void each(Sums (&S)[CHANNEL_TILES], Use use) const {
+#pragma unroll
+        for (int n = 0; n < 8 * CHANNEL_TILES; ++n) {
+            const int i = n % 8, v = blockIdx.x * 64 + warp_id() * 16 + lane_row() + i / 2 % 2 * 8;
+            use(S[n / 8][i / 4][i % 4], (n / 8 * 16 + i / 4 * 8 + lane_column() + i % 2) * DV + v);
+        }
+    }
+    __device__ __forceinline__ void multiply_chunks() const {
+        Sums S[CHANNEL_TILES];
+        each(S, [&](float& x, int place) { x = carried ? carried[place] : 0.0f; });
+        if constexpr (WAY == BACKWARD) {
+            backward(S);
+        } else {
+            forward(S);
+        }
+        if (carried) {
+            each(S, [&](float& x, int place) { carried[place] = x; });
+        }
+    }
+
+    __device__ __forceinline__ void forward(Sums (&S)[CHANNEL_TILES]) const {
+        constexpr int MORE = WAY == OUT;  // products that run while a change is waited for
+        Sums read[4];
+        Left<bf16> rounded[4];
+        int last = 0;  // stage of the turn before
+        for (int turn = 0; turn < at.chunks; ++turn) {
+            const int s = turn % STAGES;
+            char* const here = stage(s);
+            const auto tile = [&](int box) { return Boxes{shared_address(here) + box * Boxes::BYTES}; };
+            const auto* const known = reinterpret_cast<const float*>(here + BOXES * Boxes::BYTES);
+            Left<bf16> a[CHANNEL_TILES], changes[4], to_keys[4];
+            round_left(a, S);
+            barrier_wait(full(s), turn / STAGES % 2);
+            Sums change[4];
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                to_sums(change[n], left<true>(tile(0), warp_id() * 16, 16 * n), -1.0f);
+            }
+            start_product<true, true>(change, a, tile(W));
+            if constexpr (WAY == OUT) {
+                if (turn) {
+                    finish_product<1>(read);
+                    release(last);
+                    round_left(rounded, read);
+                    give<true>(0, turn - 1, rounded);
+                }
+                start_product<true, false>(read, a, tile(QUERIES));
+                last = s;
+            } else {
+                give<false>(1, turn, a);
+            }
+            multiply_by(S, known[FROM_STATE * CHUNK + CHUNK - 1]);
+            finish_product<MORE>(change);
+            multiply_by(change, -1.0f);
+            round_left(changes, change);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) { Tokens{known + TO_KEY * CHUNK}.scale(change[n], 16 * n); }
+            round_left(to_keys, change);
+            start_product<false, true>(S, to_keys, tile(KEYS));
+            if constexpr (WAY == OUT) {
+                finish_product<1>(read);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) {
+                    Tokens{known + FROM_QUERY * CHUNK}.scale(read[n], 16 * n);
+                }
+                start_product<true, true>(read, changes, tile(SCORES));
+            } else {
+                give<true>(0, turn, changes);
+            }
+            finish_product<MORE>(S);
+            if (WAY != OUT) { release(s); }
+        }
+        if constexpr (WAY == OUT) {
+            finish_product<0>(read);
+            release(last);
+            round_left(rounded, read);
+            give<true>(0, at.chunks - 1, rounded);
+        }
+    }
+
+    __device__ __forceinline__ void backward(Sums (&S)[CHANNEL_TILES]) const {
+        for (int turn = 0; turn < at.chunks; ++turn) {
+            const int s = turn % STAGES;
+            char* const here = stage(s);
+            const auto tile = [&](int box) { return Boxes{shared_address(here) + box * Boxes::BYTES}; };
+            const auto* const known = reinterpret_cast<const float*>(here + BOXES * Boxes::BYTES);
+            Left<bf16> a[CHANNEL_TILES], d_o[4], of_queries[4], rounded[4], minus[4];
+            round_left(a, S);
+            barrier_wait(full(s), turn / STAGES % 2);
+            Sums d_change[4];
+            start_product<true, false>(d_change, a, tile(KEYS));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                d_o[k] = left<true>(tile(0), warp_id() * 16, 16 * k);
+                of_queries[k] = Tokens{known + FROM_QUERY * CHUNK}.scaled(d_o[k], 16 * k);
+            }
+            multiply_by(S, known[FROM_STATE * CHUNK + CHUNK - 1]);
+            start_product<false, true>(S, of_queries, tile(QUERIES));
+            give<false>(1, turn, a);
+            finish_product<1>(d_change);
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                Tokens{known + TO_KEY * CHUNK}.scale(d_change[n], 16 * n);
+            }
+            start_product<false, true>(d_change, d_o, tile(SCORES));
+            finish_product<0>(d_change);
+            const float factors[2] = {-1.0f, -1.0f};
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+                rounded[n] = to_left<bf16>(d_change[n]);
+                minus[n] = times_rows(rounded[n], factors);
+            }
+            start_product<false, true>(S, minus, tile(W));
+            give<true>(0, turn, rounded);
+            finish_product<0>(S);
+            release(s);
+        }
+    }
+
+    // All threads.
+    __device__ __forceinline__ void run() const {
+        if (threadIdx.x == 0) { init(); }
         __syncthreads();
+        cluster_arrive();
+        cluster_wait();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        if (warp < CHAIN_WARPS) {
+            multiply_chunks();
+        } else if (lane_id() == 0) {
+            if (warp == CHAIN_WARPS) {
+                load();
+            } else {
+                store();
+            }
+        }
+        __syncwarp();
+        cluster_arrive();  // until nobody arrives at this block's barriers any more
+        cluster_wait();
     }
 };
 
-// A tile of results for each of two turns in front, then buffers.
-template <class Sources>
-__device__ __forceinline__ Buffers<Sources> buffers_behind(const T* tiles, const Sources& sources,
-                                                           float (*known)[2 * CHUNK], int turns) {
-    const SharedAddress end = shared_address(tiles + 2 * CHUNK * TILE);
-    return {sources, (end + 1023) & ~(SharedAddress)1023, known, turns};
-}
-
-// Held: only where there is such a scan, it has to hold the state in registers.
-template <bool OUT, class Held = State>
-__device__ __forceinline__ void scan_warpgroup(T* out, T* states, T* changes, float* state,
-                                               const Scanned<OUT>& sources) {
-    extern __shared__ uint4 memory[];
-    alignas(16) __shared__ float known[2][2 * CHUNK];
-    T* const tiles = reinterpret_cast<T*>(memory);
-    const Place& at = sources.at;
-    auto buffers = buffers_behind(tiles, sources, known, at.chunks);
-    const auto finish = [&](int c) {
-        const T* const tile = tiles + c % 2 * CHUNK * TILE;
-        OUT ? put_out(out, at, c, tile) : put_changes(changes, at, c, tile);
-    };
-    buffers.fetch(0);
-    Held here(nullptr);
-    here.read(state);
-    for (int c = 0; c < at.chunks; ++c) {
-        const float whole = __ldg(sources.known(c) + FROM_STATE * CHUNK + CHUNK - 1);
-        const Tokens to_key{known[c % 2] + TO_KEY * CHUNK};
-        const Tokens from_query{known[c % 2] + FROM_QUERY * CHUNK};
-        T* const tile = tiles + c % 2 * CHUNK * TILE;
-        Left<T> a[State::TILES], b[4], to_keys[4];
-        round_left(a, here.S);
-        buffers.begin();
-        Sums change[4], read[4] = {};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            to_sums(change[n], left<true>(buffers.template tile<0>(c), here.value, 16 * n), -1.0f);
-        }
-        wgmma_begin();
-        start_product<true>(change, a, buffers.template tile<1>(c));
-        if constexpr (OUT) { start_product<true>(read, a, buffers.template tile<2>(c)); }
-        buffers.fetch(c + 1);
-        if (c) { finish(c - 1); }
-        if (!OUT) { here.put_into(states + at.of_chunk(c) * DK * DV); }
-        here.times(whole);
-        finish_product<OUT ? 1 : 0>(change);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) { change[n][i / 4][i % 4] = -change[n][i / 4][i % 4]; }
-        }
-        round_left(b, change);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            if (!OUT) { put_tile<true>(tile, TILE, here.value, 16 * n, change[n]); }
-            to_key.scale(change[n], 16 * n);
-        }
-        round_left(to_keys, change);
-        if constexpr (OUT) {
-            finish_product<0>(read);
-#pragma unroll
-            for (int n = 0; n < 4; ++n) { from_query.scale(read[n], 16 * n); }
-            wgmma_begin();
-            start_product<true>(read, b, buffers.template tile<3>(c));
-        } else {
-            wgmma_begin();
-        }
-        start_product<false>(here.S, to_keys, buffers.template tile<OUT ? 4 : 2>(c));
-        if constexpr (OUT) {
-            finish_product<1>(read);
-#pragma unroll
-            for (int n = 0; n < 4; ++n) { put_tile<true>(tile, TILE, here.value, 16 * n, read[n]); }
-        }
-        finish_product<0>(here.S);
-    }
-    __syncthreads();
-    finish(at.chunks - 1);
-    here.write(state);
-}
-
-template <class Held = State>
-__device__ __forceinline__ void scan_backward_warpgroup(T* d_changes, T* d_states, float* d_state,
-                                                        const ScannedBackward& sources) {
-    extern __shared__ uint4 memory[];
-    alignas(16) __shared__ float known[2][2 * CHUNK];
-    T* const tiles = reinterpret_cast<T*>(memory);
-    const Place& at = sources.at;
-    auto buffers = buffers_behind(tiles, sources, known, at.chunks);
-    const auto finish = [&](int turn) {
-        put_changes(d_changes, at, at.chunks - 1 - turn, tiles + turn % 2 * CHUNK * TILE);
-    };
-    buffers.fetch(0);
-    Held here(nullptr);  // the gradient of the state
-    here.read(d_state);
-    for (int turn = 0; turn < at.chunks; ++turn) {
-        const float whole = __ldg(sources.known(turn) + FROM_STATE * CHUNK + CHUNK - 1);
-        const Tokens to_key{known[turn % 2] + TO_KEY * CHUNK};
-        const Tokens from_query{known[turn % 2] + FROM_QUERY * CHUNK};
-        Left<T> a[State::TILES], d_o[4], of_queries[4];
-        round_left(a, here.S);
-        buffers.begin();
-        Sums d_change[4] = {};
-        wgmma_begin();
-        start_product<true>(d_change, a, buffers.tile<1>(turn));
-        buffers.fetch(turn + 1);
-        if (turn) { finish(turn - 1); }
-        here.put_into(d_states + at.of_chunk(at.chunks - 1 - turn) * DK * DV);
-        here.times(whole);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            d_o[k] = left<true>(buffers.tile<0>(turn), here.value, 16 * k);
-            of_queries[k] = from_query.scaled(d_o[k], 16 * k);
-        }
-        finish_product<0>(d_change);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) { to_key.scale(d_change[n], 16 * n); }
-        wgmma_begin();
-        start_product<false>(d_change, d_o, buffers.tile<2>(turn));
-        start_product<false>(here.S, of_queries, buffers.tile<3>(turn));
-        finish_product<1>(d_change);
-        Left<T> minus[4];
-        const float factors[2] = {-1.0f, -1.0f};
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            put_tile<true>(tiles + turn % 2 * CHUNK * TILE, TILE, here.value, 16 * n, d_change[n]);
-            minus[n] = times_rows(to_left<T>(d_change[n]), factors);
-        }
-        wgmma_begin();
-        start_product<false>(here.S, minus, buffers.tile<4>(turn));
-        finish_product<0>(here.S);
-    }
-    __syncthreads();
-    finish(at.chunks - 1);
-    here.write(d_state);
+__device__ __forceinline__ char* aligned_memory(void* memory) {
+    return static_cast<char*>(memory) + (1024 - shared_address(memory) % 1024) % 1024;
 }

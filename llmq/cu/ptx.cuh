@@ -508,6 +508,14 @@ __device__ __forceinline__ void stmatrix_x4(SharedAddress row, unsigned int a, u
                  : "memory");
 }
 
+// As stmatrix_x4, each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(SharedAddress row, unsigned int a, unsigned int b,
+                                                  unsigned int c, unsigned int d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
 // A warpgroup keeps so many registers a thread: fewer, or more than the launch gave it.
 template <int COUNT> __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Tensor
-from llmq.ops.common import expect_float
+from llmq.ops.common import CAPABILITY, expect_float
 from llmq.runtime.cost import BESIDE_ATTENTION, delta_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
@@ -50,8 +50,32 @@ RECURRENCE = Kernel(
     args=f"T* out, inout f32* state, const T* qkv, const f32* gates, {SIZES}",
 )
 
+# Scans on Hopper, whose tensors are matrices: rows of tokens, of chunks or of states.
+SCAN_SM90 = Kernel(
+    FILE,
+    "delta_rule_scan_sm90",
+    args="T[64]* out, inout f32*? state, const T[32]* qkv, const T[64]* u, const T[32]* w, "
+    f"const T[32]* scores, const f32* factors, {SIZES}",
+    capability=CAPABILITY,
+)
+STATES_SM90 = Kernel(
+    FILE,
+    "delta_rule_states_sm90",
+    args="T[64]* states, T[64]* changes, inout f32*? state, const T[32]* qkv, const T[64]* u, "
+    f"const T[32]* w, const f32* factors, {SIZES}",
+    capability=CAPABILITY,
+)
+SCAN_BACKWARD_SM90 = Kernel(
+    FILE,
+    "delta_rule_scan_backward_sm90",
+    args="T[64]* d_changes, T[64]* d_states, inout f32*? d_state, const T[64]* d_out, "
+    f"const T[32]* qkv, const T[32]* w, const T[32]* scores, const f32* factors, {SIZES}",
+    capability=CAPABILITY,
+)
+ON_HOPPER = {SCAN: SCAN_SM90, STATES: STATES_SM90, SCAN_BACKWARD: SCAN_BACKWARD_SM90}
+
 CHUNK = 64  # tokens
-THREADS, RECURRENCE_THREADS = 256, 128
+THREADS, RECURRENCE_THREADS, HOPPER_THREADS = 256, 128, 192
 STAGES = 4  # tiles that a scan has in shared memory
 FACTORS = 6  # numbers of a token
 MULTIPLE, MAX_HEAD = 32, 128  # of DK and DV
@@ -132,27 +156,20 @@ class _Call:
             ]
 
     def launch(
-        self,
-        kernel: Kernel,
-        heads: int,
-        args: tuple,
-        shared: int,
-        fmas: int,
-        *,
-        chunks: bool = True,
+        self, kernel: Kernel, grid: tuple, threads: int, args: tuple, shared: int, fmas: int
     ) -> None:
-        """heads: of the grid. shared: bytes. fmas: for a token and a value head. chunks: each has a
-        block, else slices of the state have."""
+        """shared: bytes. fmas: for a token and a value head."""
         flops = 2 * fmas * self.B * self.T * self.heads.Hv
         cost = delta_cost(
             kernel, self.dtype, flops, (self.T, self.heads.DK, self.B * self.heads.Hv)
         )
-        blocks = self.chunks if chunks else self.heads.DV // self.slice
-        threads = THREADS if chunks else 2 * self.slice
-        args = (*args, *self.sizes, self.carried) if chunks else (*args, *self.sizes)
         consts = {"DK": self.heads.DK, "DV": self.heads.DV}
-        grid = (blocks, heads, self.B)
         self.dev.launch(kernel, grid, threads, args, consts=consts, smem=shared, cost=cost)
+
+    def each_chunk(self, kernel: Kernel, heads: int, args: tuple, shared: int, fmas: int) -> None:
+        """heads: of the grid."""
+        grid, args = (self.chunks, heads, self.B), (*args, *self.sizes, self.carried)
+        self.launch(kernel, grid, THREADS, args, shared, fmas)
 
     def tiles(self, rows: int, *widths: int) -> int:
         """Bytes of tiles of BF16 in shared memory; those of F32 stay where they are."""
@@ -162,21 +179,37 @@ class _Call:
         """made: u, w, inverse, scores, factors, as the kernel takes them."""
         _, Hv, DK, DV = self.heads
         shared = 2 * CHUNK * (CHUNK + 4) * 4 + self.tiles(CHUNK, DK, DV)
-        self.launch(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
+        self.each_chunk(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
+
+    def on_hopper(self) -> bool:
+        """Whether scans are those of delta_sm90.cuh. They load 64 tokens at once, of which none may
+        be of the next sequence."""
+        _, _, DK, DV = self.heads
+        fits = self.dtype is BF16 and DK % 64 == 0 and DV == 128
+        whole = self.B == 1 or self.T % CHUNK == 0
+        return self.dev.spec.capability == CAPABILITY and fits and whole
 
     def scan(self, kernel: Kernel, args: tuple, products: int) -> None:
         """products: those of a state."""
-        DK, DV = self.heads.DK, self.heads.DV
-        shared = CHUNK * (self.slice + 8) * self.dtype.itemsize  # results of a chunk
-        if self.dtype is F32:
-            shared += DK * self.slice * 4  # the state
-        elif self.dev.spec.capability == 90 and self.slice == 64 and DK % 64 == 0:
-            columns = self.slice + products * DK + (products - 2) * CHUNK
-            shared = 2 * (shared + 2 * CHUNK * columns) + 1024  # of two chunks (delta_sm90.cuh)
-        else:
-            shared += STAGES * self.tiles(CHUNK, max(DK, CHUNK))
+        _, Hv, DK, DV = self.heads
         fmas = products * DK * DV + (products - 2) * CHUNK * DV
-        self.launch(kernel, self.heads.Hv, args, shared, fmas, chunks=False)
+        grid, threads = (DV // self.slice, Hv, self.B), 2 * self.slice
+        if self.on_hopper():
+            box, keys = CHUNK * 64 * self.dtype.itemsize, DK // 64
+            stages, results = (4 if kernel is STATES else 3), (0 if kernel is SCAN else keys) + 1
+            stage = (products * keys + products - 1) * box + 4 * CHUNK * F32.itemsize
+            shared = stages * stage + results * box + 8 * (2 * stages + 4) + 1024
+            kernel, threads = ON_HOPPER[kernel], HOPPER_THREADS
+            args = tuple(
+                x.view(x.size // x.shape[-1], x.shape[-1]) if declared.box_rows else x
+                for x, declared in zip(args, kernel.declared, strict=False)
+            )
+        else:
+            shared = CHUNK * (self.slice + 8) * self.dtype.itemsize  # results of a chunk
+            in_f32 = DK * self.slice * F32.itemsize  # the state
+            tiles = STAGES * self.tiles(CHUNK, max(DK, CHUNK))
+            shared += in_f32 if self.dtype is F32 else tiles
+        self.launch(kernel, grid, threads, (*args, *self.sizes), shared, fmas)
 
 
 def forward(
@@ -265,12 +298,13 @@ def backward(
         call.scan(STATES, (states, changes, state, qkv, u, w, factors), 2)
         call.scan(SCAN_BACKWARD, (d_changes, d_states, d_state, d_out, qkv, w, scores, factors), 3)
         wide, item = max(DK, DV) + 8, qkv.dtype.itemsize
-        call.launch(
+        squares = 2 if qkv.dtype is BF16 else 3
+        call.each_chunk(
             GRADIENTS,
             Hk,
             (d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors,
              qkv, gates, starts),
-            CHUNK * (wide + 2 * (CHUNK + 8)) * item
+            CHUNK * (wide + squares * (CHUNK + 8)) * item
             + call.tiles(CHUNK, wide - 8, wide - 8) + call.tiles(6 * 16, DK),
             3 * DK * DV + CHUNK * (3 * DV + 4 * DK),
         )  # fmt: skip

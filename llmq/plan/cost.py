@@ -142,6 +142,9 @@ DELTA_RULE = {
     "delta_rule_states": Delta(0.78e12, 2.4e-6),
     "delta_rule_scan_backward": Delta(1.08e12, 3.8e-6),
     "delta_rule_gradients": Delta(0.92e12),
+    "delta_rule_scan_sm90": Delta(2.97e12, 1.0e-6),
+    "delta_rule_states_sm90": Delta(1.29e12, 0.88e-6),
+    "delta_rule_scan_backward_sm90": Delta(2.0e12, 1.12e-6),
 }
 CHUNK = 64  # tokens
 

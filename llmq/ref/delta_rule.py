@@ -37,6 +37,7 @@ CASES = {
     "three_chunks": (1, 150, 2, 2, 64, 32),
     "wide": (1, 150, 1, 2, 64, 64),
     "head_128": (1, 66, 1, 1, 128, 128),
+    "whole_chunks": (2, 320, 1, 2, 64, 128),
     "qwen35_4b": (4, 1024, 16, 32, 128, 128),
     "qwen35_4b_long": (1, 32768, 16, 32, 128, 128),
 }
@@ -356,3 +357,9 @@ def delta_rule_gradients(
         d_raw = length[..., None] * (d_unit - unit * (unit * d_unit).sum(-1, keepdims=True))
         d_raw = _from_chunks(d_raw, seq_len)
         target[...] = d_raw.reshape(B, seq_len, key_heads, -1, dk).sum(3)
+
+
+# The same of matrices.
+delta_rule_scan_sm90 = delta_rule_scan
+delta_rule_states_sm90 = delta_rule_states
+delta_rule_scan_backward_sm90 = delta_rule_scan_backward

@@ -184,19 +184,22 @@ static void check_fences(SharedAddress address, unsigned bytes, unsigned rank, b
     }
 }
 
-void store_matrices(SharedAddress row, const Registers4& matrices) {
+void store_matrices(SharedAddress row, const Registers4& matrices, bool transposed) {
     struct In {
         SharedAddress row;
         Registers4 matrices;
     };
     const In in{row, matrices};
     written(row);
-    warp_exchange<int>(~0u, in, [](const In* const* in, int* const*) {
+    warp_exchange<int>(~0u, in, [=](const In* const* in, int* const*) {
         for (int lane = 0; lane < 32; ++lane) {
+            const int g = lane / 4, t = lane % 4;
             for (int i = 0; i < 4; ++i) {
-                const SharedAddress row = in[8 * i + lane / 4]->row;
-                check(row % 16 == 0, "stmatrix: a row's address is not a multiple of 16");
-                std::memcpy((char*)row + 4 * (lane % 4), &in[lane]->matrices.r[i], 4);
+                for (int j = 0; j < 2; ++j) {
+                    const SharedAddress row = in[8 * i + (transposed ? 2 * t + j : g)]->row;
+                    check(row % 16 == 0, "stmatrix: a row's address is not a multiple of 16");
+                    ((uint16_t*)row)[transposed ? g : 2 * t + j] = in[lane]->matrices.r[i] >> 16 * j;
+                }
             }
         }
     });

@@ -200,7 +200,12 @@ template <int PENDING> static inline void wgmma_wait() { ptx::finish_products(PE
 template <int COUNT> static inline void arrived(float (&)[COUNT]) {}
 
 static inline void stmatrix_x4(SharedAddress row, unsigned a, unsigned b, unsigned c, unsigned d) {
-    ptx::store_matrices(row, {{a, b, c, d}});
+    ptx::store_matrices(row, {{a, b, c, d}}, false);
+}
+
+static inline void stmatrix_x4_trans(SharedAddress row, unsigned a, unsigned b, unsigned c,
+                                     unsigned d) {
+    ptx::store_matrices(row, {{a, b, c, d}}, true);
 }
 
 template <int COUNT> static inline void give_registers() { ptx::set_registers(COUNT, false); }

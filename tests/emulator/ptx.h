@@ -53,7 +53,7 @@ struct MmaCodesIn {
 };
 MmaOut multiply_codes(const MmaCodesIn& in);
 
-void store_matrices(SharedAddress row, const Registers4& matrices);
+void store_matrices(SharedAddress row, const Registers4& matrices, bool transposed);
 
 // -- Fences between what threads write to shared memory and what copies and products see there ------
 

@@ -14,6 +14,11 @@ SMALL = {name: shape for name, shape in CASES.items() if "qwen" not in name}
 CHUNKED = {name: SMALL[name] for name in ("one_token", "ragged", "three_chunks")}
 
 
+def state_like(rng, shape) -> np.ndarray:
+    """About as large as such texts leave it."""
+    return (rng.normal(size=shape) / 4).astype(np.float32)
+
+
 def arrays_of(rng, shape, dtype, *, documents: bool = False, carried: bool = False) -> dict:
     B, T, *heads = shape
     heads = Heads(*heads)
@@ -27,7 +32,7 @@ def arrays_of(rng, shape, dtype, *, documents: bool = False, carried: bool = Fal
     }
     arrays["gates"] = np.ascontiguousarray(np.moveaxis(arrays["gates"], 0, 2))
     if carried:
-        arrays["state"] = rng.normal(size=(B, heads.Hv, heads.DK, heads.DV)).astype(np.float32)
+        arrays["state"] = state_like(rng, (B, heads.Hv, heads.DK, heads.DV))
     if documents:  # of 1 token, of less than a chunk, of several
         begins = [t for t in (0, 1, 3, 40, 64, T - 2) if t < T]
         starts = [max(b for b in begins if b <= t) for t in range(T)]
@@ -43,7 +48,7 @@ def backward_arrays(rng, shape, dtype, **kind: bool) -> dict:
         "d_out": d_out,
         "d_qkv": np.full(arrays["qkv"].shape, np.nan, dtype.numpy),
         "d_gates": np.full(arrays["gates"].shape, np.nan, np.float32),
-        "d_state": None if state is None else rng.normal(size=state.shape).astype(np.float32),
+        "d_state": None if state is None else state_like(rng, state.shape),
     }
 
 
@@ -70,7 +75,7 @@ def both(dev, call, arrays) -> tuple[dict, dict]:
 @pytest.mark.parametrize("kind", ["plain", "documents", "carried"])
 @pytest.mark.parametrize(
     "name, dtype",
-    [*[(n, F32) for n in CHUNKED], ("ragged", BF16), ("wide", BF16)],
+    [*[(n, F32) for n in CHUNKED], ("ragged", BF16), ("whole_chunks", BF16)],
     ids=str,
 )
 def test_equals_reference(dev, rng, name, dtype, kind):
