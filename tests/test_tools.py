@@ -19,6 +19,7 @@ from llmq.base.errors import LlmqError
 from llmq.model.rings import Result
 from llmq.options.card_file import record_of
 from llmq.options.options_io import make_config
+from llmq.options.presets import PRESETS
 from llmq.runtime.device import FUSED
 from llmq.runtime.machine import choose_machine
 from llmq.runtime.timing import LaunchTime
@@ -172,6 +173,28 @@ def test_bench_ops_says_in_one_line_what_is_wrong(tool, monkeypatch):
     monkeypatch.setattr(bench_ops, "choose_machine", refuse)
     with pytest.raises(SystemExit, match=r"^error: no NVIDIA driver is installed$"):
         bench_ops.main("bias", None, "cuda", None)
+
+
+def test_delta_speed_knows_the_work_of_every_kernel(tool):
+    """It is no more than the tensors of the launch: what kernels leave out of them is less."""
+    delta_speed, machine = tool("delta_speed"), choose_machine("cpu", 1)
+    delta = replace(PRESETS["tiny-qwen3.5"].delta, value_heads=4)
+    rows = delta_speed.of_rule(machine, delta, 1, 64, 1)
+    kernels = ["prepare", "scan", "prepare", "states", "scan_backward", "gradients"]
+    assert [row.name.split()[1] for row in rows] == kernels
+    shape = (1, 64, delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim)
+    launched = [
+        launch
+        for call in tool("op_calls").OPS["delta_rule"](*shape)[:2]
+        for launch in delta_speed.launches(machine, call, 1)[0]
+    ]
+    for row, launch in zip(rows, launched, strict=True):
+        # In BF16; decays and betas of all heads are F32.
+        assert 0.4 * launch.traffic < row.work.bytes < 1.01 * launch.traffic, row.name
+        assert 0.5 * launch.flops < row.work.flops <= launch.flops, row.name
+    limits = tool("bench_ops").Ceilings(copy=1e12, product=1e15, facts={})
+    text = delta_speed.line(delta_speed.Row("a", 10.0, delta_speed.Work(7e6, 1e9)), limits, None, 1)
+    assert text == "| a | 10 | 70 | 10 | copy | 1.00 |  |"
 
 
 # -- profile_step and bench_host -----------------------------------------------------------------
