@@ -184,7 +184,7 @@ def test_adapters(tmp_path, name):
         {"use_cuda_graphs": False},
         {"recompute_block": True},
         {"recompute_swiglu": True, "recompute_norm": True},
-        {"shard_weights": True, "offload_master": True, "offload_residual": True},
+        {"shard_weights": True, "offload_master": True, "offload_between": True},
     ):
         assert same(plain, run(tmp_path, **options, **more)), more
 
@@ -333,7 +333,7 @@ def test_codes_of_products_in_mlps(tmp_path, name, gradient):
         {"use_cuda_graphs": False},
         {"recompute_ffn": True},
         {"recompute_block": True, "attn_bwd_chunks": 2},
-        {"shard_weights": True, "offload_master": True, "offload_residual": True},
+        {"shard_weights": True, "offload_residual": True, "offload_between": True},
     ):
         assert same(plain, run(tmp_path, **options, **more)), more
 
