@@ -19,6 +19,7 @@ class Qwen2(RopeFamily):
     model_type = "qwen2"
     label = "Qwen2"
     gguf = GgufKind("qwen2")
+    other_qk_norm = "Qwen3ForCausalLM"
     qkv_bias = True
     own_fields = ("windowed_layers",)
     own_tokenizer_class = "Qwen2Tokenizer"

@@ -25,10 +25,6 @@ SIZES = tuple(name for name, option in OPTIONS.items() if option.group in _GROUP
 """Names of these options, which are those of ModelConfig but for _RENAMED and _OF_EXPERTS."""
 
 _RENAMED = {"tie_embeddings": "tied_embeddings"}
-_QK_NORM = dict.fromkeys(
-    ("Qwen2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"), "Qwen3ForCausalLM"
-) | {"Qwen3ForCausalLM": "LlamaForCausalLM"}
-"""Architectures, and those that differ by norms of queries and keys alone, and by biases."""
 _OF_EXPERTS = {"num_experts": "count", "active_experts": "active", "expert_size": "size"}
 """Those that are fields of Experts."""
 
@@ -96,7 +92,7 @@ def _kinds(model: ModelConfig, qk_norm: bool | None) -> dict[str, Any]:
     if qk_norm in (None, model.qk_norm):
         return {}
     flag = f"--{'' if qk_norm else 'no-'}qk-norm"
-    name, label = _QK_NORM.get(model.architecture), model.arch.label
+    name, label = model.arch.other_qk_norm, model.arch.label
     if name is None:
         raise ConfigError(
             f"{flag}: transformers has no class of models that differ from {label}'s by norms of "
