@@ -22,9 +22,11 @@ struct Place {
     int head, key_head, key_heads, value_heads, seq_len, chunks;
 
     __device__ __forceinline__ Place(int head, int seq_len, int key_heads, int value_heads)
-        : batch(blockIdx.z), head(head), key_head(head / (value_heads / key_heads)),
-          key_heads(key_heads), value_heads(value_heads), seq_len(seq_len),
-          chunks((seq_len + CHUNK - 1) / CHUNK) {}
+        : Place(head, head / (value_heads / key_heads), seq_len, key_heads, value_heads) {}
+    __device__ __forceinline__ Place(int head, int key_head, int seq_len, int key_heads,
+                                     int value_heads)
+        : batch(blockIdx.z), head(head), key_head(key_head), key_heads(key_heads),
+          value_heads(value_heads), seq_len(seq_len), chunks((seq_len + CHUNK - 1) / CHUNK) {}
     __device__ __forceinline__ i64 token(int t) const { return batch * seq_len + t; }
     __device__ __forceinline__ int columns() const {
         return 2 * key_heads * DK + value_heads * DV;
@@ -61,40 +63,38 @@ struct Chunk {
     Sum sums[CHUNK];
     float beta[CHUNK];
 
-    // Threads below 64 call it: this thread's token. The decay of the token.
-    __device__ __forceinline__ float load(const Place& at, int first,
-                                          const float* __restrict__ gates,
-                                          const int* __restrict__ starts, int carried) {
-        const int i = threadIdx.x, t = first + i;
-        const bool there = t < at.seq_len;
-        const int known = there ? t : at.seq_len - 1;
-        const int start = starts ? __ldg(starts + at.token(known)) : carried ? -1 : 0;
-        begin[i] = max(start - first, -1);
-        beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
-        return there && start != t ? gates[at.gate(t)] : 0.0f;
-    }
-    // Threads below 64 call it: sums, of which the second half still lacks what the first has; then, when
-    // all have, finish_sums.
-    __device__ __forceinline__ void sum(float decay) {
-        const int i = threadIdx.x, from = max(begin[i], 0);
-        Sum total = decay;
+    // A warp calls it: all tokens.
+    __device__ __forceinline__ void read(const Place& at, int first, const float* __restrict__ gates,
+                                         const int* __restrict__ starts, int carried) {
+        float decays[2];
 #pragma unroll
-        for (int n = 1; n < 32; n *= 2) {
-            const Sum before = __shfl_up_sync(0xFFFFFFFFu, total, n);
-            if (i % 32 >= n && i - n >= from) { total += before; }
+        for (int half = 0; half < 2; ++half) {
+            const int i = lane_id() + 32 * half, t = first + i;
+            const bool there = t < at.seq_len;
+            const int known = there ? t : at.seq_len - 1;
+            const int start = starts ? __ldg(starts + at.token(known)) : carried ? -1 : 0;
+            begin[i] = max(start - first, -1);
+            beta[i] = there ? gates[at.gate(t) + at.value_heads] : 0.0f;
+            decays[half] = there && start != t ? gates[at.gate(t)] : 0.0f;
         }
-        sums[i] = total;
+        Sum before = 0;  // of the first half
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = lane_id() + 32 * half, from = max(begin[i], 0);
+            Sum total = decays[half];
+#pragma unroll
+            for (int n = 1; n < 32; n *= 2) {
+                const Sum nearer = __shfl_up_sync(0xFFFFFFFFu, total, n);
+                if (lane_id() >= n && i - n >= from) { total += nearer; }
+            }
+            if (half && from < 32) { total += before; }
+            before = __shfl_sync(0xFFFFFFFFu, total, 31);
+            sums[i] = total;
+        }
     }
-    __device__ __forceinline__ void finish_sums() {
-        const int i = threadIdx.x;
-        if (i >= 32 && i < CHUNK && begin[i] < 32) { sums[i] += sums[31]; }
-    }
-    __device__ __forceinline__ float difference(int i, int j) const { return sums[i] - sums[j]; }
-    // Whether token i sees token j.
-    __device__ __forceinline__ bool sees(int i, int j) const { return j <= i && j >= begin[i]; }
     // From token j to token i.
     __device__ __forceinline__ float decays(int i, int j) const {
-        return j <= i && j >= begin[i] ? exponential(difference(i, j)) : 0.0f;
+        return j <= i && j >= begin[i] ? exponential(sums[i] - sums[j]) : 0.0f;
     }
 };
 
@@ -343,5 +343,34 @@ __device__ __forceinline__ void each_sum(Sums& sums, int row, int column, Use us
     for (int i = 0; i < 8; ++i) {
         use(row + lane_row() + i / 2 % 2 * 8, column + i / 4 * 8 + lane_column() + i % 2,
             sums[i / 4][i % 4]);
+    }
+}
+
+// 16 x 16 sums of pairs of tokens times the decays from one to the other, and over lengths: of_k of two
+// keys, times sign and beta of the later one, 0 but below the diagonal; of_q of a query and a key.
+__device__ __forceinline__ void scale_pairs(Sums& of_k, Sums& of_q, const Chunk& chunk, float sign,
+                                            const float* k_length, const float* q_length, int row,
+                                            int column) {
+    Chunk::Sum sum[4];
+    float length[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        const int j = column + n / 2 * 8 + lane_column() + n % 2;
+        sum[n] = chunk.sums[j], length[n] = k_length[j];
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int i = row + lane_row() + r * 8, begin = chunk.begin[i];
+        const Chunk::Sum sum_i = chunk.sums[i];
+        const float by_key = sign * chunk.beta[i] * k_length[i], by_query = q_length[i];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const int j = column + n / 2 * 8 + lane_column() + n % 2, e = n % 2 + 2 * r;
+            // Without a branch, at which threads would part.
+            const float decay = exponential(sum_i - sum[n]) * length[n];
+            const float factor = j <= i && j >= begin ? decay : 0.0f;
+            of_k[n / 2][e] = j < i ? of_k[n / 2][e] * (by_key * factor) : 0.0f;
+            of_q[n / 2][e] *= by_query * factor;
+        }
     }
 }

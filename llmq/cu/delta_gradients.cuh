@@ -155,14 +155,14 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     __shared__ Chunk chunk;
     __shared__ float known[FACTORS][CHUNK], dots[3][2][CHUNK], of_change[CHUNK], reduced[32];
     enum Dot { OF_VALUE, OF_QUERY, OF_BEHIND };
-    T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), then queries
+    T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), first values, then queries
     T* const squares[2] = {rests + CHUNK * (WIDE + 8), rests + CHUNK * (WIDE + 8 + SQUARE)};
     T* const big[2] = {squares[1] + CHUNK * SQUARE, squares[1] + CHUNK * (SQUARE + WIDE + 8)};
-    T* const slices = big[1] + CHUNK * (WIDE + 8);  // 3 of 2 (16, DK)
+    T* const change_memory = big[1] + CHUNK * (WIDE + 8);
     const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first);
     const int group = value_heads / key_heads, half = warp_id() % 2, m = 16 * (warp_id() / 2);
     const int i = threadIdx.x, k_column = half * (DK / 2), v_column = half * (DV / 2);
-    const Place of_key(blockIdx.y * group, seq_len, key_heads, value_heads);
+    const Place of_key(blockIdx.y * group, blockIdx.y, seq_len, key_heads, value_heads);
     const auto begin = [&](i64 row) {
         if constexpr (COPIED) { return Gradient(nullptr, 0, 0); }
         T* const own = d_qkv + row + (i64)m * of_key.columns() + k_column;
@@ -172,13 +172,15 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     Tile<T> k, q;
     float queried = 0.0f;  // of token i, the products of q and d_q of the heads before
     for (int h = 0; h < group; ++h) {
-        const Place at(blockIdx.y * group + h, seq_len, key_heads, value_heads);
+        const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
         const i64 of_chunk = at.of_chunk(blockIdx.x);
         const int stride = value_heads * DV;
         const T *const S = states + of_chunk * DK * DV, *const dS = d_states + of_chunk * DK * DV;
-        const T* const change_rows = changes + of_chunk * CHUNK * DV;
+        const auto slice_memory = [&](int n) {  // 2 (16, DK); two of three are where d_change was
+            return n % 3 == 2 ? change_memory + CHUNK * (DV + 8) : big[0] + n % 3 * 2 * 16 * (DK + 8);
+        };
         const auto slice = [&](int n) {
-            T* const to = slices + n % 3 * 2 * 16 * (DK + 8);
+            T* const to = slice_memory(n);
             if (n < DV / 16) {
                 stage<16, DK, THREADS>(to, S + n * 16 * DK, DK, 16);
                 stage<16, DK, THREADS>(to + 16 * (DK + 8), dS + n * 16 * DK, DK, 16);
@@ -186,76 +188,70 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             cp_async_commit();
         };
         __syncthreads();
-        if (i < CHUNK) {
-            const float decay = chunk.load(at, first, gates, starts, carried);
-            if (!COPIED) { chunk.sum(decay); }
-        }
+        if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
         for (int n = i; n < FACTORS * CHUNK; n += THREADS) {
             const float x = factors[of_factors(at, blockIdx.x) + n];
             known[n / CHUNK][n % CHUNK] = x;
-            if (COPIED && n / CHUNK == SUMS) { chunk.sums[n % CHUNK] = x; }
         }
         const Tile<T> solved = stage<CHUNK, CHUNK, THREADS>(
             squares[1], inverse + of_chunk * CHUNK * CHUNK, CHUNK, CHUNK);
         const Tile<T> d_change = stage<CHUNK, DV, THREADS>(
             big[0], d_changes + of_chunk * CHUNK * DV, DV, CHUNK);
+        const Tile<T> v =
+            stage<CHUNK, DV, THREADS>(rests, qkv + at.value(first), at.columns(), rows);
         cp_async_commit();
         const Tile<T> d_o =
             stage<CHUNK, DV, THREADS>(big[1], d_out + at.out(first), stride, rows);
+        const Tile<T> change =
+            stage<CHUNK, DV, THREADS>(change_memory, changes + of_chunk * CHUNK * DV, DV, CHUNK);
         cp_async_commit();
-        slice(0);
-        slice(1);
-        cp_async_wait<3>();
+        cp_async_wait<1>();
         __syncthreads();
-        if (!COPIED) { chunk.finish_sums(); }
         {
             const float beta[2] = {chunk.beta[m + lane_row()], chunk.beta[m + lane_row() + 8]};
             float of_value[2] = {};
 #pragma unroll 1
             for (int c = 0; c < DV / 32; ++c) {
                 const int column = v_column + 16 * c;
-                const i64 place = at.value(first) + (i64)m * at.columns() + column;
-                const Left<T> values = load_left(qkv + place, at.columns(), rows - m);
+                const Left<T> values = left<false>(v, m, column);
                 Sums d_rest = {};
 #pragma unroll 1
                 for (int n = m; n < CHUNK; n += 16) {
                     multiply(d_rest, left<true>(solved, m, n), right<false>(d_change, n, column));
                 }
                 add_dots(of_value, d_rest, values);
+                __syncwarp();  // values have been read
                 put_tile<false>(rests, DV + 8, m, column, d_rest);
 #pragma unroll
                 for (int n = 0; n < 8; ++n) { d_rest[n / 4][n % 4] *= beta[n / 2 % 2]; }
-                put(d_qkv + place, at.columns(), rows - m, d_rest);
+                put(d_qkv + at.value(first) + (i64)m * at.columns() + column, at.columns(),
+                    rows - m, d_rest);
             }
             put_dots(dots[OF_VALUE][half] + m, of_value);
         }
         __syncthreads();
         const Tile<T> rest = {rests, DV + 8, CHUNK};
-        const Tile<T> change = stage<CHUNK, DV, THREADS>(big[0], change_rows, DV, CHUNK);
-        cp_async_commit();
-        cp_async_wait<0>();
+        slice(0);
+        slice(1);
+        cp_async_wait<2>();
         __syncthreads();
         {
 #pragma unroll 1
-            for (int c = 32 * half; c < 32 * half + 32; c += 16) {
+            for (int c = 32 * half; c < 32 * half + 32 && c <= m; c += 16) {
                 Sums by_scores = {}, by_system = {};
 #pragma unroll COPIED ? 4 : 1
                 for (int n = 0; n < DV; n += 16) {
-                    if (c > m) { break; }
                     const Right<T> x = right<true>(change, n, c);
                     multiply(by_scores, left<false>(d_o, m, n), x);
                     multiply(by_system, left<false>(rest, m, n), x);
                 }
-                each_sum(by_scores, m, c, [&](int row, int column, float& x) {
-                    x *= chunk.decays(row, column) *
-                         (known[QUERY_LENGTH][row] * known[KEY_LENGTH][column]);
-                });
-                each_sum(by_system, m, c, [&](int row, int column, float& x) {
-                    if (row == column) { of_change[row] = x; }
-                    const float factor = known[KEY_LENGTH][row] * known[KEY_LENGTH][column];
-                    const float decay = chunk.decays(row, column);
-                    x = column < row ? -x * (chunk.beta[row] * decay * factor) : 0.0f;
-                });
+                if (c == m) {
+                    each_sum(by_system, m, c, [&](int row, int column, float x) {
+                        if (row == column) { of_change[row] = x; }
+                    });
+                }
+                scale_pairs(by_system, by_scores, chunk, -1.0f, known[KEY_LENGTH],
+                            known[QUERY_LENGTH], m, c);
                 put_tile<false>(squares[0], SQUARE, m, c, by_scores);
                 put_tile<false>(squares[1], SQUARE, m, c, by_system);
             }
@@ -282,7 +278,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                     behind[v] = pack(load_vec(next + vector * Vec<T>::N));
                 }
             }
-            const T* const here = slices + n % 3 * 2 * 16 * (DK + 8);
+            const T* const here = slice_memory(n);
             const int pitch = COPIED ? DK + 8 : DK;
             const Tile<T> s = {COPIED ? here : S + n * 16 * DK, pitch, 16};
             const Tile<T> d_s = {COPIED ? here + 16 * (DK + 8) : dS + n * 16 * DK, pitch, 16};
@@ -391,7 +387,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     });
     put_dots(dots[OF_VALUE][half] + m, of_k);
     __syncthreads();
-    const Place at(blockIdx.y * group, seq_len, key_heads, value_heads);
+    const Place at(blockIdx.y * group, blockIdx.y, seq_len, key_heads, value_heads);
     T* const own = d_qkv + (i64)m * at.columns() + k_column;
     const auto finish = [&](Gradient& gradient, const Tile<T>& of, const float (&dot)[2][CHUNK],
                             const float* length, float scale, T* to) {

@@ -49,54 +49,60 @@ constexpr float EPS = 1e-6f;  // of lengths of queries and keys
 
 __device__ __forceinline__ float query_scale() { return 1.0f / sqrtf((float)DK); }
 
-// solved = (1 + system)^-1, of which 0 is there; system is below the diagonal. Blocks of 16 by
-// substitution, those below by products: of two neighbours (a, 0; x, b) the third is -b x a.
-__device__ __forceinline__ void invert(float* solved, const float* system) {
+// (1 + system)^-1 in the place of system, of which what is below the diagonal is read; above it, blocks of
+// 16 stay as they are. Blocks of the diagonal by substitution, those below by products: of two neighbours
+// (a, 0; x, b) the third is -b x a.
+__device__ __forceinline__ void invert(float* system) {
     constexpr bool EXACT = sizeof(T) == 4;
-    const int warp = warp_id(), lane = lane_id();
-    const Tile<float, true> from = {system, SYSTEM, CHUNK}, to = {solved, SYSTEM, CHUNK};
-    if (warp < 4 && lane < 16) {  // a column each
-        const int block = warp * 16;
+    const int warp = warp_id(), column = lane_id() % 16;
+    const Tile<float, true> tile = {system, SYSTEM, CHUNK};
+    const float minus[2] = {-1.0f, -1.0f};
+    if (warp < 4) {  // a column each
+        float* const block = system + warp * 16 * (SYSTEM + 1);
         float x[16];
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             float sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < i; ++j) {
-                sum = fmaf(system[(block + i) * SYSTEM + block + j], x[j], sum);
-            }
-            x[i] = i == lane ? 1.0f : -sum;
-            solved[(block + i) * SYSTEM + block + lane] = x[i];
+            for (int j = 0; j < i; ++j) { sum = fmaf(block[i * SYSTEM + j], x[j], sum); }
+            x[i] = i == column ? 1.0f : -sum;
         }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 16; ++i) { block[i * SYSTEM + column] = x[i]; }
     }
     __syncthreads();
     if (warp < 2) {
         const int row = warp * 32 + 16, column = warp * 32;
         Sums x = {}, y = {};
-        multiply<EXACT>(x, left<false>(to, row, row), right<false>(from, row, column));
-        const float minus[2] = {-1.0f, -1.0f};
-        multiply<EXACT>(y, times_rows(to_left<float>(x), minus), right<false>(to, column, column));
-        put_tile<false>(solved, SYSTEM, row, column, y);
+        multiply<EXACT>(x, left<false>(tile, row, row), right<false>(tile, row, column));
+        multiply<EXACT>(y, times_rows(to_left<float>(x), minus), right<false>(tile, column, column));
+        __syncwarp();
+        put_tile<false>(system, SYSTEM, row, column, y);
     }
     __syncthreads();
+    Sums y = {};
+    const int row = 32 + warp / 2 * 16, side = warp % 2;
     if (warp < 4) {
-        const int row = 32 + warp / 2 * 16, column = warp % 2 * 16;
-        const float minus[2] = {-1.0f, -1.0f};
-        Sums x[2] = {}, y = {};
+        Sums x[2] = {};
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const Left<float> a = left<false>(to, row, 32 + 16 * k);
+            if (k > warp / 2) { continue; }  // above the diagonal
+            const Left<float> a = left<false>(tile, row, 32 + 16 * k);
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
-                multiply<EXACT>(x[n], a, right<false>(from, 32 + 16 * k, 16 * n));
+                multiply<EXACT>(x[n], a, right<false>(tile, 32 + 16 * k, 16 * n));
             }
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            multiply<EXACT>(y, times_rows(to_left<float>(x[k]), minus), right<false>(to, 16 * k, column));
+            if (k < side) { continue; }
+            multiply<EXACT>(y, times_rows(to_left<float>(x[k]), minus),
+                            right<false>(tile, 16 * k, 16 * side));
         }
-        put_tile<false>(solved, SYSTEM, row, column, y);
     }
+    __syncthreads();  // what y takes the place of has been read
+    if (warp < 4) { put_tile<false>(system, SYSTEM, row, 16 * side, y); }
     __syncthreads();
 }
 
@@ -127,6 +133,28 @@ __device__ __forceinline__ void apply(T* to, const float* solved, const Tile<T>&
     }
 }
 
+// scale over the lengths of a tile's 64 rows. Four threads have a row.
+__device__ __forceinline__ void put_lengths(float* lengths, const Tile<T>& tile, float scale) {
+    const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int c = part * 8; c < DK; c += 32) {
+        if constexpr (sizeof(T) == 2) {
+            const Vec<T> x = load_vec(tile.at + row * tile.pitch + c);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) { sum = fmaf(to_f32(x[e]), to_f32(x[e]), sum); }
+        } else {
+            for (int e = 0; e < 8; ++e) {
+                const float x = tile.get(row, c + e);
+                sum = fmaf(x, x, sum);
+            }
+        }
+    }
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+    if (part == 0) { lengths[row] = scale / sqrtf(sum + EPS); }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     delta_rule_prepare(T* __restrict__ u, T* __restrict__ w, T* __restrict__ inverse,
                        T* __restrict__ scores, float* __restrict__ factors,
@@ -136,89 +164,90 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     extern __shared__ uint4 memory[];
     __shared__ Chunk chunk;
     __shared__ float k_length[CHUNK], q_length[CHUNK], of_w[CHUNK];
-    float* const system = reinterpret_cast<float*>(memory);  // first queries
-    float* const solved = system + CHUNK * SYSTEM;
-    T* const k_memory = reinterpret_cast<T*>(solved + CHUNK * SYSTEM);
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    float* const system = reinterpret_cast<float*>(memory);
+    T* const k_memory = reinterpret_cast<T*>(system + CHUNK * SYSTEM);
+    T *const q_memory = k_memory + CHUNK * (DK + 8), *const v_memory = q_memory + CHUNK * (DK + 8);
     const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first), i = threadIdx.x;
-    const int m = warp_id() / 2 * 16, column = warp_id() % 2 * 32, columns = at.columns();
-    const i64 of_chunk = at.of_chunk(blockIdx.x);
-    const Tile<T> k = stage<CHUNK, DK, THREADS>(k_memory, qkv + at.key(first), columns, rows);
-    const Tile<T> q = stage<CHUNK, DK, THREADS>(memory, qkv + at.query(first), columns, rows);
+    const int m = warp_id() / 2 * 16, column = warp_id() % 2 * 32, group = value_heads / key_heads;
+    const Place of_key(blockIdx.y * group, blockIdx.y, seq_len, key_heads, value_heads);
+    const int columns = of_key.columns();
+    const auto values = [&](int h) {
+        const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
+        if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
+        return stage<CHUNK, DV, THREADS>(v_memory, qkv + at.value(first), columns, rows);
+    };
+    const Tile<T> k = stage<CHUNK, DK, THREADS>(k_memory, qkv + of_key.key(first), columns, rows);
+    const Tile<T> q = stage<CHUNK, DK, THREADS>(q_memory, qkv + of_key.query(first), columns, rows);
     cp_async_commit();
-    const Tile<T> v = stage<CHUNK, DV, THREADS>(k_memory + CHUNK * (DK + 8),
-                                                qkv + at.value(first), columns, rows);
+    Tile<T> v = values(0);
     cp_async_commit();
-    if (i < CHUNK) { chunk.sum(chunk.load(at, first, gates, starts, carried)); }
     cp_async_wait<1>();
     __syncthreads();
-    chunk.finish_sums();
-    Sums kk[2] = {}, qk[2] = {}, qq = {};
-    const bool diagonal = m / 32 == column / 32;  // is in this warp's columns
-#pragma unroll 4
-    for (int d = 0; d < DK; d += 16) {
-        const Left<T> key = left<false>(k, m, d), query = left<false>(q, m, d);
+    put_lengths(k_length, k, 1.0f);
+    put_lengths(q_length, q, query_scale());
+    __syncthreads();
+    for (int h = 0; h < group; ++h) {
+        const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
+        const i64 of_chunk = at.of_chunk(blockIdx.x);
+        Sums kk[2] = {}, qk[2] = {};
+#pragma unroll 2
+        for (int d = 0; d < DK; d += 16) {
+            const Left<T> key = left<false>(k, m, d), query = left<false>(q, m, d);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+                if (column + 16 * n > m) { continue; }
+                const Right<T> b = right<true>(k, d, column + 16 * n);
+                multiply(kk[n], key, b);
+                multiply(qk[n], query, b);
+            }
+        }
+        if (i < CHUNK) {
+            const float sum = chunk.sums[i];
+            const float from_state = chunk.begin[i] < 0 ? exponential(sum) : 0.0f;
+            float* const to = factors + of_factors(at, blockIdx.x) + i;
+            of_w[i] = chunk.beta[i] * (from_state * k_length[i]);
+            to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, i) * k_length[i];
+            to[FROM_QUERY * CHUNK] = from_state * q_length[i];
+            to[SUMS * CHUNK] = sum;
+            to[FROM_STATE * CHUNK] = from_state;
+            to[KEY_LENGTH * CHUNK] = k_length[i];
+            to[QUERY_LENGTH * CHUNK] = q_length[i];
+        }
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            if (column + 16 * n > m) { continue; }
-            const Right<T> b = right<true>(k, d, column + 16 * n);
-            multiply(kk[n], key, b);
-            multiply(qk[n], query, b);
+            const int c = column + 16 * n;
+            if (c <= m) {
+                scale_pairs(kk[n], qk[n], chunk, 1.0f, k_length, q_length, m, c);
+                put_tile<false>(system, SYSTEM, m, c, kk[n]);
+            }
+            if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
         }
-        if (diagonal) { multiply(qq, query, right<true>(q, d, m)); }
-    }
-    if (diagonal) {
-        each_sum(qq, m, m, [&](int row, int c, float x) {
-            if (row == c) { q_length[row] = query_scale() / sqrtf(x + EPS); }
-        });
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        each_sum(kk[n], m, column + 16 * n, [&](int row, int c, float x) {
-            if (row == c) { k_length[row] = 1.0f / sqrtf(x + EPS); }
-        });
-    }
-    __syncthreads();  // the queries have been read
-    if (i < CHUNK) {
-        const float sum = chunk.sums[i], from_state = chunk.begin[i] < 0 ? exponential(sum) : 0.0f;
-        float* const to = factors + of_factors(at, blockIdx.x) + i;
-        of_w[i] = chunk.beta[i] * (from_state * k_length[i]);
-        to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, i) * k_length[i];
-        to[FROM_QUERY * CHUNK] = from_state * q_length[i];
-        to[SUMS * CHUNK] = sum;
-        to[FROM_STATE * CHUNK] = from_state;
-        to[KEY_LENGTH * CHUNK] = k_length[i];
-        to[QUERY_LENGTH * CHUNK] = q_length[i];
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        const int c = column + 16 * n;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            const int row = m + lane_row() + e / 2 % 2 * 8;
-            const int other = c + e / 4 * 8 + lane_column() + e % 2;
-            // Without a branch, at which threads would part.
-            const float decay = exponential(chunk.difference(row, other));
-            const float factor = chunk.sees(row, other) ? decay * k_length[other] : 0.0f;
-            const float product = chunk.beta[row] * k_length[row] * (factor * kk[n][e / 4][e % 4]);
-            qk[n][e / 4][e % 4] *= factor * q_length[row];
-            system[row * SYSTEM + other] = other < row ? product : 0.0f;
-            solved[row * SYSTEM + other] = 0.0f;
+        __syncthreads();
+        invert(system);
+        cp_async_wait<0>();
+        __syncthreads();
+        apply<DV>(u + of_chunk * CHUNK * DV, system, v, chunk.beta);
+        __syncthreads();
+        if (h + 1 < group) {
+            v = values(h + 1);
+            cp_async_commit();
         }
-        if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
-    }
-    __syncthreads();
-    invert(solved, system);
-    cp_async_wait<0>();
-    __syncthreads();
-    apply<DV>(u + of_chunk * CHUNK * DV, solved, v, chunk.beta);
-    apply<DK>(w + of_chunk * CHUNK * DK, solved, k, of_w);
-    if (inverse) {
-        T* const to = inverse + of_chunk * CHUNK * CHUNK;
-        for (int n = 2 * i; n < CHUNK * CHUNK; n += 2 * THREADS) {
-            const float2 x = load_two(solved + n / CHUNK * SYSTEM + n % CHUNK);
-            store_two(to + n, x.x, x.y);
+        apply<DK>(w + of_chunk * CHUNK * DK, system, k, of_w);
+        if (inverse) {
+            T* const to = inverse + of_chunk * CHUNK * CHUNK;
+            for (int n = Vec<T>::N * i; n < CHUNK * CHUNK; n += Vec<T>::N * THREADS) {
+                const int row = n / CHUNK, c = n % CHUNK;
+                const bool below = c / 16 <= row / 16;
+                Vec<T> x;
+#pragma unroll
+                for (int e = 0; e < Vec<T>::N; ++e) {
+                    const float y = system[row * SYSTEM + c + e];
+                    x[e] = from_f32<T>(below ? y : 0.0f);
+                }
+                store_vec(to + n, x);
+            }
         }
+        __syncthreads();
     }
 }
 

@@ -10,7 +10,7 @@
 #include "ptx.cuh"
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / 32; }
+__device__ __forceinline__ int warp_id() { return __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0); }
 __device__ __forceinline__ int lane_row() { return lane_id() / 4; }
 __device__ __forceinline__ int lane_column() { return lane_id() % 4 * 2; }
 __device__ __forceinline__ float from_lane(float x, int lane) {

@@ -177,9 +177,9 @@ class _Call:
 
     def prepare(self, made: tuple, inputs: tuple) -> None:
         """made: u, w, inverse, scores, factors, as the kernel takes them."""
-        _, Hv, DK, DV = self.heads
-        shared = 2 * CHUNK * (CHUNK + 4) * 4 + self.tiles(CHUNK, DK, DV)
-        self.each_chunk(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
+        Hk, _, DK, DV = self.heads
+        shared = CHUNK * (CHUNK + 4) * 4 + self.tiles(CHUNK, DK, DK, DV)
+        self.each_chunk(PREPARE, Hk, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
 
     def on_hopper(self) -> bool:
         """Whether scans are those of delta_sm90.cuh. They load 64 tokens at once, of which none may
@@ -305,7 +305,7 @@ def backward(
             (d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors,
              qkv, gates, starts),
             CHUNK * (wide + squares * (CHUNK + 8)) * item
-            + call.tiles(CHUNK, wide - 8, wide - 8) + call.tiles(6 * 16, DK),
+            + call.tiles(CHUNK, wide - 8, wide - 8, DV) + call.tiles(2 * 16, DK),
             3 * DK * DV + CHUNK * (3 * DV + 4 * DK),
         )  # fmt: skip
 
