@@ -14,10 +14,12 @@ after steps that warm up, for so many seconds. --form: further options of llmq, 
 from __future__ import annotations
 
 import gc
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.bench.child import WARM_UP
-from llmq.bench.measure import MANY, open_trainer, random_batches, timed_steps
+from llmq.bench.measure import MANY, open_trainer, random_batches, timed_steps, versions_of
 from llmq.commands.common import TrainCommand, train_options
 from tools.peft_speed import options_of
 
@@ -100,6 +102,26 @@ def theirs(
     return tokens.numel() / seconds_of(step, wait, seconds)
 
 
+def head(given: dict[str, Any], device: str) -> list[str]:
+    """The first lines of a page of results."""
+    import torch
+    import transformers
+
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = versions_of(device) | versions
+    return [
+        f"# {given['model']} beside transformers' grouped products, {where}",
+        "",
+        f"`{shlex.join(sys.argv)}`, {date.today()}",
+        "",
+        "; ".join(f"{name} {version}" for name, version in versions.items()),
+        "",
+        "All weights, random ones and random tokens; one micro-batch a step.",
+        "",
+    ]
+
+
 @app.command(cls=TrainCommand)
 @train_options
 def main(
@@ -109,6 +131,7 @@ def main(
         bool, typer.Option("--compile", help="Compile transformers' layers.")
     ] = False,
     seconds: Annotated[float, typer.Option(min=0, help="Time of steps of each row.")] = 3.0,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     """Print a table."""
     rows, model, size = [], None, (0, 0)
@@ -118,11 +141,13 @@ def main(
         gc.collect()
     device = "cpu" if given.get("device") == "cpu" else "cuda"
     base = theirs(model, size, device, compile_, seconds)
-    print("| | tok/s | of transformers' |\n| --- | --- | --- |")
-    for name, speed in rows:
-        print(f"| {name} | {speed:,.0f} | {speed / base:.2f} |")
     compiled = ", compiled layers" if compile_ else ""
-    print(f"| transformers, grouped_mm{compiled} | {base:,.0f} | 1 |")
+    rows.append((f"transformers, grouped_mm{compiled}", base))
+    table = ["| | tok/s | of transformers' |", "| --- | --- | --- |"]
+    table += [f"| {name} | {speed:,.0f} | {speed / base:.2f} |" for name, speed in rows]
+    print(*table, sep="\n")
+    if out:
+        out.write_text("\n".join([*head(given, device), *table, ""]))
 
 
 if __name__ == "__main__":
