@@ -169,8 +169,8 @@ class Bench:
         """All in turns, twice; each has run once."""
         totals = {name: [0.0, 0.0, 0.0] for name in runs}
         for name in [*runs] * 2:
-            count, start, energy = 0, time.perf_counter(), self.card.joules()
-            while time.perf_counter() - start < seconds:
+            count, energy, start = 0, self.card.joules(), time.perf_counter()
+            while not count or time.perf_counter() - start < seconds:
                 for _ in range(BATCH):
                     runs[name]()
                 self.dev.synchronize()

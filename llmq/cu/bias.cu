@@ -88,6 +88,7 @@ column_sum(G* __restrict__ d, const f32* __restrict__ partial, const i32* __rest
     __syncthreads();
     sum = warp_sum(sums[lane][warp]);
     if (lane == 0 && c < columns) {
-        d[c] = accumulate ? add_gradient(before, sum, seed, c) : from_f32<G>(sum);
+        d[c] = accumulate ? add_gradient(before, sum, gradient_bits(seed, c >> 3, c & 7))
+                          : from_f32<G>(sum);
     }
 }

@@ -177,29 +177,54 @@ __device__ __forceinline__ u32 mix_word(u32 h, u32 word) {
     return h;
 }
 
-// BF16, rounded up with the probability of the dropped part; the low 16 bits of `bits` are used.
+// x as bits, of which the upper half is x in BF16, rounded up with the probability of the lower half;
+// less: below 2^16. Infinities stay what they are by themselves.
+__device__ __forceinline__ u32 add_bits(float x, u32 less) {
+    return __float_as_uint(x) + (x == x ? less : 0u);
+}
+
+// BF16, rounded so; the low 16 bits of `bits` are used.
 __device__ __forceinline__ bf16 round_stochastic(float x, u32 bits) {
-    const u32 raw = __float_as_uint(x) + (isfinite(x) ? bits & 0xFFFFu : 0u);
-    return __ushort_as_bfloat16((unsigned short)(raw >> 16));
+    return __ushort_as_bfloat16((unsigned short)(add_bits(x, bits & 0xFFFFu) >> 16));
 }
 
 __device__ __forceinline__ u32 gradient_seed(const StepScalars* s, u32 salt) {
     return mix_word(mix_word(mix_word(mix_word(0, s->seed), s->step), s->micro_step), salt);
 }
 
-// Write or add one parameter gradient; adding to BF16 rounds stochastically (seed: gradient_seed).
-__device__ __forceinline__ void store_gradient(float* d, i64 i, float x, int accumulate, u32 seed) {
-    d[i] = accumulate ? d[i] + x : x;
-}
-__device__ __forceinline__ void store_gradient(bf16* d, i64 i, float x, int accumulate, u32 seed) {
-    d[i] = accumulate ? round_stochastic(__bfloat162float(d[i]) + x, random_bits(seed, i))
-                      : __float2bfloat16(x);
+// Eight neighbours in a gradient share a hash; two of them have the halves of its product with this.
+__device__ constexpr u32 gradient_factor(u32 pair) {
+    constexpr u32 FACTOR = 0xA7F7D5BDu;
+    return (pair & 1 ? FACTOR : 1u) * (pair & 2 ? FACTOR * FACTOR : 1u);
 }
 
-// One addition to a gradient, as store_gradient does it, on values.
-__device__ __forceinline__ float add_gradient(float d, float x, u32 seed, u64 index) { return d + x; }
-__device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 seed, u64 index) {
-    return round_stochastic(to_f32(d) + x, random_bits(seed, index));
+// The bits that round one of eight, k, of which the lower 16 are used (seed: gradient_seed).
+__device__ __forceinline__ u32 gradient_bits(u32 seed, u64 eight, u32 k) {
+    return random_bits(seed, eight) * gradient_factor(k >> 1) >> 16 * (k & 1);
+}
+
+// One addition to a gradient, which rounds BF16 stochastically.
+__device__ __forceinline__ float add_gradient(float d, float x, u32 bits) { return d + x; }
+__device__ __forceinline__ bf16 add_gradient(bf16 d, float x, u32 bits) {
+    return round_stochastic(to_f32(d) + x, bits);
+}
+
+// Eight neighbours.
+__device__ __forceinline__ uint4 add_gradients(const uint4& d, const uint4& x, u32 seed, u64 eight) {
+    const u32 hash = random_bits(seed, eight);
+    const auto add = [&](u32 before, u32 more, u32 pair) {
+        const float lower = lower_half(before) + lower_half(more);
+        const float upper = upper_half(before) + upper_half(more);
+        const u32 bits = hash * gradient_factor(pair);
+        return __byte_perm(add_bits(lower, bits & 0xFFFFu), add_bits(upper, bits >> 16), 0x7632);
+    };
+    return make_uint4(add(d.x, x.x, 0), add(d.y, x.y, 1), add(d.z, x.z, 2), add(d.w, x.w, 3));
+}
+
+// Write or add one element.
+template <class G>
+__device__ __forceinline__ void store_gradient(G* d, i64 i, float x, int accumulate, u32 seed) {
+    d[i] = accumulate ? add_gradient(d[i], x, gradient_bits(seed, i >> 3, i & 7)) : from_f32<G>(x);
 }
 
 // COUNT elements of T as whole 16-byte vectors, read as F32: for kernels whose arrays differ in
@@ -329,15 +354,14 @@ __device__ __forceinline__ void sum_block_rows(float* partial, int columns,
     }
 }
 
-// Adds x to COUNT neighbours of a gradient; first is a multiple of COUNT, a power of two.
+// Adds x to COUNT neighbours of a gradient, at most 8; first is a multiple of 8.
 template <class D, int COUNT>
 __device__ __forceinline__ void add_gradients(D* d, i64 first, const float (&x)[COUNT], u32 seed) {
     Pack<D, COUNT> sum;
     sum.load(d + first);
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-        // `|` keeps the index's high word the same for all k.
-        sum.set(k, add_gradient(sum.at(k), x[k], seed, (u64)first | k));
+        sum.set(k, add_gradient(sum.at(k), x[k], gradient_bits(seed, first >> 3, k)));
     }
     sum.store(d + first);
 }

@@ -101,7 +101,7 @@ template <class X> struct Channels {
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 const float sum = scale * x[i * N + k];
-                sums[k] = add_gradient(sums[k], sum, seed, (u64)first | (i * N + k));
+                sums[k] = add_gradient(sums[k], sum, gradient_bits(seed, first >> 3, i * N + k));
             }
             store_vec_stream(p + i * N, sums);
         }

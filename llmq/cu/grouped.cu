@@ -143,8 +143,8 @@ grouped_gradient(G* d_w, const T* __restrict__ d_y, const T* __restrict__ x,
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const G x = from_f32<G>(four[i]);
-                result.v[i] =
-                    accumulate ? add_gradient(result.v[i], to_f32(x), seed, (u64)index | i) : x;
+                const u32 bits = gradient_bits(seed, index >> 3, index & 4 | i);
+                result.v[i] = accumulate ? add_gradient(result.v[i], to_f32(x), bits) : x;
             }
             *to = result;
         }

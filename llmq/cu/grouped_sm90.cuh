@@ -93,10 +93,10 @@ struct Tile {
 #else
 struct Work {
     const i32* starts;
-    int pairs, columns, tiles, width, cluster, clusters;
+    int pairs, columns, tiles, width, last_width, cluster, clusters;
     u32 rank;
 
-    // starts: (experts + 1). rows, all_columns: of a matrix.
+    // starts: (experts + 1). rows, all_columns: of a matrix. last_width: of the last tile of a row.
     __device__ __forceinline__ Work(const i32* starts, int experts, int rows, int all_columns,
                                     int width)
         : starts(starts),
@@ -104,21 +104,26 @@ struct Work {
           columns((all_columns + width - 1) / width),
           tiles(experts * pairs * columns),
           width(width),
+          last_width(all_columns - (columns - 1) * width),
           cluster(blockIdx.x / 2),
           clusters(gridDim.x / 2),
           rank(cluster_rank()) {}
 };
 
-// first, count: the rows that are summed over.
+// first, count: the rows that are summed over. boxes: of columns.
 struct Tile {
     static constexpr int right = 0, tail = 0;
-    int row, column, expert, first, count;
+    int row, column, boxes, expert, first, count;
 
     __device__ __forceinline__ Tile(int t, const Work& work) {
-        const int of_expert = work.pairs * work.columns, rest = t % of_expert;
+        const int of_expert = work.pairs * work.columns;
         expert = t / of_expert;
+        // Else one cluster might have the narrow ones of all experts.
+        const int rest = (t + expert * 7) % of_expert;
         row = (rest % work.pairs * 2 + work.rank) * TILE_ROWS;
-        column = rest / work.pairs * work.width;
+        column = rest / work.pairs;
+        boxes = ((column + 1 < work.columns ? work.width : work.last_width) + BOX - 1) / BOX;
+        column *= work.width;
         first = work.starts[expert];
         count = work.starts[expert + 1] - first;
     }

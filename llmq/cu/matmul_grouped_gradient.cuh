@@ -2,21 +2,27 @@
 //
 //   d[e] = accumulate ? round(d[e] + bf16(x)) : bf16(x)      x = a^T @ b over the rows of e, in F32
 //
-// The sum is rounded stochastically, by the random number of the element, as matmul_gradient.cuh has
+// The sum is rounded stochastically, by the random bits of the element, as matmul_gradient.cuh has
 // it. Both operands have K, the rows, outside. As pingpong_sm90.cuh has it, but that each tile has steps
-// of its own, and that the last one may have rows of the next expert: in shared memory they become zeros.
+// of its own, and that the last one may have rows of the next expert: in shared memory they become
+// zeros, up to a whole slice. The last tile of a row multiplies the boxes that have columns.
+//
+// Half a tile at a time goes to shared memory, and a short loop adds what is there while the other
+// warpgroup multiplies. Unrolled over all sums, its instructions would have to come anew for each tile.
 //
 // Data     a: bf16 (K, M). b: bf16 (K, N). d: bf16 (experts, M, N). starts: I32 (experts + 1), from 0 to
 //          K. scalars: seed, step and micro_step, if something is added.
 // Cost     A cluster has 256 rows of a matrix. d is written once, and read once if it is added to; about
-//          25 instructions for each element, while the other warpgroup multiplies.
+//          11 instructions for each element, while the other warpgroup multiplies.
 #pragma once
 #include "pingpong_sm90.cuh"
 
-using Base = PingPong<Mainloop, CHUNK_BYTES>;
+constexpr int LINES_BYTES = TILE_BOXES * CHUNK_BYTES;  // of a warp: 16 rows of a tile
+using Base = PingPong<Mainloop, LINES_BYTES>;
 
 struct Product : Base {
-    static constexpr int STEP_ROWS = 64, BOX_BYTES = BOX * LINE, STAGE_BOXES = 2 + TILE_BOXES;
+    static constexpr int STEP_ROWS = 64, SLICE_ROWS = STEP_ROWS / SLICES;
+    static constexpr int BOX_BYTES = BOX * LINE, STAGE_BOXES = 2 + TILE_BOXES;
     static_assert(IN_TURNS && LEFT_BYTES == 2 * BOX_BYTES && TAILS == 0);
     using Base::Base;
 
@@ -72,49 +78,61 @@ struct Product : Base {
                 store.prefetch(tile, thread);
                 Sums d;
                 Ring ring(before);
+#pragma unroll
+                for (int i = 0; i < HALVES_OF_TILE * SUMS; ++i) { d[i / SUMS][i % SUMS] = 0.0f; }
                 barrier_wait(turn + 8 * me, me ^ 1 ^ n / CONSUMERS & 1);
-                multiply_rows(d, ring, count, me, cleared);
-                barrier_arrive(turn + 8 * (me ^ 1));
-                store(Tile(t, work), d, thread / 32 * 16, chunks + warp * CHUNK_BYTES);
+                if (tile.boxes == TILE_BOXES) {
+                    multiply_rows<TILE_COLUMNS>(d, ring, count, me, cleared);
+                } else if (tile.boxes == 2) {
+                    multiply_rows<2 * BOX>(d, ring, count, me, cleared);
+                } else {
+                    multiply_rows<BOX>(d, ring, count, me, cleared);
+                }
+                store(Tile(t, work), d, thread / 32 * 16, chunks + warp * LINES_BYTES);
             }
             before += steps;
         }
     }
 
 private:
-    // d = the sum over so many rows.
+    // d += the sum over so many rows, of the first COLUMNS columns; then it is the other one's turn.
+    template <int COLUMNS>
     __device__ __forceinline__ void multiply_rows(Sums& d, Ring& ring, int count, int me,
                                                   u32& cleared) const {
-#pragma unroll
-        for (int i = 0; i < HALVES_OF_TILE * SUMS; ++i) { d[i / SUMS][i % SUMS] = 0.0f; }
         SharedAddress last = empty;
-        int k = 0;
 #pragma unroll 1
-        for (; k + STEP_ROWS <= count; k += STEP_ROWS, ring.next()) {
+        for (int k = 0; k < count / STEP_ROWS; ++k, ring.next()) {
             barrier_wait(full + 8 * ring.stage, ring.parity);
-            multiply<bf16, bf16, true, true>(d, stages + ring.stage * STAGE_BYTES, 0, SLICES, 1);
+            multiply<bf16, bf16, true, true, COLUMNS>(d, stages + ring.stage * STAGE_BYTES, 0,
+                                                      SLICES, 1);
             wgmma_wait<1>();
             if (k > 0) { release(last); }
             last = empty + 8 * ring.stage;
         }
-        wgmma_wait<0>();
-        if (k > 0) { release(last); }
-        if (k < count) {
+        const int rest = count % STEP_ROWS;
+        if (rest > 0) {
             const SharedAddress stage = stages + ring.stage * STAGE_BYTES;
             barrier_wait(full + 8 * ring.stage, ring.parity);
-            clear(stage, count - k);
+            clear(stage, rest);
             barrier_arrive(arrived + 8 * me);
             barrier_wait(arrived + 8 * me, cleared);
             cleared ^= 1;
-            multiply<bf16, bf16, true, true>(d, stage, 0, SLICES, 1);
-            wgmma_wait<0>();
-            release(empty + 8 * ring.stage);
+            multiply<bf16, bf16, true, true, COLUMNS>(d, stage, 0,
+                                                      (rest + SLICE_ROWS - 1) / SLICE_ROWS, 1);
         }
+        barrier_arrive(turn + 8 * (me ^ 1));
+        wgmma_wait<1>();
+        if (rest > 0 && count > STEP_ROWS) { release(last); }
+        wgmma_wait<0>();
+        if (count > 0) { release(rest > 0 ? empty + 8 * ring.stage : last); }
     }
 
-    // Rows from `valid` on of a stage's boxes, which this warpgroup alone reads in this block.
+    // Rows of a stage's boxes from `valid` on to the end of their slice, which this warpgroup alone
+    // reads in this block.
     static __device__ __forceinline__ void clear(SharedAddress stage, int valid) {
-        for (int at = valid * LINE + threadIdx.x % 128 * 16; at < BOX_BYTES; at += 128 * 16) {
+        const int row = valid + threadIdx.x / 8 % SLICE_ROWS;
+        if (row / SLICE_ROWS == valid / SLICE_ROWS) {
+            const int at = row * LINE + threadIdx.x % 8 * 16;
 #pragma unroll
             for (int b = 0; b < STAGE_BOXES; ++b) {
                 store_shared(stage + b * BOX_BYTES + at, make_uint4(0, 0, 0, 0));
@@ -145,62 +163,71 @@ struct Epilogue {
     }
 
     __device__ __forceinline__ void operator()(const Tile& tile, const Sums& sums, int first_row,
-                                               SharedAddress chunk) const {
+                                               SharedAddress lines) const {
         if (accumulate && tile.count == 0) { return; }
         const u32 seed = gradient_seed(scalars, salt), lane = threadIdx.x % 32;
         const u32 line = lane & 15, octet = lane >> 4;  // of 16-byte words, for stmatrix
-        const u32 word = lane % 8, below = lane / 8;    // of a row, for memory
 #pragma unroll
-        for (int c = 0; c < HALVES_OF_TILE * TILE_BOXES; ++c) {
-            const int half = c / TILE_BOXES, box = c % TILE_BOXES;
-            // Or addresses of all boxes would be held at once, for which there are no registers.
-            int first = tile.column, row = first_row + TILE_ROWS / 2 * half;
-            forget(first), forget(row);
-            first += box * BOX, row += tile.row;
-            __syncwarp();  // the chunk is empty
+        for (int half = 0; half < HALVES_OF_TILE; ++half) {
+            __syncwarp();  // what was there has been read
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < 4 * TILE_BOXES; ++j) {
                 u32 pairs[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* sum = sums[half] + box * (BOX / 2) + 8 * j + 2 * i;
+                    const float* sum = sums[half] + 8 * j + 2 * i;
                     pairs[i] = to_pair(sum[0], sum[1]);
                 }
-                stmatrix_x4(chunk + line * LINE + ((2 * j + octet ^ line & 7) << 4), pairs[0],
-                            pairs[1], pairs[2], pairs[3]);
+                const SharedAddress to = lines + j / 4 * CHUNK_BYTES + line * LINE;
+                stmatrix_x4(to + ((2 * (j % 4) + octet ^ line & 7) << 4), pairs[0], pairs[1],
+                            pairs[2], pairs[3]);
             }
             __syncwarp();
-            const int column = first + 8 * word, rows = column < N ? M - row - (int)below : 0;
-            bf16* const to = d + ((i64)tile.expert * M + row + below) * N + column;
-            uint4 before[4];
-            if (accumulate) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (4 * i < rows) { before[i] = load_packed_stream(to + (i64)(4 * i) * N); }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 r = below + 4 * i;
-                const uint4 x = load_shared(chunk + r * LINE + ((word ^ r & 7) << 4));
-                if (4 * i < rows) { store(to + (i64)(4 * i) * N, before[i], x, seed); }
-            }
+            add(tile, tile.row + first_row + TILE_ROWS / 2 * half, lines, seed);
         }
     }
 
 private:
-    // Eight neighbours.
-    __device__ __forceinline__ void store(bf16* to, const uint4& old, const uint4& x, u32 seed) const {
-        Vec<bf16> sum = unpack<bf16>(x);
-        if (accumulate) {
-            const Vec<bf16> before = unpack<bf16>(old);
-            const u64 index = to - d;  // a multiple of 8
+    // What the lines hold to 16 rows of d from `row` on. A lane has a word of every fourth row of a
+    // box; what the next box is added to is on its way meanwhile.
+    __device__ __forceinline__ void add(const Tile& tile, int row, SharedAddress lines,
+                                        u32 seed) const {
+        const int lane = threadIdx.x % 32, word = lane % 8, below = lane / 8;
+        const int rows = M - row - below, column = tile.column + 8 * word;
+        bf16* to = d + ((i64)tile.expert * M + row + below) * N + column;
+        uint4 next[4], x[4];
+        load(next, to, column < N ? rows : 0);
+#pragma unroll 1
+        for (int box = 0; box < tile.boxes; ++box, to += BOX) {
+            const int first = column + box * BOX, valid = first < N ? rows : 0;
+            uint4 before[4];
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                sum[k] = add_gradient(before[k], to_f32(sum[k]), seed, index | k);
+            for (int i = 0; i < 4; ++i) {
+                const u32 r = below + 4 * i;
+                before[i] = next[i];
+                x[i] = load_shared(lines + box * CHUNK_BYTES + r * LINE + ((word ^ r & 7) << 4));
+            }
+            load(next, to + BOX, box + 1 < tile.boxes && first + BOX < N ? rows : 0);
+            if (accumulate) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const u64 index = to - d + (i64)(4 * i) * N;
+                    x[i] = add_gradients(before[i], x[i], seed, index >> 3);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                uint4* const at = reinterpret_cast<uint4*>(to + (i64)(4 * i) * N);
+                if (4 * i < valid) { __stcs(at, x[i]); }
             }
         }
-        store_vec_stream(to, sum);
+    }
+
+    __device__ __forceinline__ void load(uint4 (&before)[4], const bf16* from, int rows) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (accumulate && 4 * i < rows) { before[i] = load_packed_stream(from + (i64)(4 * i) * N); }
+        }
     }
 };
 

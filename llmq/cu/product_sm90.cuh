@@ -139,7 +139,9 @@ __device__ __forceinline__ void load_pair(SharedAddress stage, SharedAddress arr
 
 // d += the product of `slices` slices of one pair of tiles, as one group: of 64 * COUNT rows from
 // first_row. add: else d = for the first slice. LEFT_OUTSIDE: `left` lies as `right` does then.
-template <class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false, int COUNT>
+// COLUMNS: the first ones, others stay as they are.
+template <class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false,
+          int COLUMNS = TILE_COLUMNS, int COUNT>
 __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress stage,
                                          int first_row, int slices, int add) {
     const SharedAddress own = stage + first_row * LINE;
@@ -155,8 +157,9 @@ __device__ __forceinline__ void multiply(float (&d)[COUNT][SUMS], SharedAddress 
         if (i < slices) {
 #pragma unroll
             for (int m = 0; m < COUNT; ++m) {
-                wgmma<TILE_COLUMNS, Left, Right, K_OUTSIDE, LEFT_OUTSIDE>(
-                    d[m], top + (NEXT * m + LEFT_STEP * i), right + STEP * i, add | i);
+                wgmma<COLUMNS, Left, Right, K_OUTSIDE, LEFT_OUTSIDE>(
+                    reinterpret_cast<float(&)[COLUMNS / 2]>(d[m]),
+                    top + (NEXT * m + LEFT_STEP * i), right + STEP * i, add | i);
             }
         }
     }

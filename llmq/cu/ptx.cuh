@@ -400,6 +400,8 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
                  : "l"(a), "l"(b), "r"(add))
 #define PTX_64(FORMATS, TRANSPOSED)                                                            \
     PTX_WGMMA("n64", PTX_NAMES_32, "%32", "%33", "%34", FORMATS, TRANSPOSED, PTX_32(0))
+#define PTX_128(FORMATS, TRANSPOSED)                                                           \
+    PTX_WGMMA("n128", PTX_NAMES_64, "%64", "%65", "%66", FORMATS, TRANSPOSED, PTX_32(0), PTX_32(32))
 #define PTX_192(FORMATS, TRANSPOSED)                                                           \
     PTX_WGMMA("n192", PTX_NAMES_96, "%96", "%97", "%98", FORMATS, TRANSPOSED, PTX_32(0),       \
               PTX_32(32), PTX_32(64))
@@ -422,12 +424,16 @@ __device__ __forceinline__ Descriptor k_outside(SharedAddress tile, unsigned int
     }
 
 // COLUMNS: 64, 192 or 224. Left, Right: the formats of a and b. K_OUTSIDE: of b, which is then
-// BF16, and moves by 16 rows. LEFT_OUTSIDE: of a likewise; then of both, and 192 columns.
+// BF16, and moves by 16 rows. LEFT_OUTSIDE: of a likewise; then of both, and 64, 128 or 192 columns.
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
-    static_assert(COLUMNS == 64 || COLUMNS == 192 || COLUMNS == 224);
-    static_assert(!LEFT_OUTSIDE || (K_OUTSIDE && COLUMNS == 192));
-    if constexpr (LEFT_OUTSIDE) {
+    static_assert(COLUMNS == 64 || COLUMNS == (LEFT_OUTSIDE ? 128 : 224) || COLUMNS == 192);
+    static_assert(!LEFT_OUTSIDE || K_OUTSIDE);
+    if constexpr (LEFT_OUTSIDE && COLUMNS == 64) {
+        PTX_64("k16.f32.bf16.bf16", ", 1, 1");
+    } else if constexpr (LEFT_OUTSIDE && COLUMNS == 128) {
+        PTX_128("k16.f32.bf16.bf16", ", 1, 1");
+    } else if constexpr (LEFT_OUTSIDE) {
         PTX_192("k16.f32.bf16.bf16", ", 1, 1");
     } else if constexpr (COLUMNS == 64) {
         PTX_OF_FORMATS(PTX_64)
@@ -474,6 +480,7 @@ __device__ __forceinline__ void wgmma_left(float (&d)[COLUMNS / 2], const unsign
 #undef PTX_LEFT
 #undef PTX_224
 #undef PTX_192
+#undef PTX_128
 #undef PTX_64
 #undef PTX_WGMMA
 #undef PTX_NAMES_112

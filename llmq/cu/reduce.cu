@@ -3,7 +3,7 @@
 //   d_sum[i] = round((accumulate ? d_sum[i] : 0) + part0[i] + part1[i] + ...)
 //
 // from left to right in F32, rounded once: stochastically where d_sum is BF16 and there is more than
-// one addend, by the random number of element first + i; else to nearest.
+// one addend, by the random bits of element first + i; else to nearest.
 //
 // Data     d_sum G, PARTS parts T: n elements, each F32 or BF16, 16-byte aligned; the other
 //          pointers are null. d_sum may be one of the parts. Parts may be in pinned memory.
@@ -15,11 +15,9 @@
 
 constexpr int COUNT = 8, MAX_PARTS = 8;  // PARTS of them is a constant of the launch
 
-__device__ __forceinline__ float summed(float x, bool several, u32 seed, u64 index, float) {
-    return x;
-}
-__device__ __forceinline__ bf16 summed(float x, bool several, u32 seed, u64 index, bf16) {
-    return several ? round_stochastic(x, random_bits(seed, index)) : from_f32<bf16>(x);
+__device__ __forceinline__ float summed(float x, bool several, u32 bits, float) { return x; }
+__device__ __forceinline__ bf16 summed(float x, bool several, u32 bits, bf16) {
+    return several ? round_stochastic(x, bits) : from_f32<bf16>(x);
 }
 
 // COUNT neighbours as they were loaded.
@@ -61,8 +59,7 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
         Pack<G, COUNT> out;
 #pragma unroll
         for (int k = 0; k < COUNT; ++k) {
-            // A multiple of 8: `|` keeps the index's high word the same for all k.
-            out.set(k, summed(total[k], several, seed, (u64)(first + start) | k, G()));
+            out.set(k, summed(total[k], several, gradient_bits(seed, first + start >> 3, k), G()));
         }
         out.store(d_sum + start);
     } else {
@@ -70,7 +67,8 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
             float total = accumulate ? to_f32(d_sum[i]) : -0.0f;
 #pragma unroll
             for (int p = 0; p < PARTS; ++p) { total += to_f32(parts[p][i]); }
-            d_sum[i] = summed(total, several, seed, first + i, G());
+            const u32 bits = gradient_bits(seed, first + start >> 3, i - start);
+            d_sum[i] = summed(total, several, bits, G());
         }
     }
 }

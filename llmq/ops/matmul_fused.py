@@ -316,7 +316,7 @@ def grouped_gradient(dev: Device, acc: Accumulator, a: Tensor, b: Tensor, starts
         (tensor, scalars, int(accumulate), salt, starts, E),
         product_cost((M, N, R), BF16, BF16, **how),
         threads=384,
-        beside=8 * CHUNK,
+        beside=8 * NARROW // 64 * CHUNK,
         consts={"GROUPED": 2},
         count=E * ceil_div(M, TILE_ROWS) * ceil_div(N, NARROW),
         a_rows=2 * OUTSIDE,

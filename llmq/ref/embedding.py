@@ -7,8 +7,8 @@ import numpy as np
 from llmq.ref.common import (
     BF16,
     compute,
+    gradient_bits,
     gradient_seed,
-    random_bits,
     round_stochastic,
     store_gradient,
 )
@@ -85,9 +85,9 @@ def embedding_backward(
     ids = ids[starts]
     if d_weight.dtype == BF16:
         seed = gradient_seed(scalars, salt)
-        index = ids[:, None].astype(np.uint64) * np.uint64(C) + np.arange(C, dtype=np.uint64)
         sums += d_weight[ids].astype(np.float32)
-        d_weight[ids] = round_stochastic(sums, random_bits(seed, index))
+        first = ids.astype(np.uint64) * np.uint64(C)
+        d_weight[ids] = round_stochastic(sums, gradient_bits(seed, first, C))
     else:
         d_weight[ids] += sums
 

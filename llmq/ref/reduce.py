@@ -2,7 +2,14 @@
 
 import numpy as np
 
-from llmq.ref.common import BF16, compute, gradient_seed, random_bits, round_stochastic, row_blocks
+from llmq.ref.common import (
+    BF16,
+    compute,
+    gradient_bits,
+    gradient_seed,
+    round_stochastic,
+    row_blocks,
+)
 
 CASES = {"one": (1,), "ragged": (1003,), "several_blocks": (70, 129), "qwen05b": (14912384,)}
 
@@ -19,6 +26,6 @@ def reduce_sum(d_sum: np.ndarray, *args: np.ndarray | int | None) -> None:
         for addend in addends[1:]:
             total = np.add(total, compute(addend), out=None if total is addends[0] else total)
         if flat.dtype == BF16 and len(addends) > 1:
-            index = np.arange(first + block.start, first + block.stop, dtype=np.uint64)
-            total = round_stochastic(total, random_bits(seed, index))
+            bits = gradient_bits(seed, first + block.start, total.size)
+            total = round_stochastic(total, bits)
         flat[block] = total

@@ -178,7 +178,7 @@ static inline Descriptor k_outside(SharedAddress tile, unsigned chunk) { return 
 template <int COLUMNS, class Left, class Right, bool K_OUTSIDE, bool LEFT_OUTSIDE = false>
 static inline void wgmma(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, int add) {
     static_assert(sizeof(Left) == sizeof(Right) && (!K_OUTSIDE || sizeof(Right) == 2));
-    static_assert(!LEFT_OUTSIDE || (K_OUTSIDE && COLUMNS == 192));
+    static_assert(!LEFT_OUTSIDE || (K_OUTSIDE && COLUMNS <= 192));
     const ptx::Product product{d, a, b, add,
                                ptx::compute<COLUMNS, Left, Right, K_OUTSIDE, LEFT_OUTSIDE>};
     ptx::check_operands<COLUMNS, Right, K_OUTSIDE, LEFT_OUTSIDE>(product);

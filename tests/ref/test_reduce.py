@@ -1,8 +1,11 @@
 """Reference of adding to a gradient."""
 
+from itertools import combinations
+
 import numpy as np
 
 from llmq.base.dtypes import BF16
+from llmq.ref.common import gradient_bits
 from llmq.ref.reduce import reduce_sum
 from tests.harness import step_scalars
 
@@ -40,3 +43,15 @@ def test_sums_are_rounded_once(rng):
     # 1 + 8 / 2^11 = 1 + 2^-8, in the middle of two BF16 numbers: one rounding, half of them up.
     assert set(np.unique(d_sum).tolist()) == {1.0, 1.0 + 2.0**-7}
     assert abs((d_sum > 1).mean() - 0.5) < 5 * 0.5 / np.sqrt(n)  # 5 sigma
+
+
+def test_neighbours_are_rounded_by_independent_bits():
+    """Pairs of eight that share a hash fill 32 x 32 cells evenly, and each one's mean is a half."""
+    bits = gradient_bits(1, 0, 1 << 22).reshape(-1, 8)
+    deviation = np.abs(bits.mean(axis=0) / 2**16 - 0.5) * np.sqrt(12 * len(bits))
+    assert deviation.max() < 4.5  # standard deviations
+    for i, j in combinations((bits >> 11).astype(np.int64).T, 2):
+        cells = np.bincount(32 * i + j, minlength=1024)
+        expected = len(bits) / 1024
+        excess = ((cells - expected) ** 2 / expected).sum() - 1023  # beyond that of random numbers
+        assert excess < 0.05**2 * len(bits)  # 5 % of a cell, root of the mean square
