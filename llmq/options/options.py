@@ -121,6 +121,12 @@ class TrainConfig(Derived):
         "backward; e4m3: as fp8 codes",
         "e4m3",
     )
+    attention_dtype: str | None = dtype_option(
+        _MODEL,
+        None,
+        "Format in which attention multiplies forward; e4m3: by cuDNN, for long sequences",
+        "e4m3",
+    )
     fp8_recipe: str = option(
         _MODEL,
         "jit",

@@ -25,6 +25,7 @@ from llmq.options.conditions import (
     why_no_cudnn,
     why_no_mirrors,
     why_not_half,
+    why_not_in_codes,
     why_weights_stay,
     writes,
     wrong_lengths,
@@ -51,6 +52,7 @@ from llmq.options.training_rules import (
 SHAKESPEARE = "data/tiny-shakespeare-qwen"
 FP8_BASES = ("e4m3", "nf4")  # whose weights can be multiplied as fp8 codes
 FP8_CAPABILITY = 89  # Ada is the first with fp8 tensor cores
+HOPPER = 90  # where attention in codes was measured
 
 _INT8_TERMS = (2**31 - 1) // 127**2  # of a sum of products of two codes, which has 32 bits
 _INT8_WIDTH = 65536  # of a row that is quantized
@@ -90,6 +92,7 @@ IMPLIED = (
     default("matmul_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("head_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("mlp_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
+    default("attention_dtype", lambda o: o.model_dtype, help=_AS_MODEL),
     default("gradient_dtype", lambda o: o.matmul_dtype, help="as --matmul-dtype if not given"),
     default(
         "epochs",
@@ -283,6 +286,17 @@ REFUSED = (
         "write codes, and only with a scale that they know beforehand",
     ),
     *refused(
+        "attention_dtype",
+        lambda v, o: v != o.model_dtype and (v != "e4m3" or o.model_dtype != "bf16"),
+        "--attention-dtype: {value} does not go with --model-dtype {model_dtype}, use "
+        "{model_dtype}",
+    ),
+    *refused(
+        "attention_dtype",
+        lambda v, o: v == "e4m3" and o.attention == "native",
+        "--attention-dtype: e4m3 is cuDNN's: leave out --attention native",
+    ),
+    *refused(
         "persistent_quants offload_quants",
         lambda v, o: v and o.freezes_model,
         "{flag}: beside adapters the model is kept as --base-dtype says; --shard-weights "
@@ -398,6 +412,12 @@ REFUSED_WITH_MODEL = (
     ),
     *ADAPTERS_REFUSED_WITH_MODEL,
     *refused(
+        "attention_dtype",
+        lambda v, o, model: v == "e4m3" and why_not_in_codes(o, model),
+        "--attention-dtype: e4m3 is for heads of 64 or 128 channels that see all before them: "
+        "{found}",
+    ),
+    *refused(
         "mlp_dtype",
         lambda v, o, model: v == "e4m3" and not model.gated,
         "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
@@ -445,6 +465,12 @@ REFUSED_HERE = (
         "{here.name} has {here.version}: {found}",
     ),
     *refused(
+        "attention_dtype",
+        lambda v, o, here: here.on_gpus and v == "e4m3" and here.capability != HOPPER,
+        "--attention-dtype: e4m3 needs compute capability 9.0, {here.name} has {here.version}: use "
+        "{model_dtype}",
+    ),
+    *refused(
         "shard_over",
         lambda v, o, here: v == "machine" and len({*here.machines.values()}) > 1 and here.listed,
         "--shard-over machine: every machine must have as many GPUs, there are {found}: give "
@@ -471,6 +497,11 @@ REFUSED_HERE = (
         "matmul_dtype",
         lambda v, o, card: v == "e4m3" and card.fp8 == 0 and instead_of_fp8(o),
         "--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: {found}",
+    ),
+    *refused(
+        "attention_dtype",
+        lambda v, o, card: v == "e4m3" and card.capability != HOPPER,
+        "--attention-dtype: e4m3 needs compute capability 9.0, {card.name} has another one",
     ),
     *refused(
         "attention",

@@ -106,7 +106,8 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
 
     Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
     """
-    required, on_cpu = config.attention == "cudnn", machine.kind == "host"
+    codes, on_cpu = config.attention_dtype == "e4m3", machine.kind == "host"
+    required = codes or config.attention == "cudnn"
     unsupported = None if on_cpu else _unsupported(config, model, machine.spec)
     RULES.check(config, attention=AttentionHere(on_cpu=on_cpu, unsupported=unsupported))
     if config.attention == "native" or on_cpu or why_no_cudnn(config, unsupported) is not None:
@@ -119,10 +120,11 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
                 case = (config.attention, model.head_dim, config.local_seq_len, window)
                 _, ways = directions(*case, machine.spec.capability)
                 for parts in {1, config.attn_bwd_chunks}:  # what the plan chooses is between them
-                    library.check(*sizes, parts, window, backward="cudnn" in ways)
+                    library.check(*sizes, parts, window, "cudnn" in ways, codes)
     except LlmqError as error:
         if required:
-            raise ConfigError(f"--attention cudnn: {error}") from error
+            asked = "--attention-dtype e4m3" if codes else "--attention cudnn"
+            raise ConfigError(f"{asked}: {error}") from error
         _warn_once(f"attention runs on the native kernels: {' '.join(str(error).split())}")
         return "native"
     return config.attention

@@ -121,6 +121,11 @@ NATIVE_ATTENTION = {
         64: Attention(4.05e12, 129, None),
         MAX_HEAD_DIM: Attention(4.84e12, 125, None),
     },
+    # The library's in e4m3, measured on an H200 alone.
+    "attention_forward_codes": {
+        64: Attention(4.42e12, 771, None),
+        MAX_HEAD_DIM: Attention(7.59e12, 632, None),
+    },
 }
 
 
@@ -318,14 +323,15 @@ class Rates:
             delta = DELTA_RULE[entry]
             rate = min(delta.rate * self.card.num_sms, self._products["matmul"])
             return max(flops / rate, math.ceil(seq_len / CHUNK) * delta.turn)
-        if where == "library":
+        if where == "library" and entry in CUDNN_ATTENTION:
             kernel = CUDNN_ATTENTION[entry]
             softmax = SOFTMAX * self.card.bf16 / self.card.num_sms
             rate = kernel.rate * 1e12 * self.card.bf16 / (1 + softmax / head_dim)
         else:
             sizes = NATIVE_ATTENTION[entry]
             kernel = next(sizes[size] for size in sizes if head_dim <= size)
-            rate = min(kernel.rate * self.card.num_sms, self._products["matmul"])
+            product = "matmul_fp8" if entry == "attention_forward_codes" else "matmul"
+            rate = min(kernel.rate * self.card.num_sms, self._products[product])
             # Documents take as long as a window that hides as much.
             narrow = min(window, seq_len * (1 - math.sqrt(1 - visible)))
         return flops / _seen(seq_len, window) * kernel.computed(seq_len, narrow) / rate

@@ -22,6 +22,13 @@ NATIVE = "use --attention native"
 FORWARD_WORKSPACE_BYTES = SLACK  # that the forward may ask for; the first call on a GPU checks it
 
 
+def codes_workspace_bytes(
+    batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> int:
+    """Bytes that the forward of codes may ask for: another layout of them."""
+    return FORWARD_WORKSPACE_BYTES + batch * seq_len * (num_heads + 2 * num_kv_heads) * head_dim
+
+
 def backward_workspace_bytes(
     batch: int,
     seq_len: int,
@@ -76,6 +83,10 @@ def _computed(group: HeadGroup, num_heads: int, num_kv_heads: int) -> tuple[int,
     whole = group.count * num_kv_heads == group.kv_count * num_heads
     return group.sizes if whole else (group.count, group.count)
 
+
+# Arguments of the forward in codes by the row of `numbers` that has them, see numbers_of_codes().
+_NUMBERS = {"descale_q": 1, "descale_k": 1, "descale_v": 2, "scale_o": 2, "scale_s": 3}
+_NUMBERS |= {"descale_s": 4, "amax_s": 5, "amax_o": 6}
 
 Layouts = dict[str, dict[str, list[int]]]  # of each tensor: what `_layouts` returns
 
@@ -152,15 +163,18 @@ class CudnnAttention:
         chunks: int = 1,
         window: int | None = None,
         backward: bool = True,
+        codes: bool = False,
     ) -> None:
         """Raise LlmqError where forward or deterministic backward will not run on this GPU.
 
         chunks: of attention.backward. window: keys up to its own that a query sees.
-        backward: False where it is not needed.
+        backward: False where it is not needed. codes: whether the forward is that of codes.
         """
         sizes, window = (seq_len, num_heads, num_kv_heads, head_dim), window or seq_len
-        forward = self._plan("forward", (batch, *sizes), False, window)
-        _expect_workspace(forward.workspace, FORWARD_WORKSPACE_BYTES)
+        direction = "codes" if codes else "forward"
+        forward = self._plan(direction, (batch, *sizes), False, window)
+        most = codes_workspace_bytes(batch, *sizes) if codes else FORWARD_WORKSPACE_BYTES
+        _expect_workspace(forward.workspace, most)
         if not backward:
             return
         sequences, parts = split(batch, chunks)
@@ -186,6 +200,25 @@ class CudnnAttention:
         shape = (batch, seq_len, num_heads, num_kv_heads, head_dim)
         plan = self._plan("forward", shape, False, window)
         pointers = _packed("", qkv, num_heads, num_kv_heads, (0, 0))
+        self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
+
+    def forward_codes(
+        self,
+        stream: int,
+        out: Tensor,
+        lse: Tensor,
+        qkv: Tensor,
+        numbers: Tensor,
+        seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        workspace: Tensor,
+    ) -> None:
+        """Enqueue attention_forward_codes on the stream (a cudaStream_t as an integer)."""
+        shape = (qkv.shape[0], seq_len, num_heads, num_kv_heads, qkv.shape[3])
+        plan = self._plan("codes", shape, False, seq_len)
+        pointers = _packed("", qkv, num_heads, num_kv_heads, (0, 0))
+        pointers |= {name: numbers.ptr + 16 * row for name, row in _NUMBERS.items()}
         self._execute(plan, stream, {**pointers, "out": out.ptr, "lse": lse.ptr}, workspace)
 
     def backward(
@@ -260,6 +293,8 @@ class CudnnAttention:
         key = (direction, shape, computed, deterministic, band.get("diagonal_band_left_bound"))
         if key not in self._plans:
             build = partial(self._forward_graph, band=band)
+            if direction == "codes":
+                build = self._codes_graph
             if direction == "backward":
                 build = partial(self._backward_graph, band=band, deterministic=deterministic)
             self._plans[key] = self._build(build, shape, computed)
@@ -305,6 +340,30 @@ class CudnnAttention:
         _output(lse, layouts["lse"])
         lse.set_data_type(self._cudnn.data_type.FLOAT)
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+
+    def _codes_graph(self, graph: Any, layouts: Layouts, scale: float) -> dict[str, Any]:
+        """Adds the nodes of the forward in e4m3; returns its tensors by name.
+
+        It multiplies v and out by 1, so that codes of out have the scale of those of v.
+        """
+        types = self._cudnn.data_type
+        tensors = {n: graph.tensor(name=n, data_type=types.FP8_E4M3, **layouts[n]) for n in "qkv"}
+        one = {"dim": [1] * 4, "stride": [1] * 4}
+        for name in _NUMBERS:
+            if not name.startswith("amax"):
+                tensors[name] = graph.tensor(name=name, data_type=types.FLOAT, **one)
+        found = graph.sdpa_fp8(
+            **tensors, generate_stats=True, attn_scale=scale, use_causal_mask=True
+        )
+        tensors |= zip(("out", "lse", "amax_s", "amax_o"), found, strict=True)
+        for name, layout in (("out", layouts["out"]), ("lse", layouts["lse"])):
+            _output(tensors[name], layout)
+        tensors["out"].set_data_type(types.FP8_E4M3)
+        for name in ("amax_s", "amax_o"):
+            _output(tensors[name], one)
+        for name in ("lse", "amax_s", "amax_o"):
+            tensors[name].set_data_type(types.FLOAT)
+        return tensors
 
     def _backward_graph(
         self,

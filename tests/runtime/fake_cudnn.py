@@ -11,6 +11,7 @@ from llmq.ref import attention as ref
 
 HANDLE = 77
 VERSION = 91900
+DTYPES = {"bf16": ml_dtypes.bfloat16, "f32": np.float32, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 class FakeTensor:
@@ -41,7 +42,7 @@ class FakeTensor:
 
     def at(self, address):
         """The elements at this address, as (B, T, H, D)."""
-        dtype = np.dtype({"bf16": ml_dtypes.bfloat16, "f32": np.float32}[self.data_type])
+        dtype = np.dtype(DTYPES[self.data_type])
         last = sum((n - 1) * s for n, s in zip(self.dim, self.stride, strict=True))
         raw = (ctypes.c_uint8 * ((last + 1) * dtype.itemsize)).from_address(address)
         flat = np.frombuffer(raw, dtype)
@@ -62,6 +63,12 @@ class FakeGraph:
     def sdpa(self, *inputs, **options):
         self.inputs, self.options = inputs, options
         self.outputs = [FakeTensor() for _ in range(2)]
+        return self.outputs
+
+    def sdpa_fp8(self, q, k, v, **others):
+        names = [f"descale_{x}" for x in "qkvs"] + ["scale_s", "scale_o"]
+        self.inputs = (q, k, v, *(others.pop(name) for name in names))
+        self.outputs, self.options = [FakeTensor() for _ in range(4)], others
         return self.outputs
 
     def sdpa_backward(self, *inputs, **options):
@@ -97,6 +104,16 @@ class FakeGraph:
             ref.attention_forward(arrays[3], lse, qkv, *sizes, *sight)
             arrays[4][...] = lse.transpose(0, 2, 1)[..., None]
             return
+        if len(self.outputs) == 4:
+            of_q, of_k, of_v, of_p, p_scale, out_scale = (float(x.item()) for x in arrays[3:9])
+            assert (of_q, of_v, of_p) == (of_k, 1 / out_scale, 1 / p_scale)
+            assert p_scale == ref.P_CODES and self.options["use_causal_mask"]
+            lse, numbers = np.empty((len(q), sizes[1], sizes[0]), np.float32), np.zeros((2, 4))
+            numbers[1, 0] = of_q
+            out = np.empty(arrays[9].shape, arrays[9].dtype)
+            ref.attention_forward_codes(out, lse, qkv, numbers.astype(np.float32), *sizes)
+            arrays[9][...], arrays[10][...] = out, lse.transpose(0, 2, 1)[..., None]
+            return
         out, d_out, lse = arrays[3:6]
         d_qkv, lse = np.empty_like(qkv), lse[..., 0].transpose(0, 2, 1)
         ref.attention_backward(d_qkv, None, d_out, out, lse, qkv, None, 1, 1, *sizes, *sight)
@@ -108,7 +125,7 @@ class FakeGraph:
 class FakeCudnn:
     """The module `cudnn`. refuses, fails: what planning and running raise, if not None."""
 
-    data_type = SimpleNamespace(BFLOAT16="bf16", FLOAT="f32")
+    data_type = SimpleNamespace(BFLOAT16="bf16", FLOAT="f32", FP8_E4M3="e4m3")
     heur_mode = SimpleNamespace(A="A")
     cudnnGraphNotSupportedError = NotImplementedError
 
