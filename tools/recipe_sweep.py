@@ -28,7 +28,7 @@ from llmq.bench.sweep_file import Row
 from llmq.options.option_file import read_option_file
 from llmq.options.options import OPTIONS
 from llmq.options.options_io import make_config
-from llmq.plan.recipe import DEPTHS, round_rate, sizes_of
+from llmq.plan.recipe import DEPTHS, WARMUP, round_rate, sizes_of
 from llmq.plan.report import target_here
 from llmq.plan.target import target
 from llmq.run.model_of_run import model_of_run
@@ -81,7 +81,7 @@ def as_long(rows: dict[str, Row], card: str | None) -> dict[str, Row]:
     first = next(iter(seconds.values()))
     steps = {name: round(row["steps"] * first / seconds[name]) for name, row in rows.items()}
     return {
-        name: row | {"steps": steps[name], "warmup": max(round(0.03 * steps[name]), 1)}
+        name: row | {"steps": steps[name], "warmup": max(round(WARMUP * steps[name]), 1)}
         for name, row in rows.items()
     }
 

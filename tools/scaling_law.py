@@ -29,8 +29,7 @@ import typer
 from llmq.base.errors import LlmqError
 from llmq.base.files import write_file
 from llmq.bench.losses import measure_losses
-from llmq.bench.sweep_file import Condition, read_runs, value_of
-from llmq.options.options import OPTIONS
+from llmq.bench.sweep_file import FIELDS, Condition, read_runs, value_of
 from llmq.plan.law import LAYOUT, PASSES, Constants, worth
 
 EXPONENTS = (0.05, 1.2)  # that are searched
@@ -155,7 +154,7 @@ def measure(
     files = {"train-file": f"{data}/train*.bin", "eval-file": f"{data}/eval*.bin"}
     rows = read_runs(files, sweep, trains=True)
     if where:
-        condition = Condition(where, [flag for option in OPTIONS.values() for flag in option.flags])
+        condition = Condition(where, FIELDS)
         rows = [row for row in rows if condition.holds(partial(value_of, row))]
     done = measure_losses(rows, out, seconds=60 * minutes)
     print(f"{len(done)} of {len(rows)} runs are done")

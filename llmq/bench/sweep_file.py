@@ -151,7 +151,8 @@ MOST_RUNS = 100_000  # that lists may stand for, before conditions: more is a sl
 Row = dict[str, Any]
 """The options of one run, by flag name without dashes."""
 
-_FIELD = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
+FIELDS = {flag: name for name, opt in OPTIONS.items() for flag in opt.flags}
+"""Fields of options, by each of their flags."""
 _FIRST_FLAG = {flag: opt.flags[0] for opt in OPTIONS.values() for flag in opt.flags}
 _DATA = "train_file eval_file eval_fraction train_seed eval_seed steps epochs eval_every_n_steps "
 _DATA += "eval_num_steps document_separator"
@@ -248,7 +249,7 @@ def _part(content: Mapping[str, Any], file: Path | None) -> _Part:
         raise ConfigError(f"--config: {file}: where must be a condition or a list of conditions")
     zips = content.get("zip", [])
     zips = [_together(one, file) for one in (zips if isinstance(zips, list) else [zips])]
-    part = _Part(_by_flag(plain), zips, [Condition(text, _FIELD) for text in texts])
+    part = _Part(_by_flag(plain), zips, [Condition(text, FIELDS) for text in texts])
     count = len(part.options) + sum(map(len, zips))
     if count > len(part.keys):
         names = [*part.options, *itertools.chain.from_iterable(zips)]
@@ -289,7 +290,7 @@ def _product(inherited: _Part, own: _Part, given: Mapping[str, Any]) -> list[Row
 def value_of(options: Row, name: str) -> Any:
     """The value of an option in a run; what is not given has its default."""
     name = _FIRST_FLAG[name]
-    given, field = options.get(name), _FIELD[name]
+    given, field = options.get(name), FIELDS[name]
     found = getattr(_defaults(), field) if given is None else OPTIONS[field].convert(given)
     return str(found) if isinstance(found, Path) else found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import statistics
 import subprocess
 import sys
@@ -108,6 +107,7 @@ def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
     """Seconds of `llmq train` with so many steps, and when each ended. It leaves nothing behind.
     Raises LlmqError."""
     from llmq.options.option_file import save_options
+    from llmq.report.curves import read_log
 
     on_disk = config.out_dir.absolute()
     on_disk = next(each for each in on_disk.parents if each.is_dir())
@@ -125,8 +125,8 @@ def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
         if done.returncode:
             why = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             raise LlmqError(f"a short run of the recipe: {''.join(why)}; --no-measure goes without")
-        records = json_module.loads((place / "log.json").read_text())
-    times = [datetime.fromisoformat(r["time"][:26]) for r in records if r["log"] == "step"]
+        records = read_log(place / "log.json")
+    times = [datetime.fromisoformat(r["time"]) for r in records if r["log"] == "step"]
     return wall, [each.timestamp() for each in times]
 
 

@@ -483,11 +483,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THR
                          const __grid_constant__ TensorMap scores,
                          const float* __restrict__ factors, int seq_len, int key_heads,
                          int value_heads) {
-    extern __shared__ uint4 memory[];
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
-    Walk<OUT>{at, &out, nullptr, &u, &qkv, &w, &scores, factors, carried, aligned_memory(memory)}
-        .run();
+    walk<OUT>(&out, nullptr, &u, &qkv, &w, &scores, factors, state, seq_len, key_heads, value_heads);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THREADS, 1)
@@ -497,12 +493,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THR
                            const __grid_constant__ TensorMap u, const __grid_constant__ TensorMap w,
                            const float* __restrict__ factors, int seq_len, int key_heads,
                            int value_heads) {
-    extern __shared__ uint4 memory[];
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
-    Walk<STATES>{at, &changes, &states, &u,      &qkv,
-                 &w, nullptr,  factors, carried, aligned_memory(memory)}
-        .run();
+    walk<STATES>(&changes, &states, &u, &qkv, &w, nullptr, factors, state, seq_len, key_heads,
+                 value_heads);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THREADS, 1)
@@ -515,10 +507,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(CHAIN_THR
                                   const __grid_constant__ TensorMap scores,
                                   const float* __restrict__ factors, int seq_len, int key_heads,
                                   int value_heads) {
-    extern __shared__ uint4 memory[];
-    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
-    float* const carried = d_state ? d_state + at.of_head() * DK * DV : nullptr;
-    Walk<BACKWARD>{at, &d_changes, &d_states, &d_out,  &qkv,
-                   &w, &scores,    factors,   carried, aligned_memory(memory)}
-        .run();
+    walk<BACKWARD>(&d_changes, &d_states, &d_out, &qkv, &w, &scores, factors, d_state, seq_len,
+                   key_heads, value_heads);
 }

@@ -331,3 +331,15 @@ template <Way WAY> struct Walk {
 __device__ __forceinline__ char* aligned_memory(void* memory) {
     return static_cast<char*>(memory) + (1024 - shared_address(memory) % 1024) % 1024;
 }
+
+// A kernel's block. Tensors: as of Walk; state: of all heads, or null.
+template <Way WAY>
+__device__ __forceinline__ void walk(const TensorMap* results, const TensorMap* all,
+                                     const TensorMap* own, const TensorMap* qkv, const TensorMap* w,
+                                     const TensorMap* scores, const float* factors, float* state,
+                                     int seq_len, int key_heads, int value_heads) {
+    extern __shared__ uint4 memory[];
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    float* const carried = state ? state + at.of_head() * DK * DV : nullptr;
+    Walk<WAY>{at, results, all, own, qkv, w, scores, factors, carried, aligned_memory(memory)}.run();
+}

@@ -113,8 +113,8 @@ class Evaluations(Member):
         final_seconds: float,
     ):
         """events: of the members that learn what is measured. stopped: whether to end soon; asked
-        before each batch. final_seconds: after which the losses at the
-        run's end are those of the sequences so far."""
+        before each batch. final_seconds: after which the losses at the run's end are those of the
+        sequences so far."""
         self.trainer, self.reporter, self.material = trainer, reporter, material
         self.config: TrainConfig = trainer.config
         self.stopped = stopped
