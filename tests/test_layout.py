@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,8 @@ import pytest
 from llmq.ops.routes import ROUTES
 from llmq.ref.matmul_fused import CASES
 from llmq.runtime.device import FUSED
+from llmq.runtime.host_device import reference
+from llmq.runtime.kernel import Kernel
 from tools import prose
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +93,19 @@ def test_every_operation_has_its_five_files():
     assert ops == tests
     tests = {name.removeprefix("test_") for name in stems("tests/ref", "test_*.py")}
     assert ops == tests
+
+
+def test_references_take_what_their_kernels_declare():
+    """Under the same names, in the same order: their types are those of the declaration."""
+    for name in sorted(stems("llmq/ops", "*.py") | {"common"}):
+        module = importlib.import_module(f"llmq.ops.{name}")
+        for kernel in (value for value in vars(module).values() if isinstance(value, Kernel)):
+            parameters = inspect.signature(reference(kernel)).parameters.values()
+            named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            declared = [argument.name for argument in kernel.declared]
+            if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                declared = declared[: len(named)]
+            assert named[: len(declared)] == declared, kernel.entry
 
 
 def test_imports_point_downward():

@@ -14,19 +14,19 @@ CASES = {
 }
 
 
-def abs_max(abs_max: np.ndarray, x: np.ndarray, n: int) -> None:
+def abs_max(abs_max, x, n):
     """abs_max[0] = max(abs_max[0], largest |x|), NaN wins."""
     x = x.reshape(-1)
     for block in row_blocks(n, 1):
         update_abs_max(abs_max, x[block])
 
 
-def abs_max_combine(out: np.ndarray, gathered: np.ndarray, world_size: int, n: int) -> None:
+def abs_max_combine(out, gathered, world_size, n):
     """out = the maxima over the ranks, NaN wins."""
     np.maximum.reduce(gathered.reshape(world_size, n), axis=0, out=out)
 
 
-def abs_max_scales(scales: np.ndarray, abs_maxes: np.ndarray, largest: float, n: int) -> None:
+def abs_max_scales(scales, abs_maxes, largest, n):
     """Derive scales as quantize does, for many tensors."""
     np.maximum(abs_maxes, np.float32(1e-10), out=scales)
     scales /= np.float32(largest)

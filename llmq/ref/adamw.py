@@ -17,25 +17,9 @@ BLOCK = 1 << 16  # elements at a time: few calls, and what a block needs stays i
 
 
 def adamw(
-    param: np.ndarray,
-    work: np.ndarray | None,
-    grad: np.ndarray,
-    m: np.ndarray,
-    v: np.ndarray,
-    m_scale: np.ndarray | None,
-    v_scale: np.ndarray | None,
-    segments: np.ndarray,
-    num_segments: int,
-    scalars: np.ndarray,
-    one_minus_beta1: float,
-    one_minus_beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    lr_scale: float,
-    salt: int,
-    first: int,
-    n: int,
-) -> None:
+    param, work, grad, m, v, m_scale, v_scale, segments, num_segments, scalars, one_minus_beta1,
+    one_minus_beta2, epsilon, weight_decay, lr_scale, salt, first, n,
+):  # fmt: skip
     """One step of AdamW on a slab; see llmq.ops.adamw for the arguments and the formula."""
     s = step_scalars(scalars)
     if s["skip_update"]:

@@ -36,19 +36,7 @@ def _matrices(whole: np.ndarray, b: np.ndarray, period: int) -> tuple[np.ndarray
     return whole.reshape(count, period, -1), b.reshape(count, len(b) // count, -1)
 
 
-def adapter_expand(
-    whole: np.ndarray,
-    b: np.ndarray,
-    scale0: float,
-    scale1: float,
-    scale2: float,
-    scale3: float,
-    rank: int,
-    columns: int,
-    rows: int,
-    period: int,
-    *spans: int,
-) -> None:
+def adapter_expand(whole, b, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
     """whole (rows, columns) = its scale * B of each span in columns of its own, zero elsewhere.
 
     period: rows of one matrix, of which all have the spans. spans: start and stop of four; empty
@@ -61,19 +49,7 @@ def adapter_expand(
         wholes[:, of_whole, its_columns] = compute(parts[:, of_b]) * scale
 
 
-def adapter_collect(
-    b: np.ndarray,
-    whole: np.ndarray,
-    scale0: float,
-    scale1: float,
-    scale2: float,
-    scale3: float,
-    rank: int,
-    columns: int,
-    rows: int,
-    period: int,
-    *spans: int,
-) -> None:
+def adapter_collect(b, whole, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
     """b (rows, rank) = its scale * what adapter_expand takes from there."""
     wholes, parts = _matrices(whole, b, period)
     scales = (scale0, scale1, scale2, scale3)
@@ -81,20 +57,7 @@ def adapter_collect(
         parts[:, of_b] = compute(wholes[:, of_whole, its_columns]) * scale
 
 
-def adapter_norms(
-    norms: np.ndarray,
-    w: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    scale0: float,
-    scale1: float,
-    scale2: float,
-    scale3: float,
-    rank: int,
-    rows: int,
-    K: int,
-    *spans: int,
-) -> None:
+def adapter_norms(norms, w, a, b, scale0, scale1, scale2, scale3, rank, rows, K, *spans):
     """norms (rows,) = |w + its scale * B A| of each row of w (rows, K) in a span, elsewhere 0."""
     norms[...] = 0
     scales = (scale0, scale1, scale2, scale3)
@@ -103,16 +66,7 @@ def adapter_norms(
         norms[of_w] = np.sqrt((sums * sums).sum(axis=1))
 
 
-def adapter_columns(
-    out: np.ndarray,
-    x: np.ndarray,
-    y: np.ndarray | None,
-    norms: np.ndarray,
-    magnitudes: np.ndarray | None,
-    bias: np.ndarray | None,
-    rows: int,
-    columns: int,
-) -> None:
+def adapter_columns(out, x, y, norms, magnitudes, bias, rows, columns):
     """out (rows, columns) = x * magnitudes / norms + bias, x + bias where norms are 0; with y
     x * y / norms, and 0 there."""
     there = norms > 0

@@ -21,19 +21,8 @@ CASES = {
 
 
 def adapter_backward_partials(
-    h_partial: np.ndarray,
-    b_partial: np.ndarray,
-    d_out: np.ndarray,
-    h: np.ndarray,
-    b: np.ndarray,
-    rows: int,
-    N: int,
-    h_columns: int,
-    split_columns: int,
-    *spans: int,
-    rank: int,
-    block_rows: int,
-) -> None:
+    h_partial, b_partial, d_out, h, b, rows, N, h_columns, split_columns, *spans, rank, block_rows
+):
     """Sums over split_columns columns of a span each, and over block_rows rows each.
 
     spans: start and stop of four; empty where there are fewer. Columns that pad ranks stay as they
@@ -56,21 +45,9 @@ def adapter_backward_partials(
 
 
 def adapter_backward_finish(
-    d_h: np.ndarray,
-    d_b: np.ndarray,
-    h_partial: np.ndarray,
-    b_partial: np.ndarray,
-    scalars: np.ndarray,
-    accumulate: int,
-    salt: int,
-    scale: float,
-    rows: int,
-    h_columns: int,
-    b_rows: int,
-    groups: int,
-    *ends: int,
-    rank: int,
-) -> None:
+    d_h, d_b, h_partial, b_partial, scalars, accumulate, salt, scale, rows, h_columns, b_rows,
+    groups, *ends, rank,
+):  # fmt: skip
     """d_h (rows, h_columns) and d_b (b_rows, rank), or what is added to it: scale * the sums.
 
     ends: where in h_partial the splits of each span end.

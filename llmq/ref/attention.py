@@ -6,7 +6,7 @@ block is computed. The heads that share a key/value head are stacked into one ma
 of ones carries row sums and offsets through the matrix products.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -83,17 +83,8 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
 
 
 def attention_forward(
-    out: np.ndarray,
-    lse: np.ndarray,
-    qkv: np.ndarray,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    starts: np.ndarray | None,
-    window: int,
-    workspace: np.ndarray | None = None,
-    rounded: Callable[[np.ndarray], np.ndarray] | None = None,
-) -> None:
+    out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, workspace=None, rounded=None
+):
     """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator.
 
     out: (B, T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd);
@@ -126,15 +117,8 @@ def attention_forward(
 
 
 def attention_forward_codes(
-    out: np.ndarray,
-    lse: np.ndarray,
-    qkv: np.ndarray,
-    numbers: np.ndarray,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    workspace: np.ndarray | None = None,
-) -> None:
+    out, lse, qkv, numbers, seq_len, num_heads, num_kv_heads, workspace=None
+):
     """Compute attention_forward of E4M3 codes: qkv, probabilities times P_CODES, and out are codes.
 
     numbers: F32 (NUMBERS, 4); its second row has the scale of qkv and of out, which is never larger
@@ -160,25 +144,14 @@ def _blocks(seq_len: int, window: int) -> Iterator[tuple[int, int, int]]:
         yield start, min(start + ROWS, seq_len), max(0, start - window + 1)
 
 
-def attention_delta(
-    delta: np.ndarray, d_out: np.ndarray, out: np.ndarray, seq_len: int, num_heads: int
-) -> None:
+def attention_delta(delta, d_out, out, seq_len, num_heads):
     """delta = sum of d_out * out over Hd. delta: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd)."""
     delta[...] = np.einsum("bthd,bthd->bht", compute(d_out), compute(out))
 
 
 def attention_backward_tiles(
-    d_qkv: np.ndarray,
-    d_out: np.ndarray,
-    lse: np.ndarray,
-    delta: np.ndarray,
-    qkv: np.ndarray,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    starts: np.ndarray | None,
-    window: int,
-) -> None:
+    d_qkv, d_out, lse, delta, qkv, seq_len, num_heads, num_kv_heads, starts, window
+):
     """The whole gradient d_qkv, probabilities recomputed from lse; arguments as in the forward."""
     scale = qkv.shape[-1] ** -0.5
     for batch, part in _parts(qkv, num_heads, starts):
@@ -207,21 +180,9 @@ def attention_backward_tiles(
 
 
 def attention_backward(
-    d_qkv: np.ndarray,
-    d_kv: np.ndarray | None,
-    d_out: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    qkv: np.ndarray,
-    workspace: np.ndarray | None,
-    deterministic: int,
-    parts: int,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    starts: np.ndarray | None,
-    window: int,
-) -> None:
+    d_qkv, d_kv, d_out, out, lse, qkv, workspace, deterministic, parts, seq_len, num_heads,
+    num_kv_heads, starts, window,
+):  # fmt: skip
     """d_qkv in one call, as cuDNN computes it. workspace: its memory, parts: how often it is
     called, neither used here.
 
@@ -244,13 +205,7 @@ def attention_backward(
         d_qkv[:, :, head], d_kv[0, head], d_kv[1, head] = np.moveaxis(d_its[0], 1, 0)
 
 
-def attention_sum_heads(
-    d_qkv: np.ndarray,
-    d_kv: np.ndarray,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-) -> None:
+def attention_sum_heads(d_qkv, d_kv, seq_len, num_heads, num_kv_heads):
     """Key and value heads of d_qkv (1, T, Hq + 2 Hkv, Hd) = sums of d_kv (2, Hq, T, Hd) over the
     query heads of each, one after the other."""
     each = compute(d_kv).reshape(2 * num_kv_heads, -1, *d_kv.shape[2:])
@@ -261,18 +216,9 @@ def attention_sum_heads(
 
 
 def attention_decode(
-    out: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
-    qkv: np.ndarray,
-    position: int,
-    num_new: int,
-    max_positions: int,
-    num_heads: int,
-    num_kv_heads: int,
-    window: int,
-    sinks: np.ndarray | None = None,
-) -> None:
+    out, k_cache, v_cache, qkv, position, num_new, max_positions, num_heads, num_kv_heads, window,
+    sinks=None,
+):  # fmt: skip
     """Attention of num_new positions to `window` keys up to their own, through a cache.
 
     out: (B, n, Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are

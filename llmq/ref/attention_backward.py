@@ -29,16 +29,7 @@ CASES = {
 }
 
 
-def attention_statistics(
-    statistics: np.ndarray,
-    taken: np.ndarray,
-    d_out: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    counts: int,
-    seq_len: int,
-    num_heads: int,
-) -> None:
+def attention_statistics(statistics, taken, d_out, out, lse, counts, seq_len, num_heads):
     """statistics (B, Hq, T / 64, 2, 64) = lse * log2(e), minus the sum of d_out * out over Hd.
 
     lse: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (counts,), becomes 0.
@@ -51,18 +42,9 @@ def attention_statistics(
 
 
 def attention_gradient(
-    d_qkv: np.ndarray,
-    d_out: np.ndarray,
-    statistics: np.ndarray,
-    qkv: np.ndarray,
-    taken: np.ndarray,
-    sums: np.ndarray | None,
-    part_heads: int,
-    batches: int,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-) -> None:
+    d_qkv, d_out, statistics, qkv, taken, sums, part_heads, batches, seq_len, num_heads,
+    num_kv_heads,
+):  # fmt: skip
     """The whole gradient d_qkv. d_qkv, qkv: (B * T, (Hq + 2 Hkv) * Hd); d_out: (B * T, Hq * Hd);
     statistics, taken: of attention_statistics. taken, sums and part_heads, which divide the work,
     are not used here."""

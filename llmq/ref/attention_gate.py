@@ -14,39 +14,21 @@ def _parts(product: np.ndarray, heads: int, kv_heads: int, size: int) -> tuple[n
     return rows[:, : 2 * heads : 2], rows[:, 1 : 2 * heads : 2], rows[:, 2 * heads :]
 
 
-def attention_gate_split(
-    qkv: np.ndarray,
-    gate: np.ndarray,
-    product: np.ndarray,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    head_dim: int,
-) -> None:
+def attention_gate_split(qkv, gate, product, rows, heads, kv_heads, *, head_dim):
     queries, gates, others = _parts(product, heads, kv_heads, head_dim)
     packed = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
     packed[:, :heads], packed[:, heads:] = queries, others
     gate.reshape(rows, heads, head_dim)[...] = gates
 
 
-def attention_gate_merge(
-    product: np.ndarray,
-    qkv: np.ndarray,
-    gate: np.ndarray,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    *,
-    head_dim: int,
-) -> None:
+def attention_gate_merge(product, qkv, gate, rows, heads, kv_heads, *, head_dim):
     queries, gates, others = _parts(product, heads, kv_heads, head_dim)
     packed = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
     queries[...], others[...] = packed[:, :heads], packed[:, heads:]
     gates[...] = gate.reshape(rows, heads, head_dim)
 
 
-def attention_gate_forward(out: np.ndarray, x: np.ndarray, gate: np.ndarray, n: int) -> None:
+def attention_gate_forward(out, x, gate, n):
     """out = x * sigmoid(gate)."""
     with np.errstate(over="ignore"):
         value = sigmoid(compute(gate))
@@ -54,9 +36,7 @@ def attention_gate_forward(out: np.ndarray, x: np.ndarray, gate: np.ndarray, n: 
     out[...] = value.astype(out.dtype, copy=False)
 
 
-def attention_gate_backward(
-    d_x: np.ndarray, d_gate: np.ndarray, d_out: np.ndarray, x: np.ndarray, gate: np.ndarray, n: int
-) -> None:
+def attention_gate_backward(d_x, d_gate, d_out, x, gate, n):
     """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), s = sigmoid(gate); d_x may be d_out."""
     with np.errstate(over="ignore"):
         share = sigmoid(compute(gate))

@@ -13,17 +13,7 @@ CASES = {
 }
 
 
-def attention_sinks_forward(
-    out: np.ndarray,
-    lse: np.ndarray,
-    without: np.ndarray,
-    sinks: np.ndarray,
-    batch: int,
-    seq_len: int,
-    heads: int,
-    *,
-    head_dim: int,
-) -> None:
+def attention_sinks_forward(out, lse, without, sinks, batch, seq_len, heads, *, head_dim):
     """out *= sigmoid(without - sink), lse = log(exp(without) + exp(sink))."""
     own = compute(sinks)[:, None]
     with np.errstate(over="ignore"):
@@ -33,18 +23,8 @@ def attention_sinks_forward(
 
 
 def attention_sinks_backward(
-    partial: np.ndarray,
-    d_out: np.ndarray,
-    out: np.ndarray,
-    lse: np.ndarray,
-    sinks: np.ndarray,
-    batch: int,
-    seq_len: int,
-    heads: int,
-    splits: int,
-    *,
-    head_dim: int,
-) -> None:
+    partial, d_out, out, lse, sinks, batch, seq_len, heads, splits, *, head_dim
+):
     """partial (splits, Hq): minus the sums of exp(sink - lse) * (d_out . out) of some rows."""
     delta = np.einsum("bthd,bthd->bth", compute(d_out), compute(out))
     share = np.exp(compute(sinks)[:, None] - lse).transpose(0, 2, 1)

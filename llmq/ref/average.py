@@ -10,9 +10,7 @@ LOW = np.uint32(0xFFFF)
 HALF = np.uint32(0x8000)
 
 
-def average_update(
-    average: np.ndarray, param: np.ndarray, scalars: np.ndarray, decay: float, n: int
-) -> None:
+def average_update(average, param, scalars, decay, n):
     """The average, nearer to param."""
     s, one = step_scalars(scalars), np.float32(1)
     if s["skip_update"]:
@@ -22,7 +20,7 @@ def average_update(
     average += (param.astype(np.float32) - average) * weight
 
 
-def average_exchange(average: np.ndarray, param: np.ndarray, back: int, n: int) -> None:
+def average_exchange(average, param, back, n):
     """param, and what gives both back; see llmq/cu/average.cu."""
     if param.dtype == np.float32:
         average[...], param[...] = param.copy(), average.copy()

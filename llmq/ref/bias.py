@@ -14,7 +14,7 @@ CASES = {
 }
 
 
-def bias_backward(partial: np.ndarray, d_out: np.ndarray, rows: int, N: int, splits: int) -> None:
+def bias_backward(partial, d_out, rows, N, splits):
     d_out = d_out.reshape(rows, N)
     step = -(-rows // splits)
     for split in range(splits):
@@ -22,14 +22,6 @@ def bias_backward(partial: np.ndarray, d_out: np.ndarray, rows: int, N: int, spl
         np.add.reduce(block, axis=0, out=partial[split])
 
 
-def column_sum(
-    d: np.ndarray,
-    partial: np.ndarray,
-    scalars: np.ndarray,
-    rows: int,
-    columns: int,
-    accumulate: int,
-    salt: int,
-) -> None:
+def column_sum(d, partial, scalars, rows, columns, accumulate, salt):
     """d (columns,) = or += the sum of partial (rows, columns) over its rows."""
     store_gradient(d, partial.sum(axis=0), scalars, bool(accumulate), salt)

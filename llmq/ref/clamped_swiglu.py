@@ -20,17 +20,13 @@ def _parts(
     return gate, up, cut, share
 
 
-def clamped_swiglu_forward(
-    out: np.ndarray, pairs: np.ndarray, n: int, alpha: float, limit: float
-) -> None:
+def clamped_swiglu_forward(out, pairs, n, alpha, limit):
     """out = (up + 1) * gate * sigmoid(alpha * gate), cut off before."""
     _, up, gate, share = _parts(pairs, alpha, limit)
     out[...] = (np.clip(up, -limit, limit) + 1) * (gate * share)
 
 
-def clamped_swiglu_backward(
-    d_pairs: np.ndarray, d_out: np.ndarray, pairs: np.ndarray, n: int, alpha: float, limit: float
-) -> None:
+def clamped_swiglu_backward(d_pairs, d_out, pairs, n, alpha, limit):
     """The gradient of forward; nothing where something is cut off. d_pairs may be pairs."""
     raw, up, gate, share = _parts(pairs, alpha, limit)
     d = compute(d_out)

@@ -92,33 +92,14 @@ def cross_entropy_forward_backward(
 cross_entropy_forward_backward_registers = cross_entropy_forward_backward
 
 
-def cross_entropy_forward(
-    losses: np.ndarray,
-    lse: np.ndarray,
-    logits: np.ndarray,
-    targets: np.ndarray,
-    rows: int,
-    vocab: int,
-    padded_vocab: int,
-    *,
-    softcap: int = 0,
-) -> None:
+def cross_entropy_forward(losses, lse, logits, targets, rows, vocab, padded_vocab, *, softcap=0):
     for block in row_blocks(rows, padded_vocab):
         x = np.array(compute(logits[block, :vocab]))
         _cap(x, softcap)
         _softmax(x, losses[block], lse[block], targets[block])
 
 
-def cross_entropy_stats(
-    stats: np.ndarray,
-    losses: np.ndarray,
-    lse: np.ndarray,
-    targets: np.ndarray,
-    n: int,
-    seq_len: int,
-    by_weight: int = 0,
-    weights: np.ndarray | None = None,
-) -> None:
+def cross_entropy_stats(stats, losses, lse, targets, n, seq_len, by_weight=0, weights=None):
     losses, lse = losses.reshape(-1, seq_len), lse.reshape(-1, seq_len)
     if weights is not None:
         losses = losses * weights.reshape(-1, seq_len)

@@ -25,16 +25,7 @@ def _parts(x: np.ndarray, heads: int, offset: int) -> tuple[np.ndarray, np.ndarr
     return x[:, offset : offset + heads], x[:, offset + heads : offset + 2 * heads]
 
 
-def delta_gates_forward(
-    gates: np.ndarray,
-    x: np.ndarray,
-    a_log: np.ndarray,
-    dt_bias: np.ndarray,
-    rows: int,
-    heads: int,
-    columns: int,
-    offset: int,
-) -> None:
+def delta_gates_forward(gates, x, a_log, dt_bias, rows, heads, columns, offset):
     """gates (rows, 2, heads): -exp(a_log) softplus(a + dt_bias), and sigmoid(b)."""
     gates = gates.reshape(rows, 2, heads)
     b, a = (compute(part) for part in _parts(x.reshape(rows, columns), heads, offset))
@@ -44,19 +35,9 @@ def delta_gates_forward(
 
 
 def delta_gates_backward(
-    d_x: np.ndarray,
-    a_log_partial: np.ndarray,
-    dt_bias_partial: np.ndarray,
-    d_gates: np.ndarray,
-    gates: np.ndarray,
-    x: np.ndarray,
-    a_log: np.ndarray,
-    dt_bias: np.ndarray,
-    rows: int,
-    heads: int,
-    columns: int,
-    offset: int,
-) -> None:
+    d_x, a_log_partial, dt_bias_partial, d_gates, gates, x, a_log, dt_bias, rows, heads, columns,
+    offset,
+):  # fmt: skip
     """The gradients of b and a in d_x (rows, columns), and sums over 256 rows each."""
     gates, d_gates = (g.reshape(rows, 2, heads) for g in (gates, d_gates))
     d_b, d_a = _parts(d_x.reshape(rows, columns), heads, offset)

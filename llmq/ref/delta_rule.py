@@ -128,18 +128,7 @@ def _t(x: np.ndarray) -> np.ndarray:
     return x.swapaxes(-1, -2)
 
 
-def delta_rule_recurrence(
-    out: np.ndarray,
-    state: np.ndarray,
-    qkv: np.ndarray,
-    gates: np.ndarray,
-    seq_len: int,
-    key_heads: int,
-    value_heads: int,
-    *,
-    dk: int,
-    dv: int,
-) -> None:
+def delta_rule_recurrence(out, state, qkv, gates, seq_len, key_heads, value_heads, *, dk, dv):
     """out and the state (B, Hv, DK, DV) after each token, one by one: a text that goes on."""
     (q, k, v), S = heads_of(compute(qkv), key_heads, value_heads, dk, dv), state
     scale, times = S.dtype.type(dk**-0.5), value_heads // key_heads
@@ -156,22 +145,9 @@ def delta_rule_recurrence(
 
 
 def delta_rule_prepare(
-    u: np.ndarray,
-    w: np.ndarray,
-    inverse: np.ndarray | None,
-    scores: np.ndarray | None,
-    factors: np.ndarray,
-    qkv: np.ndarray,
-    gates: np.ndarray,
-    starts: np.ndarray | None,
-    seq_len: int,
-    key_heads: int,
-    value_heads: int,
-    carried: int,
-    *,
-    dk: int,
-    dv: int,
-) -> None:
+    u, w, inverse, scores, factors, qkv, gates, starts, seq_len, key_heads, value_heads, carried, *,
+    dk, dv,
+):  # fmt: skip
     """All of a chunk that needs no state, (B, Hv, chunks, ...).
 
     factors: see Factors. u (64, DV), w (64, DK): what changes would be without a state, and what
@@ -204,20 +180,8 @@ def delta_rule_prepare(
 
 
 def delta_rule_scan(
-    out: np.ndarray,
-    state: np.ndarray | None,
-    qkv: np.ndarray,
-    u: np.ndarray,
-    w: np.ndarray,
-    scores: np.ndarray,
-    factors: np.ndarray,
-    seq_len: int,
-    key_heads: int,
-    value_heads: int,
-    *,
-    dk: int,
-    dv: int,
-) -> None:
+    out, state, qkv, u, w, scores, factors, seq_len, key_heads, value_heads, *, dk, dv
+):
     """From chunk to chunk: out. state: in front of the first chunk, then behind the last one; None:
     it is 0 in front."""
     B, Hv, chunks = u.shape[:3]
@@ -231,20 +195,8 @@ def delta_rule_scan(
 
 
 def delta_rule_states(
-    states: np.ndarray,
-    changes: np.ndarray,
-    state: np.ndarray | None,
-    qkv: np.ndarray,
-    u: np.ndarray,
-    w: np.ndarray,
-    factors: np.ndarray,
-    seq_len: int,
-    key_heads: int,
-    value_heads: int,
-    *,
-    dk: int,
-    dv: int,
-) -> None:
+    states, changes, state, qkv, u, w, factors, seq_len, key_heads, value_heads, *, dk, dv
+):
     """Go from chunk to chunk as delta_rule_scan does, for the states in front of chunks, transposed
     (DV, DK), and the changes in them."""
     f, (u, w) = Factors.of(factors), (compute(x) for x in (u, w))
@@ -261,21 +213,9 @@ def delta_rule_states(
 
 
 def delta_rule_scan_backward(
-    d_changes: np.ndarray,
-    d_states: np.ndarray,
-    d_state: np.ndarray | None,
-    d_out: np.ndarray,
-    qkv: np.ndarray,
-    w: np.ndarray,
-    scores: np.ndarray,
-    factors: np.ndarray,
-    seq_len: int,
-    key_heads: int,
-    value_heads: int,
-    *,
-    dk: int,
-    dv: int,
-) -> None:
+    d_changes, d_states, d_state, d_out, qkv, w, scores, factors, seq_len, key_heads, value_heads,
+    *, dk, dv,
+):  # fmt: skip
     """From the last chunk to the first: gradients of the states behind chunks (DV, DK) and of the
     changes.
 
@@ -298,27 +238,9 @@ def delta_rule_scan_backward(
 
 
 def delta_rule_gradients(
-    d_qkv: np.ndarray,
-    d_gates: np.ndarray,
-    d_out: np.ndarray,
-    changes: np.ndarray,
-    d_changes: np.ndarray,
-    states: np.ndarray,
-    d_states: np.ndarray,
-    state: np.ndarray | None,
-    inverse: np.ndarray,
-    factors: np.ndarray,
-    qkv: np.ndarray,
-    gates: np.ndarray,
-    starts: np.ndarray | None,
-    seq_len: int,
-    key_heads: int,
-    value_heads: int,
-    carried: int,
-    *,
-    dk: int,
-    dv: int,
-) -> None:
+    d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors, qkv,
+    gates, starts, seq_len, key_heads, value_heads, carried, *, dk, dv,
+):  # fmt: skip
     """The gradients of queries, keys, values, decays and betas, of each chunk alone.
 
     state: that behind the last chunk, or None; the kernel reads it, this follows from the others.

@@ -15,21 +15,9 @@ LEAST = 1 / 65536  # of what the teacher leaves to all the others
 
 
 def distill(
-    logits: np.ndarray,
-    losses: np.ndarray,
-    lse: np.ndarray,
-    kl: np.ndarray,
-    targets: np.ndarray,
-    teacher: np.ndarray,
-    rows: int,
-    vocab: int,
-    padded_vocab: int,
-    k: int,
-    reverse: int,
-    gradient: int,
-    mixture: float,
-    temperature: float,
-) -> None:
+    logits, losses, lse, kl, targets, teacher, rows, vocab, padded_vocab, k, reverse, gradient,
+    mixture, temperature,
+):  # fmt: skip
     for block in row_blocks(rows, padded_vocab):
         x = compute(logits[block, :vocab]).astype(np.float64)
         counted = targets[block] >= 0
@@ -65,19 +53,11 @@ def distill(
         logits[block, vocab:] = 0
 
 
-def distill_add(stats: np.ndarray, kl: np.ndarray, rows: int, index: int) -> None:
+def distill_add(stats, kl, rows, index):
     stats[index] += kl.sum(dtype=np.float64)
 
 
-def top_k(
-    told: np.ndarray,
-    logits: np.ndarray,
-    lse: np.ndarray,
-    rows: int,
-    vocab: int,
-    padded_vocab: int,
-    k: int,
-) -> None:
+def top_k(told, logits, lse, rows, vocab, padded_vocab, k):
     """told (rows, 2 k): the columns of the largest logits, ascending, and their logarithms."""
     for row in range(rows):
         x = compute(logits[row, :vocab])

@@ -8,18 +8,7 @@ from llmq.ref.common import compute, mix_seed, random_bits, step_scalars
 CASES = {"one": (1, 8), "ragged": (3, 1000), "several_blocks": (2, 5000), "qwen7b": (4, 3670016)}
 
 
-def dropout(
-    out: np.ndarray,
-    x: np.ndarray,
-    scalars: np.ndarray,
-    threshold: int,
-    scale: float,
-    salt: int,
-    per_sequence: int,
-    n: int,
-    *,
-    add: int,
-) -> None:
+def dropout(out, x, scalars, threshold, scale, salt, per_sequence, n, *, add):
     """out = [out +] scale * x where an element stays, [out +] 0 elsewhere; rounded once."""
     s = step_scalars(scalars)
     seed = mix_seed(int(s["seed"]), int(s["step"]), salt)

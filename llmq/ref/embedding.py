@@ -24,17 +24,8 @@ CASES = {
 
 
 def embedding_forward(
-    out: np.ndarray,
-    tokens: np.ndarray,
-    weight: np.ndarray,
-    position_weight: np.ndarray | None,
-    n: int,
-    seq_len: int,
-    C: int,
-    first_position: int,
-    starts: np.ndarray | None,
-    scale: float = 1.0,
-) -> None:
+    out, tokens, weight, position_weight, n, seq_len, C, first_position, starts, scale=1.0
+):
     np.take(weight, tokens, axis=0, out=out, mode="clip")
     if scale != 1:
         wide = compute(out)
@@ -47,9 +38,7 @@ def embedding_forward(
         np.add(compute(out), rows, out=out, casting="same_kind")
 
 
-def embedding_sort(
-    order: np.ndarray, spare: np.ndarray, tokens: np.ndarray, n: int, vocab: int, buckets: int
-) -> None:
+def embedding_sort(order, spare, tokens, n, vocab, buckets):
     """order: the token indices by (id % buckets, id // buckets), equal ids in ascending order."""
     ids = tokens.reshape(-1)
     order[...] = np.argsort(
@@ -58,20 +47,8 @@ def embedding_sort(
 
 
 def embedding_backward(
-    d_weight: np.ndarray,
-    partial: np.ndarray,
-    d_out: np.ndarray,
-    tokens: np.ndarray,
-    order: np.ndarray,
-    scalars: np.ndarray,
-    n: int,
-    C: int,
-    scale: float,
-    padding: int,
-    first_id: int,
-    rows: int,
-    salt: int,
-) -> None:
+    d_weight, partial, d_out, tokens, order, scalars, n, C, scale, padding, first_id, rows, salt
+):
     """Adds scale times the sum of every run of equal ids, but for `padding` and those without a
     row; embedding_finish has nothing to do."""
     ids = tokens.reshape(-1)[order]
@@ -93,33 +70,14 @@ def embedding_backward(
 
 
 def embedding_finish(
-    d_weight: np.ndarray,
-    partial: np.ndarray,
-    tokens: np.ndarray,
-    order: np.ndarray,
-    scalars: np.ndarray,
-    n: int,
-    C: int,
-    scale: float,
-    padding: int,
-    first_id: int,
-    rows: int,
-    salt: int,
-) -> None:
+    d_weight, partial, tokens, order, scalars, n, C, scale, padding, first_id, rows, salt
+):
     """Adds the runs that embedding_backward left in pieces: none, in its reference."""
 
 
 def embedding_backward_positions(
-    d_position: np.ndarray,
-    d_out: np.ndarray,
-    scalars: np.ndarray,
-    positions: int,
-    batch: int,
-    seq_len: int,
-    C: int,
-    accumulate: int,
-    salt: int,
-) -> None:
+    d_position, d_out, scalars, positions, batch, seq_len, C, accumulate, salt
+):
     total = np.add.reduce(compute(d_out), axis=0)
     store_gradient(d_position[:seq_len], total, scalars, bool(accumulate), salt)
     if not accumulate:
@@ -127,17 +85,8 @@ def embedding_backward_positions(
 
 
 def embedding_backward_documents(
-    d_position: np.ndarray,
-    d_out: np.ndarray,
-    starts: np.ndarray,
-    scalars: np.ndarray,
-    positions: int,
-    batch: int,
-    seq_len: int,
-    C: int,
-    accumulate: int,
-    salt: int,
-) -> None:
+    d_position, d_out, starts, scalars, positions, batch, seq_len, C, accumulate, salt
+):
     x = compute(d_out)
     total = np.zeros((seq_len, C), x.dtype)
     for row, gradients in zip(starts, x, strict=True):

@@ -15,47 +15,21 @@ CASES = {
 }
 
 
-def exp_rows_shift(
-    shift: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    targets: np.ndarray,
-    rows: int,
-    K: int,
-    margin: float,
-) -> None:
+def exp_rows_shift(shift, x, weight, targets, rows, K, margin):
     """shift (rows) = x (rows,K) . weight (columns,K)[target] + margin; target 0 where negative."""
     of_target = weight[np.maximum(targets, 0)]
     shift[...] = np.einsum("rk,rk->r", compute(x), compute(of_target)) + np.float32(margin)
 
 
-def exp_rows_scale(d: np.ndarray, factors: np.ndarray, rows: int, K: int) -> None:
+def exp_rows_scale(d, factors, rows, K):
     """d (rows,K) *= factors (rows), row by row."""
     d[...] = compute(d) * factors[:, None]
 
 
 def exp_rows_finish(
-    e: np.ndarray,
-    x: np.ndarray,
-    losses: np.ndarray,
-    lse: np.ndarray,
-    factors: np.ndarray,
-    sums: np.ndarray,
-    shift: np.ndarray,
-    target_logits: np.ndarray,
-    weight: np.ndarray,
-    targets: np.ndarray,
-    rows: int,
-    columns: int,
-    vocab: int,
-    K: int,
-    tiles: int,
-    z_loss: float,
-    limit: float,
-    weights: np.ndarray | None = None,
-    *,
-    scaled: int,
-) -> None:
+    e, x, losses, lse, factors, sums, shift, target_logits, weight, targets, rows, columns, vocab,
+    K, tiles, z_loss, limit, weights=None, *, scaled,
+):  # fmt: skip
     """losses, lse and factors (rows), and the targets' elements of e (rows,columns), so that
     factor * e = weight * (softmax * (1 + z_loss * lse) - onehot); scaled: x (rows,K) *= factors.
 

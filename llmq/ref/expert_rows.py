@@ -14,14 +14,14 @@ CASES = {
 }
 
 
-def rows_count(counts: np.ndarray, chosen: np.ndarray, n: int, E: int, chunk: int) -> None:
+def rows_count(counts, chosen, n, E, chunk):
     """counts (blocks, E): how many of each block's `chunk` choices are of each expert."""
     flat = chosen.reshape(-1)
     for b, row in enumerate(counts):
         row[...] = np.bincount(flat[b * chunk : (b + 1) * chunk], minlength=E)
 
 
-def rows_scan(starts: np.ndarray, counts: np.ndarray, blocks: int, E: int) -> None:
+def rows_scan(starts, counts, blocks, E):
     """starts (E + 1): where each expert's rows start; counts: where each block's of them do."""
     starts[0] = 0
     np.cumsum(counts.sum(axis=0), out=starts[1:])
@@ -29,37 +29,18 @@ def rows_scan(starts: np.ndarray, counts: np.ndarray, blocks: int, E: int) -> No
     counts[...] = starts[:E] + before
 
 
-def rows_place(
-    order: np.ndarray,
-    place: np.ndarray,
-    chosen: np.ndarray,
-    counts: np.ndarray,
-    n: int,
-    E: int,
-    chunk: int,
-) -> None:
+def rows_place(order, place, chosen, counts, n, E, chunk):
     """order: the choices by expert, those of one as they were; place: its inverse."""
     order[...] = np.argsort(chosen.reshape(-1), kind="stable")
     place.reshape(-1)[order] = np.arange(n, dtype=np.int32)
 
 
-def rows_gather(
-    out: np.ndarray, x: np.ndarray, place: np.ndarray, rows: int, C: int, top_k: int
-) -> None:
+def rows_gather(out, x, place, rows, C, top_k):
     for places in place.T:
         out[places] = x
 
 
-def rows_combine(
-    out: np.ndarray,
-    y: np.ndarray,
-    place: np.ndarray,
-    weights: np.ndarray | None,
-    addend: np.ndarray | None,
-    rows: int,
-    C: int,
-    top_k: int,
-) -> None:
+def rows_combine(out, y, place, weights, addend, rows, C, top_k):
     for block in row_blocks(rows, C):
         total = None
         for k in range(top_k):
@@ -72,17 +53,7 @@ def rows_combine(
         out[block] = total
 
 
-def rows_combine_backward(
-    d_y: np.ndarray,
-    d_weights: np.ndarray,
-    weighted: np.ndarray | None,
-    y: np.ndarray,
-    place: np.ndarray,
-    weights: np.ndarray,
-    rows: int,
-    C: int,
-    top_k: int,
-) -> None:
+def rows_combine_backward(d_y, d_weights, weighted, y, place, weights, rows, C, top_k):
     for block in row_blocks(rows, C):
         for k in range(top_k):
             at, weight = place[block, k], weights[block, k, None]
@@ -93,18 +64,7 @@ def rows_combine_backward(
                 weighted[at] = values * weight
 
 
-def rows_sum(
-    d_sum: np.ndarray,
-    x: np.ndarray,
-    weights: np.ndarray | None,
-    order: np.ndarray | None,
-    scalars: np.ndarray,
-    starts: np.ndarray,
-    C: int,
-    E: int,
-    accumulate: int,
-    salt: int,
-) -> None:
+def rows_sum(d_sum, x, weights, order, scalars, starts, C, E, accumulate, salt):
     """d_sum[e] (C) = or += the weighted sum of e's rows; without rows 0, or as it was."""
     if not accumulate:
         d_sum[...] = 0

@@ -10,15 +10,7 @@ CASES = {"one": (1, 1), "short": (2, 300), "qwen05b": (16, 193), "qwen7b": (16, 
 LEAST_ABS_MAX = np.float32(1e-10)  # as in llmq/ref/quantize.py
 
 
-def fp8_scale_update(
-    scales: np.ndarray,
-    factors: np.ndarray | None,
-    history: np.ndarray,
-    abs_maxes: np.ndarray | None,
-    limits: np.ndarray,
-    length: int,
-    n: int,
-) -> None:
+def fp8_scale_update(scales, factors, history, abs_maxes, limits, length, n):
     """The newest step goes to the end of the history; scale = largest of the history / limit.
 
     factor = 1 / scale.
@@ -34,9 +26,7 @@ def fp8_scale_update(
         factors[:, 0] = np.float32(1) / scales[:, 0]
 
 
-def fp8_scale_count(
-    stats: np.ndarray, saturated: np.ndarray, abs_maxes: np.ndarray, n: int
-) -> None:
+def fp8_scale_count(stats, saturated, abs_maxes, n):
     """stats[saturated] += sum of the counts, which have no sign; the norm NaN for an infinity."""
     stats[STAT["saturated"]] += saturated[:, 0].view(np.uint32).sum(dtype=np.uint64)
     if not np.isfinite(abs_maxes[:, 0]).all():

@@ -17,19 +17,7 @@ def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return compute(x.astype(dtype, copy=False))
 
 
-def gated_norm_forward(
-    out: np.ndarray,
-    x: np.ndarray,
-    gate: np.ndarray,
-    weight: np.ndarray,
-    eps: float,
-    rows: int,
-    heads: int,
-    columns: int,
-    offset: int,
-    *,
-    head_dim: int,
-) -> None:
+def gated_norm_forward(out, x, gate, weight, eps, rows, heads, columns, offset, *, head_dim):
     """out (rows, heads * head_dim) = T(T(weight * T(rstd * x)) * silu(gate)).
 
     gate: of (rows, columns), from column `offset` on.
@@ -48,21 +36,8 @@ def gated_norm_forward(
 
 
 def gated_norm_backward(
-    d_x: np.ndarray,
-    d_gate: np.ndarray,
-    partial: np.ndarray,
-    d_out: np.ndarray,
-    x: np.ndarray,
-    gate: np.ndarray,
-    weight: np.ndarray,
-    eps: float,
-    rows: int,
-    heads: int,
-    columns: int,
-    offset: int,
-    *,
-    head_dim: int,
-) -> None:
+    d_x, d_gate, partial, d_out, x, gate, weight, eps, rows, heads, columns, offset, *, head_dim
+):
     """The gradients of x and of the gate, and of the weight in partial (blocks, head_dim)."""
     width = heads * head_dim
     shape = (rows, heads, head_dim)

@@ -15,7 +15,7 @@ CASES = {
 }
 
 
-def gelu_forward(out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | None = None) -> None:
+def gelu_forward(out, x, n, abs_max=None):
     out, x = out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
         for block in row_blocks(n, 1):
@@ -24,14 +24,7 @@ def gelu_forward(out: np.ndarray, x: np.ndarray, n: int, abs_max: np.ndarray | N
             update_abs_max(abs_max, out[block])
 
 
-def gelu_backward(
-    d_x: np.ndarray,
-    d_out: np.ndarray,
-    x: np.ndarray,
-    n: int,
-    abs_max: np.ndarray | None = None,
-    out: np.ndarray | None = None,
-) -> None:
+def gelu_backward(d_x, d_out, x, n, abs_max=None, out=None):
     """out: forward's result again; may be x or d_out."""
     d_x, d_out, x = d_x.reshape(-1), d_out.reshape(-1), x.reshape(-1)
     with np.errstate(over="ignore"):
@@ -47,14 +40,7 @@ def gelu_backward(
             update_abs_max(abs_max, d_x[block])
 
 
-def gelu_forward_fp8(
-    out: np.ndarray | None,
-    x: np.ndarray,
-    rows: int,
-    columns: int,
-    abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
-) -> None:
+def gelu_forward_fp8(out, x, rows, columns, abs_max, *fp8):
     """gelu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated."""
     if out is None:
         out = np.empty_like(x)
@@ -62,15 +48,7 @@ def gelu_forward_fp8(
     emit_fp8(*fp8, out.reshape(rows, columns))
 
 
-def gelu_backward_fp8(
-    d_x: np.ndarray | None,
-    d_out: np.ndarray,
-    x: np.ndarray,
-    rows: int,
-    columns: int,
-    abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
-) -> None:
+def gelu_backward_fp8(d_x, d_out, x, rows, columns, abs_max, *fp8):
     """gelu_backward, and the results in FP8.
 
     fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated.

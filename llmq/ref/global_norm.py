@@ -17,7 +17,7 @@ CASES = {
 BLOCK = 1 << 16  # elements summed in F32 before the F64 sum
 
 
-def global_norm_partials(partials: np.ndarray, x: np.ndarray, n: int) -> None:
+def global_norm_partials(partials, x, n):
     """Numbers that add up to sum(x^2); here the first holds it all and the others are zero."""
     flat = x.reshape(-1)
     total = 0.0
@@ -28,14 +28,12 @@ def global_norm_partials(partials: np.ndarray, x: np.ndarray, n: int) -> None:
     partials[0] = total
 
 
-def global_norm_sum(stats: np.ndarray, partials: np.ndarray, num_partials: int) -> None:
+def global_norm_sum(stats, partials, num_partials):
     """stats[norm_squared] += sum(partials)."""
     stats[STAT["norm_squared"]] += partials[:num_partials].sum()
 
 
-def global_norm_combine(
-    stats: np.ndarray, gathered: np.ndarray, world_size: int, maxima: int
-) -> None:
+def global_norm_combine(stats, gathered, world_size, maxima):
     """stats = sums over the ranks in their order; of those with a bit in maxima the largest."""
     stats[:] = 0
     for one in gathered:
@@ -44,7 +42,7 @@ def global_norm_combine(
     stats[largest] = np.fmax.reduce(gathered[:, largest])
 
 
-def global_norm_finish(stats: np.ndarray, scalars: np.ndarray) -> None:
+def global_norm_finish(stats, scalars):
     """Norm of the mean gradient, clip factor over count, and whether to skip the update."""
     s = step_scalars(scalars)
     count = stats[STAT["count"]]

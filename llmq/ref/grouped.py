@@ -24,22 +24,8 @@ def _groups(starts: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def grouped_product(
-    out: np.ndarray,
-    x: np.ndarray,
-    w: np.ndarray,
-    scale_x: np.ndarray | None,
-    scale_w: np.ndarray | None,
-    bias: np.ndarray | None,
-    addend: np.ndarray | None,
-    starts: np.ndarray,
-    R: int,
-    N: int,
-    K: int,
-    E: int,
-    *,
-    trans_b: int,
-    half: int,
-) -> None:
+    out, x, w, scale_x, scale_w, bias, addend, starts, R, N, K, E, *, trans_b, half
+):
     """out (R, N) = x (R, K) @ w[e] (K, N), or w[e] (N, K)^T, + bias[e] + addend, where e has the
     row. Codes are multiplied as they are, and their sums by both scales."""
     values = compute if scale_x is None else decode_fp8
@@ -56,19 +42,7 @@ def grouped_product(
         out[rows] = total
 
 
-def grouped_gradient(
-    d_w: np.ndarray,
-    d_y: np.ndarray,
-    x: np.ndarray,
-    scalars: np.ndarray,
-    starts: np.ndarray,
-    R: int,
-    N: int,
-    K: int,
-    E: int,
-    accumulate: int,
-    salt: int,
-) -> None:
+def grouped_gradient(d_w, d_y, x, scalars, starts, R, N, K, E, accumulate, salt):
     """d_w[e] (N, K) = or += d_y^T @ x over the rows of e, rounded before it is added; without
     rows 0, or as it was."""
     if not accumulate:

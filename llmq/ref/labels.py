@@ -14,18 +14,8 @@ CASES = {
 
 
 def labels(
-    logits: np.ndarray,
-    losses: np.ndarray,
-    lse: np.ndarray,
-    hits: np.ndarray,
-    targets: np.ndarray,
-    weights: np.ndarray | None,
-    rows: int,
-    vocab: int,
-    padded_vocab: int,
-    linear: int,
-    gradient: int,
-) -> None:
+    logits, losses, lse, hits, targets, weights, rows, vocab, padded_vocab, linear, gradient
+):
     """All of it for every row, and 0 where a row is masked."""
     x, counts = compute(logits[:, :vocab]), targets >= 0
     at = np.where(counts, targets, 0)[:, None]

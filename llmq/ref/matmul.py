@@ -50,22 +50,9 @@ def _buffer(size: int, dtype: np.dtype) -> np.ndarray:
 
 
 def matmul(
-    out: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    bias: np.ndarray | None,
-    addend: np.ndarray | None,
-    workspace: np.ndarray,
-    M: int,
-    N: int,
-    K: int,
-    trans_a: int,
-    trans_b: int,
-    accumulate: int,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    batch: int = 1,
-) -> None:
+    out, a, b, bias, addend, workspace, M, N, K, trans_a, trans_b, accumulate, alpha=1.0, beta=1.0,
+    batch=1,
+):  # fmt: skip
     """out (M,N) = alpha * op(a) @ op(b) [+ bias (N,)] [+ beta * addend (M,N)], summed in F32,
     rounded to out once.
 
@@ -114,22 +101,9 @@ def _add(total: np.ndarray, addend: np.ndarray | None) -> None:
 
 
 def matmul_fp8(
-    out: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    scale_a: np.ndarray,
-    scale_b: np.ndarray,
-    bias: np.ndarray | None,
-    factor: np.ndarray | None,
-    largest: np.ndarray | None,
-    addend: np.ndarray | None,
-    workspace: np.ndarray,
-    M: int,
-    N: int,
-    K: int,
-    accumulate: int,
-    fast_accumulation: int,
-) -> None:
+    out, a, b, scale_a, scale_b, bias, factor, largest, addend, workspace, M, N, K, accumulate,
+    fast_accumulation,
+):  # fmt: skip
     """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
 
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
@@ -164,14 +138,7 @@ def matmul_fp8(
             out[rows] = total
 
 
-def block_scales(
-    scales: np.ndarray,
-    scalars: np.ndarray,
-    scale_a: np.ndarray,
-    scale_b: np.ndarray,
-    beta: float,
-    n: int,
-) -> None:
+def block_scales(scales, scalars, scale_a, scale_b, beta, n):
     """scales: bytes 127, each the scale 1 of 32 codes. scalars F32: at 0 the product of the scales,
     at 4 beta; the others stay."""
     scales[...] = 127
@@ -179,20 +146,8 @@ def block_scales(
 
 
 def matmul_mxfp8(
-    out: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    scales: np.ndarray,
-    scalars: np.ndarray,
-    bias: np.ndarray | None,
-    addend: np.ndarray | None,
-    workspace: np.ndarray,
-    M: int,
-    N: int,
-    K: int,
-    accumulate: int,
-    fast_accumulation: int,
-) -> None:
+    out, a, b, scales, scalars, bias, addend, workspace, M, N, K, accumulate, fast_accumulation
+):
     """Multiply as matmul_fp8 does with scales whose product is scalars[0]; those of blocks are
     one."""
     one, sizes = np.ones(1, np.float32), (M, N, K, accumulate, fast_accumulation)

@@ -24,19 +24,7 @@ EXACT = 1024  # products of two codes, at most 127 * 127 each, whose sum is belo
 ROWS = 1024  # of a, at a time
 
 
-def matmul_int8(
-    out: np.ndarray,
-    a: np.ndarray,
-    b: np.ndarray,
-    scale_a: np.ndarray,
-    scale_b: np.ndarray,
-    bias: np.ndarray | None,
-    M: int,
-    N: int,
-    K: int,
-    *,
-    accumulate: int,
-) -> None:
+def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, *, accumulate):
     """out (M,N) = (a (M,K) @ b (N,K)^T * scale_a) * scale_b [+ bias (N,)] [+ out].
 
     The sums are exact; the rest is computed in F32 and rounded to out once.

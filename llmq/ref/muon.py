@@ -17,17 +17,7 @@ BLOCK = 1 << 16  # elements at a time, a multiple of SCALE_BLOCK, so that they s
 LEAST_NORM = np.float32(1e-7)  # that torch divides by
 
 
-def muon_propose(
-    change: np.ndarray,
-    grad: np.ndarray,
-    m: np.ndarray,
-    m_scale: np.ndarray | None,
-    scalars: np.ndarray,
-    one_minus_momentum: float,
-    salt: int,
-    first: int,
-    n: int,
-) -> None:
+def muon_propose(change, grad, m, m_scale, scalars, one_minus_momentum, salt, first, n):
     """The momentum, and the change by Nesterov's rule; see llmq.ops.muon."""
     s = step_scalars(scalars)
     if s["skip_update"]:
@@ -51,7 +41,7 @@ def muon_propose(
             m[part] = made
 
 
-def muon_squares(partials: np.ndarray, x: np.ndarray, n: int) -> None:
+def muon_squares(partials, x, n):
     """The squares of each matrix, all in the first of its sums."""
     partials[...] = 0
     for sums, matrix in zip(partials, x.reshape(len(x), n), strict=True):
@@ -59,9 +49,7 @@ def muon_squares(partials: np.ndarray, x: np.ndarray, n: int) -> None:
         sums[0] = values @ values
 
 
-def muon_normalize(
-    out: np.ndarray, x: np.ndarray, partials: np.ndarray, num_partials: int, margin: float, n: int
-) -> None:
+def muon_normalize(out, x, partials, num_partials, margin, n):
     """Each matrix over its norm, as BF16 has that, and the margin."""
     for to, matrix, sums in zip(out, x, partials, strict=True):
         norm = np.float32(np.sqrt(sums.sum())).astype(BF16).astype(np.float32)
@@ -69,21 +57,14 @@ def muon_normalize(
         to[...] = matrix.astype(np.float32) * factor
 
 
-def muon_diagonal(x: np.ndarray, value: float, side: int, count: int) -> None:
+def muon_diagonal(x, value, side, count):
     """Each matrix with the value added to its diagonal."""
     for matrix in x:
         numbers = matrix.reshape(-1)[:: side + 1]
         numbers[...] = numbers.astype(np.float32) + np.float32(value)
 
 
-def muon_row_factors(
-    factors: np.ndarray,
-    v: np.ndarray,
-    squares: np.ndarray,
-    one_minus_decay: float,
-    columns: int,
-    rows: int,
-) -> None:
+def muon_row_factors(factors, v, squares, one_minus_decay, columns, rows):
     """The means of rows' squares, and what each row is multiplied by; see llmq.ops.muon.even."""
     for to, mean, of in zip(*(t.reshape(-1, rows) for t in (factors, v, squares)), strict=True):
         before = of.sum()
@@ -94,24 +75,13 @@ def muon_row_factors(
         to *= np.float32(np.sqrt(before / after) if after > 0 else 0)
 
 
-def muon_row_scale(x: np.ndarray, factors: np.ndarray, columns: int) -> None:
+def muon_row_scale(x, factors, columns):
     """Each row times its factor."""
     for row, factor in zip(x.reshape(-1, columns), factors.ravel(), strict=True):
         row[...] = row.astype(np.float32) * factor
 
 
-def muon_apply(
-    param: np.ndarray,
-    work: np.ndarray | None,
-    change: np.ndarray,
-    scalars: np.ndarray,
-    lr_scale: float,
-    weight_decay: float,
-    cautious: int,
-    salt: int,
-    first: int,
-    n: int,
-) -> None:
+def muon_apply(param, work, change, scalars, lr_scale, weight_decay, cautious, salt, first, n):
     """param minus lr times the change, and its decay."""
     s = step_scalars(scalars)
     if s["skip_update"]:

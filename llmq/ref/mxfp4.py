@@ -18,7 +18,7 @@ _PAIRS = _PAIRS.view(np.uint64)[:, 0]
 """The values of a byte's two codes, taken as one number, which is faster."""
 
 
-def mxfp4_encode(codes: np.ndarray, exponents: np.ndarray, x: np.ndarray, n: int) -> None:
+def mxfp4_encode(codes, exponents, x, n):
     """The smallest power of two with which no value of a block is above 6, and the nearest codes,
     of two the even one.
 
@@ -39,7 +39,7 @@ def mxfp4_encode(codes: np.ndarray, exponents: np.ndarray, x: np.ndarray, n: int
     codes[...] = pairs[:, 0] | pairs[:, 1] << 4
 
 
-def mxfp4_decode(out: np.ndarray, codes: np.ndarray, exponents: np.ndarray, n: int) -> None:
+def mxfp4_decode(out, codes, exponents, n):
     """out = level * 2^(exponent - 127), which BF16 holds exactly."""
     values = _PAIRS[codes].view(np.float32).reshape(-1, BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):  # an exponent of 255 makes no number

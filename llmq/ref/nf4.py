@@ -58,7 +58,7 @@ def scale_levels() -> np.ndarray:
     return found
 
 
-def nf4_quantize(codes: np.ndarray, scales: np.ndarray, x: np.ndarray, n: int) -> None:
+def nf4_quantize(codes, scales, x, n):
     """codes (n/2,): of two elements each, the first one in the higher bits; scales (n/64,): the
     largest |x| of each block."""
     blocks = x.reshape(-1, BLOCK)
@@ -78,14 +78,7 @@ def _edges(levels: np.ndarray) -> np.ndarray:
     return (levels[:-1] + levels[1:]) * np.float32(0.5)
 
 
-def nf4_quantize_scales(
-    codes: np.ndarray,
-    groups: np.ndarray,
-    scales: np.ndarray,
-    mean: np.ndarray,
-    levels: np.ndarray,
-    count: int,
-) -> None:
+def nf4_quantize_scales(codes, groups, scales, mean, levels, count):
     """codes (count,) of scales less their mean, groups (ceil(count / 256),): the largest |…| of
     each group."""
     values = np.zeros(len(groups) * GROUP, np.float32)
@@ -128,15 +121,7 @@ def _decoded(
         yield blocks, values.reshape(-1, BLOCK) * scales[:, None]
 
 
-def nf4_decode(
-    out: np.ndarray,
-    codes: np.ndarray,
-    scale_codes: np.ndarray,
-    groups: np.ndarray,
-    mean: np.ndarray,
-    levels: np.ndarray,
-    n: int,
-) -> None:
+def nf4_decode(out, codes, scale_codes, groups, mean, levels, n):
     """out = level of the code * scale; the scale = level of its code * group + mean. n: of each of
     the modules."""
     blocks = out.reshape(-1, BLOCK)
@@ -144,16 +129,7 @@ def nf4_decode(
         blocks[part] = values
 
 
-def nf4_decode_fp8(
-    out: np.ndarray,
-    scale: np.ndarray,
-    codes: np.ndarray,
-    scale_codes: np.ndarray,
-    groups: np.ndarray,
-    mean: np.ndarray,
-    levels: np.ndarray,
-    n: int,
-) -> None:
+def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
     """As nf4_decode, out / scale in FP8."""
     factor = np.float32(1) / scale[0]
     blocks = out.view(np.uint8).reshape(-1, BLOCK)

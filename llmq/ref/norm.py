@@ -95,19 +95,7 @@ def _emit(
     emit_fp8(codes, None, scale, saturated, out)
 
 
-def norm_forward(
-    out: np.ndarray | None,
-    mean: np.ndarray | None,
-    rstd: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray | None,
-    eps: float,
-    rows: int,
-    C: int,
-    *results: np.ndarray | None,
-    offset: int = 0,
-) -> None:
+def norm_forward(out, mean, rstd, x, weight, bias, eps, rows, C, *results, offset=0):
     """out = T(T(rstd * x) * weight), with rstd = 1 / sqrt(mean(x^2) + eps).
 
     LayerNorm: out = T((x - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance(x) + eps).
@@ -121,20 +109,8 @@ def norm_forward(
 
 
 def norm_forward_residual(
-    residual_out: np.ndarray,
-    out: np.ndarray | None,
-    mean: np.ndarray | None,
-    rstd: np.ndarray,
-    residual: np.ndarray,
-    branch: np.ndarray,
-    weight: np.ndarray,
-    bias: np.ndarray | None,
-    eps: float,
-    rows: int,
-    C: int,
-    *results: np.ndarray | None,
-    offset: int = 0,
-) -> None:
+    residual_out, out, mean, rstd, residual, branch, weight, bias, eps, rows, C, *results, offset=0
+):
     """residual_out = T(residual + branch), then the norm of the rounded sum."""
     if residual_out.dtype == compute(residual).dtype:
         np.add(residual, branch, out=residual_out)
@@ -144,18 +120,7 @@ def norm_forward_residual(
     norm_forward(*args, offset=offset)
 
 
-def norm_post(
-    out: np.ndarray,
-    rstd: np.ndarray,
-    x: np.ndarray,
-    residual: np.ndarray | None,
-    weight: np.ndarray,
-    eps: float,
-    rows: int,
-    C: int,
-    *results: np.ndarray | None,
-    offset: int = 0,
-) -> None:
+def norm_post(out, rstd, x, residual, weight, eps, rows, C, *results, offset=0):
     """out = T(residual + T(rstd * x * weight)), or without the sum."""
     normalised = np.empty_like(out)
     _rms_norm(normalised, rstd, compute(x), _factor(weight, offset), eps, once=1)
@@ -164,20 +129,8 @@ def norm_post(
 
 
 def norm_backward(
-    d_x: np.ndarray,
-    partial: np.ndarray | None,
-    d_out: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    mean: np.ndarray | None,
-    rstd: np.ndarray,
-    d_residual: np.ndarray | None,
-    rows: int,
-    C: int,
-    abs_max: np.ndarray | None = None,
-    *codes: np.ndarray | None,
-    offset: int = 0,
-) -> None:
+    d_x, partial, d_out, x, weight, mean, rstd, d_residual, rows, C, abs_max=None, *codes, offset=0
+):
     """d_x from d_out; partial (1 or 2, any, C) adds up to the gradients of weight and bias, if they
     are wanted."""
     weight = _factor(weight, offset)

@@ -14,14 +14,7 @@ CASES = {
 }
 
 
-def outliers_select(
-    mask: np.ndarray,
-    index: np.ndarray,
-    column_max: np.ndarray,
-    threshold: float,
-    most: int,
-    cols: int,
-) -> None:
+def outliers_select(mask, index, column_max, threshold, most, cols):
     """index (most,): the columns whose largest |x| is above a limit, in order, then -1; mask: 0 of
     these columns, 1 of the others.
 
@@ -40,24 +33,14 @@ def outliers_select(
     mask[chosen] = 0
 
 
-def outliers_take(
-    out: np.ndarray, x: np.ndarray, index: np.ndarray, rows: int, cols: int, most: int
-) -> None:
+def outliers_take(out, x, index, rows, cols, most):
     """out (rows, most) = the columns of x that index names, 0 where it names none."""
     out[...] = 0
     chosen = index[index >= 0]
     out[:, : len(chosen)] = x[:, chosen]
 
 
-def outliers_weight(
-    out: np.ndarray,
-    q: np.ndarray,
-    scale: np.ndarray,
-    index: np.ndarray,
-    rows: int,
-    cols: int,
-    most: int,
-) -> None:
+def outliers_weight(out, q, scale, index, rows, cols, most):
     """Do as outliers_take, with a weight's codes times the scale of their row."""
     out[...] = 0
     chosen = index[index >= 0]

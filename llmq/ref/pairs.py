@@ -120,16 +120,7 @@ def _pairs(starts: np.ndarray, partner: np.ndarray, seq_len: int) -> _Pairs:
     return _Pairs(one, one - at[one] + other[one], partner[one] > 0)
 
 
-def pairs_sums(
-    sums: np.ndarray,
-    targets: np.ndarray,
-    losses: np.ndarray,
-    reference: np.ndarray | None,
-    starts: np.ndarray,
-    partner: np.ndarray,
-    n: int,
-    seq_len: int,
-) -> None:
+def pairs_sums(sums, targets, losses, reference, starts, partner, n, seq_len):
     """Only what begins a document is written."""
     counted = (targets.reshape(-1) >= 0) & (partner.reshape(-1) != 0)
     logp = -losses.reshape(-1).astype(np.float64)
@@ -144,14 +135,7 @@ def pairs_sums(
     sums.reshape(3, n)[:, at] = np.array(found)[:, at]
 
 
-def pairs_shift(
-    shift: np.ndarray,
-    sums: np.ndarray,
-    starts: np.ndarray,
-    partner: np.ndarray,
-    n: int,
-    seq_len: int,
-) -> None:
+def pairs_shift(shift, sums, starts, partner, n, seq_len):
     other = _documents(sums, _pairs(starts, partner, seq_len).two)
     there = other.count > 0
     shift[0] = max(other.gain[there].mean(), 0) if there.any() else 0
@@ -175,17 +159,7 @@ def _values(
     return there, c, r, of_pair(form, c, r)
 
 
-def pairs_weights(
-    weights: np.ndarray,
-    sums: np.ndarray,
-    shift: np.ndarray | None,
-    targets: np.ndarray,
-    starts: np.ndarray,
-    partner: np.ndarray,
-    n: int,
-    seq_len: int,
-    *numbers: float,
-) -> None:
+def pairs_weights(weights, sums, shift, targets, starts, partner, n, seq_len, *numbers):
     """numbers: of Form."""
     pairs, form = _pairs(starts, partner, seq_len), Form(*numbers)
     there, _, _, value = _values(sums, shift, pairs, form)
@@ -198,16 +172,7 @@ def pairs_weights(
     weights.reshape(-1)[:] = np.where(counted, of_first[first], 0)
 
 
-def pairs_stats(
-    stats: np.ndarray,
-    sums: np.ndarray,
-    shift: np.ndarray | None,
-    starts: np.ndarray,
-    partner: np.ndarray,
-    n: int,
-    seq_len: int,
-    *numbers: float,
-) -> None:
+def pairs_stats(stats, sums, shift, starts, partner, n, seq_len, *numbers):
     """numbers: of Form."""
     pairs, form = _pairs(starts, partner, seq_len), Form(*numbers)
     there, c, r, value = _values(sums, shift, pairs, form)

@@ -43,20 +43,9 @@ def _factor(weight: np.ndarray, offset: int) -> np.ndarray:
 
 
 def qk_norm_forward(
-    qkv: np.ndarray,
-    raw: np.ndarray,
-    rstd: np.ndarray,
-    q_weight: np.ndarray,
-    k_weight: np.ndarray,
-    eps: float,
-    tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    query_blocks: int,
-    *,
-    wide: int = 0,
-    offset: int = 0,
-) -> None:
+    qkv, raw, rstd, q_weight, k_weight, eps, tokens, num_heads, num_kv_heads, query_blocks, *,
+    wide=0, offset=0,
+):  # fmt: skip
     """raw = the query and key heads of qkv, whose rows become T(T(rstd * row) * weight).
 
     Wide rows T(rstd * row * weight); with an offset T(rstd * row * (1 + weight)).
@@ -75,21 +64,9 @@ def qk_norm_forward(
 
 
 def qk_norm_backward(
-    d_qkv: np.ndarray,
-    q_partial: np.ndarray | None,
-    k_partial: np.ndarray | None,
-    raw: np.ndarray,
-    rstd: np.ndarray,
-    q_weight: np.ndarray,
-    k_weight: np.ndarray,
-    tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    query_blocks: int,
-    *,
-    wide: int = 0,
-    offset: int = 0,
-) -> None:
+    d_qkv, q_partial, k_partial, raw, rstd, q_weight, k_weight, tokens, num_heads, num_kv_heads,
+    query_blocks, *, wide=0, offset=0,
+):  # fmt: skip
     """Query and key heads of d_qkv in place.
 
     q_partial, k_partial (any, width of a row): their rows add up to the weights' gradients; None:

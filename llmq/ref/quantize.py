@@ -29,7 +29,7 @@ def _factor(scale: np.ndarray, abs_max: np.ndarray, dtype: np.dtype) -> np.float
     return np.float32(1) / scale[0]
 
 
-def quantize(q: np.ndarray, scale: np.ndarray, x: np.ndarray, abs_max: np.ndarray, n: int) -> None:
+def quantize(q, scale, x, abs_max, n):
     """q = x / scale, scale = abs_max / the largest finite value of q's format."""
     factor = _factor(scale, abs_max, q.dtype)
     codes, x = q.reshape(-1).view(np.uint8), x.reshape(-1)
@@ -37,15 +37,7 @@ def quantize(q: np.ndarray, scale: np.ndarray, x: np.ndarray, abs_max: np.ndarra
         encode_fp8(codes[block], x[block], factor, q.dtype)
 
 
-def quantize_transpose(
-    q: np.ndarray | None,
-    q_t: np.ndarray,
-    scale: np.ndarray,
-    x: np.ndarray,
-    abs_max: np.ndarray,
-    rows: int,
-    cols: int,
-) -> None:
+def quantize_transpose(q, q_t, scale, x, abs_max, rows, cols):
     """Quantize as `quantize` does; q_t gets the transpose of q, which may be None."""
     factor = _factor(scale, abs_max, q_t.dtype)
     codes = np.empty(x.shape, np.uint8) if q is None else q.view(np.uint8)
@@ -54,21 +46,19 @@ def quantize_transpose(
         q_t.view(np.uint8)[:, block] = codes[block].T
 
 
-def quantize_scaled(
-    x: np.ndarray, rows: int, cols: int, abs_max: np.ndarray | None, *fp8: np.ndarray | None
-) -> None:
+def quantize_scaled(x, rows, cols, abs_max, *fp8):
     """Codes of x with a given scale. fp8: codes, transposed, scale, saturated."""
     emit_fp8(*fp8, x)
     update_abs_max(abs_max, x)
 
 
-def transpose_codes(q_t: np.ndarray, q: np.ndarray, rows: int, cols: int) -> None:
+def transpose_codes(q_t, q, rows, cols):
     """q_t = the transpose of q, or of each of several matrices."""
     for block in row_blocks(rows, cols):
         q_t.view(np.uint8)[..., block] = q.view(np.uint8)[..., block, :].swapaxes(-1, -2)
 
 
-def dequantize(out: np.ndarray, q: np.ndarray, scale: np.ndarray, n: int) -> None:
+def dequantize(out, q, scale, n):
     """out = q * scale."""
     flat, codes = out.reshape(-1), q.reshape(-1)
     for block in row_blocks(n, 1):

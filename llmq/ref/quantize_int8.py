@@ -54,17 +54,7 @@ def _codes(x: np.ndarray, factor: np.ndarray, uniform: np.ndarray | None) -> np.
     return np.floor(v + uniform).clip(-I8_MAX, I8_MAX).astype(np.int8)
 
 
-def quantize_int8_rows(
-    q: np.ndarray,
-    scale: np.ndarray,
-    x: np.ndarray,
-    factors: np.ndarray | None,
-    scalars: np.ndarray | None,
-    salt: int,
-    sequence: int,
-    rows: int,
-    cols: int,
-) -> None:
+def quantize_int8_rows(q, scale, x, factors, scalars, salt, sequence, rows, cols):
     """q = y / scale, scale of each row = the largest |y| / 127, y = x [* factors]."""
     for block in row_blocks(rows, cols):
         y = x[block].astype(np.float32, copy=False)
@@ -76,7 +66,7 @@ def quantize_int8_rows(
         q[block] = _codes(y, factor[:, None], uniform)
 
 
-def quantize_int8_column_max(column_max: np.ndarray, x: np.ndarray, rows: int, cols: int) -> None:
+def quantize_int8_column_max(column_max, x, rows, cols):
     """column_max = max(column_max, the largest |x| of each column), NaN wins."""
     for block in row_blocks(rows, cols):
         y = x[block].astype(np.float32, copy=False)
@@ -84,17 +74,7 @@ def quantize_int8_column_max(column_max: np.ndarray, x: np.ndarray, rows: int, c
         np.maximum(column_max, np.abs(largest), out=column_max)
 
 
-def quantize_int8_columns(
-    q_t: np.ndarray,
-    scale: np.ndarray,
-    x: np.ndarray,
-    column_max: np.ndarray,
-    scalars: np.ndarray | None,
-    salt: int,
-    sequence: int,
-    rows: int,
-    cols: int,
-) -> None:
+def quantize_int8_columns(q_t, scale, x, column_max, scalars, salt, sequence, rows, cols):
     """q_t = the transpose of x / scale, scale of each column = column_max / 127."""
     scale[...], factor = _scales(column_max)
     for block in row_blocks(rows, cols):
@@ -103,9 +83,7 @@ def quantize_int8_columns(
         q_t[:, block] = _codes(y, factor, uniform).T
 
 
-def quantize_int8_decode(
-    out: np.ndarray, q: np.ndarray, scale: np.ndarray, rows: int, cols: int
-) -> None:
+def quantize_int8_decode(out, q, scale, rows, cols):
     """out = q * scale of its row."""
     for block in row_blocks(rows, cols):
         out[block] = q[block].astype(np.float32) * scale[block, None]

@@ -41,9 +41,7 @@ def _normals(words: np.ndarray) -> np.ndarray:
     return out
 
 
-def random_normal(
-    out: np.ndarray, std: float, seed_low: int, seed_high: int, first_index: int, n: int
-) -> None:
+def random_normal(out, std, seed_low, seed_high, first_index, n):
     """out[i] ~ N(0, std^2), a function of the seed and first_index + i alone."""
     flat = out.reshape(-1)
     end = first_index + n

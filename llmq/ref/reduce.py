@@ -14,7 +14,7 @@ from llmq.ref.common import (
 CASES = {"one": (1,), "ragged": (1003,), "several_blocks": (70, 129), "qwen05b": (14912384,)}
 
 
-def reduce_sum(d_sum: np.ndarray, *args: np.ndarray | int | None) -> None:
+def reduce_sum(d_sum, *args):
     """args: eight parts, None after the last; scalars, accumulate, salt, first, n. See the op."""
     parts = [x.reshape(-1) for x in args[:8] if x is not None]
     scalars, accumulate, salt, first, n = args[8:]

@@ -25,57 +25,26 @@ TILE_ROWS = 64  # of one partial sum
 
 
 def rope_forward(
-    qkv: np.ndarray,
-    table: np.ndarray,
-    tokens: int,
-    seq_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    first_position: int,
-    starts: np.ndarray | None = None,
-    *,
-    rotary: int | None = None,
-) -> None:
+    qkv, table, tokens, seq_length, num_heads, num_kv_heads, first_position, starts=None, *,
+    rotary=None,
+):  # fmt: skip
     """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for the pairs (d, d + rotary/2), in place."""
     turn_heads(qkv, table, num_heads, num_kv_heads, first_position, starts, 1, rotary)
 
 
 def rope_backward(
-    d_qkv: np.ndarray,
-    table: np.ndarray,
-    tokens: int,
-    seq_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    starts: np.ndarray | None = None,
-    abs_max: np.ndarray | None = None,
-    *,
-    rotary: int | None = None,
-) -> None:
+    d_qkv, table, tokens, seq_length, num_heads, num_kv_heads, starts=None, abs_max=None, *,
+    rotary=None,
+):  # fmt: skip
     """The rotation by the opposite angles, in place."""
     turn_heads(d_qkv, table, num_heads, num_kv_heads, 0, starts, -1, rotary)
     update_abs_max(abs_max, d_qkv)
 
 
 def rope_backward_fused(
-    out: np.ndarray | None,
-    d_qkv: np.ndarray,
-    partial: np.ndarray | None,
-    table: np.ndarray,
-    tokens: int,
-    seq_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    starts: np.ndarray | None,
-    block_tiles: int,
-    abs_max: np.ndarray | None,
-    codes: np.ndarray | None,
-    transposed: np.ndarray | None,
-    scale: np.ndarray | None,
-    saturated: np.ndarray | None,
-    *,
-    rotary: int | None = None,
-) -> None:
+    out, d_qkv, partial, table, tokens, seq_length, num_heads, num_kv_heads, starts, block_tiles,
+    abs_max, codes, transposed, scale, saturated, *, rotary=None,
+):  # fmt: skip
     """rope_backward (out is d_qkv, or None and d_qkv stays), its FP8 codes, its column sums."""
     if out is None:
         out = d_qkv.copy()

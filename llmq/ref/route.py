@@ -54,20 +54,7 @@ def _shares(
     return values, (total + tiny)[:, None]
 
 
-def route(
-    chosen: np.ndarray,
-    weights: np.ndarray,
-    sums: np.ndarray | None,
-    logits: np.ndarray,
-    bias: np.ndarray | None,
-    rows: int,
-    E: int,
-    top_k: int,
-    scale: float,
-    *,
-    by_sigmoid: int,
-    renormalize: int,
-) -> None:
+def route(chosen, weights, sums, logits, bias, rows, E, top_k, scale, *, by_sigmoid, renormalize):
     scores = sigmoid(compute(logits)) if by_sigmoid else compute(logits)
     if bias is not None:
         scores = scores + bias
@@ -95,20 +82,9 @@ def _units(x: np.ndarray, unit: float) -> np.ndarray:
 
 
 def route_backward(
-    d_logits: np.ndarray,
-    d_weights: np.ndarray,
-    of_experts: np.ndarray | None,
-    logits: np.ndarray,
-    chosen: np.ndarray,
-    factors: np.ndarray | None,
-    rows: int,
-    E: int,
-    top_k: int,
-    scale: float,
-    *,
-    by_sigmoid: int,
-    renormalize: int,
-) -> None:
+    d_logits, d_weights, of_experts, logits, chosen, factors, rows, E, top_k, scale, *, by_sigmoid,
+    renormalize,
+):  # fmt: skip
     p, lse = _softmax(logits) if not by_sigmoid or factors is not None else (None, None)
     values, total = _shares(logits, None if by_sigmoid else p, chosen)
     g = compute(d_weights)
@@ -135,18 +111,7 @@ def route_backward(
     d_logits[...] = d
 
 
-def route_balance(
-    factors: np.ndarray,
-    losses: np.ndarray,
-    totals: np.ndarray,
-    sums: np.ndarray,
-    targets: np.ndarray,
-    layers: int,
-    E: int,
-    rows: int,
-    aux: float,
-    z: float,
-) -> None:
+def route_balance(factors, losses, totals, sums, targets, layers, E, rows, aux, z):
     of_all = sums.sum(axis=0)
     count, seen = np.count_nonzero(targets >= 0), float(of_all[2 * E])
     factors[...] = 0

@@ -32,18 +32,7 @@ def _inputs(
     return met
 
 
-def short_conv_forward(
-    out: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    before: np.ndarray | None,
-    starts: np.ndarray | None,
-    seq_len: int,
-    channels: int,
-    columns: int,
-    *,
-    taps: int,
-) -> None:
+def short_conv_forward(out, x, weight, before, starts, seq_len, channels, columns, *, taps):
     """out (B, T, channels) = silu(sum over taps of weight (channels, taps) * x), x (B, T, columns).
 
     before: (B, taps - 1, channels), the tokens in front; None: 0.
@@ -54,27 +43,15 @@ def short_conv_forward(
     out[...] = z.astype(out.dtype, copy=False)
 
 
-def short_conv_keep(
-    before: np.ndarray, x: np.ndarray, seq_len: int, channels: int, columns: int, *, taps: int
-) -> None:
+def short_conv_keep(before, x, seq_len, channels, columns, *, taps):
     """The last taps - 1 tokens of before and x, in before."""
     wide = np.concatenate([before, compute(x[..., :channels])], axis=1)
     before[...] = wide[:, -before.shape[1] :]
 
 
 def short_conv_backward(
-    d_x: np.ndarray,
-    partial: np.ndarray | None,
-    d_out: np.ndarray,
-    x: np.ndarray,
-    weight: np.ndarray,
-    starts: np.ndarray | None,
-    seq_len: int,
-    channels: int,
-    columns: int,
-    *,
-    taps: int,
-) -> None:
+    d_x, partial, d_out, x, weight, starts, seq_len, channels, columns, *, taps
+):
     """d_x (B, T, columns), of which it writes the first channels, and partial (B * spans,
     channels * taps): of the weight's gradient, of 64 tokens each."""
     T = x.shape[1]

@@ -28,15 +28,7 @@ CASES = {
 }
 
 
-def swiglu_forward(
-    out: np.ndarray,
-    up_gate: np.ndarray,
-    rows: int,
-    F: int,
-    abs_max: np.ndarray | None = None,
-    *,
-    gelu: int = 0,
-) -> None:
+def swiglu_forward(out, up_gate, rows, F, abs_max=None, *, gelu=0):
     out, up_gate = out.reshape(rows, F), up_gate.reshape(rows, 2 * F)
     with np.errstate(over="ignore"):
         for block in row_blocks(rows, F):
@@ -47,17 +39,7 @@ def swiglu_forward(
             update_abs_max(abs_max, out[block])
 
 
-def swiglu_backward(
-    d_up_gate: np.ndarray,
-    d_out: np.ndarray,
-    up_gate: np.ndarray,
-    rows: int,
-    F: int,
-    abs_max: np.ndarray | None = None,
-    out: np.ndarray | None = None,
-    *,
-    gelu: int = 0,
-) -> None:
+def swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max=None, out=None, *, gelu=0):
     """out: forward's result again; may be d_out."""
     d_out = d_out.reshape(rows, F)
     up_gate, d_up_gate = up_gate.reshape(rows, 2 * F), d_up_gate.reshape(rows, 2 * F)
@@ -79,15 +61,7 @@ def swiglu_backward(
             update_abs_max(abs_max, d_up_gate[block])
 
 
-def swiglu_forward_fp8(
-    out: np.ndarray | None,
-    up_gate: np.ndarray,
-    rows: int,
-    F: int,
-    abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
-    gelu: int = 0,
-) -> None:
+def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
     """swiglu_forward, and the result in FP8.
 
     fp8: codes, transposed, scale, saturated, then of an up_gate that is codes: scale, largest,
@@ -102,16 +76,7 @@ def swiglu_forward_fp8(
     emit_fp8(*codes, out.reshape(rows, F))
 
 
-def swiglu_backward_fp8(
-    d_up_gate: np.ndarray | None,
-    d_out: np.ndarray,
-    up_gate: np.ndarray,
-    rows: int,
-    F: int,
-    abs_max: np.ndarray | None,
-    *fp8: np.ndarray | None,
-    gelu: int = 0,
-) -> None:
+def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, F, abs_max, *fp8, gelu=0):
     """swiglu_backward, and the results in FP8.
 
     fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated,
