@@ -20,7 +20,7 @@ from tools import prose
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "llmq"
-CU_LABELS = ("Data", "Launch", "Cost", "Needs", "Same name")
+CU_LABELS = ("Data", "Launch", "Cost", "Needs")
 GPU_MODULES = {"cupy", "cupy_backends", "cuda", "nvmath", "cudnn"}
 
 # Packages from the lowest to the highest: a module imports only from its own one and those before.

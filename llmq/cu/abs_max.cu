@@ -10,7 +10,6 @@
 // Cost     x read once, and left in the L2 cache for whoever quantizes it; four 16-byte loads in
 //          flight per thread, one atomic per block.
 // Needs    nothing. Deterministic: the maximum of integers does not depend on their order.
-// Same name  llmq/ops/abs_max.py  llmq/ref/abs_max.py  tests/ops/test_abs_max.py
 #include "common.cuh"
 
 constexpr int N = Vec<T>::N, UNROLL = 4;

@@ -15,7 +15,6 @@
 // Cost     param, m, v read and written, grad read, work written, once each; memory-bound, though
 //          not by far: 100 instructions per element with three stochastic roundings.
 // Needs    scalars final on the same stream. skip_update: every thread returns at once.
-// Same name  llmq/ops/adamw.py  llmq/ref/adamw.py  tests/ops/test_adamw.py
 #include "moments.cuh"
 
 // Whether the parameter that holds element i decays: binary search for the first end above i.

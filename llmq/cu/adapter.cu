@@ -17,7 +17,6 @@
 //          and rank multiplications of each of its elements.
 // Needs    columns >= rank * spans, a multiple of 8; fewer than 2^35 elements of whole. columns: whole
 //          vectors in a row; out may be x.
-// Same name  llmq/ops/adapter.py  llmq/ref/adapter.py  tests/ops/test_adapter.py
 #include "common.cuh"
 
 constexpr int MAX_SPANS = 4, OCTET = 8;  // OCTET: columns of a thread

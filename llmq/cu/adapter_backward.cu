@@ -22,8 +22,6 @@
 //          cores for each element of d_out.
 // Needs    N and spans multiples of 8, h_columns too; split_columns a multiple of CHUNK. No empty
 //          split. Compute capability 8.0.
-// Same name  llmq/ops/adapter_backward.py  llmq/ref/adapter_backward.py
-//            tests/ops/test_adapter_backward.py
 #include "common.cuh"
 #include "ptx.cuh"
 

@@ -27,7 +27,6 @@
 //          is seen. What is not seen changes nothing, not even if it is NaN.
 // Needs    sm_80 for BF16. backward: lse of the forward, delta of attention_delta. No atomics:
 //          every element is summed by one thread in a fixed order.
-// Same name  llmq/ops/attention.py  llmq/ref/attention.py  tests/ops/test_attention.py
 #include "common.cuh"
 
 // How many pieces of this size cover n.

@@ -28,8 +28,6 @@
 // Cost     7 B Hq T^2 HEAD_DIM FLOPs: 4 products in tiles of keys, 3 in those of queries, so that
 //          every element is summed in a fixed order; sums, written and read once.
 // Needs    sm_90a. lse of the forward.
-// Same name  llmq/ops/attention_backward.py  llmq/ref/attention_backward.py
-//            tests/ops/test_attention_backward.py
 #include "attention_items.cuh"
 
 constexpr int SCORES = ROWS / 2;  // of a thread: 64 x 64 by 128 threads

@@ -10,7 +10,6 @@
 // Launch   256 threads, a 16-byte vector each.
 // Cost     all read once or written once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 8. backward: d_x may be d_out; a thread reads what it overwrites.
-// Same name  llmq/ops/attention_gate.py  llmq/ref/attention_gate.py  tests/ops/test_attention_gate.py
 #include "common.cuh"
 
 constexpr int N = Vec<T>::N, VECTORS = HEAD_DIM / N;

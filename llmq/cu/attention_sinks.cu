@@ -11,7 +11,6 @@
 //          many whole heads as 256 vectors of 16 bytes are, each thread has a vector of all rows.
 // Cost     forward: out read and written once. backward: d_out and out read once. Memory-bound.
 // Needs    HEAD_DIM a multiple of 16 bytes, of at most 256 vectors. No split without rows.
-// Same name  llmq/ops/attention_sinks.py  llmq/ref/attention_sinks.py  tests/ops/test_attention_sinks.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, N = Vec<T>::N, VECTORS = HEAD_DIM / N;

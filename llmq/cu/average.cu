@@ -10,7 +10,6 @@
 // Launch   128 threads, ceil(n / 1024) blocks: 8 elements per thread.
 // Cost     update: param read, average read and written, once. exchange: both read and written.
 // Needs    update: scalars final on the same stream; with skip_update nothing changes.
-// Same name  llmq/ops/average.py  llmq/ref/average.py  tests/ops/test_average.py
 #include "common.cuh"
 
 constexpr int COUNT = 8;

@@ -12,7 +12,6 @@
 // Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
 //          microseconds.
 // Needs    no split without rows.
-// Same name  llmq/ops/bias.py  llmq/ref/bias.py  tests/ops/test_bias.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, LANES = 16, ROWS = THREADS / LANES, WARPS = THREADS / 32;

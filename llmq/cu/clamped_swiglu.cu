@@ -10,7 +10,6 @@
 // Launch   256 threads, a 16-byte vector of out each.
 // Cost     forward reads 2 and writes 1 element per output, backward reads 3 and writes 2. Memory-bound.
 // Needs    limit above 0.
-// Same name  llmq/ops/clamped_swiglu.py  llmq/ref/clamped_swiglu.py  tests/ops/test_clamped_swiglu.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, N = Vec<T>::N;

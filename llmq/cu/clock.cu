@@ -7,7 +7,6 @@
 // Cost     a launch, about a microsecond, which is part of what is measured. How fine the timer is
 //          depends on the GPU: up to a microsecond.
 // Needs    stop: start before it on the same stream.
-// Same name  llmq/ops/clock.py  llmq/ref/clock.py  tests/ops/test_clock.py
 #include "common.cuh"
 #include "ptx.cuh"
 

@@ -21,7 +21,6 @@
 //          what the caches still hold. stats: about 16 us for 32k rows.
 // Needs    target < vocab. SOFTCAP: not for the registers kernel, which has none to spare. That kernel: CLUSTER * THREADS * VECTORS vectors hold a row;
 //          CLUSTER > 1 only from compute capability 9.0 on.
-// Same name  llmq/ops/cross_entropy.py  llmq/ref/cross_entropy.py  tests/ops/test_cross_entropy.py
 #include "common.cuh"
 #include "ptx.cuh"
 #include "row_weights.cuh"

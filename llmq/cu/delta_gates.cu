@@ -12,7 +12,6 @@
 //          rounded up.
 // Cost     b, a and gates read or written once. Memory-bound, and small.
 // Needs    every element of a sum is added by one thread, in a fixed order.
-// Same name  llmq/ops/delta_gates.py  llmq/ref/delta_gates.py  tests/ops/test_delta_gates.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 256;

@@ -19,7 +19,6 @@
 //          k-th largest is found bit by bit.
 // Needs    k <= 256, no column twice, target < vocab. top_k: k <= vocab; NaN counts as the largest or
 //          the smallest.
-// Same name  llmq/ops/distill.py  llmq/ref/distill.py  tests/ops/test_distill.py
 #include "common.cuh"
 
 constexpr int THREADS = 512, MOST = 256, TOLD_THREADS = 1024;

@@ -7,7 +7,6 @@
 // Launch   256 threads, ceil(n / 2048) blocks: 8 elements per thread. ADD is a constant.
 // Cost     x read, out written (with ADD read too) once; 12 instructions for an element's bits.
 // Needs    scalars' seed, step, first_sequence, sequence_stride. out may be x.
-// Same name  llmq/ops/dropout.py  llmq/ref/dropout.py  tests/ops/test_dropout.py
 #include "common.cuh"
 
 constexpr int COUNT = 8;

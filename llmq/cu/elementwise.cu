@@ -9,7 +9,6 @@
 //          blocks, one 16-byte store per thread.
 // Cost     what is given is read once, what results written once.
 // Needs    out of add may be a or b: a thread reads what it overwrites.
-// Same name  llmq/ops/elementwise.py  llmq/ref/elementwise.py  tests/ops/test_elementwise.py
 #include "common.cuh"
 
 constexpr int COUNT = 8;

@@ -27,7 +27,6 @@
 //          written, n C / 4 bytes of partial sums at most; the sort reads the ids from L2, about
 //          20 us at 32k.
 // Needs    0 <= id < vocab.
-// Same name  llmq/ops/embedding.py  llmq/ref/embedding.py  tests/ops/test_embedding.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, SORT_THREADS = 1024, SORT_WARPS = SORT_THREADS / 32;

@@ -25,7 +25,6 @@
 // Cost     shift reads x and as many rows of weight; finish sums, and with SCALED = 1 reads and
 //          writes x. A row that is computed again reads all of weight.
 // Needs    K % 8 == 0, columns % 8 == 0, target < vocab <= columns.
-// Same name  llmq/ops/exp_rows.py  llmq/ref/exp_rows.py  tests/ops/test_exp_rows.py
 #include "common.cuh"
 #include "ptx.cuh"
 #include "row_weights.cuh"

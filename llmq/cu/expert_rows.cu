@@ -24,7 +24,6 @@
 //          in flight together. combine_backward: y and d_y read, d_y and weighted written once.
 // Needs    0 <= chosen < E <= 512; top_k at most 32. scalars' seed, step and micro_step, if a BF16 sum
 //          is added to.
-// Same name  llmq/ops/expert_rows.py  llmq/ref/expert_rows.py  tests/ops/test_expert_rows.py
 #include "common.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;

@@ -13,7 +13,6 @@
 // Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block.
 // Cost     history read and written once; launches of some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
-// Same name  llmq/ops/fp8_scale.py  llmq/ref/fp8_scale.py  tests/ops/test_fp8_scale.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, STRIDE = 4;

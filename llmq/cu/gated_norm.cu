@@ -12,7 +12,6 @@
 // Cost     forward: x and the gate read, out written. backward: three reads, two writes.
 //          Memory-bound.
 // Needs    HEAD_DIM a multiple of 32 up to 256; columns and offset even.
-// Same name  llmq/ops/gated_norm.py  llmq/ref/gated_norm.py  tests/ops/test_gated_norm.py
 #include "activation.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, COUNT = HEAD_DIM / 32;

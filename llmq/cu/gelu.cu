@@ -17,7 +17,6 @@
 //          codes in both layouts are as many bytes as BF16; 8 KiB of shared memory for each
 //          transposed result.
 // Needs    _fp8: rows and columns multiples of 16, rows at most 65535 * 128.
-// Same name  llmq/ops/gelu.py  llmq/ref/gelu.py  tests/ops/test_gelu.py
 #include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"

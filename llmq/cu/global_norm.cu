@@ -15,7 +15,6 @@
 // Cost     x read once; four 16-byte loads in flight per thread; squares add up in F32 over 64
 //          bytes at a time, then in F64, so that consumer GPUs' slow F64 does not show.
 // Needs    finish: loss, count and norm_squared final on the same stream.
-// Same name  llmq/ops/global_norm.py  llmq/ref/global_norm.py  tests/ops/test_global_norm.py
 #include "common.cuh"
 
 // Of llmq.base.dtypes.STAT.

@@ -10,7 +10,6 @@
 // Launch   256 threads, one warp for each row.
 // Cost     a row is read twice and written once.
 // Needs    target < vocab.
-// Same name  llmq/ops/labels.py  llmq/ref/labels.py  tests/ops/test_labels.py
 #include "common.cuh"
 
 constexpr int WARPS = 8;

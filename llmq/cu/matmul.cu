@@ -6,7 +6,6 @@
 // Launch   256 threads, ceil(n / 4096) blocks: one 16-byte store per thread.
 // Cost     scales written once.
 // Needs    nothing.
-// Same name  llmq/ops/matmul.py  llmq/ref/matmul.py  tests/ops/test_matmul.py
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) block_scales(

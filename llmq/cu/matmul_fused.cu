@@ -16,7 +16,6 @@
 //          epilogue has, and barriers (ops/matmul_fused.py). TILE_WIDTH: columns of a tile.
 // Cost     2 M N (K + R) FLOPs. A cluster reads 256 rows of a and TILE_WIDTH of b for each of its tiles.
 // Needs    compute capability 9.0; rows of all matrices that are multiples of 16 bytes.
-// Same name  llmq/ops/matmul_fused.py  llmq/ref/matmul_fused.py  tests/ops/test_matmul_fused.py
 // Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions", "Tensor copies", "mbarrier".
 #include "common.cuh"
 

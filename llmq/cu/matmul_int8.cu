@@ -14,7 +14,6 @@
 //          that run at the same time share them in the L2 cache.
 // Needs    M, N, K multiples of 16; K at most 133144, so that no sum overflows. Compute capability
 //          8.0.
-// Same name  llmq/ops/matmul_int8.py  llmq/ref/matmul_int8.py  tests/ops/test_matmul_int8.py
 #include "common.cuh"
 #include "product_sm80.cuh"
 

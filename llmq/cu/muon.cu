@@ -24,7 +24,6 @@
 //          matrix. diagonal: a sector of memory for each number.
 // Needs    scalars final on the same stream. skip_update: propose writes zeros, apply nothing, and v of
 //          a matrix of zeros stays.
-// Same name  llmq/ops/muon.py  llmq/ref/muon.py  tests/ops/test_muon.py
 #include "moments.cuh"
 
 // The words that AdamW mixes, too: a slab has one rule.

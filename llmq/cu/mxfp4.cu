@@ -9,7 +9,6 @@
 // Launch   256 threads. 8 elements per thread: ceil(n / 2048) blocks.
 // Cost     what is read and written, once; a thread reads 4 bytes of codes.
 // Needs    n a multiple of 32.
-// Same name  llmq/ops/mxfp4.py  llmq/ref/mxfp4.py  tests/ops/test_mxfp4.py
 #include "common.cuh"
 
 constexpr int THREADS = 256, COUNT = 8;  // elements of a thread

@@ -14,7 +14,6 @@
 //          blocks, times modules where these are decoded. nf4_quantize_scales: a block for each group.
 // Cost     what is read and written, once; a thread that decodes reads 8 bytes of codes.
 // Needs    n a multiple of 64.
-// Same name  llmq/ops/nf4.py  llmq/ref/nf4.py  tests/ops/test_nf4.py
 #include "common.cuh"
 #include "ptx.cuh"
 

@@ -11,7 +11,6 @@
 // Launch   select: one block of 1024 threads. take, weight: 256 threads, one element each.
 // Cost     select: cols read 32 times, from the cache. take, weight: a sector for each element.
 // Needs    column_max not negative; NaN is above everything.
-// Same name  llmq/ops/outliers.py  llmq/ref/outliers.py  tests/ops/test_outliers.py
 #include "common.cuh"
 
 constexpr int SELECT_THREADS = 1024;

@@ -23,7 +23,6 @@
 //          up each. shift, stats: one block of 1024. weights: 256 threads, one position each.
 // Cost     each array read once or twice; microseconds beside a micro-step.
 // Needs    starts that do not fall along a row; a pair in one row; n < 2^31.
-// Same name  llmq/ops/pairs.py  llmq/ref/pairs.py  tests/ops/test_pairs.py
 #include "common.cuh"
 
 constexpr int SIGMOID = 0, IPO = 1, ORPO = 2, KTO = 3;

@@ -21,7 +21,6 @@
 //          warps.
 // Cost     forward: rows read once, written twice; backward: read twice, written once.
 // Needs    tokens * Hq < 2^31. All tensors are distinct.
-// Same name  llmq/ops/qk_norm.py  llmq/ref/qk_norm.py  tests/ops/test_qk_norm.py
 #include "common.cuh"
 #include "fp8.cuh"
 

@@ -21,7 +21,6 @@
 //          each row of q_t. It is turned in 8 KiB of shared memory without bank conflicts;
 //          transpose_codes reads and writes lines of 128 bytes through 16 KiB.
 // Needs    rows and cols multiples of 16; rows at most 65535 * 128.
-// Same name  llmq/ops/quantize.py  llmq/ref/quantize.py  tests/ops/test_quantize.py
 #include "common.cuh"
 #include "fp8.cuh"
 

@@ -17,7 +17,6 @@
 // Cost     memory-bound: `rows` reads x once, the others once each. Rounding stochastically takes
 //          6 instructions for an element's random bits.
 // Needs    rows and cols multiples of 16, sequence (rows of one) of 4. column_max zero before.
-// Same name  llmq/ops/quantize_int8.py  llmq/ref/quantize_int8.py  tests/ops/test_quantize_int8.py
 #include "common.cuh"
 #include "fp8.cuh"
 

@@ -9,7 +9,6 @@
 // Cost     out written once, four elements at a time if first_index % 4 == 0. Bound by arithmetic:
 //          60 instructions per element. Start-up only.
 // Needs    nothing.
-// Same name  llmq/ops/random.py  llmq/ref/random.py  tests/ops/test_random.py
 #include "common.cuh"
 
 constexpr int ROUNDS = 10;

@@ -10,7 +10,6 @@
 // Launch   256 threads, ceil(n / 2048) blocks: 8 elements per thread.
 // Cost     all read and d_sum written once; a thread's loads of all parts are in flight together.
 // Needs    scalars' seed, step and micro_step, if G is BF16 and something is added. first % 8 == 0.
-// Same name  llmq/ops/reduce.py  llmq/ref/reduce.py  tests/ops/test_reduce.py
 #include "common.cuh"
 
 constexpr int COUNT = 8, MAX_PARTS = 8;  // PARTS of them is a constant of the launch

@@ -26,7 +26,6 @@
 //          per element, 3 blocks on an SM (BF16), one barrier per tile.
 // Needs    threads < 2^31. first_position + seq_length rows in the table. fused: fewer than
 //          2^22 tokens; for FP8 a multiple of 16.
-// Same name  llmq/ops/rope.py  llmq/ref/rope.py  tests/ops/test_rope.py
 #include "common.cuh"
 #include "fp8.cuh"
 

@@ -23,7 +23,6 @@
 //          route_balance: one block of 256 threads.
 // Cost     logits read once; top_k steps of a few instructions and two reductions of a warp.
 // Needs    top_k at most 32 and E, E at most 512.
-// Same name  llmq/ops/route.py  llmq/ref/route.py  tests/ops/test_route.py
 // Source   arXiv:2101.03961, eq. 4 to 6 (load balance); arXiv:2202.08906, eq. 5 (z-loss).
 #include "common.cuh"
 

@@ -16,7 +16,6 @@
 //          thread reads a batch of tokens while it computes with the one before.
 // Cost     x read once, and TAPS - 1 tokens more of each span; out written once. Memory-bound.
 // Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in F32.
-// Same name  llmq/ops/short_conv.py  llmq/ref/short_conv.py  tests/ops/test_short_conv.py
 #include "activation.cuh"
 
 constexpr int SPAN = 32, SPAN_BACKWARD = 64, THREADS = 128, BEFORE = TAPS - 1;

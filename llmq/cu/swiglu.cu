@@ -22,7 +22,6 @@
 //          shared memory for transposed codes, and 8 KiB for those of out. CODED: half the bytes
 //          of what is read, 8-byte loads; then 30 (forward) and 50 instructions are as long.
 // Needs    rows * F below 2^32 vectors. _fp8: rows and F multiples of 16, rows at most 65535 * 128.
-// Same name  llmq/ops/swiglu.py  llmq/ref/swiglu.py  tests/ops/test_swiglu.py
 #include "activation.cuh"
 #include "common.cuh"
 #include "fp8.cuh"

@@ -35,9 +35,6 @@ def abs_max(dev: Device, abs_max: Tensor, x: Tensor) -> None:
     Args:
         abs_max  inout  F32 (1,)              not negative: zero it before the first of several
         x        in     F32 or BF16, any shape, at least one element
-
-    Cost:    one read of x.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
     """
     expect("abs_max", "abs_max", abs_max, F32, (1,))
     expect_float("abs_max", "x", x)
@@ -52,9 +49,6 @@ def combine(dev: Device, out: Tensor, gathered: Tensor) -> None:
     Args:
         out       out  F32 (n,)
         gathered  in   F32 (world_size * n,)   of each rank its n largest magnitudes, none negative
-
-    Cost:    one read of gathered.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
     """
     n = out.size
     expect("abs_max.combine", "out", out, F32, (n,))
@@ -73,8 +67,6 @@ def scales(dev: Device, scales: Tensor, abs_maxes: Tensor, largest: float) -> No
         scales     out  F32 (n,)
         abs_maxes  in   F32 (n,)
         largest    the largest finite value of the FP8 format
-
-    Cost:    one launch.
     """
     n = scales.size
     expect("abs_max.scales", "scales", scales, F32, (n,))

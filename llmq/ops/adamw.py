@@ -86,9 +86,7 @@ def update(
         first     a multiple of 128
         m_scale, v_scale   inout  F32 (n / 128,)   where the moment is E4M3, else None
 
-    Cost:    reads and writes param, m, v, reads grad, writes work, once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Segments are not checked:
-             their values are in device memory.
+    Segments are not checked: their values are in device memory.
     """
     n = expect_part("adamw", {"param": param, "grad": grad}, scalars, first, work)
     expect("adamw", "segments", segments, I64, (segments.shape[0], 2))

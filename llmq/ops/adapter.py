@@ -68,7 +68,6 @@ def expand(
         scales  as many
 
     Cost:    whole written once; one launch. A few megabytes.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
     """
     how = (whole.size // COLUMN_MULTIPLE, whole, b, spans, scales, groups)
     _launch(dev, EXPAND, (whole, b), *how)
@@ -80,9 +79,6 @@ def collect(
     """b = its scale * those elements of `whole` that expand takes from b: its gradient.
 
     Args: as of expand; b is written.
-
-    Cost:    b written once, as much read; one launch.
-    Raises:  as expand.
     """
     _launch(dev, COLLECT, (b, whole), b.size, whole, b, spans, scales, groups)
 
@@ -101,7 +97,6 @@ def norms(
         scales  as many
 
     Cost:    w read once, and rank multiplications of each of its elements; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
     """
     op = "adapter.norms"
     expect_float(op, "w", w)
@@ -133,8 +128,6 @@ def scale(
         norms       in   F32 (columns,)        of `norms`
         magnitudes  in   F32 (columns,)
         bias        in   T   (columns,)        or None
-
-    Cost:    one read and one write; one launch.
     """
     _columns(dev, "adapter.scale", out, x, None, norms, magnitudes, bias)
 
@@ -143,9 +136,6 @@ def magnitude_gradient(dev: Device, out: Tensor, x: Tensor, y: Tensor, norms: Te
     """out = x * y / norms, column by column, 0 where norms are 0: the terms of d_m, of d_y and v.
 
     Args: as of scale; y is like x.
-
-    Cost:    two reads and one write; one launch.
-    Raises:  as scale.
     """
     _columns(dev, "adapter.magnitude_gradient", out, x, y, norms, None, None)
 

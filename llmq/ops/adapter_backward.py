@@ -172,7 +172,6 @@ def backward(
         spans  1 to 4 ranges of columns of d_out, none of them empty
 
     Workspace: `layout`'s partial sums, F32. Cost: d_out read once; two launches.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or spans.
     """
     op = "adapter_backward"
     if len(d_out.shape) != 2 or len(b.shape) != 2:

@@ -152,7 +152,6 @@ def forward(
 
     Cost:    2*B*Hq*T*T*Hd FLOPs (half of the square), or less by what is not seen; one launch;
              cudnn takes a workspace.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
     op, backends = "attention.forward", _names(backend)
     batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
@@ -207,7 +206,6 @@ def forward_codes(
         numbers  inout  F32 (NUMBERS, 4)   of numbers_of_codes(), with the scale of qkv
 
     Cost:    2*B*Hq*T*T*Hd FLOPs; one launch; takes a workspace.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape.
     """
     op, (batch, seq_len, _, head_dim) = "attention.forward_codes", qkv.shape
     expect(op, "qkv", qkv, E4M3, (batch, seq_len, num_heads + 2 * num_kv_heads, head_dim))
@@ -275,7 +273,6 @@ def backward(
     Cost:    5*B*Hq*T*T*Hd FLOPs (half of the square, or less by what is not seen; native spends 7,
              or 8 where Hd > 128); native: two launches a chunk, workspace 4*B*Hq*T/chunks bytes,
              chunks beyond B do nothing; cudnn: one or two, about 2*B*Hq*T*T/chunks.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, head size or backend.
     """
     op, backends = "attention.backward", _names(backend)
     batch, seq_len, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads, backends)
@@ -394,8 +391,6 @@ def sum_heads(dev: Device, d_qkv: Tensor, d_kv: Tensor) -> None:
     Args (contiguous; F32 or BF16, both the same):
         d_qkv  inout  (1,T,Hq+2*Hkv,Hd)   its query heads are left as they are
         d_kv   in     (2,Hq,T,Hd)         of each query head, for keys and for values
-
-    Cost:    d_kv read once, 2*Hkv of the heads of d_qkv written once; one launch.
     """
     op = "attention.sum_heads"
     num_heads, head_dim = d_kv.shape[1], d_kv.shape[3]
@@ -438,7 +433,6 @@ def decode(
         sinks             in     (Hq,)                or None; of each head, a score of nothing
 
     Cost:    reads the used part of the cache once per query head; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or position.
     """
     op = "attention.decode"
     batch, num_new, head_dim = _check(op, dev, qkv, num_heads, num_kv_heads)

@@ -61,8 +61,6 @@ def split(
         qkv      out  T  (rows,(Hq+2Hkv)*Hd)    F32 or BF16; query, key, value heads
         gate     out  T  (rows,Hq*Hd)
         product  in   T  (rows,(2Hq+2Hkv)*Hd)   q0 g0 q1 g1 ..., key, value heads; Hd % 8 == 0
-
-    Cost:    one read and one write; one launch.
     """
     rows, head_dim = _sizes("attention_gate.split", product, qkv, gate, heads, kv_heads)
     args = (qkv, gate, product, rows, heads, kv_heads)
@@ -96,8 +94,6 @@ def forward(dev: Device, out: Tensor, x: Tensor, gate: Tensor) -> None:
         out   out  T  any shape    F32 or BF16; a multiple of 8 elements
         x     in   T  the same
         gate  in   T  the same
-
-    Cost:    two reads and one write; one launch.
     """
     n = _expect_all("attention_gate.forward", out=out, x=x, gate=gate).size
     _launch(dev, FORWARD, n, (out, x, gate, n), MULTIPLE)
@@ -109,8 +105,6 @@ def backward(
     """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), with s = sigmoid(gate).
 
     Args as forward's, and d_x, d_gate out, d_out in, all alike; d_x may be d_out.
-
-    Cost:    three reads and two writes; one launch.
     """
     given = {"d_x": d_x, "d_gate": d_gate, "d_out": d_out, "x": x, "gate": gate}
     n = _expect_all("attention_gate.backward", **given).size

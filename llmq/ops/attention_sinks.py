@@ -38,8 +38,6 @@ def forward(dev: Device, out: Tensor, lse: Tensor, without: Tensor, sinks: Tenso
         lse      out    F32 (B,Hq,T)
         without  in     F32 (B,Hq,T)      attention's own lse; other memory than lse
         sinks    in     T   (Hq,)
-
-    Cost:    out read and written once; one launch.
     """
     sizes = _sizes("attention_sinks.forward", out, sinks, lse=lse, without=without)
     vectors = ceil_div(out.nbytes, VECTOR_BYTES)

@@ -30,8 +30,6 @@ def update(dev: Device, average: Tensor, param: Tensor, scalars: Tensor, decay: 
         average  inout  F32 (n,)
         param    in     F32 or BF16 (n,)
         scalars  in     I32 (16,)          StepScalars: step, skip_update
-
-    Cost:    reads and writes average, reads param; one launch.
     """
     n = expect_part("average", {"average": average, "param": param}, scalars)
     expect("average", "average", average, F32, (n,))
@@ -48,8 +46,6 @@ def exchange(dev: Device, average: Tensor, param: Tensor, *, back: bool) -> None
     Args (contiguous; n a positive multiple of 128):
         average  inout  F32 (n,)
         param    inout  F32 or BF16 (n,)
-
-    Cost:    reads and writes both; one launch.
     """
     n = expect_part("average", {"average": average, "param": param})
     expect("average", "average", average, F32, (n,))

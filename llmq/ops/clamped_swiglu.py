@@ -25,8 +25,6 @@ def forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit: float)
     Args (T is BF16 or F32):
         out    out  T (*S, F)    F a multiple of 16 bytes
         pairs  in   T (*S, 2F)   g0 u0 g1 u1 ...; NaN stays NaN
-
-    Cost:    two reads and one write; one launch.
     """
     _check("clamped_swiglu.forward", "out", out, pairs)
     args = (out, pairs, out.size, alpha, limit)
@@ -39,8 +37,6 @@ def backward(
     """The gradient of forward, which is 0 of what is cut off.
 
     Args as forward's, and d_pairs out, as pairs, which it may be; d_out in, as out.
-
-    Cost:    three reads and two writes; one launch.
     """
     op = "clamped_swiglu.backward"
     _check(op, "d_out", d_out, pairs)

@@ -14,8 +14,6 @@ def start(dev: Device, at: Tensor) -> None:
 
     Args:
         at  out  I64 (1,)  nanoseconds since some time in the past
-
-    Cost:    one launch of one thread.
     """
     expect("clock", "at", at, I64, (1,))
     dev.launch(START, 1, 1, (at,))
@@ -27,8 +25,6 @@ def stop(dev: Device, total: Tensor, at: Tensor) -> None:
     Args:
         total  inout  F64 (1,)  milliseconds
         at     in     I64 (1,)
-
-    Cost:    one launch of one thread.
     """
     expect("clock", "total", total, F64, (1,))
     expect("clock", "at", at, I64, (1,))

@@ -91,7 +91,7 @@ def forward_backward(
         softcap: softcap * tanh(logit / softcap) counts in the place of each logit; None: itself
 
     Cost:    logits read once where registers hold a row, else twice; d_logits or codes written.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    Targets are not checked.
     """
     op = "cross_entropy.forward_backward"
     rows, padded_vocab = _check(op, logits, losses, lse, targets, vocab_size)
@@ -133,7 +133,7 @@ def forward(
         targets  in   I32 (rows,)      ids in [0, vocab_size); negative: masked, loss 0
         softcap: as in forward_backward
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    Targets are not checked.
     """
     rows, padded_vocab = _check("cross_entropy.forward", logits, losses, lse, targets, vocab_size)
     args = (losses, lse, logits, targets, rows, vocab_size, padded_vocab)

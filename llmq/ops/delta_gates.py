@@ -57,8 +57,6 @@ def forward(
         x        in   T   (rows,columns)   F32 or BF16; b from column `offset` on, then a
         a_log    in   T   (heads,)
         dt_bias  in   T   (heads,)
-
-    Cost:    those columns read, gates written; one launch.
     """
     sizes = _sizes("delta_gates.forward", gates, x, a_log, dt_bias, offset)
     args, grid = (gates, x, a_log, dt_bias, *sizes), _grid(*sizes[:2])
@@ -85,7 +83,6 @@ def backward(
         d_dt_bias  inout  F32, BF16  (heads,)   the same
         d_gates    in     F32        as gates
 
-    Cost:    as forward; one launch, and one for each of the two sums.
     Workspace: two F32 for a head and every 256 rows.
     """
     op = "delta_gates.backward"

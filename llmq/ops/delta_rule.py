@@ -313,10 +313,7 @@ def backward(
 def recurrence(
     dev: Device, out: Tensor, state: Tensor, qkv: Tensor, gates: Tensor, heads: Heads
 ) -> None:
-    """As forward with a state, token by token: for the few tokens that a text is continued by.
-
-    Cost:    a read and a write of the state, and what T steps take; one launch.
-    """
+    """As forward with a state, token by token: for the few tokens that a text is continued by."""
     op = "delta_rule.recurrence"
     call = _Call(op, dev, qkv, gates, heads, None, state)
     expect(op, "out", out, qkv.dtype, (call.B, call.T, heads.Hv * heads.DV))

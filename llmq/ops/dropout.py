@@ -44,9 +44,6 @@ def dropout(
         scalars   in   I32  (16,)   StepScalars
         probability    that an element becomes 0: in [0, 1)
         salt           distinguishes tensors
-
-    Cost:    x read, out written, with add read too; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or probability.
     """
     expect_float("dropout", "x", x)
     expect("dropout", "out", out, x.dtype, x.shape)

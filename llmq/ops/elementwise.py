@@ -20,8 +20,6 @@ def add(dev: Device, out: Tensor, a: Tensor, b: Tensor) -> None:
         out   out  T  any shape   F32 or BF16; may be a or b
         a     in   T  the same
         b     in   T  the same
-
-    Cost:    two reads and one write; one launch.
     """
     expect_float("add", "a", a)
     expect("add", "b", b, a.dtype, a.shape)
@@ -35,8 +33,6 @@ def convert(dev: Device, out: Tensor, x: Tensor) -> None:
     Args:
         out   out  F32 or BF16, any shape
         x     in   F32 or BF16, the same shape
-
-    Cost:    x read and out written once; one launch.
     """
     expect("convert", "out", out, None, x.shape)
     expect_float("convert", "out", out)
@@ -49,9 +45,6 @@ def fill(dev: Device, x: Tensor, value: float) -> None:
 
     Args:
         x   out  F32 or BF16, any shape
-
-    Cost:    x written once; one launch.
-    Raises:  TypeError for a wrong dtype.
     """
     expect_float("fill", "x", x)
     dev.launch(FILL, ceil_div(x.nbytes, VECTOR_BYTES * THREADS), THREADS, (x, float(value), x.size))

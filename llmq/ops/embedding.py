@@ -81,7 +81,7 @@ def forward(
         position_weight  in   X   (P, C) or None; first_position + T <= P
         starts           in   I32 (B, T) or None; where each one's document starts, None: 0
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
+    Ids are not checked.
     """
     op = "embedding.forward"
     B, T, C = _check(op, "out", out, tokens)
@@ -127,7 +127,7 @@ def backward(
         tokens    in     I32 (B, T)      ids in [0, vocab)
 
     Workspace: 8 bytes a token, and C / 4 bytes a token for the sums of frequent ids.
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Ids are not checked.
+    Ids are not checked.
     """
     op = "embedding.backward"
     B, T, C = _check(op, "d_out", d_out, tokens)

@@ -53,7 +53,7 @@ def shift(dev: Device, shift: Tensor, x: Tensor, weight: Tensor, targets: Tensor
         weight   in   BF16  (columns, K)
         targets  in   I32   (rows,)       ids of columns; negative: masked
 
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    Targets are not checked.
     """
     op = "exp_rows.shift"
     rows, K = _check(op, x, weight)
@@ -102,7 +102,7 @@ def finish(
         weights        in     F32   (rows,)     or None: all are 1; losses and lse have none
 
     Cost:    sums read, x read and written; a row that is computed again reads all of weight.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape. Targets are not checked.
+    Targets are not checked.
     """
     op = "exp_rows.finish"
     (rows, K), columns = _check(op, x, weight), weight.shape[0]

@@ -88,8 +88,6 @@ def gather_rows(dev: Device, out: Tensor, x: Tensor, place: Tensor) -> None:
         out    out  X   (R, C)   R = S * top_k; C a multiple of 8, of codes 16
         x      in   X   (S, C)
         place  in   I32 (S, top_k)  as sort_rows has it
-
-    Cost:    x read, out written once.
     """
     op = "gather_rows"
     S, C = _rows(op, "x", x, VECTOR_BYTES if x.dtype in FP8 else WIDTH)
@@ -118,8 +116,6 @@ def combine(
         place    in   I32 (S, top_k)   as sort_rows has it
         weights  in   F32 (S, top_k)   or None: 1
         addend   in   X   (S, C)       or None; may be out
-
-    Cost:    y read, out written once.
     """
     op = "combine"
     S, C = _rows(op, "out", out)
@@ -158,8 +154,6 @@ def combine_backward(
         place      in     I32 (S, top_k)   as sort_rows has it
         weights    in     F32 (S, top_k)
         weighted   out    X   (R, C)       or None; may be y
-
-    Cost:    y and d_y read, d_y and weighted written once.
     """
     op = "combine_backward"
     R, C = _rows(op, "d_y", d_y)
@@ -193,8 +187,6 @@ def sum_rows(
         starts  in     I32 (E + 1,)    as sort_rows has it
         weights in     F32 (S, top_k)  or None: 1; of row r that of order[r]
         order   in     I32 (R,)        with weights, as sort_rows has it
-
-    Cost:    x read once.
     """
     op = "sum_rows"
     R, C = _rows(op, "x", x)

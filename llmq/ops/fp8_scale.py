@@ -51,8 +51,6 @@ def update(
         limits     in     F32 (n,)         positive
         abs_maxes  in     F32 (n, 4)       of the step that is added; None: none is
         factors    out    F32 (n, 4)       or None; 1 / scale
-
-    Cost:    history read and written once; one launch.
     """
     if len(history.shape) != 2:
         raise ValueError(f"fp8_scale: history must have 2 dimensions, got {history.shape}")

@@ -72,8 +72,6 @@ def forward(
         x       in   T  (rows,heads*Hd)
         gate    in   T  (rows,columns)    the heads, from column `offset` on
         weight  in   T  (Hd,)             Hd a multiple of 32 up to 256 (on a GPU)
-
-    Cost:    two reads and one write; one launch.
     """
     op = "gated_norm.forward"
     sizes = _sizes(op, dev, x, gate, weight, offset)
@@ -102,7 +100,6 @@ def backward(
         d_weight  inout  F32, BF16  (Hd,)       or None; added to when accumulating
         d_out     in     T          as out
 
-    Cost:    three reads and two writes; one launch, and one for d_weight.
     Workspace: F32 (blocks, Hd).
     """
     op = "gated_norm.backward"

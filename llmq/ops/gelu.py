@@ -62,7 +62,6 @@ def forward(
         fp8      out    (rows, C)  or None; out in FP8, C = S[-1], rows and C multiples of 16
 
     Cost:    one launch; with fp8 no more bytes than the codes.
-    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape or size.
     """
     op = "gelu.forward"
     rows, columns = _check(op, "out", out, x, fp8)
@@ -100,10 +99,6 @@ def backward(
         fp8      out    (rows, C)  or None; d_x in FP8, C = S[-1], rows and C multiples of 16
         out      out    T (*S)     or None; the bits of forward's out; may be x or d_out
         out_fp8  out    (rows, C)  or None, if out is; those of its fp8, E4M3, only transposed
-
-    Cost:    as forward.
-    Raises: TypeError for a wrong dtype, no result or both out and out_fp8, ValueError for a wrong
-        shape or size.
     """
     op = "gelu.backward"
     rows, columns = _check(op, "d_x", d_x, x, fp8)

@@ -50,9 +50,6 @@ def partials(dev: Device, sums: Tensor, x: Tensor) -> None:
     Args (contiguous, 16-byte aligned):
         sums   out  F64 (num_partials(dev, x),)
         x      in   F32 or BF16, any shape, at least one element
-
-    Cost:    one read of x; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or an empty tensor.
     """
     expect_float("global_norm", x.name, x)
     if x.size == 0:
@@ -67,8 +64,6 @@ def total(dev: Device, stats: Tensor, sums: Tensor) -> None:
     Args:
         stats  inout  F64 (s,)   begins with llmq.base.dtypes.STATS
         sums   in     F64 (n,)   of all tensors
-
-    Cost:    one launch of one block.
     """
     expect_stats("global_norm", stats)
     expect("global_norm", "sums", sums, F64, (sums.size,))
@@ -82,8 +77,6 @@ def combine(dev: Device, stats: Tensor, gathered: Tensor, maxima: Iterable[int] 
         stats     out  F64 (s,)             begins with llmq.base.dtypes.STATS; s <= 63
         gathered  in   F64 (world_size, s)  each rank's own
         maxima         indices of those of which the largest is taken instead
-
-    Cost:    one launch of s threads.
     """
     expect_stats("global_norm", stats)
     if stats.size > MOST_STATS:
@@ -108,8 +101,6 @@ def finish(dev: Device, stats: Tensor, scalars: Tensor) -> None:
     Args:
         stats    inout  F64 (s,)    loss, count and norm_squared are final
         scalars  inout  I32 (16,)   StepScalars
-
-    Cost:    one launch of one thread.
     """
     expect_stats("global_norm", stats)
     expect("global_norm", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))

@@ -76,8 +76,6 @@ def propose(
         salt      distinguishes this slab's random numbers
         first     the part's first element in the slab, a multiple of 128
         m_scale   inout  F32 (n / 128,)           where m is E4M3, else None
-
-    Cost:    reads grad, reads and writes m, writes change, once; one launch.
     """
     n = expect_part("muon", {"change": change, "grad": grad}, scalars, first)
     expect("muon", "change", change, BF16, (n,))
@@ -190,8 +188,6 @@ def apply(
         scalars   in     I32 (16,)   StepScalars: lr, seed, step, skip_update
         cautious  elements decay only where the change makes them smaller, too
         salt, first   as of propose
-
-    Cost:    reads and writes param, reads change, writes work, once; one launch.
     """
     n = expect_part("muon", {"change": change, "param": param}, scalars, first, work)
     expect("muon", "change", change, BF16, (n,))

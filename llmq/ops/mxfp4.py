@@ -26,17 +26,12 @@ def encode(dev: Device, codes: Tensor, exponents: Tensor, x: Tensor) -> None:
         codes      out  U8 (n/2,)          of two neighbours each, the first one in the lower bits
         exponents  out  U8 (n/32,)
         x          in   BF16 or F32 (n,)   finite; n a multiple of 32
-
-    Cost:    x read once; one launch.
     """
     _launch(dev, ENCODE, "x", x, codes, exponents, (codes, exponents, x))
 
 
 def decode(dev: Device, out: Tensor, codes: Tensor, exponents: Tensor) -> None:
-    """The values of codes. Args as encode's, but out is written, and the others are read.
-
-    Cost:    out written once; one launch.
-    """
+    """The values of codes. Args as encode's, but out is written, and the others are read."""
     _launch(dev, DECODE, "out", out, codes, exponents, (out, codes, exponents))
 
 

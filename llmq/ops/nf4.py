@@ -44,8 +44,6 @@ def quantize(dev: Device, codes: Tensor, scales: Tensor, x: Tensor) -> None:
         codes   out  U8 (n/2,)          of two neighbours each, the first one in the higher bits
         scales  out  F32 (n/64,)
         x       in   BF16 or F32 (n,)   n a multiple of 64
-
-    Cost:    x read once; one launch.
     """
     expect_float("nf4", "x", x)
     _check_count("x", x)
@@ -65,8 +63,6 @@ def quantize_scales(
         scales  in   F32 (m,)
         mean    in   F32 (1,)            of all scales of the matrix
         levels  in   F32 (256,)          ref.nf4.scale_levels()
-
-    Cost:    scales read once; one launch.
     """
     count = scales.size
     expect("nf4", "scales", scales, F32, (count,))

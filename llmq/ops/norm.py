@@ -90,8 +90,6 @@ def forward(
         bias     in     T   (C,)      of LayerNorm; else None
         abs_max  inout  F32 (1,)      or None; raised to the largest |out|
         fp8      out    Fp8Out        or None; out once more, as FP8 codes
-
-    Cost:    x read once, out written once; one launch.
     """
     op = "norm.forward"
     alike = {} if out is None and fp8 is not None else {"out": out}
@@ -124,8 +122,6 @@ def forward_residual(
         residual_out  out  T (rows,C)  may be residual
         residual      in   T (rows,C)  C a multiple of 8, at most 8192
         branch        in   T (rows,C)
-
-    Cost:    two reads and two writes of (rows,C); one launch.
     """
     op = "norm.forward_residual"
     alike = {"residual_out": residual_out, "branch": branch}
@@ -158,8 +154,6 @@ def post(
     Args as forward of an RMSNorm, and
         out       out  T (rows,C)  F32 or BF16; never None; may be residual
         residual  in   T (rows,C)  or None
-
-    Cost:    two reads and one write of (rows,C); one launch.
     """
     op = "norm.post"
     alike = {"out": out} | ({} if residual is None else {"residual": residual})
@@ -207,7 +201,6 @@ def backward(
 
     Cost:    three reads and one write of (rows,C); one launch, and one for each gradient of a
              parameter; if there is any, workspace F32 (grid, C), of LayerNorm (2, grid, C).
-    Raises:  TypeError for a wrong dtype, or d_bias without mean; ValueError for a wrong shape.
     """
     op = "norm.backward"
     alike = {"d_x": d_x, "d_out": d_out}

@@ -70,8 +70,6 @@ def sums(
         targets    in   I32 (B, T)     negative: masked
         losses     in   F32 (B, T)     cross-entropy of each token
         reference  in   F32 (B, T)     log-probabilities by another model; or None: 0
-
-    Cost:    one launch, each array read about once.
     """
     where = places.checked("pairs.sums")
     shape = targets.shape
@@ -117,8 +115,6 @@ def weights(
         sums     in   F32 (3, B, T)  as `sums` makes them
         shift    in   F32 (1,)       of KTO; else None
         targets  in   I32 (B, T)     negative: masked
-
-    Cost:    one launch.
     """
     where = places.checked("pairs.weights")
     _check("pairs.weights", sums, shift, places, form)

@@ -177,8 +177,6 @@ def product(
         bias      (N,)   like out, of fp8 codes BF16; or None
         addend    (M,N)  like out, other memory; or None, as it is unless `accepts_addend`
         fast             whether sums of fp8 codes may have fewer bits, see `matmul_fp8`
-
-    Raises: TypeError for a wrong dtype, ValueError for a wrong shape, as the kernels' launchers do.
     """
     terms = _Terms(dev, a, b, trans_a, trans_b, adapters, bias, addend, fast)
     if epilogue is STORE and adapters is None:

@@ -174,8 +174,6 @@ def forward(
         q_weight  in     T   (Hd,)             Hd a multiple of 8 up to 256 (on a GPU)
                                                wide: (Hq*Hd,), a multiple of 8, at most 8192
         k_weight  in     T   (Hd,)             wide: (Hkv*Hd,), the same
-
-    Cost:    one read and two writes of the query and key heads; one launch.
     """
     op = "qk_norm.forward"
     heads, weights = (num_heads, num_kv_heads), (q_weight, k_weight)

@@ -59,9 +59,6 @@ def quantize(
         x        in   BF16 or F32 (rows, cols), both multiples of 16; without q_t also (n,), a part
                       of a matrix in the order it lies in, n a multiple of 16
         abs_max  in   F32 (1,)                largest |x|
-
-    Cost:    x read once, q and q_t written; one launch.
-    Raises:  TypeError for a wrong dtype or no output, ValueError for a wrong shape.
     """
     _check(q, q_t, scale, x, abs_max)
     if q_t is None:
@@ -78,9 +75,6 @@ def scaled(dev: Device, x: Tensor, fp8: Fp8Out, *, abs_max: Tensor | None = None
         x        in     BF16 or F32 (rows, cols), both multiples of 16
         fp8      out    (rows, cols)
         abs_max  inout  F32 (1,)                  or None; raised to the largest |x|
-
-    Cost:    x read once, codes written; one launch.
-    Raises:  TypeError for a wrong dtype or no output, ValueError for a wrong shape.
     """
     expect_float("quantize", "x", x)
     _check_shape("x", x, (2,))
@@ -100,8 +94,6 @@ def transpose(dev: Device, q_t: Tensor, q: Tensor) -> None:
     Args (Q is E4M3 or E5M2):
         q_t  out  Q (cols, rows)                        or (E, cols, rows)
         q    in   Q (rows, cols), both multiples of 16, or (E, rows, cols)
-
-    Cost:    q read once, q_t written; one launch.
     """
     if q.dtype not in FP8:
         raise TypeError(f"quantize: q must be E4M3 or E5M2, got {q.dtype.label}")
@@ -119,8 +111,6 @@ def dequantize(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
         out    out  BF16 or F32 (n,)   n a multiple of 16
         q      in   Q (n,)
         scale  in   F32 (1,)
-
-    Cost:    q read once, out written; one launch.
     """
     expect_float("quantize", "out", out)
     _check_shape("out", out, (1,))

@@ -58,8 +58,6 @@ def rows(
         x        in   BF16 or F32  (rows, cols), both multiples of 16
         factors  in   F32          (cols,)  or None; of a matrix of which x is to be multiplied by
                                             codes without these scales of its rows
-
-    Cost:    x read once, q written; one launch.
     """
     n, cols = _check(x, stochastic)
     expect("quantize_int8", "q", q, I8, x.shape)
@@ -120,8 +118,6 @@ def largest_of_columns(dev: Device, column_max: Tensor, x: Tensor) -> None:
     Args:
         column_max  out  F32          (cols,)
         x           in   BF16 or F32  (rows, cols), both multiples of 16
-
-    Cost:    x read once; one launch, and column_max is cleared.
     """
     n, cols = _check(x, None)
     expect("quantize_int8", "column_max", column_max, F32, (cols,))
@@ -137,8 +133,6 @@ def decode(dev: Device, out: Tensor, q: Tensor, scale: Tensor) -> None:
         out    out  BF16 or F32  (rows, cols), both multiples of 16
         q      in   I8           (rows, cols)
         scale  in   F32          (rows,)
-
-    Cost:    q read once, out written; one launch.
     """
     n, cols = _check(out, None)
     expect("quantize_int8", "q", q, I8, out.shape)

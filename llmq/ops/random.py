@@ -25,9 +25,6 @@ def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0
         std           standard deviation
         seed          64 bits
         first_index   place of out's first element in the whole tensor, >= 0
-
-    Cost:    out written once; one launch. Meant for start-up, not tuned.
-    Raises:  TypeError for a wrong dtype, ValueError for a negative first_index.
     """
     expect_float("random", "out", out)
     if first_index < 0:

@@ -26,8 +26,6 @@ def add(dev: Device, acc: Accumulator, x: Tensor) -> None:
     Args:
         acc.tensor   inout  F32 or BF16, x's shape; BF16 sums are rounded stochastically
         x            in     F32 or BF16, any shape
-
-    Cost:    both read, one written, once; one launch.
     """
     sum_parts(dev, acc, [x])
 
@@ -44,9 +42,6 @@ def sum_parts(dev: Device, acc: Accumulator, parts: list[Tensor], first: int = 0
                             pinned memory
         first        a multiple of 128: where acc.tensor starts in the tensor that it is a part of;
                      the random numbers are those of the whole
-
-    Cost:    all read, one written, once; one launch.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape, number of parts or first.
     """
     if not 1 <= len(parts) <= MAX_PARTS:
         raise ValueError(f"reduce: parts must be 1 to {MAX_PARTS} tensors, got {len(parts)}")

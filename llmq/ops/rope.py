@@ -237,8 +237,6 @@ def forward(
                                              None: 0
         channels  R: the first channels of a head, which alone are rotated; a multiple of 16; None:
                   all. The others come in pairs too, of which the table has the angles 0, last.
-
-    Cost:    one read and one write of the query and key heads; one launch.
     """
     op = "rope.forward"
     _check(op, dev, "qkv", qkv, table, num_heads, num_kv_heads, first_position, starts, channels)
@@ -273,8 +271,6 @@ def backward(
         fp8      out    (B*T, Q)  or None; the rotated gradients, value heads included; B*T a
                         multiple of 16
 
-    Cost:    as forward; with abs_max one read of the value heads too. With d_bias or fp8 one read
-             of d_qkv and one write of the query and key heads or of the codes.
     Workspace: with d_bias Q F32 for each 64 tokens.
     """
     op = "rope.backward"

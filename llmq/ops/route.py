@@ -76,7 +76,6 @@ def route(
                                         probabilities, entropies and squares leave out
 
     Cost:    logits read once. Sums are integers: the same in any order.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or kind.
     """
     op = "route"
     S, E, top_k = _check(op, kind, logits, chosen)
@@ -113,9 +112,6 @@ def route_backward(
         chosen     in   I32 (S, top_k)
         of_experts in   F32 (S, E)      or None; is added to d_weights, of the chosen ones
         factors    in   F32 (E + 1,)    or None; what `balance` has made
-
-    Cost:    logits read, d_logits written once.
-    Raises:  TypeError for a wrong dtype, ValueError for a wrong shape or kind.
     """
     op = "route_backward"
     S, E, top_k = _check(op, kind, logits, chosen)

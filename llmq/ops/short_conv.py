@@ -75,8 +75,6 @@ def forward(
         starts  in     I32 (B,T) or None               where each one's document starts; None: 0
         before  inout  F32 (B,taps-1,channels) or None the tokens in front, then the last ones of
                                                        them and x; None: 0
-
-    Cost:    one read and one write of the channels; one launch, with before a second small one.
     """
     op = "short_conv.forward"
     call = _Call(op, dev, x, weight, starts)
@@ -104,7 +102,6 @@ def backward(
         d_weight  inout  F32, BF16  as weight       or None; added to when accumulating
         d_out     in     T          as out
 
-    Cost:    two reads and one write of the channels; one launch, and one for d_weight.
     Workspace: with d_weight F32, as the weight for every 64 tokens.
     """
     op = "short_conv.backward"

@@ -76,7 +76,6 @@ def forward(
         fp8      out    (rows, F)    or None; out in FP8, rows and F multiples of 16
 
     Cost:    one launch; with fp8 no more bytes than the codes.
-    Raises: TypeError for a wrong dtype or no result, ValueError for a wrong shape.
     """
     op = "swiglu.forward"
     if out is None and fp8 is None:
@@ -120,10 +119,6 @@ def backward(
         fp8        out    (rows, 2F)   or None; d_up_gate in FP8, rows and F multiples of 16
         out        out    T (*S, F)    or None; the bits of forward's out; may be d_out itself
         out_fp8    out    (rows, F)    or None, if out is; those of its fp8, E4M3, only transposed
-
-    Cost:    as forward.
-    Raises: TypeError for a wrong dtype, no result or both out and out_fp8, ValueError for a wrong
-        shape.
     """
     op = "swiglu.backward"
     (product, up_gate), (d_product, d_out) = (
