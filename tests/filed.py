@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmq.base import tier
-from llmq.base.tier import Tier
+from llmq.base import tensor
+from llmq.base.tensor import Tier
 
-NEEDS = ("llmq/base/tier.py", "llmq/options/options.py", "llmq/state/placement.py")
+NEEDS = ("llmq/base/tensor.py", "llmq/options/options.py", "llmq/state/placement.py")
 """The table of tiers; the option that chooses it, and the line that goes by it."""
 
 
@@ -35,5 +35,5 @@ class Filed(Tier):
 def register(monkeypatch: pytest.MonkeyPatch) -> Filed:
     """Make it a tier, as a line of the table would."""
     made = Filed("write_combined", direct=False, in_ram=False)
-    monkeypatch.setitem(tier.TIERS, made.name, made)
+    monkeypatch.setitem(tensor.TIERS, made.name, made)
     return made

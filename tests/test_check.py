@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmq.checkpoint.verify import _digest, problem_of
+from llmq.checkpoint.folder import _digest, problem_of
 from llmq.commands.cli import _run
 from llmq.data.token_shards import gaps
 from llmq.runtime.processes import ALONE, Processes

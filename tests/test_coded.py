@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export import export
-from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.hf_export import StoredAs
+from llmq.checkpoint.hf import HfWeights, StoredAs
 from llmq.formats import FORMATS
 from llmq.options.presets import resolve_model
 from llmq.ref.nf4 import LEVELS, scale_levels

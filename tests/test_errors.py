@@ -231,7 +231,7 @@ def test_full_disk_at_the_export(capsys, monkeypatch):
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("llmq.checkpoint.hf_export.write_safetensors", full)
+    monkeypatch.setattr("llmq.checkpoint.hf.write_safetensors", full)
     assert train(steps=2, **{"continue": ""}) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: the disk is full, writing '")

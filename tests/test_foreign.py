@@ -25,7 +25,7 @@ from llmq.base.console import doors, print_text, printable_console
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.worker import Bounds, in_worker
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import export_model
 from llmq.checkpoint.manifest import digest_of
 from llmq.commands.cli import _run
 from llmq.data.loader import DataLoader

@@ -33,7 +33,7 @@ from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export import export
 from llmq.checkpoint.exports import gguf_vocab
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import export_model
 from llmq.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import BF16, F32
 from llmq.base.errors import LlmqError
-from llmq.checkpoint import hf, hf_export
+from llmq.checkpoint import hf
 from llmq.checkpoint.export_files import SINGLE_FILE
-from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.data.tokenizer import ByteTokenizer, HfTokenizer, copy_tokenizer_files
 from llmq.options.presets import model_warnings, preset
 from llmq.state.params import weight_table
@@ -544,7 +543,7 @@ def test_an_export_to_a_full_disk(source, tmp_path, monkeypatch):
     def open_full(path, mode):  # a device that finds no space on any write
         return open("/dev/full", mode)
 
-    monkeypatch.setattr(hf_export, "open", open_full, raising=False)
+    monkeypatch.setattr(hf, "open", open_full, raising=False)
     with pytest.raises(LlmqError, match=rf"^the disk is full, writing '{out}'"):
         export_model(out, config, lambda param: np.zeros(param.shape, np.float32), F32)
     assert os.listdir(tmp_path) == []

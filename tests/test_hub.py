@@ -16,8 +16,7 @@ import pytest
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError
-from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import HfWeights, export_model
 from llmq.checkpoint.hub import find_tokenizer
 from llmq.commands.cli import _run
 from llmq.data.identity import TokenizerId

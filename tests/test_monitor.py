@@ -9,13 +9,13 @@ from llmq.base.errors import LlmqError
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.run import monitor as monitor_module
-from llmq.run.announce import announce_machine
 from llmq.run.monitor import (
     measured_peak,
     speed_of_light,
     system_lines,
     system_record,
 )
+from llmq.run.training import announce_machine
 from llmq.runtime import gpu_info as gpu_info_module
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.gpu_info import GpuInfo, bus_id, gpu_count, gpu_info, least_free

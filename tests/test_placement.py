@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from llmq.base.tier import TIERS
+from llmq.base.tensor import TIERS
 from llmq.checkpoint.checkpoint import CheckpointReader, CheckpointWriter, read_group, write_group
 from llmq.checkpoint.manifest import Manifest
 from llmq.commands.cli import _run

@@ -13,8 +13,17 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from llmq.commands.cli import _run
-from llmq.report.curves import LOSS, read_log, series_of, smoothed
-from llmq.report.plot import MAX_POINTS, figure_of, panels_of, read_runs, thinned
+from llmq.report.plot import (
+    LOSS,
+    MAX_POINTS,
+    figure_of,
+    panels_of,
+    read_log,
+    read_runs,
+    series_of,
+    smoothed,
+    thinned,
+)
 
 
 def write_log(path, steps, evals=(), others=(), start=()):

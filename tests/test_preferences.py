@@ -23,7 +23,7 @@ from llmq.data.tokens import TokenFile, TokenWriter
 from llmq.model.losses import loss_class
 from llmq.model.rings import Result
 from llmq.options.options_io import config_of, layers_of, make_config
-from llmq.report.curves import read_log, series_of
+from llmq.report.plot import read_log, series_of
 from llmq.run import score
 from llmq.run.guard import Guard
 from llmq.run.model_of_run import model_of_run

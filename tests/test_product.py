@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32
-from llmq.base.epilogue import (
+from llmq.base.operand import (
     STORE,
     Activated,
     ActivatedGradient,
     Adapters,
     CrossEntropy,
+    Fp8,
     GradientSum,
     Handed,
+    OutputForms,
+    Rounded,
 )
-from llmq.base.operand import Fp8, OutputForms, Rounded
 from llmq.base.tensor import Accumulator
 from llmq.ops.product import grouped_gradient, grouped_product, product, route
 from llmq.ops.routes import ROUTES

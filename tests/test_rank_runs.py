@@ -18,7 +18,7 @@ from llmq.comm.links import Link, LinkTable
 from llmq.model.step import Step
 from llmq.options.options_io import make_config
 from llmq.plan.sol import peaks
-from llmq.run import announce, monitor
+from llmq.run import monitor, training
 from tests.fake_nvml import FakeGpu, fake_sensors
 from tests.runs import B, T, make_workplace, records, signal_after, train, write_tokens
 from tests.test_training import GPU, GpuLike, digests, measured
@@ -176,8 +176,8 @@ def test_reports_of_two_gpus(monkeypatch, capsys):
 
     monkeypatch.setattr("llmq.runtime.machine.HostDevice", Gpu)
     monkeypatch.setattr("llmq.run.ranks.connect", connect)
-    monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
-    monkeypatch.setattr(announce, "gpu_info", gpu_info)
+    monkeypatch.setattr(training, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
+    monkeypatch.setattr(training, "gpu_info", gpu_info)
     assert train(steps=5, gpus=2, log_gpu_util=4) == 0
     out = capsys.readouterr().out
     assert set(asked) == {(0, "rank 0"), (1, "rank 1")}
@@ -201,7 +201,7 @@ def test_advice_about_mirrors(kind, mirrored, streamed):
     link = Link(kind=kind, speed=25.0, reason=None)
     table = LinkTable(gpus=[0, 1], links=[[None, link], [link, None]])
     options = {"mirror-weights": mirrored, "shard-weights": streamed, "memcpy-all-gather": True}
-    advice = announce.about_mirrors(make_config(options), table)
+    advice = training.about_mirrors(make_config(options), table)
     expected = None
     if streamed and kind == "peer" and mirrored:
         expected = "for nothing"

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 
 from llmq.base.dtypes import F32
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import export_model
 from llmq.data.tokenizer import END_OF_TEXT, QWEN2_WORDS, ByteTokenizer, HfTokenizer
 from llmq.data.tokenizer_files import AS_IT_IS, EXACT_MODULE, difference, take_as_it_is
 from llmq.data.tokens import TokenWriter

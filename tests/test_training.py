@@ -30,7 +30,7 @@ from llmq.model.step import Step
 from llmq.plan.sol import peaks
 from llmq.report import live
 from llmq.report.json_log import JsonLog
-from llmq.run import announce, sensors, training
+from llmq.run import sensors, training
 from llmq.run.diagnose import MAX_SKIPPED
 from llmq.run.events import Member
 from llmq.run.ranks import Rounds
@@ -634,8 +634,8 @@ def test_reports_of_a_gpu(monkeypatch, capsys):
     capsys.readouterr()
     nvml = fake_sensors(monkeypatch, FakeGpu(power=7000, reserved=500 << 20))
     monkeypatch.setattr("llmq.runtime.machine.HostDevice", GpuLike)
-    monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
-    monkeypatch.setattr(announce, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
+    monkeypatch.setattr(training, "gpu_info", lambda index: GPU)
+    monkeypatch.setattr(training, "measured_peak", lambda dev: 0.8 * peaks(GPU.name)[1])
     assert train(**options) == 0
     out = capsys.readouterr().out
     assert measured() == measured("cpu.json")
@@ -690,8 +690,8 @@ def test_reports_of_the_cpu(monkeypatch, capsys):
 def test_an_error_of_the_gpu_is_told_with_the_error_that_it_makes(monkeypatch, capsys):
     nvml = fake_sensors(monkeypatch)
     monkeypatch.setattr("llmq.runtime.machine.HostDevice", GpuLike)
-    monkeypatch.setattr(announce, "gpu_info", lambda index: GPU)
-    monkeypatch.setattr(announce, "measured_peak", lambda dev: None)
+    monkeypatch.setattr(training, "gpu_info", lambda index: GPU)
+    monkeypatch.setattr(training, "measured_peak", lambda dev: None)
 
     def fail(self, step, *args):
         nvml.gpus[0].xids.append(79)

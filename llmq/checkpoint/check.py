@@ -17,11 +17,10 @@ from llmq.checkpoint.checkpoint import CheckpointReader, padded_size
 from llmq.checkpoint.export_files import ADAPTER_FILE, recorded_sums
 from llmq.checkpoint.exports.source import saved_slabs
 from llmq.checkpoint.finite import all_finite, reached
-from llmq.checkpoint.folder import is_complete
+from llmq.checkpoint.folder import digest_of_file, is_complete
 from llmq.checkpoint.hf import INDEX_FILE, SINGLE_FILE, HfWeights
 from llmq.checkpoint.safetensors_file import SafetensorsFile
 from llmq.checkpoint.store import list_checkpoints
-from llmq.checkpoint.verify import digest_of_file
 from llmq.data import checksums, document_file
 from llmq.data.checksums import checksums_path
 from llmq.data.document_file import documents_path

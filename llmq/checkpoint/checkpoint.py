@@ -35,7 +35,7 @@ from llmq.base.files import (
 )
 from llmq.base.run_id import RunId
 from llmq.base.tensor import Tensor
-from llmq.checkpoint.folder import check_own, checkpoint_path, discard, unfinished
+from llmq.checkpoint.folder import check_own, checkpoint_path, discard, problem_of, unfinished
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
@@ -44,7 +44,6 @@ from llmq.checkpoint.safetensors_file import (
     TensorSpec,
     write_safetensors,
 )
-from llmq.checkpoint.verify import problem_of
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import OPTIONS
 from llmq.runtime.device import Device

@@ -13,8 +13,7 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError, ModelError, warn
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, CONFIG_FILE, exported_files
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.hf import HfWeights, base_id, check_same_base
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import HfWeights, base_id, check_same_base, export_model
 from llmq.checkpoint.peft import AdapterFiles, with_additions
 from llmq.checkpoint.principal import Read, Split, halved
 from llmq.data.identity import noted_tokenizer

@@ -18,7 +18,7 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import LlmqError
 from llmq.base.files import check_readable, json_object
 from llmq.checkpoint.export_files import ADAPTER_CONFIG, ADAPTER_FILE, recorded_sums
-from llmq.checkpoint.folder import entries, is_complete
+from llmq.checkpoint.folder import digest_of_file, entries, is_complete
 from llmq.checkpoint.hf import (
     IMPORTED_DTYPES,
     SCORE_HEAD,
@@ -28,7 +28,6 @@ from llmq.checkpoint.hf import (
     same_values,
     stored_shape,
 )
-from llmq.checkpoint.verify import digest_of_file
 from llmq.data.identity import RUN_FILE
 from llmq.options.adapters import Adapters, adapted_modules, divided_bias, matches, token_matrices
 from llmq.options.option_types import LORA_TARGETS, QUANTIZED

@@ -21,9 +21,8 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import json_object, values_of, write_file
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import CheckpointReader
-from llmq.checkpoint.folder import delete, entries, is_complete, leftovers
+from llmq.checkpoint.folder import delete, entries, is_complete, leftovers, looks_whole, problem_of
 from llmq.checkpoint.manifest import MANIFEST, manifest_damage
-from llmq.checkpoint.verify import looks_whole, problem_of
 from llmq.data.identity import TokenizerId
 from llmq.options.option_types import NEWEST
 from llmq.runtime.processes import processes

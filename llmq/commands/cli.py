@@ -39,8 +39,7 @@ from llmq.commands import (
     watch,
 )
 from llmq.commands import eval as evaluation
-from llmq.commands.common import TrainCommand, UsageError, one_line
-from llmq.commands.help import Command, Group
+from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line
 from llmq.runtime.processes import refuse_several
 
 TRAIN = "llmq-train"  # the console script that is `llmq train`

@@ -107,7 +107,7 @@ def _short_run(config: TrainConfig, steps: int) -> tuple[float, list[float]]:
     """Seconds of `llmq train` with so many steps, and when each ended. It leaves nothing behind.
     Raises LlmqError."""
     from llmq.options.option_file import save_options
-    from llmq.report.curves import read_log
+    from llmq.report.plot import read_log
 
     on_disk = config.out_dir.absolute()
     on_disk = next(each for each in on_disk.parents if each.is_dir())

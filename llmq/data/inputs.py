@@ -29,17 +29,22 @@ from llmq.base.errors import ConfigError, DataError
 from llmq.base.files import disk_errors, expand_pattern
 from llmq.base.records import (
     MAX_RECORD,
+    READ_BYTES,
     TABLES,
     Item,
     Wanted,
+    is_packed,
     json_layout,
     layout_of_name,
+    packing_of,
     read_csv,
     read_json,
     read_parquet,
+    skip,
     too_long,
+    unpack,
+    unpacked_size,
 )
-from llmq.base.unpack import READ_BYTES, is_packed, packing_of, skip, unpack, unpacked_size
 from llmq.data.identity import MANIFEST, SHARD_NAME, read_manifest
 from llmq.data.tokenizer import HfTokenizer
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from llmq.arch.model_config import ModelConfig
-from llmq.base.epilogue import Adapters
+from llmq.base.operand import Adapters
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.linear import Linear
 from llmq.model.parameters import EmbeddingGrads, EmbeddingWeights, HeadGrads, HeadWeights

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32
-from llmq.base.epilogue import STORE, Adapters, Epilogue, Handed
-from llmq.base.operand import Operand, Result, tensor_of
+from llmq.base.operand import STORE, Adapters, Epilogue, Handed, Operand, Result, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, Format
 from llmq.model.adapters import Dropout, expanded, output_gradients, width_of

@@ -18,8 +18,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E5M2, E5M2_MAX, F32, I32
-from llmq.base.epilogue import STORE, CrossEntropy, Epilogue, RowFactors
-from llmq.base.operand import Fp8, Operand, OutputForms
+from llmq.base.operand import STORE, CrossEntropy, Epilogue, Fp8, Operand, OutputForms, RowFactors
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import HEAD, Format
 from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters

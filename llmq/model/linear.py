@@ -14,8 +14,7 @@ Fp8 products may be permitted to sum with fewer bits (`ops.matmul.matmul_fp8`).
 
 from typing import Any
 
-from llmq.base.epilogue import STORE, Adapters, Epilogue, GradientSum
-from llmq.base.operand import Operand, tensor_of
+from llmq.base.operand import STORE, Adapters, Epilogue, GradientSum, Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Format
 from llmq.ops import bias as bias_op

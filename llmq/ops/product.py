@@ -11,24 +11,22 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from llmq.base.dtypes import BF16, E4M3_HALF, F32, I8, I32, DType
-from llmq.base.epilogue import (
+from llmq.base.operand import (
     STORE,
     Activated,
     ActivatedGradient,
     Adapters,
     CrossEntropy,
     Epilogue,
-    Handed,
-    RowFactors,
-)
-from llmq.base.operand import (
     Fp8,
+    Handed,
     Int8,
     Operand,
     OutputForms,
     ProductCodes,
     Result,
     Rounded,
+    RowFactors,
     tensor_of,
 )
 from llmq.base.tensor import Accumulator, Tensor

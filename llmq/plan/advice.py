@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from llmq.base.dtypes import MIB
-from llmq.base.tier import host_tiers
+from llmq.base.tensor import host_tiers
 from llmq.options.command_line import command_line, flag
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS

@@ -7,7 +7,7 @@ from typing import Any
 
 from llmq.base.dtypes import MIB
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.base.tier import TIERS
+from llmq.base.tensor import TIERS
 from llmq.options.cards import is_data_center
 from llmq.options.options import TrainConfig
 from llmq.plan.plan import Plan, Usage

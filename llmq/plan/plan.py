@@ -12,7 +12,7 @@ import numpy as np
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.batch import Batch
-from llmq.base.tier import TIERS
+from llmq.base.tensor import TIERS
 from llmq.comm.connect import connect
 from llmq.comm.options import CommOptions
 from llmq.model.step import Step

@@ -21,7 +21,7 @@ from rich.text import Text
 from llmq.base.console import printable_console
 from llmq.base.dtypes import GIB
 from llmq.base.errors import DataError
-from llmq.report.curves import read_log
+from llmq.report.plot import read_log
 from llmq.report.views import PlainView, View, optional_console
 from llmq.runtime.nvml import NO_REASON, REASONS, UNSUPPORTED, reason
 from llmq.runtime.processes import processes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from llmq.base.errors import DiskError
 from llmq.base.run_id import RunId
-from llmq.checkpoint.folder import checkpoint_path
+from llmq.checkpoint.folder import checkpoint_path, forget_pages, problem_of
 from llmq.checkpoint.store import (
     Best,
     Candidates,
@@ -25,7 +25,6 @@ from llmq.checkpoint.store import (
     outdated,
     write_verdict,
 )
-from llmq.checkpoint.verify import forget_pages, problem_of
 from llmq.options.options import TrainConfig
 from llmq.run.events import Events, Member
 from llmq.run.guard import PERSISTS, Guard, Judgement

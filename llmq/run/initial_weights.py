@@ -14,8 +14,14 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.run_id import RunId
 from llmq.checkpoint.checkpoint import INITIAL_ADAPTERS, CheckpointReader
 from llmq.checkpoint.export_files import HubModel
-from llmq.checkpoint.hf import BaseId, HfWeights, base_id, check_same_base, random_base_id
-from llmq.checkpoint.hf_export import export_model
+from llmq.checkpoint.hf import (
+    BaseId,
+    HfWeights,
+    base_id,
+    check_same_base,
+    export_model,
+    random_base_id,
+)
 from llmq.checkpoint.peft import AdapterConfig, AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.checkpoint.principal import Split, doubled

@@ -14,8 +14,7 @@ import numpy as np
 
 from llmq import __version__
 from llmq.base.errors import LlmqError, MachineError
-from llmq.base.tensor import Storage, Tensor
-from llmq.base.tier import TIERS, host_tiers
+from llmq.base.tensor import TIERS, Storage, Tensor, host_tiers
 from llmq.runtime import cuda_api
 from llmq.runtime.arena import align_up
 from llmq.runtime.compile import cache_dir

@@ -15,8 +15,7 @@ import numpy as np
 
 from llmq.base.dtypes import DType
 from llmq.base.errors import ConfigError
-from llmq.base.tensor import Storage, Tensor
-from llmq.base.tier import TIERS
+from llmq.base.tensor import TIERS, Storage, Tensor
 from llmq.runtime.arena import Arena, Stack
 from llmq.runtime.cost import MOVES, Cost
 from llmq.runtime.kernel import Kernel

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmq.base.tensor import Storage, Tensor
-from llmq.base.tier import DEVICE, TIERS
+from llmq.base.tensor import DEVICE, TIERS, Storage, Tensor
 from llmq.runtime.device import HOST_SPEC, Device, Launch, MemorySizes
 from llmq.runtime.kernel import Kernel
 from llmq.runtime.mesh import Mesh

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmq.base.errors import LlmqError
-from llmq.base.tensor import Storage, Tensor
-from llmq.base.tier import PINNED, Tier
+from llmq.base.tensor import PINNED, Storage, Tensor, Tier
 
 PORTABLE = 1  # cudaHostAllocPortable, cudaHostRegisterPortable: pinned for every GPU
 WRITE_COMBINED = 4  # cudaHostAllocWriteCombined: not cached by the CPU

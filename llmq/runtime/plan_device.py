@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmq.base.tensor import Storage, Tensor
-from llmq.base.tier import TIERS
+from llmq.base.tensor import TIERS, Storage, Tensor
 from llmq.runtime.cost import MOVES, Cost, Kind
 from llmq.runtime.device import Device, DeviceSpec, Event, Launch
 from llmq.runtime.kernel import KernelSource

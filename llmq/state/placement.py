@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import E4M3, F32, DType, parse_dtype
-from llmq.base.tier import TIERS
+from llmq.base.tensor import TIERS
 from llmq.formats import codes_of
 from llmq.options.adapters import adapters_of
 from llmq.options.conditions import why_gradients_stay, why_no_mirrors

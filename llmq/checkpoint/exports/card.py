@@ -14,7 +14,7 @@ from llmq.checkpoint.hub import is_hub_id
 from llmq.options.command_line import fewest_values
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.options.presets import find_directory
-from llmq.report.curves import read_log
+from llmq.report.plot import read_log
 
 CARD = "README.md"
 _MARK = "Written by `llmq export`."

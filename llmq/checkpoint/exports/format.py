@@ -9,8 +9,7 @@ from llmq.base.dtypes import OPTION_DTYPES
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.source import Source
-from llmq.checkpoint.hf import HfWeights
-from llmq.checkpoint.hf_export import StoredAs, export_model
+from llmq.checkpoint.hf import HfWeights, StoredAs, export_model
 from llmq.checkpoint.peft import AdapterFiles
 from llmq.checkpoint.peft_export import export_adapter
 from llmq.state.params import weight_table

@@ -16,7 +16,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.checkpoint.export_files import exported_files
 from llmq.checkpoint.exports.format import ExportFormat, write_model
 from llmq.checkpoint.exports.source import Source, saved_config
-from llmq.checkpoint.hf_export import StoredAs
+from llmq.checkpoint.hf import StoredAs
 from llmq.checkpoint.safetensors_file import TensorSpec
 from llmq.formats.format import id_of
 from llmq.formats.scales import SCALE_MARGIN, STATE

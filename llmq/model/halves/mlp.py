@@ -12,8 +12,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
-from llmq.base.epilogue import Activated, ActivatedGradient, Handed
-from llmq.base.operand import Operand, OutputForms, ProductCodes, Result
+from llmq.base.operand import (
+    Activated,
+    ActivatedGradient,
+    Handed,
+    Operand,
+    OutputForms,
+    ProductCodes,
+    Result,
+)
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Activation, InputAgain
 from llmq.model.activations import HalfLayer, Recompute
