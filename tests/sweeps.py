@@ -7,9 +7,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from llmq.bench import bench
+from llmq.bench import BenchOptions, bench
 from llmq.bench.bench import run_bench
-from llmq.bench.bench_options import BenchOptions
 
 MACHINE = {"device": "CPU", "gpu": None, "versions": {"llmq": "0.1", "NumPy": "2"}}
 GRID = "device: cpu\nmodel: [tiny, tiny-gpt2]\nbatch-size: [1, 2, 4]\n"
@@ -43,7 +42,7 @@ class Sweeps:
     """Makes sweeps of one file. made: model and batch of the runs that were made, in order.
 
     outcomes: by (model, batch), where it is not that of `ok`: a dict, or something to call.
-    predictions: as llmq/bench/plan_runs.py writes them, by (model, batch).
+    predictions: as llmq/bench/measure.py writes them, by (model, batch).
     """
 
     def __init__(self, folder: Path, monkeypatch: Any):

@@ -16,19 +16,18 @@ import pytest
 
 from llmq.base.dtypes import F32
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import bench, child, measure, report_file, sweep_file
+from llmq.bench import BenchOptions, bench, child, measure, report_file, sweep_file
 from llmq.bench.bench import run_bench
-from llmq.bench.bench_options import BenchOptions
 from llmq.bench.child import run_child
 from llmq.bench.measure import (
     host_work,
     idle_share,
     launch_times,
     open_trainer,
+    planned,
     random_batches,
     settle,
 )
-from llmq.bench.plan_runs import planned
 from llmq.bench.report import describe, markdown
 from llmq.bench.sweep_file import read_runs
 from llmq.commands.cli import _run

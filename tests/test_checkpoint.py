@@ -29,7 +29,7 @@ from llmq.checkpoint.checkpoint import (
     required_groups,
     slab_ranges,
 )
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights, StoredAs
 from llmq.formats import FORMATS
 from llmq.options.presets import resolve_model

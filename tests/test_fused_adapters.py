@@ -12,7 +12,7 @@ import transformers
 from safetensors.numpy import load_file
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.merge import merge_adapter
 from llmq.checkpoint.peft import by_module
 from llmq.options.adapters import adapted_modules, adapters_of

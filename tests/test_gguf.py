@@ -31,8 +31,7 @@ from llmq.arch.llama import Llama
 from llmq.base import files
 from llmq.base.dtypes import F32
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.export import export
-from llmq.checkpoint.exports import gguf_vocab
+from llmq.checkpoint.exports import export, gguf_vocab
 from llmq.checkpoint.hf import export_model
 from llmq.data.tokenizer import (
     END_OF_TEXT,

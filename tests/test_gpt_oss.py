@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.presets import resolve_model

@@ -17,7 +17,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.cards import card_of, find_card, spec_of
 from llmq.options.conditions import Ranks

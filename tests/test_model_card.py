@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from llmq.base.errors import LlmqError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from tests.models import exported, hf_model, random_batch, trainer_for
 
 

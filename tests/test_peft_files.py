@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmq.base.errors import ConfigError, LlmqError, ModelError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.merge import merge_adapter
 from tests.adapters import batches
 from tests.models import CONFIGS, exported, hf_model, torch_loss, trainer_for

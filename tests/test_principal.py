@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from llmq.base.dtypes import BF16
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.checkpoint.export import export
+from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import as_kept, merge_adapter
 from llmq.checkpoint.principal import Split, principal

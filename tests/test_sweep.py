@@ -16,9 +16,8 @@ import pytest
 
 from llmq.base import files
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench import bench, child, plan_runs, report_file
+from llmq.bench import BenchOptions, bench, child, measure, report_file
 from llmq.bench.bench import Forecast, run_bench
-from llmq.bench.bench_options import BenchOptions
 from llmq.commands.cli import _run
 from tests.conftest import gpu_problem
 from tests.sweeps import GRID, MACHINE, TABLE, Sweeps, ok, planned
@@ -518,7 +517,7 @@ def test_plans_of_runs(monkeypatch, tmp_path):
     job = {"runs": [TINY, TINY | {"memory-limit": "1MiB"}, TINY | {"seq-len": 4096}]}
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(job | {"parent": None})))
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "result.json"), str(tmp_path / "alive")])
-    plan_runs.main()
+    measure.main()
     assert (tmp_path / "alive").exists()
     written = json.loads((tmp_path / "result.json").read_text())
     found, none, wrong = written["runs"]

@@ -1,7 +1,7 @@
 """`llmq bench`: the speed of one or many configurations, in a report that grows with each run.
 
 Every configuration runs in a child process (llmq/bench/measure.py), and another one makes all plans
-before (llmq/bench/plan_runs.py); this one loads no CUDA.
+before; this one loads no CUDA.
 """
 
 import json
@@ -19,8 +19,8 @@ from typing import Any
 from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import read_json
 from llmq.base.signals import Interrupted
-from llmq.bench.bench_options import BenchOptions
-from llmq.bench.child import EXTRA_STEPS, WARM_UP, run_child, run_watched
+from llmq.bench import BenchOptions
+from llmq.bench.child import CHILD, EXTRA_STEPS, WARM_UP, run_child, run_watched
 from llmq.bench.report import describe, full_title, markdown, shared_flags
 from llmq.bench.report_file import Report, ReportFile, differences, in_order, merge
 from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
@@ -81,11 +81,11 @@ def _same(fact: dict[str, Any], run: dict[str, Any], keys: tuple[str, ...]) -> b
     return all(str(fact[key]).lower() == str(run[key]).lower() for key in keys)
 
 
-PLANNER = (sys.executable, "-m", "llmq.bench.plan_runs")
+PLANNER = CHILD
 LIMIT = 300  # seconds for the plan of one run
 
 Prediction = dict[str, Any]
-"""The prediction of one run, as llmq/bench/plan_runs.py writes it."""
+"""The prediction of one run, as llmq/bench/measure.py writes it."""
 
 
 def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:

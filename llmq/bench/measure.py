@@ -6,6 +6,11 @@ and `parent`, the process that asked, with which it ends. It writes JSON to the 
 `status` ("ok", "does not fit", "failed"), and `message`, or `result`, `machine` and `gpus`, how
 many were used. While the ranks make progress it touches the file ALIVE, and at SIGUSR1 it prints
 where all threads are.
+
+A job with `runs`, a list of options, asks for their plans alone: `machine`, and `runs` in the same
+order with `status` ("fits", "does not fit", "failed" where nothing can be planned), `message`, and
+of what was planned `device` and `host`, bytes that are needed, `step_seconds`,
+`tokens_per_second`, and `on_gpu`: on the CPU the plan only says how runs compare.
 """
 
 import json
@@ -18,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +41,10 @@ from llmq.options.conditions import Ranks
 from llmq.options.options_io import make_config
 from llmq.options.presets import model_warnings
 from llmq.options.rules import RULES
+from llmq.plan.advice import shortages
+from llmq.plan.checks import plan_unchecked
 from llmq.plan.cost import step_time
-from llmq.plan.memory import OutOfMemory, needed_bytes
+from llmq.plan.memory import OutOfMemory, memory_limit, needed_bytes
 from llmq.plan.sol import flops_per_token
 from llmq.run.batches import random_batch
 from llmq.run.model_of_run import model_of_run
@@ -44,6 +52,7 @@ from llmq.run.monitor import speed_of_light, system_record
 from llmq.run.sensors import open_sensors
 from llmq.run.trainer import Trainer
 from llmq.runtime.gpu_info import gpu_info, library_versions
+from llmq.runtime.machine import Machine, choose_machine
 from llmq.runtime.nvml import NvmlGpu
 from llmq.runtime.timing import LaunchTime, time_launches
 
@@ -259,20 +268,67 @@ def _show_progress(trainer: Trainer, alive: Path) -> None:
         time.sleep(1)
 
 
+# ------------------------------------------------------------------------------------------------
+# Plans
+
+
+_machine_here = cache(choose_machine)  # what is free is asked once: runs are compared with the same
+
+
+def planned(options: dict[str, Any]) -> tuple[dict[str, Any], Machine]:
+    """The record of one run's plan, and where it would run. Raises LlmqError."""
+    config = make_config(options | {"steps": 1, "cooldown": 0})
+    model, _ = model_of_run(config, weights=False)
+    machine = _machine_here(config.device, config.gpus)
+    planner, run = plan_unchecked(config.validate_with(model), model, machine)
+    problems = shortages(run.plan, planner.spec, memory_limit(config, machine))
+    seconds = step_time(run.plan, planner.card, network=planner.network).total
+    found = {
+        "status": "does not fit" if problems else "fits",
+        "message": "; ".join(problems) or None,
+        "device": needed_bytes(run.plan, planner.spec),
+        "host": run.plan.host_bytes,
+        "step_seconds": seconds,
+        "tokens_per_second": run.plan.tokens / seconds,
+        "on_gpu": machine.kind == "cuda",
+    }
+    return found, machine
+
+
+def _plans(runs: list[dict[str, Any]], alive: Path) -> dict[str, Any]:
+    """The plans of all runs, and the machine of the last one that can be planned."""
+    made: list[dict[str, Any]] = []
+    where = None
+    for options in runs:
+        try:
+            found, machine = planned(options)
+            versions = versions_of(machine.kind)
+            where = {"device": machine.spec.name, "gpu": None, "versions": versions}
+        except LlmqError as error:
+            found = {"status": "failed", "message": error.headline}
+        made.append(found)
+        alive.touch()
+    return {"runs": made, "machine": where}
+
+
 def main() -> None:
     """The child: see the top of this file."""
-    job = job_of_parent()
+    job, alive = job_of_parent(), Path(sys.argv[2])
+    outcome = _plans(job["runs"], alive) if "runs" in job else _measured(job, alive)
+    write_file(Path(sys.argv[1]), json.dumps(outcome))
+
+
+def _measured(job: dict[str, Any], alive: Path) -> dict[str, Any]:
     try:
-        outcome = {"status": "ok"} | measure(**job, alive=Path(sys.argv[2]))
+        return {"status": "ok"} | measure(**job, alive=alive)
     except OutOfMemory as error:
-        outcome = {"status": "does not fit", "message": error.headline}
+        return {"status": "does not fit", "message": error.headline}
     except LlmqError as error:
-        outcome = {"status": "failed", "message": str(error)}
+        return {"status": "failed", "message": str(error)}
     except Exception as error:  # of CUDA, say: the report says why, and the traceback where
         traceback.print_exc()
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        outcome = {"status": "failed", "message": message}
-    write_file(Path(sys.argv[1]), json.dumps(outcome))
+        return {"status": "failed", "message": message}
 
 
 if __name__ == "__main__":

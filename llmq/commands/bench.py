@@ -9,7 +9,7 @@ import typer
 from llmq.base.errors import ConfigError
 from llmq.base.files import report_path
 from llmq.base.signals import ending_children
-from llmq.bench.bench_options import BenchOptions
+from llmq.bench import BenchOptions
 from llmq.commands.common import SaveConfig, save_config, train_options
 
 ConfigFile = Annotated[

@@ -80,7 +80,7 @@ def export(
 ) -> None:
     """Write a checkpoint, a model or adapters as transformers, peft, vLLM or llama.cpp load
     them."""
-    from llmq.checkpoint.export import export as run
+    from llmq.checkpoint.exports import export as run
 
     where, how = checkpoint_dir if source is None else source, {"to": to, "dtype": dtype}
     how |= {"base": base, "merge": merge, "scales": scales, "activations": activations}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmq.base.errors import ConfigError, LlmqError
-from llmq.bench.bench_options import BenchOptions
+from llmq.bench import BenchOptions
 from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_options
 from llmq.commands.plan import CardFile, CardName
 from llmq.options.option_types import AUTO

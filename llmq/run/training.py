@@ -34,12 +34,11 @@ from llmq.report.json_log import JsonLog
 from llmq.report.live import view_of_run
 from llmq.report.views import PlainView
 from llmq.run.agreement import check_token_files
-from llmq.run.checkpoints import Checkpoints
+from llmq.run.checkpoints import Checkpoints, FinalModel, Judging
 from llmq.run.diagnose import AbsMaxes
 from llmq.run.evaluations import EvaluationInputs, Evaluations, read_evaluation_inputs
 from llmq.run.events import Events
 from llmq.run.guard import Guard
-from llmq.run.judging import FinalModel, Judging
 from llmq.run.loop import Loop
 from llmq.run.metrics import Reporter
 from llmq.run.model_of_run import agreed_tokenizer, lost_tokenizer, unknown_tokenizer

@@ -1,11 +1,97 @@
-"""Formats of exports, one file each, of which EXPORTS is the table.
+"""`llmq export`: a checkpoint, a model or adapters in a format that others read.
 
-`source.py` opens what is exported, `format.py` says what a format is, and has model directories.
+Formats have one file each, and EXPORTS is their table. `source.py` opens what is exported,
+`format.py` says what a format is, and has model directories.
 """
 
+import inspect
+from contextlib import suppress
+from pathlib import Path
+
+from llmq.base.errors import ConfigError, LlmqError, warn
+from llmq.base.run_id import RunId
+from llmq.checkpoint.export_files import export_owner, exported_files
+from llmq.checkpoint.exports.card import write_card
 from llmq.checkpoint.exports.format import ExportFormat, HuggingFace
 from llmq.checkpoint.exports.fp8 import Fp8
 from llmq.checkpoint.exports.gguf import Gguf
+from llmq.checkpoint.exports.source import Source, open_source
+from llmq.checkpoint.hub import check_upload, upload
+from llmq.options.option_types import parse_dtype_name
 
 EXPORTS: dict[str, type[ExportFormat]] = {made.name: made for made in (HuggingFace, Gguf, Fp8)}
 """By --format."""
+
+
+def export(
+    where: str | Path,
+    out: Path,
+    *,
+    to: str = "hf",
+    dtype: str | None = None,
+    base: str | None = None,
+    merge: bool = False,
+    verify: bool | None = None,
+    overwrite: bool = False,
+    force: bool = False,
+    licence: str | None = None,
+    push: str | None = None,
+    **options: str | None,
+) -> list[str]:
+    """Write what `where` names in the format `to`; returns the names of the files.
+
+    where, base, merge, force: as of open_source. dtype: as of the format, None: that of the source.
+    verify: as of ExportFormat.write. overwrite: what is at `out`, whoever wrote it; else a run
+    replaces its own model directory. licence: of the README.md that a folder gets, as of `card`.
+    push: the repository of the hub that gets the files. options: of the format. LlmqError where
+    that is not possible, before anything changes.
+    """
+    if to not in EXPORTS:
+        raise ConfigError(f"--format: expected {' or '.join(EXPORTS)}, got {to!r}")
+    given = {name: value for name, value in options.items() if value is not None}
+    if alien := given.keys() - inspect.signature(EXPORTS[to]).parameters.keys():
+        raise ConfigError(f"--{min(alien)} has no meaning with --format {to}")
+    made = EXPORTS[to](**given)
+    with suppress(ValueError):  # of formats that only GGUF has
+        dtype = None if dtype is None else parse_dtype_name(dtype)
+    if dtype is not None and dtype not in made.dtypes:
+        raise ConfigError(f"--dtype: {to} is {' or '.join(made.dtypes)}, got {dtype!r}")
+    if push is not None:
+        check_upload(push)
+    if force:
+        verify = False  # what is no number is not equal to itself
+    with open_source(where, base=base, merge=merge, force=force) as source:
+        if not overwrite:
+            _check_free(made, source, out)
+        kept = dtype or source.dtype
+        if kept not in made.dtypes:
+            warn([f"the model is in {kept} and is written in bf16: --dtype fp32 rounds nothing"])
+            kept = "bf16"
+        made.check(source, kept)
+        files = made.write(source, out, kept, verify=verify)
+        if out.suffix != ".gguf":
+            files = sorted({*files, *write_card(out, source, to, kept, licence)})
+    if push is not None:
+        upload(push, out, files)
+    return files
+
+
+def _check_free(made: ExportFormat, source: Source, out: Path) -> None:
+    """LlmqError if there is something already, but for the model of the checkpoint's run."""
+    found = made.occupied(out)
+    if not found:
+        return
+    run: RunId | None = None if source.manifest is None else source.origin["run"]
+    owner = export_owner(out) if found == exported_files(out) else None
+    if source.manifest is None or found != exported_files(out):
+        raise LlmqError(
+            f"--out: '{out}' holds {found[0].name} already: choose another place, or add "
+            "--overwrite"
+        )
+    mine = owner is None if run is None else run.owns(owner)
+    if not mine:
+        whose = "no run of llmq's" if owner is None else str(owner)
+        raise LlmqError(
+            f"--out-dir: '{out}' holds the model of {whose}, not of the checkpoint's "
+            f"{run or 'run'}: choose another directory, move it away, or add --overwrite"
+        )

@@ -18,14 +18,15 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from llmq.arch.common import GgufKind
+from llmq.arch.delta import DeltaNet
 from llmq.arch.matrix import HfPart
 from llmq.arch.model_config import ModelConfig
+from llmq.arch.rope_family import all_but_every
 from llmq.arch.rope_scaling import RopeScaling
 from llmq.base.dtypes import BF16
 from llmq.base.errors import LlmqError, warn
 from llmq.base.files import make_directory, replacing, temporary_path
 from llmq.checkpoint.exports.format import SMALL, ExportFormat
-from llmq.checkpoint.exports.gguf_delta import add_delta, delta_lacks, delta_tensors
 from llmq.checkpoint.exports.gguf_vocab import add_vocabulary
 from llmq.checkpoint.exports.source import Source
 from llmq.checkpoint.finite import all_finite
@@ -39,9 +40,8 @@ from llmq.state.params import PEFT_PREFIX, Param
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """By --dtype, the name of the format there."""
 _WORST = {"Q8_0": 0.57 / 127, "Q4_0": 1.01 / 8, "MXFP4": 0.0}
-"""How far from a value what is read back may be, over the largest value of its block: half a step,
-or for the value that is as far from 0 on the other side a whole one, and the scale's rounding.
-MXFP4 is only written where the values are those of such codes."""
+"""The largest error of what is read back, over the largest value of its block: half a step, or a
+whole one, and the scale's rounding. MXFP4 is only written of values that are such codes."""
 _BLOCK = 32  # values with one scale
 _PIECE = 1 << 18  # values that a thread encodes at once: they stay in the processor's cache
 _ROPE_KINDS = (None, "linear", "llama3", "yarn")
@@ -156,7 +156,7 @@ def _lacks(model: ModelConfig) -> Iterator[str]:
     if every is not None and _windows(model) != [layer % every != 0 for layer in range(1, last)]:
         yield f"with windows in other layers than those whose number is no multiple of {every}"
     if "delta" in model.arch.own_fields:
-        yield from delta_lacks(model)
+        yield from _delta_lacks(model)
     if its is None:
         return
     if its.layers is not None:
@@ -197,12 +197,11 @@ def _own_factor(scaling: RopeScaling) -> float:
 
 
 def _windows(model: ModelConfig) -> list[bool]:
-    """Whether each layer has a window."""
     return [model.window_of(layer) is not None for layer in range(model.num_layers)]
 
 
 def _own_scalar(model: ModelConfig) -> int:
-    """The number by whose root llama.cpp divides scores of a Gemma 3; 27B is told by its layers."""
+    """By whose root llama.cpp divides scores of a Gemma 3; 27B is told by its layers."""
     return model.hidden_size // model.num_heads if model.num_layers == 62 else model.head_dim
 
 
@@ -211,7 +210,6 @@ def _own_scalar(model: ModelConfig) -> int:
 
 
 def _alphas(source: Source) -> set[float]:
-    """The numbers that llama.cpp would divide by the ranks of adapters."""
     parts = (p for _, matrix in all_adapted(source.model, source.adapters) for p in matrix.parts)
     return {float(np.float32(part.scale * part.rank)) for part in parts}
 
@@ -221,7 +219,6 @@ def _params(source: Source) -> Iterator[Param]:
 
 
 def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
-    """The tensors of each parameter."""
     gguf, model = _library(), source.model
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == _kind_of(model).name)
     names = gguf.get_tensor_name_map(arch, model.num_layers)
@@ -245,7 +242,7 @@ def _tensors(source: Source, dtype: str) -> dict[Param, list[_Tensor]]:
         for part in param.hf:  # those of experts become one tensor
             of_paired = _of_paired(param, part) if part.experts else ()
             in_turns = _kind_of(model).heads_in_turns
-            apart = [*of_paired, *delta_tensors(model, param, part, in_turns=in_turns)]
+            apart = [*of_paired, *_delta_tensors(model, param, part, in_turns=in_turns)]
             for hf, shape, made in apart:
                 name = name_of(hf)
                 found[param].append(_Tensor(name, shape, kind(name, shape), made))
@@ -277,7 +274,6 @@ def _keeps_codes(source: Source) -> bool:
 
 
 def _made(rows: list[Callable], dimensions: int, values: np.ndarray) -> np.ndarray:
-    """A tensor of one module, or of one of each expert."""
     made = [each(values) for each in rows]
     return np.stack(made) if made[0].ndim < dimensions else made[0]
 
@@ -311,8 +307,7 @@ def _rows_of(model: ModelConfig, part: Any) -> Callable[[np.ndarray], np.ndarray
 
 
 def _rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """F32 (rotary channels / 2,) by name: what frequencies are divided by, where no number of the
-    metadata says it."""
+    """Divisors of frequencies, F32 (rotary channels / 2,), that no number of the metadata says."""
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "longrope":
         both = {"long": scaling.long_factor, "short": scaling.short_factor}
@@ -320,8 +315,7 @@ def _rope_factors(model: ModelConfig) -> dict[str, np.ndarray]:
     if scaling is None or scaling.kind != "llama3":
         return {}
     both = (inverse_frequencies(model.head_dim, model.rope_theta, s) for s in (None, scaling))
-    plain, stretched = both
-    return {"rope_freqs.weight": plain / stretched}
+    return {"rope_freqs.weight": next(both) / next(both)}
 
 
 def _metadata(writer: Any, source: Source, dtype: str) -> None:
@@ -356,12 +350,11 @@ def _metadata(writer: Any, source: Source, dtype: str) -> None:
             writer.add_expert_shared_feed_forward_length(model.experts.shared_size)
     _positions(writer, model)
     if model.delta is not None:
-        add_delta(writer, model, in_turns=_kind_of(model).heads_in_turns)
+        _add_delta(writer, model, in_turns=_kind_of(model).heads_in_turns)
     add_vocabulary(gguf, writer, model, source.tokenizer)
 
 
 def _positions(writer: Any, model: ModelConfig) -> None:
-    """RoPE and windows."""
     if model.positions != "rope":
         return
     gguf = _library()
@@ -400,7 +393,6 @@ class _Data:
         self.nbytes, self._pieces = nbytes, pieces
 
     def tofile(self, file: BinaryIO) -> None:
-        """Append the bytes, as the library's writer asks for it."""
         for piece in self._pieces:
             file.write(piece.reshape(-1).view(np.uint8).data)
 
@@ -434,7 +426,7 @@ def _write(source: Source, file: BinaryIO, dtype: str) -> None:
 
 
 def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param, np.ndarray]]:
-    """Parameters with their rows; the next one is read while one is encoded and written."""
+    """Parameters with their rows; the next one is read meanwhile."""
     with ThreadPoolExecutor(1) as reader:
         coming: list[tuple[Param, Future[np.ndarray]]] = []
         for param in params:
@@ -447,13 +439,11 @@ def _read_ahead(source: Source, params: Iterable[Param]) -> Iterator[tuple[Param
 
 
 def _pieces(tensor: _Tensor) -> list[slice]:
-    """Rows that are encoded at once."""
     return row_blocks(tensor.shape[0], prod(tensor.shape[1:]), _PIECE)
 
 
 def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
     """Rows as the file has them, contiguous bytes."""
-    gguf = _library()
     if tensor.kind == "BF16":
         return np.ascontiguousarray(rows, BF16.numpy).view(np.uint8)
     if tensor.kind == "F16" and rows.dtype == BF16.numpy:
@@ -462,8 +452,8 @@ def _codes(tensor: _Tensor, rows: np.ndarray) -> np.ndarray:
         return _mxfp4(rows.astype(np.float32))
     else:
         with np.errstate(over="ignore"):
-            kind = gguf.GGMLQuantizationType[tensor.kind]
-            found = gguf.quants.quantize(rows.astype(np.float32), kind)
+            kind = _library().GGMLQuantizationType[tensor.kind]
+            found = _library().quants.quantize(rows.astype(np.float32), kind)
     if tensor.kind == "F16" and not all_finite(found) and all_finite(rows):
         raise LlmqError(f"{tensor.name} has values that fp16 cannot hold: give --dtype bf16")
     return np.ascontiguousarray(found).view(np.uint8)
@@ -521,3 +511,90 @@ def _agrees(tensor: _Tensor, rows: np.ndarray, data: np.ndarray) -> bool:
     blocks = rows.reshape(-1, _BLOCK)
     errors = np.abs(found.reshape(-1, _BLOCK) - blocks)
     return bool((errors <= _WORST[tensor.kind] * np.abs(blocks).max(1, keepdims=True)).all())
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+# Gated delta nets have the names of state space models there. Orders are those of llama.cpp's
+# converter (conversion/qwen.py): decays are stored as -exp(A_log), Qwen3-Next's products one by
+# one, and value heads of Qwen3.5 in turns, the first one of each key head before all second ones.
+
+_AT = ".linear_attn."
+_AXES = (11, 11, 10, 0)
+"""Pairs of rotary channels for each axis of images, the converter's where a model's files have
+none. Models whose value heads are stored in turns have to say them."""
+
+
+def _delta_lacks(model: ModelConfig) -> Iterator[str]:
+    """Properties of this model that llama.cpp's delta nets have not."""
+    net = model.delta
+    if net is None:
+        yield "without delta nets"
+        return
+    if net.key_dim != net.value_dim:
+        yield f"with keys of {net.key_dim} and values of {net.value_dim} channels"
+    if net.layers != all_but_every(_attention_every(net), model.num_layers):
+        yield "whose layers with attention stand at several distances"
+
+
+def _attention_every(net: DeltaNet) -> int:
+    return [*net.layers, False].index(False) + 1
+
+
+def _add_delta(writer: Any, model: ModelConfig, *, in_turns: bool) -> None:
+    net = model.delta
+    writer.add_ssm_conv_kernel(net.taps)
+    writer.add_ssm_state_size(net.key_dim)
+    writer.add_ssm_group_count(net.key_heads)
+    writer.add_ssm_time_step_rank(net.value_heads)
+    writer.add_ssm_inner_size(net.values)
+    writer.add_full_attention_interval(_attention_every(net))
+    if in_turns:
+        writer.add_rope_dimension_sections(_AXES)
+
+
+def _delta_tensors(
+    model: ModelConfig, param: Param, part: HfPart, *, in_turns: bool
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[np.ndarray], np.ndarray]]]:
+    """Name, shape and maker of each tensor that a part of a delta net becomes; none: it is of
+    another half. The names are those that modules have or could have at Hugging Face."""
+    stem, at, own = part.name.partition(_AT)
+    if not at:
+        return
+    net, module, count = model.delta, own.split(".")[0], part.stop - part.start
+    of_inputs, of_outputs = (".lora_B." not in own, ".lora_A." not in own)
+    columns: Any = slice(None)
+    heads = np.arange(net.value_heads)
+    if in_turns:
+        heads = heads.reshape(net.key_heads, -1).T.ravel()
+    channels = (heads[:, None] * net.value_dim + np.arange(net.value_dim)).ravel()
+    with_keys = np.concatenate(
+        [np.arange(net.channels - net.values), net.channels - net.values + channels]
+    )
+    rows = {own: np.arange(count)}
+    if module == "in_proj_qkvz":
+        both = np.split(np.arange(count), [net.channels]) if of_outputs else 2 * [rows[own]]
+        rows = {own.replace("qkvz", name): of for name, of in zip(("qkv", "z"), both, strict=True)}
+    elif module == "out_proj" and of_inputs:
+        columns = channels
+    elif of_outputs and module in ("in_proj_qkv", "conv1d"):
+        rows = {own: with_keys}
+    elif of_outputs and module == "in_proj_z":
+        rows = {own: channels}
+    elif of_outputs and module == "in_proj_ba":
+        rows = {own: np.asarray(part.rows_of(slice(None)))}
+    elif of_outputs and module in ("in_proj_b", "in_proj_a", "A_log", "dt_bias"):
+        rows = {own.replace("dt_bias", "dt_proj.bias"): heads}
+
+    for name, order in rows.items():
+
+        def made(values: np.ndarray, order: np.ndarray = order) -> np.ndarray:
+            found = values[part.start : part.stop][order]
+            found = found if part.columns is None else found[:, : part.columns]
+            if module == "A_log":
+                return -np.exp(found.astype(np.float32))
+            return found[:, columns] if found.ndim > 1 else found
+
+        width = param.row_shape if part.columns is None else (part.columns,)
+        yield f"{stem}{at}{name}", (len(order), *width), made
