@@ -361,7 +361,7 @@ COMMANDS = [
     ),
     (
         "export --out-dir o --checkpoint-dir c",
-        "checkpoint.export.export",
+        "checkpoint.exports.export",
         (
             (Path("c"), Path("o")),
             {
@@ -475,12 +475,12 @@ def test_results_are_printed(stub, capsys):
     stub("data.tokenize.tokenize", result=SimpleNamespace(describe=lambda: "7 documents"))
     assert _run("tokenize a --tokenizer bytes --out d".split()) == 0
     stub(
-        "checkpoint.export.export",
+        "checkpoint.exports.export",
         result=["config.json", "model.safetensors"],
     )
     assert _run("export --out-dir o".split()) == 0
     assert capsys.readouterr().out == "7 documents\nwrote config.json, model.safetensors to o\n"
-    stub("checkpoint.export.export", result=["g.gguf"])
+    stub("checkpoint.exports.export", result=["g.gguf"])
     assert _run("export m --format gguf --out there/g.gguf".split()) == 0
     assert capsys.readouterr().out == "wrote there/g.gguf\n"
 
