@@ -19,7 +19,6 @@ from llmq.ops import (
     gelu,
     norm,
     quantize,
-    random,
     rope,
     swiglu,
 )
@@ -69,7 +68,7 @@ def rotate(dev: Device, qkv: Tensor) -> None:
 def normalise(dev: Device, out: Tensor, x: Tensor) -> None:
     rstd = dev.alloc("rstd", x.shape[:1], F32, "Activations")
     weight = dev.alloc("weight", (C,), BF16, "Activations")
-    random.normal(dev, weight, 1.0, 5)
+    elementwise.normal(dev, weight, 1.0, 5)
     norm.forward(dev, out, None, rstd, x, weight, None, 1e-6)
 
 
@@ -94,7 +93,7 @@ def look_up(dev: Device, out: Tensor) -> None:
     tokens = dev.alloc("tokens", (1, out.shape[0]), I32, "Activations")
     dev.zero(tokens)
     weight = dev.alloc("weight", (8, C), BF16, "Activations")
-    random.normal(dev, weight, 1.0, 5)
+    elementwise.normal(dev, weight, 1.0, 5)
     embedding.forward(dev, out.view(1, *out.shape), tokens, weight, None)
 
 
@@ -174,9 +173,9 @@ def test_the_last_rows(machine, name):
         large[tensor] = dev.alloc(tensor, (rows, *part.row), part.dtype, "Activations")
         small[tensor] = dev.alloc(tensor, (last_rows, *part.row), part.dtype, "Activations")
         if part.reads:
-            random.normal(dev, large[tensor], 1.0, seed)
+            elementwise.normal(dev, large[tensor], 1.0, seed)
             first = (rows - last_rows) * int(np.prod(part.row))
-            random.normal(dev, small[tensor], 1.0, seed, first)
+            elementwise.normal(dev, small[tensor], 1.0, seed, first)
             last = dev.download(large[tensor].rows(rows - last_rows, rows))
             assert (bits(last) == bits(dev.download(small[tensor]))).all()
     call(dev, **large)

@@ -89,10 +89,8 @@ def test_every_operation_has_its_five_files():
     ops = stems("llmq/ops", "*.py") - {name.removeprefix("ops.") for name in CHOOSING}
     assert ops == stems("llmq/ref", "*.py")
     assert ops == stems("llmq/cu", "*.cu")
-    tests = {name.removeprefix("test_") for name in stems("tests/ops", "test_*.py")}
-    assert ops == tests
-    tests = {name.removeprefix("test_") for name in stems("tests/ref", "test_*.py")}
-    assert ops == tests
+    for folder in ("tests/ops", "tests/ref"):  # and more, where its kernels are of several kinds
+        assert ops <= {name.removeprefix("test_") for name in stems(folder, "test_*.py")}
 
 
 def test_references_take_what_their_kernels_declare():

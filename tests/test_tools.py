@@ -26,6 +26,7 @@ from llmq.runtime.timing import LaunchTime
 from tests.kept import kept
 from tests.rigs import card_file
 from tests.runs import make_workplace
+from tools.op_calls import KINDS
 
 TOOLS = Path(__file__).parents[1] / "tools"
 MIB = 1 << 20
@@ -56,7 +57,7 @@ def smallest(cases):
 def operations():
     stems = {path.stem for path in (TOOLS.parent / "llmq" / "ops").glob("*.py")}
     no_single = {"__init__", "common", "product", "routes", "matmul_fused"}
-    return sorted(stems - no_single | {"matmul_fp8", *FUSED})
+    return sorted(stems - no_single | {*KINDS, *FUSED})
 
 
 def test_every_operation_has_calls(tool):

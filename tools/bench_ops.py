@@ -32,7 +32,7 @@ from llmq.base.dtypes import BF16, E4M3, F32, I8, I32, I64, STEP_SCALARS_WORDS, 
 from llmq.base.errors import LlmqError
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Accumulator, Tensor
-from llmq.ops import elementwise, random
+from llmq.ops import elementwise
 from llmq.rig.ladder import fill_codes
 from llmq.run.monitor import PRODUCT_SIZES, measured_peak
 from llmq.runtime.arena import align_up
@@ -89,7 +89,7 @@ def prepare(dev: Device, call: Call, flush_bytes: int) -> Prepared:
         elif value.dtype not in (F32, BF16):
             dev.zero(tensor)
         elif value.value is None:
-            random.normal(dev, tensor, 1.0, SEED)
+            elementwise.normal(dev, tensor, 1.0, SEED)
         else:
             elementwise.fill(dev, tensor, value.value)
         return Accumulator(tensor, True, shared, 1) if value.gradient else tensor

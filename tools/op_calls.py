@@ -32,23 +32,18 @@ from llmq.base.dtypes import (
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops import (
-    abs_max,
     adamw,
     adapter,
     adapter_backward,
     attention,
     attention_backward,
     attention_gate,
-    attention_sinks,
     average,
-    bias,
-    clamped_swiglu,
     clock,
     cross_entropy,
     delta_gates,
     delta_rule,
     distill,
-    dropout,
     elementwise,
     embedding,
     exp_rows,
@@ -66,12 +61,10 @@ from llmq.ops import (
     mxfp4,
     nf4,
     norm,
-    outliers,
     pairs,
     qk_norm,
     quantize,
     quantize_int8,
-    random,
     reduce,
     rope,
     route,
@@ -160,7 +153,7 @@ def scalars() -> np.ndarray:
 
 def abs_max_calls(*shape: int) -> list[Call]:
     args = {"abs_max": f32(1, value=0.0), "x": bf16(*shape)}
-    return [Call("abs_max", abs_max.abs_max, args)]
+    return [Call("abs_max", fp8_scale.abs_max, args)]
 
 
 def adapter_calls(rows: int, rank: int, *edges: int) -> list[Call]:
@@ -303,8 +296,8 @@ def dropout_calls(sequences: int, per_sequence: int) -> list[Call]:
     args = {"out": x, "x": x, "scalars": scalars(), "salt": 1, "sequences": sequences}
     args |= {"probability": 0.1}
     return [
-        Call("dropout", dropout.dropout, args),
-        Call("added", dropout.dropout, args | {"add": True}),
+        Call("dropout", elementwise.dropout, args),
+        Call("added", elementwise.dropout, args | {"add": True}),
     ]
 
 
@@ -536,9 +529,15 @@ def outliers_calls(rows: int, cols: int, outs: int) -> list[Call]:
     x = bf16(rows, cols)
     weight = {"q": Spec((outs, cols), I8, value=7), "scale": f32(outs, value=1.0)}
     return [
-        Call("select", outliers.select, found | {"threshold": 6.0}),
-        Call("take", outliers.take, {"out": bf16(rows, most), "x": x, "index": index}),
-        Call("weight", outliers.weight, {"out": bf16(outs, most), **weight, "index": index}),
+        Call("select", quantize_int8.select_outliers, found | {"threshold": 6.0}),
+        Call(
+            "take", quantize_int8.take_outliers, {"out": bf16(rows, most), "x": x, "index": index}
+        ),
+        Call(
+            "weight",
+            quantize_int8.outlier_weight,
+            {"out": bf16(outs, most), **weight, "index": index},
+        ),
     ]
 
 
@@ -627,8 +626,8 @@ def attention_sinks_calls(B: int, T: int, Hq: int, Hd: int) -> list[Call]:
     shared = {"out": bf16(B, T, Hq, Hd), "lse": f32(B, Hq, T), "sinks": bf16(Hq)}
     back = shared | {"d_sinks": gradient(Hq), "d_out": bf16(B, T, Hq, Hd)}
     return [
-        Call("forward", attention_sinks.forward, shared | {"without": f32(B, Hq, T)}),
-        Call("backward", attention_sinks.backward, back),
+        Call("forward", attention_gate.sinks_forward, shared | {"without": f32(B, Hq, T)}),
+        Call("backward", attention_gate.sinks_backward, back),
     ]
 
 
@@ -636,8 +635,8 @@ def clamped_swiglu_calls(rows: int, F: int) -> list[Call]:
     shared = {"pairs": bf16(rows, 2 * F), "alpha": 1.702, "limit": 7.0}
     back = shared | {"d_pairs": bf16(rows, 2 * F), "d_out": bf16(rows, F)}
     return [
-        Call("forward", clamped_swiglu.forward, shared | {"out": bf16(rows, F)}),
-        Call("backward", clamped_swiglu.backward, back),
+        Call("forward", swiglu.clamped_forward, shared | {"out": bf16(rows, F)}),
+        Call("backward", swiglu.clamped_backward, back),
     ]
 
 
@@ -852,7 +851,7 @@ def route_calls(rows: int, E: int, top_k: int) -> list[Call]:
 
 
 def bias_calls(rows: int, N: int) -> list[Call]:
-    return [Call("backward", bias.backward, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
+    return [Call("backward", reduce.bias_gradient, {"d_bias": gradient(N), "d_out": bf16(rows, N)})]
 
 
 def clock_calls(*shape: int) -> list[Call]:
@@ -894,7 +893,7 @@ def _norm_squared(dev: Device, stats: Tensor, xs: list[Tensor]) -> None:
 
 
 def random_calls(*shape: int) -> list[Call]:
-    return [Call("normal", random.normal, {"out": bf16(*shape), "std": 1.0, "seed": SEED})]
+    return [Call("normal", elementwise.normal, {"out": bf16(*shape), "std": 1.0, "seed": SEED})]
 
 
 def reduce_calls(*shape: int) -> list[Call]:
@@ -962,10 +961,22 @@ OPS: dict[str, Callable[..., list[Call]]] = {
 }
 
 
+# Operations with several kinds of kernels have cases for each kind: the file, and their name there.
+KINDS = {
+    "abs_max": ("fp8_scale", "ABS_MAX_CASES"),
+    "attention_sinks": ("attention_gate", "SINKS_CASES"),
+    "bias": ("reduce", "BIAS_CASES"),
+    "clamped_swiglu": ("swiglu", "CLAMPED_CASES"),
+    "dropout": ("elementwise", "DROPOUT_CASES"),
+    "matmul_fp8": ("matmul", "FP8_CASES"),
+    "outliers": ("quantize_int8", "OUTLIERS_CASES"),
+    "random": ("elementwise", "CASES"),
+}
+
+
 def cases(op: str) -> dict[str, tuple]:
-    """The named shapes of an operation, or of a kernel of matmul_fused."""
-    if op == "matmul_fp8":  # in the files of matmul
-        return importlib.import_module("llmq.ref.matmul").FP8_CASES
+    """The named shapes of an operation, of a kind of it, or of a kernel of matmul_fused."""
     if op in FUSED:
         return importlib.import_module("llmq.ref.matmul_fused").CASES[op]
-    return importlib.import_module(f"llmq.ref.{op}").CASES
+    file, name = KINDS.get(op, (op, "CASES"))
+    return getattr(importlib.import_module(f"llmq.ref.{file}"), name)

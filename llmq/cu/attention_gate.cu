@@ -75,3 +75,70 @@ extern "C" __global__ void __launch_bounds__(256)
     store_vec(d_x + i, d);
     store_vec(d_gate + i, a);
 }
+
+// -- scores of query heads that give attention to nothing, behind any attention
+//
+//   forward    out *= sigmoid(without - sink);   lse = log(exp(without) + exp(sink))
+//   backward   partial[s, h] = - sum of exp(sink - lse) * (d_out . out) over the rows of split s
+//
+// column_sum (reduce.cu) adds the partial sums up.
+//
+// Data     out, d_out: T (batch, seq_len, heads, HEAD_DIM), 16-byte aligned. lse, without: F32 (batch,
+//          heads, seq_len). sinks: T (heads). partial: F32 (splits, heads).
+// Launch   256 threads. forward: a 16-byte vector each. backward: (tiles, splits) blocks; a tile is as
+//          many whole heads as 256 vectors of 16 bytes are, each thread has a vector of all rows.
+// Cost     forward: out read and written once. backward: d_out and out read once. Memory-bound.
+// Needs    HEAD_DIM a multiple of 16 bytes, of at most 256 vectors. No split without rows.
+
+constexpr int THREADS = 256, HEADS = THREADS / VECTORS;  // of a tile
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_sinks_forward(T* __restrict__ out, f32* __restrict__ lse, const f32* __restrict__ without,
+                        const T* __restrict__ sinks, i32 batch, i32 seq_len, i32 heads) {
+    const i64 i = (i64)blockIdx.x * THREADS + threadIdx.x, row = i / VECTORS / heads;
+    if (row >= (i64)batch * seq_len) { return; }
+    const int head = (int)(i / VECTORS % heads);
+    const i64 at = (row / seq_len * heads + head) * seq_len + row % seq_len;
+    const float above = without[at] - to_f32(sinks[head]);
+    if (i % VECTORS == 0) {
+        // log(exp(a) + exp(b)) = the larger one + log(1 + exp(-|a - b|))
+        lse[at] = (above < 0.0f ? to_f32(sinks[head]) : without[at]) + log1pf(expf(-fabsf(above)));
+    }
+    const float share = sigmoid(above);
+    Vec<T> x = load_vec(out + i * N);
+#pragma unroll
+    for (int k = 0; k < N; ++k) { x[k] = from_f32<T>(to_f32(x[k]) * share); }
+    store_vec(out + i * N, x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_sinks_backward(f32* __restrict__ partial, const T* __restrict__ d_out,
+                         const T* __restrict__ out, const f32* __restrict__ lse,
+                         const T* __restrict__ sinks, i32 batch, i32 seq_len, i32 heads, i32 splits) {
+    __shared__ float sums[THREADS];
+    const int of_tile = threadIdx.x / VECTORS, head = blockIdx.x * HEADS + of_tile;
+    const i64 rows = (i64)batch * seq_len, step = (rows + splits - 1) / splits;
+    const i64 end = min(rows, (blockIdx.y + 1) * step);
+    float sum = 0.0f;
+    if (of_tile < HEADS && head < heads) {
+        const float sink = to_f32(sinks[head]);
+#pragma unroll 4
+        for (i64 row = blockIdx.y * step; row < end; ++row) {
+            const i64 from = (row * heads + head) * HEAD_DIM + threadIdx.x % VECTORS * N;
+            const float of_row = lse[(row / seq_len * heads + head) * seq_len + row % seq_len];
+            const Vec<T> d = load_vec(d_out + from), x = load_vec(out + from);
+            float dot = 0.0f;
+#pragma unroll
+            for (int k = 0; k < N; ++k) { dot = fmaf(to_f32(d[k]), to_f32(x[k]), dot); }
+            sum -= expf(sink - of_row) * dot;
+        }
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    if (of_tile < HEADS && head < heads && threadIdx.x % VECTORS == 0) {
+        float total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < VECTORS; ++k) { total += sums[threadIdx.x + k]; }
+        partial[(i64)blockIdx.y * heads + head] = total;
+    }
+}

@@ -1,4 +1,4 @@
-// reduce.cu -- add tensors to a gradient.
+// reduce.cu -- add tensors to a gradient; and column sums, the gradient of a bias.
 //
 //   d_sum[i] = round((accumulate ? d_sum[i] : 0) + part0[i] + part1[i] + ...)
 //
@@ -11,6 +11,10 @@
 // Cost     all read and d_sum written once; a thread's loads of all parts are in flight together.
 // Needs    scalars' seed, step and micro_step, if G is BF16 and something is added. first % 8 == 0.
 #include "common.cuh"
+
+#ifndef PARTS  // compiled for another entry
+#define PARTS 1
+#endif
 
 constexpr int COUNT = 8, MAX_PARTS = 8;  // PARTS of them is a constant of the launch
 
@@ -69,5 +73,98 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
             const u32 bits = gradient_bits(seed, first + start >> 3, i - start);
             d_sum[i] = summed(total, several, bits, G());
         }
+    }
+}
+
+// -- the gradient of a bias: column sums, in two stages
+//
+//   partial[s, c] = sum of d_out[r, c] over the rows r of split s, s = r / ceil(rows / splits)
+//   d[c]          = or += sum of partial[s, c] over s, as store_gradient
+//
+// Other operations, whose blocks leave partial sums too, end with column_sum as well.
+//
+// Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector. partial:
+//          (splits, N) F32, for column_sum any (rows, columns). d: N of G.
+// Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
+//          bytes each. column_sum: 1024 threads, a block for each 32 columns.
+// Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
+//          microseconds.
+// Needs    no split without rows.
+
+constexpr int THREADS = 256, LANES = 16, ROWS = THREADS / LANES, WARPS = THREADS / 32;
+constexpr int UNROLL = 8;
+constexpr int VECTOR = Vec<T>::N;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, i32 N, i32 splits) {
+    __shared__ float shared[WARPS][LANES * VECTOR];
+    const int lane = threadIdx.x % LANES;
+    const i64 column = ((i64)blockIdx.x * LANES + lane) * VECTOR;
+    const i64 step = (rows + splits - 1) / splits;
+    const i64 end = min(rows, (blockIdx.y + 1) * step);
+    float sum[VECTOR] = {};
+    if (column < N) {
+        const T* const top = d_out + column;
+        for (i64 r = blockIdx.y * step + threadIdx.x / LANES; r < end; r += ROWS * UNROLL) {
+            uint4 x[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                if (r + u * ROWS < end) { x[u] = load_packed_stream(top + (r + u * ROWS) * N); }
+            }
+#pragma unroll
+            for (int u = 0; u < UNROLL; ++u) {
+                if (r + u * ROWS < end) {
+                    const Vec<T> v = unpack<T>(x[u]);
+#pragma unroll
+                    for (int k = 0; k < VECTOR; ++k) { sum[k] += to_f32(v[k]); }
+                }
+            }
+        }
+    }
+    // The two halves of a warp hold the same columns of different rows.
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+        sum[k] += __shfl_xor_sync(0xFFFFFFFFu, sum[k], LANES);
+        if (threadIdx.x % 32 < LANES) { shared[threadIdx.x / 32][lane * VECTOR + k] = sum[k]; }
+    }
+    __syncthreads();
+    const i64 c = (i64)blockIdx.x * LANES * VECTOR + threadIdx.x;
+    if (threadIdx.x < LANES * VECTOR && c < N) {
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) { total += shared[w][threadIdx.x]; }
+        partial[blockIdx.y * (i64)N + c] = total;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(1024, 1)
+column_sum(G* __restrict__ d, const f32* __restrict__ partial, const i32* __restrict__ scalars,
+           i32 rows, i32 columns, i32 accumulate, u32 salt) {
+    constexpr int UNROLL = 16;
+    __shared__ float sums[32][33];  // 33: a column of it lies in 32 different banks
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int mine = blockIdx.x * 32 + lane, c = blockIdx.x * 32 + warp;
+    // Short kernels: what they take is how many loads wait for one another. So the last ones are
+    // not one by one either, and what is needed at the end is loaded first.
+    const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
+    G before = from_f32<G>(0.0f);
+    if (lane == 0 && c < columns && accumulate) { before = d[c]; }
+    float sum = 0.0f;
+    for (int start = warp; start < rows; start += 32 * UNROLL) {
+        float loaded[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) {
+            const int r = start + 32 * u;
+            loaded[u] = r < rows && mine < columns ? partial[(i64)r * columns + mine] : 0.0f;
+        }
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) { sum += loaded[u]; }
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    sum = warp_sum(sums[lane][warp]);
+    if (lane == 0 && c < columns) {
+        d[c] = accumulate ? add_gradient(before, sum, gradient_bits(seed, c >> 3, c & 7))
+                          : from_f32<G>(sum);
     }
 }

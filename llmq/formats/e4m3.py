@@ -21,7 +21,7 @@ from llmq.base.tensor import Tensor
 from llmq.formats.format import BACKWARD, FORWARD, HEAD, WEIGHT, Activation, Format, Write, id_of
 from llmq.formats.frozen import Encoder, Frozen, Lies
 from llmq.formats.scales import DelayedScales, Scales
-from llmq.ops import abs_max, quantize
+from llmq.ops import fp8_scale, quantize
 from llmq.options.adapters import needed_inputs
 from llmq.options.options import TrainConfig
 from llmq.ref import quantize as ref
@@ -207,7 +207,7 @@ class E4m3(Format):
             quantize.scaled(self.dev, x, self.scales.fp8_out(tensor_id, q, q_t), abs_max=largest)
             return self._fp8(tensor_id, x, q, q_t)
         if largest is not None:
-            abs_max.abs_max(self.dev, largest, x)
+            fp8_scale.abs_max(self.dev, largest, x)
         self._quantize(tensor_id, q, q_t, x)
         return self._fp8(tensor_id, x, q, q_t)
 
@@ -296,7 +296,7 @@ class E4m3(Format):
         largest, scale, size = made.number(0), made.number(1), made.matrix.size
         self.dev.zero(largest)
         for start, count in made.pieces(size):
-            abs_max.abs_max(self.dev, largest, made.read(start, count))
+            fp8_scale.abs_max(self.dev, largest, made.read(start, count))
         for start, count in made.pieces(size):
             x, codes = made.read(start, count), made.codes.view_as(E4M3).rows(0, count)
             quantize.quantize(self.dev, codes, None, scale, x, largest)

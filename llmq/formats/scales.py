@@ -16,7 +16,7 @@ import numpy as np
 from llmq.base.dtypes import F32, I32
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
-from llmq.ops import abs_max, fp8_scale
+from llmq.ops import fp8_scale
 from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 
@@ -191,7 +191,7 @@ class DelayedScales(Scales):
         if self._gathered is not None:
             flat = self.abs_maxes.view(self.abs_maxes.size)
             self.dev.mesh.group().all_gather(self._gathered, flat)
-            abs_max.combine(self.dev, flat, self._gathered)
+            fp8_scale.combine(self.dev, flat, self._gathered)
         self._update(self.abs_maxes)
 
     def _update(self, abs_maxes: Tensor | None) -> None:

@@ -20,7 +20,7 @@ from llmq.model.linear import Linear
 from llmq.model.parameters import EmbeddingGrads, EmbeddingWeights, HeadGrads, HeadWeights
 from llmq.ops import adapter, adapter_backward, embedding, reduce
 from llmq.ops.common import padded_columns
-from llmq.ops.dropout import dropout
+from llmq.ops.elementwise import dropout
 from llmq.ops.matmul import matmul
 from llmq.options.adapters import Adapted, adapted_tables, adapters_of
 from llmq.options.options import TrainConfig

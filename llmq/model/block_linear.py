@@ -24,8 +24,7 @@ from llmq.formats.format import BACKWARD, FORWARD, Format
 from llmq.model.adapters import Dropout, expanded, output_gradients, width_of
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import adapter
-from llmq.ops import bias as bias_op
+from llmq.ops import adapter, reduce
 from llmq.ops.matmul import matmul
 from llmq.ops.product import accepts_addend, product
 from llmq.options.adapters import Adapted, adapted_in_layers, adapters_of
@@ -231,7 +230,7 @@ class BlockLinear:
             self.linear.forward(both, x, w[key])
             matmul(self.dev, both, parts.hidden, tail, trans_b=True, accumulate=True)
             adapter.magnitude_gradient(self.dev, both, both, d_out, parts.norms)
-            bias_op.backward(self.dev, d_magnitudes, both)
+            reduce.bias_gradient(self.dev, d_magnitudes, both)
 
     def _output_gradients(
         self, key: str, parts: _Parts, d_out: Operand, w: BlockWeights, g: BlockGrads

@@ -25,7 +25,7 @@ from llmq.model.adapters import Dropout, HeadAdapters, OfPass, table_adapters
 from llmq.model.linear import Linear
 from llmq.model.norms import Normalization, alloc_stats
 from llmq.model.parameters import HeadGrads, HeadWeights
-from llmq.ops import outliers, quantize
+from llmq.ops import quantize, quantize_int8
 from llmq.ops.common import padded_columns
 from llmq.ops.distill import Teacher, top_k
 from llmq.ops.labels import Labels
@@ -234,7 +234,7 @@ class Head:
         """That of some rows of the matrix, which are columns of the logits."""
         shape = (gradient.shape[0], self.new_columns.size)
         with self.dev.scratch("d_logits.new", shape, self.dtype) as columns:
-            outliers.take(self.dev, columns, gradient, self.new_columns)
+            quantize_int8.take_outliers(self.dev, columns, gradient, self.new_columns)
             self.linear.weight_gradients(d_rows, None, columns, x)
 
     def _gradient(

@@ -17,7 +17,7 @@ from typing import Any
 from llmq.base.operand import STORE, Adapters, Epilogue, GradientSum, Operand, tensor_of
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.formats.format import BACKWARD, FORWARD, WEIGHT, Format
-from llmq.ops import bias as bias_op
+from llmq.ops import reduce
 from llmq.ops.product import product
 from llmq.runtime.device import Device
 
@@ -76,4 +76,4 @@ class Linear:
             how = self.how(WEIGHT, d_out, x, salt)
             product(self.dev, d_weight, epilogue=GradientSum(), **how)
         if d_bias is not None:
-            bias_op.backward(self.dev, d_bias, tensor_of(d_out))
+            reduce.bias_gradient(self.dev, d_bias, tensor_of(d_out))

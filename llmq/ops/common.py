@@ -48,7 +48,7 @@ TILE_ROWS = 256  # of a tile of a cluster of two blocks
 NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
 STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
-# column_sum of cu/bias.cu: columns and threads of one block.
+# column_sum of cu/reduce.cu: columns and threads of one block.
 COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
 
 
@@ -117,13 +117,13 @@ def expect_float(op: str, name: str, tensor: Tensor) -> None:
         raise TypeError(f"{op}: {name} must be F32 or BF16, got {tensor.dtype.label}")
 
 
-# The kernels of bias.cu: one compilation defines the types of both, so that they are declared
+# The kernels of a bias: one compilation defines the types of both, so that they are declared
 # together. The second one finishes the sums of all operations whose blocks leave partial sums.
 BIAS_BACKWARD = Kernel(
-    "bias.cu", "bias_backward", args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits"
+    "reduce.cu", "bias_backward", args="f32* partial, const T* d_out, i64 rows, i32 N, i32 splits"
 )
 COLUMN_SUM = Kernel(
-    "bias.cu",
+    "reduce.cu",
     "column_sum",
     args="inout G* d, const f32* partial, const i32* scalars, i32 rows, i32 columns, "
     "i32 accumulate, u32 salt",

@@ -1,5 +1,7 @@
-"""Operations on each element of a tensor alone: sums of two, other formats, one value."""
+"""Operations on each element of a tensor alone: sums of two, other formats, one value,
+random values, dropout."""
 
+from llmq.base.dtypes import I32, STEP_SCALARS_WORDS
 from llmq.base.tensor import Tensor
 from llmq.ops.common import VECTOR_BYTES, expect_float
 from llmq.runtime.device import Device
@@ -48,3 +50,89 @@ def fill(dev: Device, x: Tensor, value: float) -> None:
     """
     expect_float("fill", "x", x)
     dev.launch(FILL, ceil_div(x.nbytes, VECTOR_BYTES * THREADS), THREADS, (x, float(value), x.size))
+
+
+# -- Normally distributed random numbers, for initial weights
+
+PER_COUNTER = 4  # elements: one Philox call
+
+RANDOM_NORMAL = Kernel(
+    "elementwise.cu",
+    "random_normal",
+    args="T* out, f32 std, u32 seed_low, u32 seed_high, i64 first_index, i64 n",
+)
+
+
+def normal(dev: Device, out: Tensor, std: float, seed: int, first_index: int = 0) -> None:
+    """out[i] ~ N(0, std^2); element i depends only on the seed and first_index + i.
+
+    So the pieces of a tensor that several ranks fill are those of the whole tensor.
+
+    Args:
+        out           out  F32 or BF16, any shape
+        std           standard deviation
+        seed          64 bits
+        first_index   place of out's first element in the whole tensor, >= 0
+    """
+    expect_float("random", "out", out)
+    if first_index < 0:
+        raise ValueError(f"random: first_index must be at least 0, got {first_index}")
+    counters = ceil_div(first_index % PER_COUNTER + out.size, PER_COUNTER)
+    seeds = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+    args = (out, float(std), *seeds, first_index, out.size)
+    dev.launch(RANDOM_NORMAL, ceil_div(counters, THREADS), THREADS, args)
+
+
+# -- Dropout: whoever repeats a pass or has a sequence, on any rank, chooses the same elements
+
+_REST = (
+    "const T* x, const i32* scalars, u32 threshold, f32 scale, u32 salt, i64 per_sequence, i64 n"
+)
+DROPOUT = Kernel("elementwise.cu", "dropout", args=f"T* out, {_REST}")
+# The same entry; declared apart because it reads what it adds to.
+DROPOUT_ADD = Kernel("elementwise.cu", "dropout", args=f"inout T* out, {_REST}")
+
+
+def dropout(
+    dev: Device,
+    out: Tensor,
+    x: Tensor,
+    scalars: Tensor,
+    *,
+    probability: float,
+    salt: int,
+    sequences: int,
+    add: bool = False,
+) -> None:
+    """out = x / (1 - probability) where an element stays, else 0; with add: added to out.
+
+    An element's random number follows from the step's seed and number, the salt, its sequence's
+    number in the step (scalars: first_sequence + sequence_stride * its number here), and its place
+    there. The gradient of x is the same function of that of out.
+
+    Args (contiguous):
+        out       out, with add inout   T   x's shape   F32 or BF16; may be x
+        x         in   T    sequences times as many elements as one has, a multiple of 8 each
+        scalars   in   I32  (16,)   StepScalars
+        probability    that an element becomes 0: in [0, 1)
+        salt           distinguishes tensors
+    """
+    expect_float("dropout", "x", x)
+    expect("dropout", "out", out, x.dtype, x.shape)
+    expect("dropout", "scalars", scalars, I32, (STEP_SCALARS_WORDS,))
+    if not 0 <= probability < 1:
+        raise ValueError(f"dropout: probability must be in [0, 1), got {probability}")
+    if x.size % (sequences * PER_THREAD):
+        raise ValueError(
+            f"dropout: x must have {sequences} sequences of a multiple of {PER_THREAD} elements, "
+            f"got {x.size}"
+        )
+    threshold = min(round(probability * 2**32), 2**32 - 1)
+    rest = (threshold, 1.0 / (1.0 - probability), salt, x.size // sequences, x.size)
+    dev.launch(
+        DROPOUT_ADD if add else DROPOUT,
+        ceil_div(x.size, THREADS * PER_THREAD),
+        THREADS,
+        (out, x, scalars, *rest),
+        consts={"ADD": int(add)},
+    )

@@ -36,7 +36,6 @@ from llmq.ops import (
     gelu,
     grouped,
     matmul_fused,
-    outliers,
     quantize_int8,
     reduce,
     swiglu,
@@ -283,7 +282,7 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
     The columns that are outliers follow from x alone, so that what is computed again is the same.
     """
     dev, weight, x = terms.dev, terms.b, tensor_of(terms.a)
-    (rows, columns), most = x.shape, outliers.MOST
+    (rows, columns), most = x.shape, quantize_int8.MOST
     with ExitStack() as temps:
 
         def scratch(name: str, dtype: DType, *shape: int) -> Tensor:
@@ -298,14 +297,14 @@ def _matmul_int8(terms: _Terms, out: Tensor, **added: Any) -> None:
         mask, index = scratch("outliers.mask", F32, columns), scratch("outliers", I32, most)
         largest = scratch("column_max", F32, columns)
         quantize_int8.largest_of_columns(dev, largest, x)
-        outliers.select(dev, mask, index, largest, outliers.THRESHOLD)
+        quantize_int8.select_outliers(dev, mask, index, largest, quantize_int8.THRESHOLD)
         codes, scale = scratch("x.q", I8, rows, columns), scratch("x.scale", F32, rows)
         quantize_int8.rows(dev, codes, scale, x, factors=mask)
         matmul_int8(dev, out, codes, weight.codes, scale, weight.scale, **added)
         large = scratch("x.outliers", x.dtype, rows, most)
         part = scratch("weight.outliers", x.dtype, out.shape[1], most)
-        outliers.take(dev, large, x, index)
-        outliers.weight(dev, part, weight.codes, weight.scale, index)
+        quantize_int8.take_outliers(dev, large, x, index)
+        quantize_int8.outlier_weight(dev, part, weight.codes, weight.scale, index)
         matmul(dev, out, large, part, trans_b=True, accumulate=True)
 
 

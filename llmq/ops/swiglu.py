@@ -158,9 +158,16 @@ def _taken(op: str, name: str, x: Tensor | ProductCodes) -> tuple[ProductCodes |
 
 
 def _check(
-    op: str, name: str, narrow: Tensor | None, up_gate: Tensor, *, coded: bool = False
+    op: str,
+    name: str,
+    narrow: Tensor | None,
+    up_gate: Tensor,
+    *,
+    coded: bool = False,
+    wide: str = "up_gate",
 ) -> tuple[int, int]:
-    """rows and F. narrow: the tensor (*S, F), None if there is none. coded: up_gate are codes."""
+    """rows and F. narrow: the tensor (*S, F), None if there is none. coded: up_gate are codes.
+    name, wide: of the two."""
     if coded:
         expect(op, "up_gate", up_gate, E4M3, up_gate.shape)
         rows, F = up_gate.shape[0], up_gate.shape[-1] // 2
@@ -174,5 +181,49 @@ def _check(
     F = narrow.shape[-1]
     if F * narrow.dtype.itemsize % VECTOR_BYTES:
         raise ValueError(f"{op}: {name} must have rows of a multiple of 16 bytes, got {F} elements")
-    expect(op, "up_gate", up_gate, narrow.dtype, (*narrow.shape[:-1], 2 * F))
+    expect(op, wide, up_gate, narrow.dtype, (*narrow.shape[:-1], 2 * F))
     return narrow.size // F, F
+
+
+# -- The gated activation of pairs that are cut off: gpt-oss's, beside its formula in arch/experts
+
+CLAMPED_FORWARD = Kernel(
+    "swiglu.cu",
+    "clamped_swiglu_forward",
+    args="T* out, const T* pairs, i64 n, f32 alpha, f32 limit",
+)
+CLAMPED_BACKWARD = Kernel(
+    "swiglu.cu",
+    "clamped_swiglu_backward",
+    args="T* d_pairs, const T* d_out, const T* pairs, i64 n, f32 alpha, f32 limit",
+)
+
+
+def clamped_forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit: float) -> None:
+    """out = (u + 1) * g * sigmoid(alpha * g), with g at most limit, u from -limit to limit.
+
+    Args (T is BF16 or F32):
+        out    out  T (*S, F)    F a multiple of 16 bytes
+        pairs  in   T (*S, 2F)   g0 u0 g1 u1 ...; NaN stays NaN
+    """
+    _check("clamped_swiglu.forward", "out", out, pairs, wide="pairs")
+    args = (out, pairs, out.size, alpha, limit)
+    dev.launch(CLAMPED_FORWARD, _blocks(out), THREADS, args)
+
+
+def clamped_backward(
+    dev: Device, d_pairs: Tensor, d_out: Tensor, pairs: Tensor, alpha: float, limit: float
+) -> None:
+    """The gradient of clamped_forward, which is 0 of what is cut off.
+
+    Args as clamped_forward's, and d_pairs out, as pairs, which it may be; d_out in, as out.
+    """
+    op = "clamped_swiglu.backward"
+    _check(op, "d_out", d_out, pairs, wide="pairs")
+    expect(op, "d_pairs", d_pairs, pairs.dtype, pairs.shape)
+    args = (d_pairs, d_out, pairs, d_out.size, alpha, limit)
+    dev.launch(CLAMPED_BACKWARD, _blocks(d_out), THREADS, args)
+
+
+def _blocks(narrow: Tensor) -> int:
+    return ceil_div(narrow.nbytes, VECTOR_BYTES * THREADS)

@@ -9,6 +9,7 @@ from llmq.ref.common import (
     gradient_seed,
     round_stochastic,
     row_blocks,
+    store_gradient,
 )
 
 CASES = {"one": (1,), "ragged": (1003,), "several_blocks": (70, 129), "qwen05b": (14912384,)}
@@ -29,3 +30,28 @@ def reduce_sum(d_sum, *args):
             bits = gradient_bits(seed, first + block.start, total.size)
             total = round_stochastic(total, bits)
         flat[block] = total
+
+
+# -- The gradient of a bias: column sums in two stages
+
+# rows, N
+BIAS_CASES = {
+    "one_vector": (1, 8),
+    "ragged": (77, 200),
+    "several_splits": (700, 136),
+    "qwen05b_qkv": (32 * 1024, 1152),
+    "qwen15b_qkv": (32 * 1024, 2048),
+}
+
+
+def bias_backward(partial, d_out, rows, N, splits):
+    d_out = d_out.reshape(rows, N)
+    step = -(-rows // splits)
+    for split in range(splits):
+        block = compute(d_out[split * step : (split + 1) * step])
+        np.add.reduce(block, axis=0, out=partial[split])
+
+
+def column_sum(d, partial, scalars, rows, columns, accumulate, salt):
+    """d (columns,) = or += the sum of partial (rows, columns) over its rows."""
+    store_gradient(d, partial.sum(axis=0), scalars, bool(accumulate), salt)

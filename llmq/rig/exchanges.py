@@ -17,7 +17,7 @@ from llmq.comm.collectives import part, silenced
 from llmq.comm.connect import connect
 from llmq.comm.links import LinkTable
 from llmq.comm.options import CommOptions
-from llmq.ops import clock, elementwise, matmul, random
+from llmq.ops import clock, elementwise, matmul
 from llmq.rig.child import Job
 from llmq.runtime.device import Device, Event, MemorySizes
 from llmq.runtime.host_device import HostDevice
@@ -93,7 +93,7 @@ class Kernels:
         self.copied = [dev.alloc("copied", (nbytes,), U8, "Activations") for _ in range(2)]
         self.at = [dev.alloc("at", (1,), I64, "Activations") for _ in range(2)]
         self.totals = [dev.alloc("total", (1,), F64, "Activations") for _ in range(2)]
-        random.normal(dev, self.a, 1.0, 0)
+        elementwise.normal(dev, self.a, 1.0, 0)
 
     def run(self, count: int) -> None:
         """Enqueue them, timed."""

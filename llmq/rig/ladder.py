@@ -10,15 +10,14 @@ from typing import Any
 from llmq.base.dtypes import BF16, E4M3, F32, I8, MIB, U8
 from llmq.base.tensor import Tensor
 from llmq.ops import (
-    abs_max,
     attention,
     attention_backward,
     elementwise,
+    fp8_scale,
     matmul,
     matmul_int8,
     quantize,
     quantize_int8,
-    random,
 )
 from llmq.options.rules import FP8_CAPABILITY
 from llmq.rig.child import Job
@@ -60,12 +59,12 @@ def fill_codes(dev: Device, codes: Tensor, seed: int = 0) -> None:
         dev.scratch("largest", (1,), F32) as largest,
         dev.scratch("scale", (codes.shape[0],), F32) as scale,
     ):
-        random.normal(dev, numbers, 1.0, seed)
+        elementwise.normal(dev, numbers, 1.0, seed)
         if codes.dtype == I8:
             quantize_int8.rows(dev, codes, scale, numbers)
             return
         dev.zero(largest)
-        abs_max.abs_max(dev, largest, numbers)
+        fp8_scale.abs_max(dev, largest, numbers)
         quantize.quantize(dev, codes, None, scale.rows(0, 1), numbers, largest)
 
 
@@ -76,14 +75,14 @@ def _square(dev: Device, name: str, n: int, dtype: Any = BF16) -> Tensor:
 def _bf16(n: int, dev: Device) -> Callable[[], None]:
     out, a, b = (_square(dev, name, n) for name in ("out", "a", "b"))
     for seed, operand in enumerate((a, b)):
-        random.normal(dev, operand, 1.0, seed)
+        elementwise.normal(dev, operand, 1.0, seed)
     return lambda: matmul.matmul(dev, out, a, b, trans_b=True)
 
 
 def _fp8(n: int, fast: bool, dev: Device) -> Callable[[], None]:
     out, a, b = _square(dev, "out", n), _square(dev, "a", n, E4M3), _square(dev, "b", n, E4M3)
     scale = dev.alloc("scale", (1,), F32, "Activations")
-    random.normal(dev, scale, 1.0, 2)
+    elementwise.normal(dev, scale, 1.0, 2)
     for seed, codes in enumerate((a, b)):
         fill_codes(dev, codes, seed)
     return lambda: matmul.matmul_fp8(dev, out, a, b, scale, scale, fast_accumulation=fast)
@@ -115,12 +114,12 @@ def _attention(
 
     qkv, out = alloc("qkv", heads + 2 * kv_heads), alloc("out", heads)
     lse = dev.alloc("lse", (batch, heads, seq_len), F32, "Activations")
-    random.normal(dev, qkv, 1.0, 0)
+    elementwise.normal(dev, qkv, 1.0, 0)
     ahead = partial(attention.forward, dev, out, lse, qkv, heads, kv_heads, backend=backend)
     if not backward:
         return ahead
     d_qkv, d_out = alloc("d_qkv", heads + 2 * kv_heads), alloc("d_out", heads)
-    random.normal(dev, d_out, 1.0, 1)
+    elementwise.normal(dev, d_out, 1.0, 1)
     ahead()
     tensors = (d_qkv, d_out, out, lse, qkv)
     way = partial(attention_backward.backward, micro_batch=batch) if own else None

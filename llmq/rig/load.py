@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from llmq.base.dtypes import BF16, U8
-from llmq.ops import matmul, random
+from llmq.ops import elementwise, matmul
 from llmq.rig.child import Job
 from llmq.runtime.device import Device
 from llmq.runtime.gpu_info import bus_id
@@ -67,7 +67,7 @@ class Load:
         size = COPY * rows * rows
         self.copied = [dev.alloc(name, (size,), U8, "Activations") for name in ("target", "source")]
         for seed, operand in enumerate((self.a, self.b)):
-            random.normal(dev, operand, 1.0, seed)
+            elementwise.normal(dev, operand, 1.0, seed)
 
     def enqueue(self, mark: Callable[[], object]) -> None:
         """All of it once. mark: called before, between products and copy, and behind."""

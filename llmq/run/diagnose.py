@@ -22,7 +22,7 @@ from llmq.base.tensor import Tensor
 from llmq.checkpoint.finite import reached, unmoved_lines
 from llmq.model.rings import Result
 from llmq.model.step import Step
-from llmq.ops import abs_max
+from llmq.ops import fp8_scale
 from llmq.ops.fp8_scale import STRIDE
 from llmq.run.events import Member, StepDone
 from llmq.run.metrics import Reporter
@@ -280,7 +280,7 @@ def _largest(rank: Rank, entries: list[_Entry]) -> Iterator[tuple[_Entry, float]
             for i, entry in enumerate(part):
                 if isinstance(entry.value, Tensor):
                     slot = slots.rows(i * STRIDE, i * STRIDE + 1)
-                    abs_max.abs_max(dev, slot, entry.value)
+                    fp8_scale.abs_max(dev, slot, entry.value)
             values = dev.download(slots)[::STRIDE].tolist()
         for entry, value in zip(part, values, strict=True):
             yield entry, value if isinstance(entry.value, Tensor) else entry.value

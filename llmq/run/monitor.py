@@ -23,7 +23,7 @@ from llmq.base.batch import Batch
 from llmq.base.dtypes import BF16, MIB
 from llmq.base.errors import warn
 from llmq.comm.collectives import silenced
-from llmq.ops import matmul, random
+from llmq.ops import elementwise, matmul
 from llmq.options.adapters import adapters_of
 from llmq.options.options import TrainConfig
 from llmq.plan.sol import FlopsPerToken, flops_per_token, nanoseconds_per_token, peaks
@@ -179,7 +179,7 @@ def measured_peak(dev: Device) -> float | None:
         dev.scratch("peak_out", (n, n), BF16) as out,
     ):
         for seed, operand in enumerate((a, b)):  # zeros would be faster than any real numbers
-            random.normal(dev, operand, 1.0, seed)
+            elementwise.normal(dev, operand, 1.0, seed)
 
         def products(count: int) -> float:
             dev.synchronize()

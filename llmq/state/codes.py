@@ -11,7 +11,7 @@ from itertools import groupby
 from llmq.base.dtypes import E4M3, F32, DType
 from llmq.base.operand import Fp8, Int8, Operand
 from llmq.base.tensor import Tensor
-from llmq.ops import abs_max, quantize
+from llmq.ops import fp8_scale, quantize
 from llmq.ops.fp8_scale import STRIDE, slots
 from llmq.runtime.device import Device
 from llmq.state.params import Slab, planes
@@ -113,14 +113,14 @@ class WeightCodes:
         """Record the largest values of elements [start, stop) of a slab, which are in `master`."""
         for param, first, last in slab.pieces(start, stop):
             piece = master.rows(first - start, last - start)
-            abs_max.abs_max(self.dev, self._abs_max_of[param.name], piece)
+            fp8_scale.abs_max(self.dev, self._abs_max_of[param.name], piece)
 
     def finish_scales(self) -> None:
         """Scales from the largest values of all shards."""
         if self._gathered is not None:
             self.dev.mesh.group("shard").all_gather(self._gathered, self._abs_maxes)
-            abs_max.combine(self.dev, self._abs_maxes, self._gathered)
-        abs_max.scales(self.dev, self._scales, self._abs_maxes, self._limit)
+            fp8_scale.combine(self.dev, self._abs_maxes, self._gathered)
+        fp8_scale.scales(self.dev, self._scales, self._abs_maxes, self._limit)
 
     def quantize(
         self, name: str, master: Tensor, codes: Tensor, keys: Collection[str] | None = None
@@ -173,5 +173,5 @@ class HeadCodes:
         """Codes in both layouts from the matrix as it is now."""
         dev, made, largest = self.dev, self.operand, self._abs_max
         dev.zero(largest)
-        abs_max.abs_max(dev, largest, made.source)
+        fp8_scale.abs_max(dev, largest, made.source)
         quantize.quantize(dev, made.codes, made.transposed, made.scale, made.source, largest)

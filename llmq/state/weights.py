@@ -26,7 +26,7 @@ from llmq.base.dtypes import FP8_MAX, DType
 from llmq.base.operand import Operand
 from llmq.base.tensor import Tensor
 from llmq.formats.frozen import Write
-from llmq.ops import elementwise, random
+from llmq.ops import elementwise
 from llmq.runtime.device import Device
 from llmq.runtime.lane import Lane
 from llmq.state.codes import HeadCodes, Transposes, WeightCodes
@@ -102,7 +102,7 @@ def first_values(
         elif param.init == "adapter":  # as wide as PEFT's, which are uniform
             std = 1.0 / np.sqrt(3.0 * param.columns)
         param_seed = (param.index << 32) | (seed & 0xFFFFFFFF)
-        random.normal(dev, target, float(std), param_seed, first)
+        elementwise.normal(dev, target, float(std), param_seed, first)
     for start, stop in param.gaps:
         own = [min(max(row * param.columns - first, 0), target.size) for row in (start, stop)]
         if own[0] < own[1]:

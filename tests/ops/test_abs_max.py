@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E4M3_MAX, E5M2, E5M2_MAX, F32
-from llmq.ops import abs_max
-from llmq.ref.abs_max import CASES
-from llmq.ref.quantize import quantize
+from llmq.ops import fp8_scale
+from llmq.ref.fp8_scale import ABS_MAX_CASES as CASES
+from llmq.ref.quantize import quantize as reference
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run
@@ -16,7 +16,7 @@ SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qw
 
 def largest(dev, x, start=0.0):
     arrays = {"abs_max": np.array([start], np.float32), "x": x}
-    return run(dev, abs_max.abs_max, arrays)["abs_max"]
+    return run(dev, fp8_scale.abs_max, arrays)["abs_max"]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -53,7 +53,7 @@ def test_special_values(dev, dtype):
 
 @pytest.mark.parametrize("nbytes", [1, 16384, 16385, 10**8, 10**10])
 def test_grid(nbytes):
-    blocks = abs_max.grid(nbytes, 132)
+    blocks = fp8_scale.grid(nbytes, 132)
     assert 1 <= blocks <= 8 * 132
     assert blocks == 8 * 132 or (blocks - 1) * 16384 < nbytes <= blocks * 16384
 
@@ -65,7 +65,7 @@ def test_combine(dev, rng, world_size, n):
     gathered[:, -1] *= n == 1
     arrays = {"out": np.full(n, -1, np.float32), "gathered": gathered.reshape(-1)}
     for device in (dev, host_device()):
-        got = run(device, abs_max.combine, arrays)["out"]
+        got = run(device, fp8_scale.combine, arrays)["out"]
         np.testing.assert_array_equal(got, gathered.max(axis=0))  # NaN is the largest for NumPy too
 
 
@@ -75,10 +75,12 @@ def test_scales_are_those_of_quantize(dev, dtype):
     arrays = {"scales": np.zeros(len(values), np.float32), "abs_maxes": values}
     largest = {E4M3: E4M3_MAX, E5M2: E5M2_MAX}[dtype]
     for device in (dev, host_device()):
-        got = run(device, lambda d, **a: abs_max.scales(d, **a, largest=largest), arrays)["scales"]
+        got = run(device, lambda d, **a: fp8_scale.scales(d, **a, largest=largest), arrays)[
+            "scales"
+        ]
         for value, scale in zip(values, got, strict=True):
             alone = np.zeros(1, np.float32)
-            quantize(np.zeros(16, dtype.numpy), alone, np.zeros(16, np.float32), value[None], 16)
+            reference(np.zeros(16, dtype.numpy), alone, np.zeros(16, np.float32), value[None], 16)
             np.testing.assert_array_equal(scale, alone[0], err_msg=str(value))
 
 
@@ -89,13 +91,13 @@ def test_wrong_arguments_of_combine():
         return dev.alloc("x", shape, dtype, "Activations")
 
     with pytest.raises(TypeError, match=r"abs_max\.combine: out must be F32, got BF16"):
-        abs_max.combine(dev, make((3,), BF16), make((6,)))
+        fp8_scale.combine(dev, make((3,), BF16), make((6,)))
     with pytest.raises(ValueError, match=r"abs_max\.combine: gathered must have shape \(6,\)"):
-        abs_max.combine(dev, make((3,)), make((2, 3)))
+        fp8_scale.combine(dev, make((3,)), make((2, 3)))
     with pytest.raises(
         ValueError, match=r"gathered must have world_size \* 3 elements, got \(7,\)"
     ):
-        abs_max.combine(dev, make((3,)), make((7,)))
+        fp8_scale.combine(dev, make((3,)), make((7,)))
 
 
 def test_wrong_arguments():
@@ -105,11 +107,11 @@ def test_wrong_arguments():
         return dev.alloc("x", shape, dtype, "Activations")
 
     with pytest.raises(TypeError, match=r"abs_max: abs_max must be F32, got BF16"):
-        abs_max.abs_max(dev, make((1,), BF16), make((8,), BF16))
+        fp8_scale.abs_max(dev, make((1,), BF16), make((8,), BF16))
     with pytest.raises(ValueError, match=r"abs_max: abs_max must have shape \(1,\)"):
-        abs_max.abs_max(dev, make((2,), F32), make((8,), BF16))
+        fp8_scale.abs_max(dev, make((2,), F32), make((8,), BF16))
     with pytest.raises(ValueError, match=r"abs_max: x must have elements, got \(0, 8\)"):
-        abs_max.abs_max(dev, make((1,), F32), make((0, 8), F32))
+        fp8_scale.abs_max(dev, make((1,), F32), make((0, 8), F32))
     x = dev.alloc("x", (8,), F32, "Activations")
-    abs_max.abs_max(dev, make((1,), F32), x)
+    fp8_scale.abs_max(dev, make((1,), F32), x)
     assert dev.bytes["abs_max"] == 8 * 4 + 2 * 4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, F32, I32
-from llmq.ops import attention, attention_sinks, random
+from llmq.ops import attention, attention_gate, elementwise
 from llmq.ref.attention import CASES
 from llmq.runtime import cuda_device, tuning
 from llmq.runtime.attention_parts import divisions
@@ -399,7 +399,7 @@ def test_decode(dev, rng, dtype, window, head_dim):
     if head_dim == 64:
         sinks = np.array([0.25, 40], dtype.numpy)
         arrays = {"out": want, "lse": np.empty_like(lse), "without": lse, "sinks": sinks}
-        want = run(host_device(), attention_sinks.forward, arrays)["out"]
+        want = run(host_device(), attention_gate.sinks_forward, arrays)["out"]
     caches = [np.full((batch, 140, kv_heads, head_dim), np.nan, dtype.numpy) for _ in "kv"]
     position = 0
     for n in (130, 1, 2):
@@ -544,7 +544,7 @@ def test_the_choice_is_what_was_measured(monkeypatch, tmp_path, case, window):
         def alloc(name, *shape, dtype=BF16):
             tensor = dev.alloc(name, shape, dtype, "Activations")
             if dtype == BF16 and dev.kind == "cuda":
-                random.normal(dev, tensor, 1.0, 0)
+                elementwise.normal(dev, tensor, 1.0, 0)
             return tensor
 
         qkv, d_qkv = (alloc(name, 8, T, Hq + 2 * Hkv, Hd) for name in ("qkv", "d_qkv"))

@@ -5,8 +5,8 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32
 from llmq.base.tensor import Accumulator
-from llmq.ops import attention_sinks
-from llmq.ref.attention_sinks import CASES
+from llmq.ops import attention_gate
+from llmq.ref.attention_gate import SINKS_CASES as CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run, step_scalars
 
@@ -23,7 +23,7 @@ def test_equals_reference(dev, rng, name, dtype):
     without[0, 0, 0] = 500  # far from a sink, on both sides
     sinks[-1] = 30
     arrays = {"out": out, "lse": np.empty_like(without), "without": without, "sinks": sinks}
-    got, want = (run(d, attention_sinks.forward, arrays) for d in (dev, host_device()))
+    got, want = (run(d, attention_gate.sinks_forward, arrays) for d in (dev, host_device()))
     # exp and log of two libraries; BF16 rounds now and then to the other neighbour.
     rtol = 2**-7 if dtype == BF16 else 2e-6
     np.testing.assert_allclose(got["lse"], want["lse"], rtol=2e-6, atol=2e-6)
@@ -34,7 +34,7 @@ def test_equals_reference(dev, rng, name, dtype):
     back |= {"sinks": sinks, "scalars": step_scalars(seed=1)}
 
     def call(dev, d, scalars, **tensors):
-        attention_sinks.backward(dev, Accumulator(d, True, scalars, salt=1), **tensors)
+        attention_gate.sinks_backward(dev, Accumulator(d, True, scalars, salt=1), **tensors)
 
     got, want = (run(d, call, back)["d"] for d in (dev, host_device()))
     # Sums in another order.
@@ -49,8 +49,8 @@ def test_wrong_arguments():
 
     out, lse, sinks = make((1, 4, 2, 16), BF16), make((1, 2, 4), F32), make((2,), BF16)
     with pytest.raises(ValueError, match=r"forward: lse must have shape \(1, 2, 4\)"):
-        attention_sinks.forward(plan, out, make((1, 4, 2), F32), lse, sinks)
+        attention_gate.sinks_forward(plan, out, make((1, 4, 2), F32), lse, sinks)
     with pytest.raises(TypeError, match="forward: sinks must be BF16, got F32"):
-        attention_sinks.forward(plan, out, lse, lse, make((2,), F32))
+        attention_gate.sinks_forward(plan, out, lse, lse, make((2,), F32))
     with pytest.raises(ValueError, match=r"forward: out must be .* with Hd of 16 bytes"):
-        attention_sinks.forward(plan, make((1, 4, 2, 12), BF16), lse, lse, sinks)
+        attention_gate.sinks_forward(plan, make((1, 4, 2, 12), BF16), lse, lse, sinks)

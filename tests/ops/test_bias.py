@@ -5,8 +5,8 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Accumulator
-from llmq.ops import bias
-from llmq.ref.bias import CASES
+from llmq.ops import reduce
+from llmq.ref.reduce import BIAS_CASES as CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run, step_scalars
@@ -16,7 +16,7 @@ SMALL = {name: shape for name, shape in CASES.items() if not name.startswith("qw
 
 def _call(accumulate):
     def call(dev, d_bias, d_out, scalars):
-        bias.backward(dev, Accumulator(d_bias, accumulate, scalars, salt=4), d_out)
+        reduce.bias_gradient(dev, Accumulator(d_bias, accumulate, scalars, salt=4), d_out)
 
     return call
 
@@ -53,7 +53,7 @@ def test_sums_in_f32_in_a_fixed_order(dev, rng):
 @pytest.mark.parametrize("rows", [1, 63, 64, 129, 700, 32768])
 @pytest.mark.parametrize("N", [8, 1152, 28672])
 def test_grid_covers_all_rows(rows, N):
-    tiles, splits = bias.grid(rows, N, 2, 132)
+    tiles, splits = reduce.bias_grid(rows, N, 2, 132)
     step = -(-rows // splits)
     assert tiles * 128 >= N > (tiles - 1) * 128
     assert splits * step >= rows > (splits - 1) * step
@@ -68,10 +68,12 @@ def test_wrong_arguments():
 
     scalars, d_out = make((16,), I32), make((4, 8), BF16)
     with pytest.raises(TypeError, match=r"bias\.backward: d_bias must be F32 or BF16, got I32"):
-        bias.backward(dev, Accumulator(make((8,), I32), True, scalars, 0), d_out)
+        reduce.bias_gradient(dev, Accumulator(make((8,), I32), True, scalars, 0), d_out)
     with pytest.raises(ValueError, match=r"bias\.backward: d_bias must have shape \(8,\)"):
-        bias.backward(dev, Accumulator(make((4, 8), F32), True, scalars, 0), d_out)
+        reduce.bias_gradient(dev, Accumulator(make((4, 8), F32), True, scalars, 0), d_out)
     with pytest.raises(TypeError, match=r"bias\.backward: scalars must be I32"):
-        bias.backward(dev, Accumulator(make((8,), F32), True, make((16,), F32), 0), d_out)
+        reduce.bias_gradient(dev, Accumulator(make((8,), F32), True, make((16,), F32), 0), d_out)
     with pytest.raises(ValueError, match=r"bias\.backward: N must be a multiple of 8, got 12"):
-        bias.backward(dev, Accumulator(make((12,), F32), True, scalars, 0), make((4, 12), BF16))
+        reduce.bias_gradient(
+            dev, Accumulator(make((12,), F32), True, scalars, 0), make((4, 12), BF16)
+        )

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.ops import clamped_swiglu
-from llmq.ref.clamped_swiglu import CASES
+from llmq.ops import swiglu
+from llmq.ref.swiglu import CLAMPED_CASES as CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
 
@@ -23,7 +23,7 @@ def test_equals_reference(dev, rng, rows, F, dtype):
     pairs[0, :4] = [np.nan, 1, 1, np.nan]  # which is not cut off
     forward = {"out": np.empty_like(d_out), "pairs": pairs}
     backward = {"d_pairs": np.empty_like(pairs), "d_out": d_out, "pairs": pairs}
-    calls = [(clamped_swiglu.forward, forward), (clamped_swiglu.backward, backward)]
+    calls = [(swiglu.clamped_forward, forward), (swiglu.clamped_backward, backward)]
     for call, arrays in calls:
         got, want = (run(d, partial(call, **HOW), arrays) for d in (dev, host_device()))
         (name,) = arrays.keys() & {"out", "d_pairs"}
@@ -41,6 +41,6 @@ def test_wrong_arguments():
     plan = PlanDevice(GPU_SPEC)
     out, pairs = (plan.alloc("t", (4, n), BF16, "Activations") for n in (16, 30))
     with pytest.raises(ValueError, match=r"forward: pairs must have shape \(4, 32\)"):
-        clamped_swiglu.forward(plan, out, pairs, **HOW)
+        swiglu.clamped_forward(plan, out, pairs, **HOW)
     with pytest.raises(ValueError, match="backward: d_out must have rows of a multiple of 16"):
-        clamped_swiglu.backward(plan, pairs, pairs, pairs, **HOW)
+        swiglu.clamped_backward(plan, pairs, pairs, pairs, **HOW)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops.dropout import dropout
-from llmq.ref.dropout import CASES
+from llmq.ops.elementwise import dropout
+from llmq.ref.elementwise import DROPOUT_CASES as CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run, step_scalars

@@ -27,7 +27,10 @@ def test_update(dev, rng, length, n, newest):
         "limits": np.resize(np.float32([224, 28672]), n),
         "abs_maxes": abs_maxes if newest else None,
     }
-    got, want = run(dev, fp8_scale.update, arrays), run(host_device(), fp8_scale.update, arrays)
+    got, want = (
+        run(dev, fp8_scale.update, arrays),
+        run(host_device(), fp8_scale.update, arrays),
+    )
     for name in ("scales", "factors", "history"):
         np.testing.assert_array_equal(got[name], want[name])
     np.testing.assert_array_equal(got["scales"][:, 1:], 7)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops import random
-from llmq.ref.random import CASES
+from llmq.ops import elementwise
+from llmq.ref.elementwise import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run
@@ -16,7 +16,7 @@ SEED = 0xFEDCBA9876543210
 
 def normal(dev, shape, dtype, std=0.02, seed=SEED, first_index=0):
     def call(dev, out):
-        random.normal(dev, out, std, seed, first_index)
+        elementwise.normal(dev, out, std, seed, first_index)
 
     return run(dev, call, {"out": np.full(shape, np.nan, dtype.numpy)})["out"]
 
@@ -51,6 +51,6 @@ def test_both_halves_of_the_seed_count(dev):
 def test_wrong_arguments():
     dev = PlanDevice(HOST_SPEC)
     with pytest.raises(TypeError, match="random: out must be F32 or BF16, got I32"):
-        random.normal(dev, dev.alloc("out", (4,), I32, "Weights"), 1.0, 0)
+        elementwise.normal(dev, dev.alloc("out", (4,), I32, "Weights"), 1.0, 0)
     with pytest.raises(ValueError, match="random: first_index must be at least 0, got -1"):
-        random.normal(dev, dev.alloc("out", (4,), F32, "Weights"), 1.0, 0, -1)
+        elementwise.normal(dev, dev.alloc("out", (4,), F32, "Weights"), 1.0, 0, -1)

@@ -6,7 +6,7 @@ import pytest
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
 from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator
-from llmq.ops import bias, rope
+from llmq.ops import reduce, rope
 from llmq.ref.rope import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.abs_max import bits, check_abs_max
@@ -94,7 +94,7 @@ def two_calls(shape, accumulate=False):
     def call(dev, d_qkv, table, d_bias, scalars, abs_max):
         rope.backward(dev, d_qkv, table, *shape[2:4], abs_max=abs_max)
         packed = d_qkv.view(shape[0] * shape[1], d_bias.size)
-        bias.backward(dev, Accumulator(d_bias, accumulate, scalars, salt=4), packed)
+        reduce.bias_gradient(dev, Accumulator(d_bias, accumulate, scalars, salt=4), packed)
 
     return call
 

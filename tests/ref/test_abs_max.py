@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.ref.abs_max import abs_max
+from llmq.ref.fp8_scale import abs_max
 
 
 def largest(x, start=0.0):

@@ -6,7 +6,7 @@ import torch
 
 from llmq.base.dtypes import E4M3
 from llmq.ref import attention as ref
-from llmq.ref.attention_sinks import attention_sinks_forward
+from llmq.ref.attention_gate import attention_sinks_forward
 
 SMALL = {name: case for name, case in ref.CASES.items() if not name.startswith("qwen")}
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmq.ref import attention_sinks as ref
+from llmq.ref import attention_gate as ref
 
 B, T, HEADS, SIZE = 2, 7, 3, 4
 

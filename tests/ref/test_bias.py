@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16
-from llmq.ref import bias as ref
+from llmq.ref import reduce as ref
 from llmq.ref.common import store_gradient
 from tests.harness import step_scalars
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from llmq.ref import clamped_swiglu as ref
+from llmq.ref import swiglu as ref
 
 
 def test_result_and_gradient_equal_torch(rng):

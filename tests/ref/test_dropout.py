@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.dropout import dropout
+from llmq.ref.elementwise import dropout
 from tests.harness import step_scalars
 
 N = 4000

@@ -7,7 +7,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from llmq.base.dtypes import BF16
 from llmq.ref import norm as ref
-from llmq.ref.bias import column_sum
+from llmq.ref.reduce import column_sum
 from tests.harness import step_scalars
 
 EPS = 1e-5

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.outliers import outliers_select, outliers_take, outliers_weight
+from llmq.ref.quantize_int8 import outliers_select, outliers_take, outliers_weight
 
 
 def test_products_are_divided(rng):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llmq.base.dtypes import BF16
-from llmq.ref import random as ref
+from llmq.ref import elementwise as ref
 
 SEED = (5, 6)
 

@@ -21,11 +21,10 @@ from llmq.model.activations import HalfLayer, Recompute
 from llmq.model.halves.half import Frame, Output, Shared
 from llmq.model.parameters import BlockGrads, BlockWeights
 from llmq.ops import (
-    abs_max,
     attention,
     attention_backward,
     attention_gate,
-    attention_sinks,
+    fp8_scale,
     qk_norm,
     quantize,
     rope,
@@ -237,7 +236,7 @@ class AttentionHalf:
         elif "sinks" in w:
             with self.dev.scratch("lse.without_sinks", lse.shape, F32) as without:
                 attention.forward(self.dev, out, without, qkv, *heads, sight, backend=backend)
-                attention_sinks.forward(self.dev, out, lse, without, w["sinks"])
+                attention_gate.sinks_forward(self.dev, out, lse, without, w["sinks"])
         elif self.numbers is not None:
             self._attend_codes(out, lse, qkv)
         else:
@@ -248,7 +247,7 @@ class AttentionHalf:
         dev, numbers = self.dev, self.numbers.view(self.numbers.size)
         largest, scale = numbers.rows(0, 1), numbers.rows(4, 5)
         dev.zero(largest)
-        abs_max.abs_max(dev, largest, qkv)
+        fp8_scale.abs_max(dev, largest, qkv)
         with (
             dev.scratch("qkv_codes", qkv.shape, E4M3) as codes,
             dev.scratch("att_codes", out.shape, E4M3) as found,
@@ -322,7 +321,7 @@ class AttentionHalf:
                 by_head, sight = self._by_head(qkv), self.sights[here.index]
                 if "sinks" in g:
                     of_heads = (self._by_head(d_att), self._by_head(att), here.kept.lse)
-                    attention_sinks.backward(dev, g["sinks"], *of_heads, w["sinks"])
+                    attention_gate.sinks_backward(dev, g["sinks"], *of_heads, w["sinks"])
                 attention.backward(
                     dev, self._by_head(d_qkv), self._by_head(d_att), self._by_head(att),
                     here.kept.lse, by_head, self.Hq, self.Hkv, self.chunks, sight,

@@ -32,10 +32,10 @@ from llmq.model.halves.half import Frame, Shared
 from llmq.model.halves.shared_expert import SharedExpert, SharedKept
 from llmq.model.linear import Linear
 from llmq.model.parameters import BlockGrads, BlockWeights
-from llmq.ops import clamped_swiglu, quantize, swiglu
-from llmq.ops.abs_max import abs_max
+from llmq.ops import quantize, swiglu
 from llmq.ops.elementwise import convert
 from llmq.ops.expert_rows import combine, combine_backward, gather_rows, sort_rows
+from llmq.ops.fp8_scale import abs_max
 from llmq.ops.matmul import matmul
 from llmq.ops.route import route, route_backward
 from llmq.runtime.device import Device
@@ -89,10 +89,10 @@ def _activation(config: ModelConfig) -> _Activation:
     how = (its.alpha, its.limit)
     return _Activation(
         lambda dev, up, to: _written(
-            dev, (up.shape[0], up.shape[1] // 2), to, clamped_swiglu.forward, up, *how
+            dev, (up.shape[0], up.shape[1] // 2), to, swiglu.clamped_forward, up, *how
         ),
         lambda dev, d_act, up, to: _written(
-            dev, up.shape, to, clamped_swiglu.backward, d_act, up, *how
+            dev, up.shape, to, swiglu.clamped_backward, d_act, up, *how
         ),
     )
 
