@@ -139,7 +139,7 @@ def test_every_saver_is_tried():
 class Kettle(TrainConfig):
     """Options with one that is made up."""
 
-    cups: int = option("Machine", 0, "Cups of tea to make", min=0)
+    cups: int = option(0, "Cups of tea to make", group="Machine", min=0)
 
 
 def test_one_rule_is_enough():

@@ -488,39 +488,40 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 """By the type of the field, as it is written."""
 
 
-def option(group: str, default: Any, help: str, **more: Any) -> Any:
+def option(default: Any, help: str, **more: Any) -> Any:
     """A dataclass field that is an option, to be read back with options_of.
 
-    more: flag, its spelling without dashes, the field's name if not given; alias, another one;
-    parse, if not given for a word where there are choices, else by the field's type; choices, min
-    and max as in Option.
+    more: group, the panel of --help; if not given that of the option before; flag, its spelling
+    without dashes, the field's name if not given; alias, another one; parse, if not given for a
+    word where there are choices, else by the field's type; choices, min and max as in Option.
     """
-    return dataclasses.field(default=default, metadata={"group": group, "help": help, **more})
+    return dataclasses.field(default=default, metadata={"help": help, **more})
 
 
-def switch(group: str, help: str) -> Any:
+def switch(help: str, **more: Any) -> Any:
     """An option that is off unless it is given."""
-    return option(group, False, help)
+    return option(False, help, **more)
 
 
-def dtype_option(group: str, default: str | None, help: str, *others: str) -> Any:
+def dtype_option(default: str | None, help: str, *others: str) -> Any:
     """An option that names a number format: bf16, fp32, or one of these others."""
-    return option(group, default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *others))
+    return option(default, help, parse=parse_dtype_name, choices=("bf16", "fp32", *others))
 
 
 def options_of(config_class: type) -> dict[str, Option]:
     """The options of a dataclass, its fields that were made with option(), by field name, in
     order."""
-    options = {}
+    options, group = {}, ""
     for field in dataclasses.fields(config_class):
         if not (meta := dict(field.metadata)):
             continue
+        group = meta.pop("group", group)
         flags = [meta.pop("flag", field.name.replace("_", "-"))]
         flags += [meta.pop("alias")] if "alias" in meta else []
         if "parse" not in meta:
             by_type = _PARSERS[field.type.removesuffix(" | None")]
             meta["parse"] = parse_word if "choices" in meta else by_type
-        options[field.name] = Option(flags=tuple(flags), **meta)
+        options[field.name] = Option(flags=tuple(flags), group=group, **meta)
     return options
 
 

@@ -47,167 +47,116 @@ from llmq.options.option_types import (
 from llmq.options.rule import Rules
 from llmq.options.rules import RULES, SHAKESPEARE
 
-_MODEL, _DATA, _OPTIMIZER = "Model", "Data and shape", "Optimizer and schedule"
-_EVALUATION = "Evaluation in the run"
-_OUTPUT, _MEMORY, _MACHINE = "Checkpoints and logs", "Memory", "Machine"
-_RANKS, _KEEPING = "Several GPUs", "Keeping a run"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Derived):
     """Options of one run. Build one with options_io.make_config, or directly and normalized()."""
 
-    # --------------------------------------------------------------------------------------------
-    # Model
-
     model: str = option(
-        _MODEL,
         ".",
         "Directory, Hugging Face repository in the local cache, or preset with --from-scratch",
+        group="Model",
     )
     download: bool = switch(
-        _MODEL, "Fetch what of --model is not in the local cache from the Hugging Face hub"
+        "Fetch what of --model is not in the local cache from the Hugging Face hub"
     )
     revision: str | None = option(
-        _MODEL,
-        None,
-        "Commit, branch or tag of the repository that --model names; a run keeps the commit",
+        None, "Commit, branch or tag of the repository that --model names; a run keeps the commit"
     )
-    from_scratch: bool = switch(_MODEL, "Start from random weights")
-    init_proj_to_zero: bool = switch(
-        _MODEL, "Start the attention-out and MLP-down matrices at zero"
-    )
+    from_scratch: bool = switch("Start from random weights")
+    init_proj_to_zero: bool = switch("Start the attention-out and MLP-down matrices at zero")
     add_tokens: str | None = option(
-        _MODEL,
         None,
         "Special tokens that the model gets behind its last ones, as its tokenizer got in `llmq "
         "tokenize`, with commas between them; their rows begin as the mean of the others",
     )
-    model_dtype: str = dtype_option(_MODEL, "bf16", "Format of weights and activations")
-    master_dtype: str | None = dtype_option(
-        _MODEL,
-        None,
-        "Format of the weights the optimizer updates",
-    )
-    grad_accum_dtype: str | None = dtype_option(
-        _MODEL,
-        None,
-        "Format in which gradients are summed",
-    )
+    model_dtype: str = dtype_option("bf16", "Format of weights and activations")
+    master_dtype: str | None = dtype_option(None, "Format of the weights the optimizer updates")
+    grad_accum_dtype: str | None = dtype_option(None, "Format in which gradients are summed")
     matmul_dtype: str | None = dtype_option(
-        _MODEL,
-        None,
-        "Format in which the products of the blocks run",
-        "e4m3",
-        "int8",
+        None, "Format in which the products of the blocks run", "e4m3", "int8"
     )
     gradient_dtype: str | None = dtype_option(
-        _MODEL,
-        None,
-        "Format of output gradients in these products",
-        *FP8_DTYPES,
-        "int8",
+        None, "Format of output gradients in these products", *FP8_DTYPES, "int8"
     )
     head_dtype: str | None = dtype_option(
-        _MODEL,
-        None,
-        "Format in which the LM head's products run",
-        "e4m3",
+        None, "Format in which the LM head's products run", "e4m3"
     )
     mlp_dtype: str | None = dtype_option(
-        _MODEL,
         None,
         "Format in which the MLP's activation gets what products write for it, forward and "
         "backward; e4m3: as fp8 codes",
         "e4m3",
     )
     attention_dtype: str | None = dtype_option(
-        _MODEL,
         None,
         "Format in which attention multiplies forward; e4m3: by cuDNN, for long sequences",
         "e4m3",
     )
     fp8_recipe: str = option(
-        _MODEL,
         "jit",
         "Scales of fp8 tensors; jit: from their own values, delayed: from those of earlier steps",
         choices=("jit", "delayed"),
     )
     fp8_fast_accumulation: str = option(
-        _MODEL,
         "activations",
         "fp8 products that may sum with fewer bits, which is faster; activations: forward and the "
         "gradients of activations in blocks",
         choices=("none", "forward", "activations", "all"),
     )
     fp8_accumulate: str = option(
-        _MODEL,
         "fp32",
         "Sums of the fp8 products that --fp8-fast-accumulation permits; fp16: of 64 in half "
         "precision, which GeForce cards multiply faster, of codes that are small enough",
         choices=("fp32", "fp16"),
     )
     allow_other_tokenizer: bool = option(
-        _MODEL, False, "Train on the ids of another tokenizer than the model's or the checkpoint's"
+        False, "Train on the ids of another tokenizer than the model's or the checkpoint's"
     )
     seed: int = option(
-        _MODEL, 42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
+        42, "Seed of the initial weights and of stochastic rounding", min=0, max=2**32 - 1
     )
 
-    # --------------------------------------------------------------------------------------------
-    # Data and shape
-
     train_file: tuple[str, ...] = option(
-        _DATA,
         (f"{SHAKESPEARE}/train*.bin",),
         "Training token files, a glob pattern; may be given several times, also with weights: "
         "a.bin:0.7 b.bin:0.3",
+        group="Data and shape",
     )
     eval_file: str | tuple[str, ...] | None = option(
-        _DATA,
         None,
         "Validation token files, a glob pattern; none: no validation; split: a part of the "
         "training files; {rule}; NAME=PATTERN, repeated: validations of their own",
         parse=parse_patterns,
     )
     eval_fraction: float = option(
-        _DATA, 0.02, "Part of the training files that --eval-file split keeps for validation"
+        0.02, "Part of the training files that --eval-file split keeps for validation"
     )
     packing: str = option(
-        _DATA,
         "concat",
         "What a sequence is; concat: a window of the files, best-fit: whole documents, as many as "
         "fit, none: one document; if not given best-fit for conversations of `llmq tokenize`",
         choices=("concat", "best-fit", "none"),
     )
     long: str | None = option(
-        _DATA,
         None,
         "Packed documents that are longer than --seq-len; cut: into parts, truncate: only their "
         "beginning, drop: not at all; if not given they are cut, and of conversations what has no "
         "question is left out",
         choices=("cut", "truncate", "drop"),
     )
-    document_mask: bool | None = option(
-        _DATA,
-        None,
-        "Keep attention and positions within a document",
-    )
+    document_mask: bool | None = option(None, "Keep attention and positions within a document")
     document_separator: int | None = option(
-        _DATA,
-        None,
-        "Id of the token that ends a document, for token files that have no .docs file",
-        min=0,
+        None, "Id of the token that ends a document, for token files that have no .docs file", min=0
     )
     train_seed: int = option(
-        _DATA, 0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
+        0x83B45442, "Seed of the order of the training data", min=0, max=2**64 - 1
     )
     eval_seed: int = option(
-        _DATA, 0x384B4524, "Seed of the order of the validation data", min=0, max=2**64 - 1
+        0x384B4524, "Seed of the order of the validation data", min=0, max=2**64 - 1
     )
-    batch_size: int = option(_DATA, 4, "Sequences per GPU and micro-step", alias="batch", min=1)
+    batch_size: int = option(4, "Sequences per GPU and micro-step", alias="batch", min=1)
     seq_len: int = option(
-        _DATA,
         1024,
         "Tokens per sequence, a multiple of 4; or lengths with the parts of the steps that have "
         "them, 1024:0.8,8192:0.2, with --batch-size that of the longest",
@@ -216,95 +165,70 @@ class TrainConfig(Derived):
         min=4,
     )
     seq_stages: str | None = option(
-        _DATA, None, "The lengths of --seq-len with parts of the steps, as a checkpoint has them"
+        None, "The lengths of --seq-len with parts of the steps, as a checkpoint has them"
     )
     drop_last: bool = switch(
-        _DATA,
-        "Leave out the sequences at the end of an epoch that fill no step, as llm.q does",
+        "Leave out the sequences at the end of an epoch that fill no step, as llm.q does"
     )
-    grad_accumulation: int = option(_DATA, 4, "Micro-steps per optimizer step", min=1)
+    grad_accumulation: int = option(4, "Micro-steps per optimizer step", min=1)
     steps: int = option(
-        _DATA,
-        -1,
-        "Optimizer steps in all, resumed ones included; -1: as many as --epochs gives",
-        min=-1,
+        -1, "Optimizer steps in all, resumed ones included; -1: as many as --epochs gives", min=-1
     )
-    epochs: int | None = option(_DATA, None, "Passes over the training data, {rule}", min=1)
+    epochs: int | None = option(None, "Passes over the training data, {rule}", min=1)
     eval_every_n_steps: int = option(
-        _DATA, 100, "Steps between validations; 0 or less: only at new epochs and at the end"
+        100, "Steps between validations; 0 or less: only at new epochs and at the end"
     )
     eval_num_steps: int = option(
-        _DATA, 100, "Batches of a periodic validation; the final one takes all sequences", min=1
+        100, "Batches of a periodic validation; the final one takes all sequences", min=1
     )
 
-    # --------------------------------------------------------------------------------------------
-    # Optimizer and schedule
-
     optimizer: str = option(
-        _OPTIMIZER,
         "adamw",
         "Update rule; muon: for the matrices of blocks, and AdamW for all else",
         choices=("adamw", "muon"),
+        group="Optimizer and schedule",
     )
-    learning_rate: float | None = option(
-        _OPTIMIZER, None, "Highest learning rate", alias="lr", min=0
-    )
+    learning_rate: float | None = option(None, "Highest learning rate", alias="lr", min=0)
     lr_embedding: float | None = option(
-        _OPTIMIZER, None, "Rate of the token table; as --learning-rate if not given", min=0
+        None, "Rate of the token table; as --learning-rate if not given", min=0
     )
     lr_head: float | None = option(
-        _OPTIMIZER, None, "Rate of an LM head of its own; as --learning-rate if not given", min=0
+        None, "Rate of an LM head of its own; as --learning-rate if not given", min=0
     )
     lr_vectors: float | None = option(
-        _OPTIMIZER, None, "Rate of norms and biases; as --learning-rate if not given", min=0
+        None, "Rate of norms and biases; as --learning-rate if not given", min=0
     )
-    warmup: int = option(_OPTIMIZER, 0, "Steps of linear warm-up", min=0)
+    warmup: int = option(0, "Steps of linear warm-up", min=0)
     cooldown: float = option(
-        _OPTIMIZER,
         0,
         "Steps of the final anneal to zero, or a part of the run as 20%",
         min=0,
         parse=parse_steps,
     )
     final_lr_fraction: float = option(
-        _OPTIMIZER, 1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
+        1.0, "Where cosine and linear end, as a fraction of the learning rate", min=0
     )
     lr_schedule: str = option(
-        _OPTIMIZER,
-        "cosine",
-        "Course of the learning rate between warm-up and cooldown",
-        choices=SCHEDULES,
+        "cosine", "Course of the learning rate between warm-up and cooldown", choices=SCHEDULES
     )
-    beta_1: float = option(_OPTIMIZER, 0.9, "AdamW: decay of the first moment", min=0)
-    beta_2: float = option(_OPTIMIZER, 0.95, "AdamW: decay of the second moment", min=0)
-    adam_epsilon: float = option(
-        _OPTIMIZER, 1e-8, "AdamW: added to the root of the second moment; more than 0"
-    )
+    beta_1: float = option(0.9, "AdamW: decay of the first moment", min=0)
+    beta_2: float = option(0.95, "AdamW: decay of the second moment", min=0)
+    adam_epsilon: float = option(1e-8, "AdamW: added to the root of the second moment; more than 0")
     opt_m_dtype: str = dtype_option(
-        _OPTIMIZER,
         "fp32",
         "Format of AdamW's first moment, and of Muon's momentum; e4m3: with a scale per 128 "
         "elements",
         "e4m3",
     )
     opt_v_dtype: str = dtype_option(
-        _OPTIMIZER,
-        "fp32",
-        "AdamW: format of the second moment; e4m3: with a scale per 128 elements",
-        "e4m3",
+        "fp32", "AdamW: format of the second moment; e4m3: with a scale per 128 elements", "e4m3"
     )
-    weight_decay: float = option(_OPTIMIZER, 0.1, "Decay of the matrices", min=0)
+    weight_decay: float = option(0.1, "Decay of the matrices", min=0)
     muon_lr: float | None = option(
-        _OPTIMIZER,
-        None,
-        "Muon: its highest learning rate, which takes the course of AdamW's; {rule}",
-        min=0,
+        None, "Muon: its highest learning rate, which takes the course of AdamW's; {rule}", min=0
     )
-    muon_momentum: float = option(
-        _OPTIMIZER, 0.95, "Muon: decay of the momentum, which is Nesterov's", min=0
-    )
+    muon_momentum: float = option(0.95, "Muon: decay of the momentum, which is Nesterov's", min=0)
     muon_scale: str = option(
-        _OPTIMIZER,
         "match-rms",
         "Muon: what a matrix's learning rate is multiplied by; match-rms: 0.2 sqrt(max(out, in)), "
         "for changes as large as AdamW's; original: sqrt(max(1, out / in)); spectral: "
@@ -312,41 +236,31 @@ class TrainConfig(Derived):
         choices=("original", "match-rms", "spectral"),
     )
     muon_coefficients: str = option(
-        _OPTIMIZER,
         "jordan",
         "Muon: the polynomials of its five steps; polar-express: singular values end closer to 1",
         choices=("jordan", "polar-express"),
     )
     muon_normalize_rows: float = option(
-        _OPTIMIZER,
         0.0,
         "Muon: decay of a mean square of each row of changes, by whose root they are divided, as "
         "NorMuon does with 0.95; 0: they are not",
         min=0,
     )
-    cautious_decay: bool = switch(
-        _OPTIMIZER, "Muon: decay only weights that the change makes smaller, too"
-    )
+    cautious_decay: bool = switch("Muon: decay only weights that the change makes smaller, too")
     ema: float = option(
-        _OPTIMIZER,
         0.0,
         "Decay per step of a moving average of the weights, which is evaluated, sampled and "
         "exported in their place; 0: none",
         min=0,
     )
     grad_clip: float = option(
-        _OPTIMIZER, 1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
+        1.0, "Longest gradient norm, longer ones are scaled down; 0: off", min=0
     )
     z_loss: float = option(
-        _OPTIMIZER,
-        0.0,
-        "Weight of the squared log-sum-exp of the logits in the loss",
-        min=0,
-        max=1e3,
+        0.0, "Weight of the squared log-sum-exp of the logits in the loss", min=0, max=1e3
     )
 
     router_aux_loss: float | None = option(
-        _OPTIMIZER,
         None,
         "Weight of the load-balancing loss of experts' routers; if not given, that of the model's "
         "config.json with --from-scratch, else 0",
@@ -354,442 +268,343 @@ class TrainConfig(Derived):
         max=1e3,
     )
     router_z_loss: float = option(
-        _OPTIMIZER,
-        0.0,
-        "Weight of the squared log-sum-exp of routers' logits in the loss",
-        min=0,
-        max=1e3,
+        0.0, "Weight of the squared log-sum-exp of routers' logits in the loss", min=0, max=1e3
     )
 
-    # --------------------------------------------------------------------------------------------
-    # Loss
-
     loss: str = option(
-        LOSS_GROUP,
         "ce",
         "What is minimized; ce: cross-entropy of tokens, or of a score head's classes; dpo, ipo, "
         "simpo, orpo: losses of pairs of answers, of which one is to be preferred; reward: that "
         "of a score head; kto: of answers with labels; weighted: cross-entropy of tokens, each "
         "times its score; kd: the divergence from a teacher",
         choices=("ce", *PREFERENCES, "kto", "kd", "weighted"),
+        group=LOSS_GROUP,
     )
     head: str | None = option(
-        LOSS_GROUP,
         None,
         "What stands behind the last block; lm: logits of tokens, score: of labels, behind the "
         "last token of each document",
         choices=("lm", "score"),
     )
     num_labels: int | None = option(
-        LOSS_GROUP, None, "Labels of --head score: classes, of --loss reward one score", min=1
+        None, "Labels of --head score: classes, of --loss reward one score", min=1
     )
     scores: Path | None = option(
-        LOSS_GROUP,
         None,
         "Directory of `llmq score`, with what the reference model thinks of each token; dpo, ipo "
         "and kto score the data by the first weights if not given; of weighted each token's "
         "weight, of kd a teacher's --top-k",
     )
     token_weights: bool = switch(
-        LOSS_GROUP,
         "Weigh tokens as their messages are weighed in the token files; on if not given where "
-        "these have weights",
+        "these have weights"
     )
-    pref_beta: float | None = option(LOSS_GROUP, None, "Beta of a loss of pairs", min=0)
-    pref_gamma: float | None = option(LOSS_GROUP, None, "Margin of SimPO")
+    pref_beta: float | None = option(None, "Beta of a loss of pairs", min=0)
+    pref_gamma: float | None = option(None, "Margin of SimPO")
     pref_smoothing: float | None = option(
-        LOSS_GROUP, None, "Part of the pairs that dpo and simpo take for labelled wrong", min=0
+        None, "Part of the pairs that dpo and simpo take for labelled wrong", min=0
     )
     pref_normalize: bool | None = option(
-        LOSS_GROUP, None, "Compare answers by the mean of their tokens, not by the sum"
+        None, "Compare answers by the mean of their tokens, not by the sum"
     )
-    pref_sft: float | None = option(
-        LOSS_GROUP, None, "Weight of the chosen answer's mean cross-entropy", min=0
-    )
-    kd_top_k: int = option(
-        LOSS_GROUP, 64, "Probabilities that a teacher tells of each token", min=1, max=255
-    )
+    pref_sft: float | None = option(None, "Weight of the chosen answer's mean cross-entropy", min=0)
+    kd_top_k: int = option(64, "Probabilities that a teacher tells of each token", min=1, max=255)
     kd_mixture: float = option(
-        LOSS_GROUP, 0.0, "Part that the data's own tokens have in kd's loss", min=0, max=1
+        0.0, "Part that the data's own tokens have in kd's loss", min=0, max=1
     )
-    kd_temperature: float = option(
-        LOSS_GROUP, 1.0, "Temperature at which model and teacher are compared"
-    )
+    kd_temperature: float = option(1.0, "Temperature at which model and teacher are compared")
     kd_divergence: str = option(
-        LOSS_GROUP,
         "forward",
         "forward: of the teacher from the model, reverse: of the model from the teacher",
         choices=("forward", "reverse"),
     )
-    kto_desirable: float = option(LOSS_GROUP, 1.0, "Weight of kto's desirable answers", min=0)
-    kto_undesirable: float = option(LOSS_GROUP, 1.0, "Weight of kto's undesirable answers", min=0)
-
-    # --------------------------------------------------------------------------------------------
-    # Evaluation in the run
+    kto_desirable: float = option(1.0, "Weight of kto's desirable answers", min=0)
+    kto_undesirable: float = option(1.0, "Weight of kto's undesirable answers", min=0)
 
     eval_task: tuple[str, ...] = option(
-        _EVALUATION,
         (),
         "Task of llmq eval to evaluate on in the run, FILE or KIND=FILE; may be repeated",
         parse=parse_repeated,
+        group="Evaluation in the run",
     )
-    task_every: int = option(
-        _EVALUATION, -1, "Steps between evaluations on tasks; 0 or less: only at the end"
-    )
+    task_every: int = option(-1, "Steps between evaluations on tasks; 0 or less: only at the end")
     task_limit: int | None = option(
-        _EVALUATION, None, "Take only as many records of each task, from its start", min=1
+        None, "Take only as many records of each task, from its start", min=1
     )
     sample_prompt: tuple[str, ...] = option(
-        _EVALUATION,
-        (),
-        "Text to continue in the run, as a sample; may be repeated",
-        parse=parse_repeated,
+        (), "Text to continue in the run, as a sample; may be repeated", parse=parse_repeated
     )
-    sample_every: int = option(_EVALUATION, -1, "Steps between samples; 0 or less: only at the end")
-    sample_tokens: int = option(_EVALUATION, 64, "Longest continuation of a sample", min=1)
-
-    # --------------------------------------------------------------------------------------------
-    # Checkpoints and logs
+    sample_every: int = option(-1, "Steps between samples; 0 or less: only at the end")
+    sample_tokens: int = option(64, "Longest continuation of a sample", min=1)
 
     name: str = option(
-        _OUTPUT, "llmq", "Name of the run, replaces %n in the paths below", parse=parse_name
+        "llmq",
+        "Name of the run, replaces %n in the paths below",
+        parse=parse_name,
+        group="Checkpoints and logs",
     )
-    out_dir: Path = option(_OUTPUT, Path("output/%n"), "Directory of the final model")
-    checkpoint_dir: Path = option(_OUTPUT, Path("ckpt/%n"), "Directory of checkpoints")
-    ckpt_interval: int = option(_OUTPUT, 100, "Steps between checkpoints; 0 or less: none")
+    out_dir: Path = option(Path("output/%n"), "Directory of the final model")
+    checkpoint_dir: Path = option(Path("ckpt/%n"), "Directory of checkpoints")
+    ckpt_interval: int = option(100, "Steps between checkpoints; 0 or less: none")
     ckpt_keep_n: int = option(
-        _OUTPUT,
         3,
         "Newest checkpoints to keep beside those of --ckpt-major, older ones are deleted; 0 or "
         "less: all",
     )
     ckpt_major: int = option(
-        _OUTPUT, -1, "Checkpoints whose step is a multiple of this are never deleted; -1: none"
+        -1, "Checkpoints whose step is a multiple of this are never deleted; -1: none"
     )
     keep_best: str | None = option(
-        _OUTPUT,
         None,
         "Write and keep the checkpoint at which this was best: loss, NAME/loss of a named "
         "--eval-file, or TASK/METRIC of an --eval-task",
     )
-    save_training_state: bool = option(_OUTPUT, True, "Write a checkpoint at the end too")
+    save_training_state: bool = option(True, "Write a checkpoint at the end too")
     continue_from: str | None = option(
-        _OUTPUT,
         None,
         "Resume: the newest checkpoint, or the one of this step or path",
         flag="continue",
         parse=parse_continue,
     )
     overwrite: bool = switch(
-        _OUTPUT,
         "Move aside what another run wrote to the same places, to NAME.old-1; of bench: replace "
-        "the report that is there",
+        "the report that is there"
     )
-    new_data: bool = switch(_OUTPUT, "Start the data anew, not where the checkpoint was")
+    new_data: bool = switch("Start the data anew, not where the checkpoint was")
     log_file: Path | None = option(
-        _OUTPUT, None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
+        None, "JSON log; logs/%n-DATE.json with the time of the start if not given"
     )
     tensorboard: Path | None = option(
-        _OUTPUT, None, "Directory into which the log is written for TensorBoard, as the run goes"
+        None, "Directory into which the log is written for TensorBoard, as the run goes"
     )
     wandb: str | None = option(
-        _OUTPUT, None, "Project of Weights & Biases to which the log is sent, as the run goes"
+        None, "Project of Weights & Biases to which the log is sent, as the run goes"
     )
-    log_gpu_util: int = option(
-        _OUTPUT, 25, "Steps between records of GPUs, or CPUs; 0: none", min=0
-    )
+    log_gpu_util: int = option(25, "Steps between records of GPUs, or CPUs; 0: none", min=0)
     debug_log_allocations: int = option(
-        _OUTPUT, -1, "Print every allocation of at least this many MiB; -1: none", min=-1
+        -1, "Print every allocation of at least this many MiB; -1: none", min=-1
     )
-    debug_time_breakdown: bool = switch(_OUTPUT, "Print the time of each part of each step")
+    debug_time_breakdown: bool = switch("Print the time of each part of each step")
     debug_log_abs_max: int = option(
-        _OUTPUT,
         -1,
         "Steps between records of the largest values of fp8 tensors; without a number: every step",
         parse=parse_every,
         min=-1,
     )
 
-    # --------------------------------------------------------------------------------------------
-    # Memory
-
     recompute_swiglu: bool | None = option(
-        _MEMORY, None, "In backward, compute the activation of the MLP again"
+        None, "In backward, compute the activation of the MLP again", group="Memory"
     )
-    recompute_norm: bool | None = option(_MEMORY, None, "In backward, compute the norms again")
-    recompute_ffn: bool = switch(_MEMORY, "In backward, compute the MLP again")
-    recompute_qkv: bool = switch(_MEMORY, "In backward, compute queries, keys and values again")
-    recompute_att: bool = switch(_MEMORY, "In backward, compute attention again")
-    recompute_block: bool = switch(_MEMORY, "In backward, compute the whole block again")
+    recompute_norm: bool | None = option(None, "In backward, compute the norms again")
+    recompute_ffn: bool = switch("In backward, compute the MLP again")
+    recompute_qkv: bool = switch("In backward, compute queries, keys and values again")
+    recompute_att: bool = switch("In backward, compute attention again")
+    recompute_block: bool = switch("In backward, compute the whole block again")
     recompute_layers: str = option(
-        _MEMORY,
-        "all",
-        "Layers that recompute, such as 0-11,20; all: every layer",
-        parse=parse_layers,
+        "all", "Layers that recompute, such as 0-11,20; all: every layer", parse=parse_layers
     )
-    lmhead_chunks: int | None = option(
-        _MEMORY, None, "Parts in which logits are made; divides B*T", min=1
-    )
+    lmhead_chunks: int | None = option(None, "Parts in which logits are made; divides B*T", min=1)
     attn_bwd_chunks: int = option(
-        _MEMORY,
         1,
         "Parts of the backward pass of attention, or fewer that take no more memory; divides the "
         "batch size, or is a multiple of it: then cuDNN divides heads, too",
         min=1,
     )
     offload_residual: bool = switch(
-        _MEMORY, "Keep the blocks' inputs in host memory until backward needs them"
+        "Keep the blocks' inputs in host memory until backward needs them"
     )
-    offload_between: bool = switch(
-        _MEMORY, "The same for the residual stream between the halves of blocks"
-    )
-    offload_master: bool = switch(
-        _MEMORY, "Keep the weights that the optimizer updates in host memory"
-    )
-    offload_opt_m: bool = switch(
-        _MEMORY, "Keep AdamW's first moment, and Muon's momentum, in host memory"
-    )
-    offload_opt_v: bool = switch(_MEMORY, "Keep AdamW's second moment in host memory")
-    offload_ema: bool = switch(_MEMORY, "Keep the average of --ema in host memory")
-    offload_gradients: bool = switch(_MEMORY, "Keep the blocks' gradients in host memory")
-    offload_quants: bool = switch(_MEMORY, "Keep the persistent fp8 weights in host memory")
-    persistent_quants: bool = switch(_MEMORY, "Keep them in fp8 too, made once per step")
+    offload_between: bool = switch("The same for the residual stream between the halves of blocks")
+    offload_master: bool = switch("Keep the weights that the optimizer updates in host memory")
+    offload_opt_m: bool = switch("Keep AdamW's first moment, and Muon's momentum, in host memory")
+    offload_opt_v: bool = switch("Keep AdamW's second moment in host memory")
+    offload_ema: bool = switch("Keep the average of --ema in host memory")
+    offload_gradients: bool = switch("Keep the blocks' gradients in host memory")
+    offload_quants: bool = switch("Keep the persistent fp8 weights in host memory")
+    persistent_quants: bool = switch("Keep them in fp8 too, made once per step")
     keep_transposed: bool = option(
-        _MEMORY, True, "Keep the fp8 weights transposed too; off: make them so in every backward"
+        True, "Keep the fp8 weights transposed too; off: make them so in every backward"
     )
-    use_zero_copy: bool = switch(
-        _MEMORY, "Let the optimizer work in host memory directly, without copies"
-    )
+    use_zero_copy: bool = switch("Let the optimizer work in host memory directly, without copies")
     write_combined: bool = switch(
-        _MEMORY, "Take host memory that is faster for the GPU and slow for the CPU"
+        "Take host memory that is faster for the GPU and slow for the CPU"
     )
     memory_limit: int | None = option(
-        _MEMORY, None, "Use at most this much memory per device", parse=parse_size, min=1
+        None, "Use at most this much memory per device", parse=parse_size, min=1
     )
 
-    # --------------------------------------------------------------------------------------------
-    # Machine
-
     device: str = option(
-        _MACHINE,
         "auto",
         "Where to run; auto: on GPUs if there are any",
         choices=("auto", "cpu", "cuda"),
+        group="Machine",
     )
     gpus: int = option(
-        _MACHINE,
         0,
         "GPUs to use (on the CPU: threads, as if they were GPUs); 0: all GPUs, one thread",
         min=0,
         max=64,
     )
-    use_cuda_graphs: bool = option(_MACHINE, True, "Record the GPU work once and replay it")
+    use_cuda_graphs: bool = option(True, "Record the GPU work once and replay it")
     attention: str = option(
-        _MACHINE,
         "auto",
         "Attention kernels; auto: the faster ones that work here",
         choices=("auto", "cudnn", "native"),
     )
-    tune: bool = option(_MACHINE, True, "Time candidates for products and attention at the start")
-
-    # --------------------------------------------------------------------------------------------
-    # Several GPUs
+    tune: bool = option(True, "Time candidates for products and attention at the start")
 
     zero_level: int = option(
-        _RANKS,
         1,
         "What is divided among GPUs; 1: the optimizer, 2: also gradients, 3: also weights",
         min=0,
         max=3,
+        group="Several GPUs",
     )
     shard_over: str = option(
-        _RANKS, "machine", "Divide among GPUs of a machine, or of all", choices=("machine", "world")
+        "machine", "Divide among GPUs of a machine, or of all", choices=("machine", "world")
     )
     shard_weights: bool = switch(
-        _RANKS, "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
+        "Divide the blocks' weights; on one GPU: keep two blocks in work memory"
     )
     shard_gradients: bool = switch(
-        _RANKS, "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
+        "Divide the blocks' gradients; on one GPU: keep two blocks in work memory"
     )
-    memcpy_all_gather: bool = switch(_RANKS, "Gather weights by copies instead of NCCL")
-    memcpy_send_recv: bool = switch(_RANKS, "Exchange gradients by copies instead of NCCL")
+    memcpy_all_gather: bool = switch("Gather weights by copies instead of NCCL")
+    memcpy_send_recv: bool = switch("Exchange gradients by copies instead of NCCL")
     mirror_weights: bool = switch(
-        _RANKS,
-        "Keep sharded weights in host memory too, where GPUs read them that cannot copy directly",
+        "Keep sharded weights in host memory too, where GPUs read them that cannot copy directly"
     )
-    all_to_all_reduce: bool = switch(
-        _RANKS, "Exchange gradients and sum them here, in a fixed order"
-    )
+    all_to_all_reduce: bool = switch("Exchange gradients and sum them here, in a fixed order")
     p2p: str = option(
-        _RANKS,
         "auto",
         "Copies between GPUs; on: direct, off: through host memory, auto: by a test at the start",
         parse=parse_switch,
         choices=("auto", "on", "off"),
     )
-    watchdog: int = option(
-        _RANKS, 300, "Seconds without progress after which a run stops; 0: never", min=0
-    )
-    measure_scaling: bool = switch(
-        _RANKS, "Time one GPU alone at the start and report how well they scale"
-    )
-
-    # --------------------------------------------------------------------------------------------
-    # Keeping a run
+    watchdog: int = option(300, "Seconds without progress after which a run stops; 0: never", min=0)
+    measure_scaling: bool = switch("Time one GPU alone at the start and report how well they scale")
 
     guard: str = option(
-        _KEEPING,
         "warn",
         "What follows a step whose loss or gradient norm is far above what is usual; warn: a line, "
         "skip: no update, rollback: no update, and where that does not help back to the newest "
         "good checkpoint, past the data since then; off: nothing",
         choices=("off", "warn", "skip", "rollback"),
+        group="Keeping a run",
     )
     guard_recovery: int = option(
-        _KEEPING,
-        100,
-        "Steps after a rollback over which the learning rate rises again, from a tenth",
-        min=0,
+        100, "Steps after a rollback over which the learning rate rises again, from a tenth", min=0
     )
     ckpt_every_minutes: float = option(
-        _KEEPING, 0.0, "Minutes without a checkpoint after which one is written, too; 0: any", min=0
+        0.0, "Minutes without a checkpoint after which one is written, too; 0: any", min=0
     )
     ckpt_background: bool = switch(
-        _KEEPING,
         "Write checkpoints while training goes on, from a copy of the state in host memory, which "
-        "takes as much of it as a checkpoint of the disk",
+        "takes as much of it as a checkpoint of the disk"
     )
     ckpt_required: int = option(
-        _KEEPING,
         0,
         "End the run, with an error, after so many checkpoints in a row that could not be written; "
         "0: go on",
         min=0,
     )
     max_hours: float = option(
-        _KEEPING,
         0.0,
         "End, with a checkpoint that is complete by then, after so many hours, with exit status "
         "75; 0: never",
         min=0,
     )
-    force: bool = switch(_KEEPING, "Export the model also where it computes infinities or NaNs")
-
-    # --------------------------------------------------------------------------------------------
-    # Own sizes
+    force: bool = switch("Export the model also where it computes infinities or NaNs")
 
     vocab_size: int | str | None = option(
-        SIZES_GROUP,
         None,
         "Token ids; auto: as many as the tokenizer of the training files has",
         parse=parse_vocab_size,
+        group=SIZES_GROUP,
     )
-    hidden_size: int | None = option(SIZES_GROUP, None, "Channels of the residual stream", min=1)
-    intermediate_size: int | None = option(SIZES_GROUP, None, "Width of the MLP", min=1)
-    num_experts: int | None = option(SIZES_GROUP, None, "Experts of each layer that has any", min=1)
+    hidden_size: int | None = option(None, "Channels of the residual stream", min=1)
+    intermediate_size: int | None = option(None, "Width of the MLP", min=1)
+    num_experts: int | None = option(None, "Experts of each layer that has any", min=1)
     active_experts: int | None = option(
-        SIZES_GROUP, None, "Experts that a token meets", alias="num-experts-per-tok", min=1
+        None, "Experts that a token meets", alias="num-experts-per-tok", min=1
     )
     expert_size: int | None = option(
-        SIZES_GROUP, None, "Width of an expert", alias="moe-intermediate-size", min=1
+        None, "Width of an expert", alias="moe-intermediate-size", min=1
     )
-    num_layers: int | None = option(
-        SIZES_GROUP, None, "Transformer blocks", alias="num-hidden-layers", min=1
-    )
-    num_heads: int | None = option(
-        SIZES_GROUP, None, "Query heads", alias="num-attention-heads", min=1
-    )
+    num_layers: int | None = option(None, "Transformer blocks", alias="num-hidden-layers", min=1)
+    num_heads: int | None = option(None, "Query heads", alias="num-attention-heads", min=1)
     num_kv_heads: int | None = option(
-        SIZES_GROUP, None, "Key and value heads", alias="num-key-value-heads", min=1
+        None, "Key and value heads", alias="num-key-value-heads", min=1
     )
-    head_dim: int | None = option(SIZES_GROUP, None, "Channels of one head", min=1)
+    head_dim: int | None = option(None, "Channels of one head", min=1)
     max_positions: int | None = option(
-        POSITIONS_GROUP, None, "Longest sequence in tokens", alias="max-position-embeddings", min=1
+        None,
+        "Longest sequence in tokens",
+        alias="max-position-embeddings",
+        min=1,
+        group=POSITIONS_GROUP,
     )
-    rope_theta: float | None = option(POSITIONS_GROUP, None, "Base of the rotary frequencies")
+    rope_theta: float | None = option(None, "Base of the rotary frequencies")
     rope_scaling: str | None = option(
-        POSITIONS_GROUP,
         None,
         "How rotary frequencies are stretched: yarn:4, or the fields of config.json's "
         "rope_parameters; none: not",
         parse=parse_rope,
     )
     tie_embeddings: bool | None = option(
-        SIZES_GROUP, None, "Use the embedding matrix as LM head", alias="tie-word-embeddings"
+        None, "Use the embedding matrix as LM head", alias="tie-word-embeddings", group=SIZES_GROUP
     )
     logit_softcap: float | None = option(
-        SIZES_GROUP,
-        None,
-        "Soft cap of Gemma's logits, which become cap * tanh(logit / cap); 0: none",
-        min=0,
+        None, "Soft cap of Gemma's logits, which become cap * tanh(logit / cap); 0: none", min=0
     )
     qk_norm: bool | None = option(
-        SIZES_GROUP,
         None,
         "RMSNorm of each head's queries and keys: a model of Qwen2.5, Llama or Mistral becomes one "
         "of Qwen3's architecture, without it that becomes Llama's",
     )
 
-    # --------------------------------------------------------------------------------------------
-    # Adapters
-
     lora_rank: int = option(
-        ADAPTERS_GROUP, 0, "Train adapters of this rank and leave the model as it is; 0: no", min=0
+        0,
+        "Train adapters of this rank and leave the model as it is; 0: no",
+        min=0,
+        group=ADAPTERS_GROUP,
     )
-    lora_alpha: float | None = option(ADAPTERS_GROUP, None, "Numerator of the adapters' scaling")
+    lora_alpha: float | None = option(None, "Numerator of the adapters' scaling")
     lora_targets: str | None = option(
-        ADAPTERS_GROUP,
         None,
         "Matrices that get adapters, all (those of blocks but experts) or some of "
         f"{', '.join(LORA_TARGETS)}, or a regular expression of modules' names",
         parse=parse_targets,
     )
     lora_layers: str = option(
-        ADAPTERS_GROUP,
-        "all",
-        "Layers that get adapters, all, or numbers and ranges: 0-11,20",
-        parse=parse_layers,
+        "all", "Layers that get adapters, all, or numbers and ranges: 0-11,20", parse=parse_layers
     )
     lora_rank_pattern: tuple[str, ...] = option(
-        ADAPTERS_GROUP,
         (),
         "Other ranks of modules, by regular expressions of their names' ends: down_proj=32",
         parse=parse_numbers,
     )
     lora_alpha_pattern: tuple[str, ...] = option(
-        ADAPTERS_GROUP,
-        (),
-        "Other numerators of the scaling, as --lora-rank-pattern",
-        parse=parse_numbers,
+        (), "Other numerators of the scaling, as --lora-rank-pattern", parse=parse_numbers
     )
     lora_dora: bool = switch(
-        ADAPTERS_GROUP,
-        "Train the magnitude of each adapted row of the model beside its direction (DoRA)",
+        "Train the magnitude of each adapted row of the model beside its direction (DoRA)"
     )
     lora_dropout: float | None = option(
-        ADAPTERS_GROUP,
-        None,
-        "Part of the adapters' inputs that training sets to zero",
-        min=0,
+        None, "Part of the adapters' inputs that training sets to zero", min=0
     )
     lora_scaling: str | None = option(
-        ADAPTERS_GROUP,
         None,
         "Scaling of the adapters; {rule}: alpha / rank, rs: alpha / sqrt(rank)",
         choices=("standard", "rs"),
     )
     lora_init: str | None = option(
-        ADAPTERS_GROUP,
         None,
         "What the adapters begin with; {rule}: nothing; pissa: the principal singular values of "
         "each matrix, of which the rest stays as the model",
         choices=("zero", "pissa"),
     )
-    lora_plus: float = option(
-        ADAPTERS_GROUP, 1.0, "Learning rate of the adapters' B over that of A"
-    )
+    lora_plus: float = option(1.0, "Learning rate of the adapters' B over that of A")
     base_dtype: str | None = dtype_option(
-        ADAPTERS_GROUP,
         None,
         "Format in which the blocks' matrices beside the adapters are kept; {rule}. e4m3: 8 bits, "
         "for fp8 products; int8: 8 bits, for products of cards without fp8; nf4: 4 bits in blocks "
@@ -798,19 +613,13 @@ class TrainConfig(Derived):
         *QUANTIZED,
     )
     adapter: Path | None = option(
-        ADAPTERS_GROUP,
-        None,
-        "Directory of adapters in PEFT's format to go on from; what is not given is as there",
+        None, "Directory of adapters in PEFT's format to go on from; what is not given is as there"
     )
     train: tuple[str, ...] | None = option(
-        ADAPTERS_GROUP,
         None,
         f"Parts of the model that are trained beside adapters, some of {', '.join(LORA_PARTS)}",
         parse=parse_parts,
     )
-
-    # --------------------------------------------------------------------------------------------
-    # What is asked of them
 
     only_scores: bool = False
     """No option: the command asks a model for losses, and trains nothing."""
