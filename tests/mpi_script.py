@@ -68,7 +68,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "disk full": lambda: setattr(os, "fsync", refuse_to_write),
     "no names": lambda: setattr(os, "rename", refuse_to_write),
     "damaged": lambda: setattr(DataLoader, "next_batch", damaged),
-    "warn": lambda: warn(["this process is unwell"]),
+    "warn": lambda: warn("this process is unwell"),
     "hang": lambda: setattr(Step, "update", lambda step: time.sleep(1000)),
 }
 

@@ -50,7 +50,7 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def warnings(monkeypatch):
     lines = []
-    monkeypatch.setattr(cards, "warn", lines.extend)
+    monkeypatch.setattr(cards, "warn", lines.append)
     return lines
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from llmq.base.console import printable
@@ -61,7 +61,7 @@ def status_of(error: BaseException) -> int:
     return LlmqError.STATUS if known else 1
 
 
-def warn(lines: Iterable[str]) -> None:
+def warn(*lines: str) -> None:
     """Tell the user of what may not be as meant, without stopping: one line each."""
     for line in (printable(line.replace("\n", " ")) for line in lines):
         _warnings.append(line)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from llmq.base.errors import ConfigError, DiskError, DiskFull, LlmqError
+from llmq.base.errors import ConfigError, DataError, DiskError, DiskFull, LlmqError
 
 
 class Closing:
@@ -45,6 +45,17 @@ def disk_errors(path: Path) -> Iterator[None]:
                 f"the disk is full, writing '{path}': free some space or choose another directory"
             ) from error
         raise DiskError(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+@contextmanager
+def read_errors(what: Path | str, kind: type[LlmqError] = DataError) -> Iterator[None]:
+    """Turn an OSError inside the block into a one-line error about reading this file; what: words
+    for it, where its path alone does not say enough."""
+    try:
+        yield
+    except OSError as error:
+        named = f"'{what}'" if isinstance(what, Path) else what
+        raise kind(f"cannot read {named}: {error.strerror}") from error
 
 
 _REPLACEABLE = (stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR)  # the last one is refused by the system

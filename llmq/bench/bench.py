@@ -98,7 +98,7 @@ def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any
         if path.exists():
             result = json.loads(path.read_text())
             return result["runs"], result["machine"]
-    warn([f"the runs cannot be planned: the process that does it ended with {status}"])
+    warn(f"the runs cannot be planned: the process that does it ended with {status}")
     return [{}] * len(runs), None
 
 
@@ -299,7 +299,7 @@ class Sweep:
             told = (
                 f"{len(wrong)} of {len(self.pending)} runs cannot be planned, and will hardly run"
             )
-            warn([f"{told}; the first is {title}: {self._prediction(wrong[0])['message']}"])
+            warn(f"{told}; the first is {title}: {self._prediction(wrong[0])['message']}")
 
     def _prediction(self, options: Row) -> Prediction:
         return self.predictions.get(identity(options), {})
@@ -358,7 +358,7 @@ class Sweep:
             told = f"{flag}: {self.file.path} was measured on another machine ("
             raise ConfigError(f"{told}{'; '.join(found)}): use another --out")
         if found and found != self.differing:
-            warn([f"--resume: earlier runs are of other versions ({'; '.join(found)})"])
+            warn(f"--resume: earlier runs are of other versions ({'; '.join(found)})")
             self.differing = found
 
     def _finish(self, options: Row, run: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def open_trainer(options: dict[str, Any], steps: int, alive: Path | None = None)
     on_cpu = trainer.dev.kind == "host"
     given, idle = RULES.idle(make_config(options)), RULES.idle(config, model=model)
     idle += RULES.idle(config, ranks=Ranks(trainer.world_size, on_cpu=on_cpu))
-    warn(given + idle + model_warnings(model_dir))
+    warn(*(given + idle + model_warnings(model_dir)))
     if alive is not None:
         threading.Thread(target=_show_progress, args=(trainer, alive), daemon=True).start()
     trainer.load_weights()

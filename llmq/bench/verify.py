@@ -74,8 +74,8 @@ def run_verify(
     """
     idle = [rule for rule in RULES.of(config, IDLE, "measuring") if rule.option in given]
     if idle:
-        warn([f"{', '.join(OPTIONS[rule.option].flag for rule in idle)}: {idle[0].text}"])
-    warn(RULES.idle(config, verification=steps))
+        warn(f"{', '.join(OPTIONS[rule.option].flag for rule in idle)}: {idle[0].text}")
+    warn(*RULES.idle(config, verification=steps))
     found = compare(config, model, model_dir, steps=steps, synthetic=synthetic)
     if json:
         print(json_module.dumps(record(found), indent=1, allow_nan=False))
@@ -100,7 +100,7 @@ def compare(
     RULES.check(config, verification=steps)
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)
-    warn(RULES.idle(config, ranks=_ranks(machine)))
+    warn(*RULES.idle(config, ranks=_ranks(machine)))
     plain = without_options(config, machine)
     try:
         without = _results(plain, model, model_dir, synthetic)

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.errors import ConfigError, LlmqError, warn
-from llmq.base.files import disk_errors, make_directory, open_file, retired_path, sync_directory
+from llmq.base.files import (
+    disk_errors,
+    make_directory,
+    open_file,
+    read_errors,
+    retired_path,
+    sync_directory,
+)
 from llmq.checkpoint.hf import HASH_THREADS
 from llmq.checkpoint.manifest import MANIFEST, read_manifest
 from llmq.runtime.processes import Processes, processes
@@ -216,7 +223,7 @@ def delete(paths: Iterable[Path]) -> list[Path]:
         except FileNotFoundError:  # somebody else was faster
             continue
         except OSError as error:
-            warn([f"cannot delete '{path}' ({error.strerror or error}): it stays"])
+            warn(f"cannot delete '{path}' ({error.strerror or error}): it stays")
         else:
             gone.append(path)
     return gone
@@ -328,11 +335,9 @@ def _damage(path: Path, files: Sequence[dict[str, Any]]) -> str | None:
 
 def digest_of_file(path: Path) -> str:
     """SHA-256, known as long as the file has the same size and times. LlmqError."""
-    try:
+    with read_errors(path, LlmqError):
         found = os.stat(path)
         return _digest(path, (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    except OSError as error:
-        raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
 
 
 @functools.lru_cache(maxsize=1 << 16)

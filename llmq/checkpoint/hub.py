@@ -174,11 +174,11 @@ def find_tokenizer(name: str, fetch: bool) -> str:
     """
     if name == BYTES or not is_hub_id(name):
         if fetch:
-            warn([f"--download has no effect: --tokenizer {name} is no name of the hub"])
+            warn(f"--download has no effect: --tokenizer {name} is no name of the hub")
         return name
     missing = lacking(name, [TOKENIZER])
     if missing is None and fetch:
-        warn([f"--download has no effect: {name} is in the cache"])
+        warn(f"--download has no effect: {name} is in the cache")
     elif missing is not None and fetch:
         download("--tokenizer", name, [TOKENIZER])
     elif missing is not None and "/" in name:

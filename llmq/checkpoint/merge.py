@@ -125,7 +125,7 @@ def open_merged(
         if files.base is not None:
             base = base_id(name, weights, weight_table(model))
             check_same_base(f"--adapter: '{directory}'", files.base, base)
-        warn(files.unknown_base(name))
+        warn(*files.unknown_base(name))
         kept = base_dtype or files.config.base_dtype
         base_read, read = partial(_base, files, weights), files.read
         if files.config.split and kept in QUANTIZED:  # codes were made of what the split had left
@@ -194,7 +194,7 @@ def merge_adapter(
     with HfWeights(directory) as weights:
         weights.check(weight_table(config))
         if model_dtype is None and weights.dtype == "fp16":
-            warn(["the model is in fp16 and is written in bf16: --model-dtype fp32 rounds nothing"])
+            warn("the model is in fp16 and is written in bf16: --model-dtype fp32 rounds nothing")
         dtype = OPTION_DTYPES[model_dtype or weights.dtype.replace("fp16", "bf16")]
         with open_merged(config, base, weights, adapter, base_dtype) as (merged, read):
             made = noted_tokenizer(adapter) or noted_tokenizer(directory)

@@ -22,7 +22,7 @@ import numpy as np
 
 from llmq.base.dtypes import DTYPES, DType
 from llmq.base.errors import LlmqError
-from llmq.base.files import open_file
+from llmq.base.files import open_file, read_errors
 
 NUMPY_DTYPES = {d.label: d.numpy for d in DTYPES.values()} | {"F16": np.dtype(np.float16)}
 """The NumPy type of each element type that can be read, by its name in the header."""
@@ -50,10 +50,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """LlmqError if the file cannot be read, has a damaged header, or not the length it says."""
         self.path = path
-        try:
+        with read_errors(path, LlmqError):
             self._file = open_file(path)
-        except OSError as error:
-            raise LlmqError(f"cannot read '{path}': {error.strerror}") from error
         try:
             self._read_header()
         except BaseException:
@@ -111,10 +109,8 @@ class SafetensorsFile:
         done = 0
         while done < count:
             chunk = memoryview(out[done : done + READ_BYTES])
-            try:
+            with read_errors(self.path, LlmqError):
                 got = os.preadv(self._file.fileno(), [chunk], offset + done)
-            except OSError as error:
-                raise LlmqError(f"cannot read '{self.path}': {error.strerror}") from error
             if not got:
                 raise LlmqError(f"'{self.path}' became shorter while it was read; copy it again")
             done += got

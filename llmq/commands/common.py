@@ -322,7 +322,7 @@ def load_run(
         config = with_adapter(of_run.at_commit(config, model_dir), model).validate_with(model)
         idle = RULES.idle(config) + RULES.idle(config, model=model)
         line = of_run.vocabulary_line(config, model, trains=trains)
-        warn(idle + model_warnings(model_dir) + ([] if line is None else [line]))
+        warn(*(idle + model_warnings(model_dir) + ([] if line is None else [line])))
         return config, model, model_dir, fields_of(layers)
 
     return processes().each(load)

@@ -24,7 +24,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable
+from llmq.base.files import check_readable, read_errors
 from llmq.base.records import MAX_RECORD
 from llmq.data.tokenizer import END_OF_TEXT, TEMPLATE_FILE, HfTokenizer, Tokenizer, read_json
 from llmq.data.tokenizer_files import OWN_TOKENS
@@ -291,10 +291,9 @@ def _sources_of(folder: Path) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     try:
-        check_readable(path)
-        return path.read_text("utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read the chat template '{path}': {error.strerror}") from error
+        with read_errors(f"the chat template '{path}'"):
+            check_readable(path)
+            return path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"the chat template '{path}' is not UTF-8 text") from error
 

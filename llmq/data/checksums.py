@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, disk_errors, expand_pattern, replacing
+from llmq.base.files import check_readable, disk_errors, expand_pattern, read_errors, replacing
 from llmq.data.document_file import SUFFIX as DOCUMENTS_SUFFIX
 from llmq.data.document_file import documents_path
 
@@ -90,11 +90,9 @@ class Checksums:
     def __init__(self, path: Path, token_file: Path, num_bytes: int) -> None:
         """num_bytes: the token file's size. DataError if damaged, or for a file of another size."""
         self.path, self.token_file, self.num_bytes = path, token_file, num_bytes
-        try:
+        with read_errors(path):
             check_readable(path)
             data = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from error
         if not data.startswith(MAGIC) or len(data) < len(MAGIC) + 4:
             raise self._wrong("is no file of checksums")
         (version,) = struct.unpack_from("<i", data, len(MAGIC))

@@ -23,11 +23,12 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import check_readable, disk_errors
+from llmq.base.files import check_readable, disk_errors, read_errors
 
 MAGIC = b"BIN.DOC\n"
 VERSION, IN_PAIRS = 1, 2
@@ -92,11 +93,9 @@ class DocumentFile:
         cls, path: Path, verify: Callable[[bytes, Path], None] = lambda *_: None
     ) -> DocumentFile:
         """Read a file. verify: checks its bytes. DataError if it is damaged or no such file."""
-        try:
+        with read_errors(path):
             check_readable(path)
             data = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from error
         if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
             raise DataError(
                 f"'{path}' does not say where documents are: it starts with {data[:8]!r} instead "
@@ -120,7 +119,31 @@ class DocumentFile:
         return cls(ends, is_cut == 1, num_tokens, checksum, version == IN_PAIRS)
 
 
-class DocumentWriter:
+class PartialFile:
+    """A file that is written piece by piece and has another name until it is complete.
+
+    path: by which messages call it.
+    """
+
+    path: Path
+    _file: BinaryIO
+
+    def sync(self) -> None:
+        """Force everything so far to the disk, so that a later process can rely on it."""
+        with disk_errors(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def suspend(self) -> None:
+        """Leave it as it is, to be gone on with."""
+        self._file.close()
+
+    def discard(self) -> None:
+        self._file.close()
+        Path(self._file.name).unlink(missing_ok=True)
+
+
+class DocumentWriter(PartialFile):
     """Writes a `.docs` file to `partial_path` while its token file is written.
 
     Only the last end is kept in memory.
@@ -166,20 +189,6 @@ class DocumentWriter:
             self._file.write(ends.tobytes())
         self.count += len(ends)
         self.last = int(ends[-1]) if len(ends) else self.last
-
-    def sync(self) -> None:
-        """Force everything so far to the disk, so that `keep_tokens` can rely on it."""
-        with disk_errors(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def suspend(self) -> None:
-        """Leave the partial file as it is, to be continued with `keep_tokens`."""
-        self._file.close()
-
-    def discard(self) -> None:
-        self._file.close()
-        partial_path(self.path).unlink(missing_ok=True)
 
     def close(self, num_tokens: int, read_tokens: Callable[[int, int], np.ndarray]) -> None:
         """Complete the file and give it its name. num_tokens, read_tokens: the token file's."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -262,23 +262,6 @@ _NO_ENDS = np.empty(0, np.int64)
 _PASSES = 3  # remembered: one ends while the next one begins, and one of a validation
 
 
-class SequenceSource(Protocol):
-    """Sequences that a run passes over again and again, for any number of threads.
-
-    Their order in a pass follows from (seed, pass) alone, and no data is read for it.
-    count: how many sequences; tokens: their tokens, without padding.
-    """
-
-    count: int
-    tokens: int
-
-    def spans(self, seed: int, number: int, index: int) -> list[Span]:
-        """The index-th sequence of a pass, which has this number."""
-
-    def lengths(self, seed: int, number: int) -> np.ndarray:
-        """Tokens of each sequence of a pass, (count,) int64."""
-
-
 class FileWindows:
     """Windows of seq_len tokens in each file; the token behind a window is its last target.
 
@@ -333,7 +316,12 @@ class FileWindows:
 
 
 class WindowSource:
-    """The windows of some files as one source."""
+    """The windows of some files as one source: sequences that a run passes over again and again,
+    for any number of threads.
+
+    Their order in a pass follows from (seed, pass) alone, and no data is read for it.
+    count: how many sequences; tokens: their tokens, without padding.
+    """
 
     def __init__(self, windows: FileWindows, files: Sequence[int], which: int) -> None:
         """which: the source's number, which gives it an order of its own."""
@@ -347,17 +335,19 @@ class WindowSource:
         return hashed_order(self.count, seed, number, self._which)
 
     def spans(self, seed: int, number: int, index: int) -> list[Span]:
+        """The index-th sequence of a pass, which has this number."""
         chosen = int(self._order(seed, number)[index])
         i = int(np.searchsorted(self._edges, chosen, side="right")) - 1
         return [self._windows.span(self._files[i], chosen - int(self._edges[i]))]
 
     def lengths(self, seed: int, number: int) -> np.ndarray:
+        """Tokens of each sequence of a pass, (count,) int64."""
         of_files = [self._windows.lengths(i) for i in self._files]
         return np.concatenate(of_files)[self._order(seed, number)]
 
 
 class PackedSource:
-    """Documents in rows: as many in each as fit, or one."""
+    """Documents in rows: as many in each as fit, or one; else as WindowSource."""
 
     def __init__(self, pieces: Pieces, seq_len: int, which: int, *, alone: bool) -> None:
         """alone: one piece in each row."""
@@ -393,6 +383,9 @@ class PackedSource:
         return np.add.reduceat(in_slots, self._rows.edges[:-1])[rows]
 
 
+SequenceSource = WindowSource | PackedSource
+
+
 def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
     """The pieces with these numbers, one behind the other."""
     names = ("file", "start", "length", "goes_on", "first")
@@ -418,39 +411,27 @@ def remembered(make: Callable[[int, int], T]) -> Callable[[int, int], T]:
 # Plans
 
 
-class EpochPlan(Protocol):
-    """The order of an epoch, for any number of threads. counts: sequences of each part."""
-
-    counts: list[int]
-
-    def parts(self, seed: int, epoch: int) -> np.ndarray:
-        """Numbers of the parts in the order of this epoch, (parts,) int32."""
-
-    def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
-        """The index-th sequence of the part that comes at this place of the epoch."""
-
-    def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
-        """Tokens of each sequence of that part, without padding, in its order, int64."""
-
-    def tokens(self) -> int:
-        """Tokens of an epoch without padding, on the average where it ends inside a pass."""
-
-
 class FilesInTurn:
-    """llm.q's order: each epoch shuffles the files, and the windows inside each file."""
+    """llm.q's order: each epoch shuffles the files, and the windows inside each file.
+
+    counts: sequences of each part. Any number of threads may ask.
+    """
 
     def __init__(self, windows: FileWindows) -> None:
         self._windows, self.counts = windows, windows.counts
 
     def parts(self, seed: int, epoch: int) -> np.ndarray:
+        """Numbers of the parts in the order of this epoch, (parts,) int32."""
         return epoch_order(len(self.counts), seed, epoch, FILE_ORDER)
 
     def spans(self, seed: int, epoch: int, place: int, index: int) -> list[Span]:
+        """The index-th sequence of the part that comes at this place of the epoch."""
         file = int(self.parts(seed, epoch)[place])
         order = epoch_order(self.counts[file], seed, epoch, place)
         return [self._windows.span(file, int(order[index]))]
 
     def lengths(self, seed: int, epoch: int, place: int) -> np.ndarray:
+        """Tokens of each sequence of that part, without padding, in its order, int64."""
         file = int(self.parts(seed, epoch)[place])
         lengths = self._windows.lengths(file)
         if not self._windows.tail[file]:  # all are equally long, so their order does not matter
@@ -458,11 +439,13 @@ class FilesInTurn:
         return lengths[epoch_order(self.counts[file], seed, epoch, place)]
 
     def tokens(self) -> int:
+        """Tokens of an epoch without padding, on the average where it ends inside a pass."""
         return self._windows.tokens()
 
 
 class Mixture:
-    """Sources that take turns, each with its share of the epoch, spread evenly over it.
+    """Sources that take turns, each with its share of the epoch, spread evenly over it; else as
+    FilesInTurn.
 
     An epoch has as many sequences as all sources together. A source goes through its own
     sequences in passes, and an epoch goes on where the one before it ended. So no sequence is seen
@@ -506,6 +489,9 @@ class Mixture:
     def tokens(self) -> int:
         pairs = zip(self.sources, self.shares, strict=True)
         return sum(round(source.tokens * share / source.count) for source, share in pairs)
+
+
+EpochPlan = FilesInTurn | Mixture
 
 
 def shares_of(total: int, weights: Sequence[float]) -> list[int]:

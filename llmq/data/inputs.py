@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from llmq.base.errors import ConfigError, DataError
-from llmq.base.files import disk_errors, expand_pattern
+from llmq.base.files import disk_errors, expand_pattern, read_errors
 from llmq.base.records import (
     MAX_RECORD,
     READ_BYTES,
@@ -160,10 +160,8 @@ def _source(path: Path, in_folder: bool) -> InputSource:
     is_spooled = _SPOOLED.fullmatch(path.name) is not None
     if is_spooled or kind == "json":
         kind = _json_kind(path, in_folder or is_spooled)
-    try:
+    with read_errors(path):
         stat = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}") from error
     return InputSource(str(path), kind, stat.st_size, stat.st_mtime_ns, in_folder)
 
 

@@ -274,10 +274,8 @@ class DataLoader(Closing):
         # Names and sizes are the same, so damage may have been mended.
         if self.rank == 0 and state.get("contents", self.data.contents) != self.data.contents:
             warn(
-                [
-                    "the content of the training files changed since the checkpoint: the run goes "
-                    "on at the same place of what is there now; --new-data starts anew"
-                ]
+                "the content of the training files changed since the checkpoint: the run goes "
+                "on at the same place of what is there now; --new-data starts anew"
             )
         place = state["file_index"]
         if not (

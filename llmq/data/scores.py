@@ -40,9 +40,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, sync_directory
+from llmq.base.files import disk_errors, read_errors, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, write_checksums
-from llmq.data.document_file import partial_path
+from llmq.data.document_file import PartialFile, partial_path
 from llmq.data.identity import TokenizerId, tokenizers_of_files
 from llmq.data.tokens import TokenFile
 
@@ -212,12 +212,10 @@ class ScoreFile:
         bits of int32, and log-probabilities. DataError where they are damaged."""
         out = np.empty(count, self._record)
         at = HEADER_BYTES + self._record.itemsize * start
-        try:
+        with read_errors(self.path):
             if self._checksums is not None:
                 self._checksums.verify(self._file.fileno(), at, at + out.nbytes)
             got = os.preadv(self._file.fileno(), (out,), at)
-        except OSError as error:
-            raise DataError(f"cannot read '{self.path}': {error.strerror}") from error
         if got != out.nbytes:
             raise DataError(f"'{self.path}' became shorter while it was used: score again")
         return decoded(out) if self.scored.top_k else out.astype(np.float32, copy=False)
@@ -239,7 +237,7 @@ def read_header(path: Path, header: bytes) -> tuple[int, Scored]:
         raise DataError(f"'{path}' is damaged: score the data again") from error
 
 
-class ScoreWriter:
+class ScoreWriter(PartialFile):
     """Writes one `.scores` file to `partial_path`, in the order of the units; goes on with what an
     interrupted run has left of the same. done: units that are on the disk."""
 
@@ -298,15 +296,11 @@ class ScoreWriter:
     def save(self, done: int) -> None:
         """Force everything to the disk, of which so many units are done."""
         with disk_errors(self.path):
-            self._sync()
+            self.sync()
             self._file.seek(0)
             self._file.write(self._header(done))
-            self._sync()
+            self.sync()
         self.done = done
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self.save(COMPLETE)
@@ -318,6 +312,5 @@ class ScoreWriter:
         write_checksums(self.path)
 
     def suspend(self) -> None:
-        """Leave the partial file to be gone on with."""
-        with suppress(AttributeError):
-            self._file.close()
+        with suppress(AttributeError):  # it was complete
+            super().suspend()

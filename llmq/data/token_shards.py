@@ -27,6 +27,7 @@ from llmq.base.errors import DataError
 from llmq.base.files import (
     disk_errors,
     make_directory,
+    read_errors,
     read_json,
     sync_directory,
     sync_files,
@@ -401,10 +402,8 @@ class Tokenized:
     def read(cls, folder: Path) -> Tokenized:
         """Read the manifest. DataError if it is damaged, or there is none."""
         path = folder / MANIFEST
-        try:
+        with read_errors(path):
             stat = os.stat(path)
-        except OSError as error:
-            raise DataError(f"cannot read '{path}': {error.strerror}") from error
         return _tokenized(folder, (stat.st_mtime_ns, stat.st_size, stat.st_ino))
 
     def check(self) -> None:

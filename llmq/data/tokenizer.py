@@ -472,7 +472,7 @@ def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
     names = []
     for name in tokenizer_names(source):
         if leaves_folder(source / name):
-            warn([f"'{source / name}' is a link that leaves its folder: it is not copied"])
+            warn(f"'{source / name}' is a link that leaves its folder: it is not copied")
             continue
         names.append(name)
         with disk_errors(target / name):
@@ -493,7 +493,7 @@ def _drop_code(source: Path, target: Path) -> None:
     module = source / EXACT_MODULE
     own = not module.is_file() or module.read_bytes() == EXACT_CODE.encode()
     if named != EXACT_MAP or not own:
-        warn([f"the code that '{source / CONFIG_FILE}' names is left behind: {named}"])
+        warn(f"the code that '{source / CONFIG_FILE}' names is left behind: {named}")
     write_file(target / CONFIG_FILE, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 

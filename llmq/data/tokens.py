@@ -28,10 +28,10 @@ from typing import BinaryIO
 import numpy as np
 
 from llmq.base.errors import DataError
-from llmq.base.files import disk_errors, open_file, sync_directory
+from llmq.base.files import disk_errors, open_file, read_errors, sync_directory
 from llmq.data.checksums import Checksums, checksums_path, find_token_files, write_checksums
 from llmq.data.conversations import WEIGHT_PARTS
-from llmq.data.document_file import DocumentWriter, documents_path, partial_path
+from llmq.data.document_file import DocumentWriter, PartialFile, documents_path, partial_path
 from llmq.data.public_sets import maker
 
 
@@ -40,7 +40,7 @@ def mask_path(token_file: Path) -> Path:
     return token_file.with_name(token_file.name.removesuffix(".bin") + ".mask")
 
 
-class MaskWriter:
+class MaskWriter(PartialFile):
     """Appends the weights of tokens, a byte for each in 200ths, also where they are mask bits."""
 
     def __init__(self, path: Path, keep: np.ndarray | int = 0) -> None:
@@ -61,12 +61,6 @@ class MaskWriter:
         with disk_errors(self.path):
             self._file.write(np.rint(mask * np.float64(WEIGHT_PARTS)).astype(np.uint8).tobytes())
 
-    def sync(self) -> None:
-        """Force all weights to the disk."""
-        with disk_errors(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
     def copy_to(self, file: BinaryIO, *, as_bits: bool) -> None:
         """Append all weights to another file, or whether they are more than 0."""
         self.sync()
@@ -74,14 +68,6 @@ class MaskWriter:
             while piece := weights.read(_COPY_BYTES):
                 bits = np.frombuffer(piece, np.uint8) > 0
                 file.write(np.packbits(bits, bitorder="little").tobytes() if as_bits else piece)
-
-    def suspend(self) -> None:
-        """Leave the file as it is, to be continued with `keep`."""
-        self._file.close()
-
-    def discard(self) -> None:
-        self._file.close()
-        self.path.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -166,12 +152,9 @@ class TokenFile:
         """Check the header against the format and the file's length. DataError if it is wrong."""
         self.path = Path(path)
         self._file: BinaryIO | None = None
-        try:
-            with open_file(self.path) as file:
-                header = file.read(HEADER_BYTES)
-                self.num_bytes = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise DataError(f"cannot read token file '{path}': {error.strerror}") from error
+        with read_errors(f"token file '{path}'"), open_file(self.path) as file:
+            header = file.read(HEADER_BYTES)
+            self.num_bytes = os.fstat(file.fileno()).st_size
         if not header.startswith(MAGIC):
             raise DataError(
                 f"'{path}' is not a token file: it starts with {header[:8]!r} instead of "
@@ -284,7 +267,7 @@ class TokenFile:
 # Writing
 
 
-class TokenWriter:
+class TokenWriter(PartialFile):
     """Write one token file piece by piece; it appears under its name only when it is complete.
 
     Until `close` the data is in `partial_path(path)`, not in memory. A `with` block closes it at
@@ -395,22 +378,17 @@ class TokenWriter:
             self._masks.write(mask)
 
     def sync(self) -> None:
-        """Force everything so far to the disk, so that `keep_tokens` can rely on it."""
-        with disk_errors(self.path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        super().sync()
         for beside in self._beside():
             beside.sync()
 
     def suspend(self) -> None:
-        """Leave the partial file as it is, to be continued with `keep_tokens`."""
-        self._file.close()
+        super().suspend()
         for beside in self._beside():
             beside.suspend()
 
     def discard(self) -> None:
-        self.suspend()
-        partial_path(self.path).unlink(missing_ok=True)
+        super().discard()
         for beside in self._beside():
             beside.discard()
 

@@ -468,4 +468,4 @@ def _files(card: Card, place: Path, host: str) -> dict[int, CardFile]:
 
 @functools.cache
 def _warn_once(line: str) -> None:
-    warn([line])
+    warn(line)

@@ -132,7 +132,7 @@ def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine)
 
 @functools.cache
 def _warn_once(line: str) -> None:
-    warn([line])
+    warn(line)
 
 
 class RunPlan(NamedTuple):

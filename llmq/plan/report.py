@@ -144,7 +144,7 @@ def run_plan(
     kind = "host" if where.spec == HOST_SPEC else "cuda"
     of = {"spec": where.spec, "world": World.like(where.world_size, machines)}
     check_machine(config, model, Machine(kind=kind, note=None, **of))
-    warn(RULES.idle(config, ranks=Ranks(where.world_size, machines)))
+    warn(*RULES.idle(config, ranks=Ranks(where.world_size, machines)))
     data = None if config.only_scores else data_record(config, model, where.world_size)
     where = replace(where, visible_share=(data or {}).get("visible_share") or 1.0)
     planner = where.planner(model)

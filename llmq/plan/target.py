@@ -114,10 +114,8 @@ def _card(words: str | None, file: Path | None, gpus: int) -> Card | None:
         )
     if gpus > card.measured.gpus:
         warn(
-            [
-                f"--card-file: '{file}' is of {card.measured.gpus} GPUs: for {gpus} of them links "
-                "and host memory are taken from the data sheet"
-            ]
+            f"--card-file: '{file}' is of {card.measured.gpus} GPUs: for {gpus} of them links "
+            "and host memory are taken from the data sheet"
         )
     return card
 

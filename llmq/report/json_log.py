@@ -96,7 +96,7 @@ class JsonLog:
         self._file.seek(0)
         self._end = self._file.write(_EMPTY_LOG)
         self._file.truncate()
-        warn([f"'{self.path}' ended in the middle of its first record: begun anew"])
+        warn(f"'{self.path}' ended in the middle of its first record: begun anew")
         return True
 
     def _mend(self) -> None:
@@ -121,10 +121,8 @@ class JsonLog:
         self._file.truncate()
         if rest.strip() != b"]":
             warn(
-                [
-                    f"'{self.path}' ended in the middle of a record: cut back to its {count} whole "
-                    f"ones ({len(rest)} bytes less)"
-                ]
+                f"'{self.path}' ended in the middle of a record: cut back to its {count} whole "
+                f"ones ({len(rest)} bytes less)"
             )
 
     def write(self, log: str, step: int, **fields: Any) -> None:
@@ -135,10 +133,8 @@ class JsonLog:
         problem = self._write_waiting()
         if problem is not None and len(self._waiting) == 1:
             warn(
-                [
-                    f"cannot write the log '{self.path}' ({problem}): training goes on, and what "
-                    "is to be logged waits in memory until it can be written"
-                ]
+                f"cannot write the log '{self.path}' ({problem}): training goes on, and what "
+                "is to be logged waits in memory until it can be written"
             )
 
     def _write_waiting(self) -> str | None:
@@ -180,7 +176,7 @@ class JsonLog:
         self._file, self._end = file, file.write(_EMPTY_LOG)
         if self._first not in self._waiting:
             self._waiting.insert(0, self._first)
-        warn([f"the log '{self.path}' {problem}: begun anew in '{path}'"])
+        warn(f"the log '{self.path}' {problem}: begun anew in '{path}'")
         self.path = path
 
     def _replace_end(self, data: bytes) -> None:
@@ -201,7 +197,7 @@ class JsonLog:
         """Close the file. Warns of records that could not be written."""
         problem = self._write_waiting() if self._waiting else None
         if problem is not None:
-            warn([f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}"])
+            warn(f"'{self.path}' lacks its last {len(self._waiting)} records: {problem}")
         self._file.close()
 
 

@@ -45,7 +45,7 @@ def optional_console() -> Iterator[None]:
     except OSError as error:
         discard(sys.stdout)
         try:
-            warn([f"cannot write standard output ({error.strerror}): training goes on without it"])
+            warn(f"cannot write standard output ({error.strerror}): training goes on without it")
         except OSError:  # the same pipe
             discard(sys.stderr)
 

@@ -93,7 +93,7 @@ def ask_model(
         encoder = Encoder(load_tokenizer(source), longest, config.num_labels)
         asked = [encoder.ask(task) for task in tasks]
         check_ids(asked, config.vocab_size)
-        warn([line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
+        warn(*[line for a in asked for line in a.cut_lines(f"the model's {longest} positions")])
         requests = [request for a in asked for request in a.requests]
         batches = make_batches(requests, Shapes(batch_tokens, longest))
         fleet = Fleet(machine, config, parse_dtype(model_dtype), batches, read)

@@ -126,7 +126,7 @@ class InitialWeights:
         base = self.config.base_dtype
         if self.config.is_quantized and kept_by not in (None, base):
             line = f"--base-dtype {base} rounds the codes of {self.config.model} anew"
-            warn([f"{line}: --base-dtype {kept_by} keeps them"])
+            warn(f"{line}: --base-dtype {kept_by} keeps them")
 
     @property
     def base(self) -> BaseId | None:
@@ -146,20 +146,16 @@ class InitialWeights:
         now = self.config.base_dtype
         if self._files.config.split and before is not None:
             warn(
-                [
-                    f"--adapter: '{self.config.adapter}' was trained beside what --lora-init pissa "
-                    f"had left of the model in {before}; this run has the model itself with "
-                    f"{flag('base_dtype', now)}"
-                ]
+                f"--adapter: '{self.config.adapter}' was trained beside what --lora-init pissa "
+                f"had left of the model in {before}; this run has the model itself with "
+                f"{flag('base_dtype', now)}"
             )
         elif self._files.base is not None and before != (now if self.config.is_quantized else None):
             warn(
-                [
-                    f"--adapter: '{self.config.adapter}' was trained beside a model in "
-                    f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
-                ]
+                f"--adapter: '{self.config.adapter}' was trained beside a model in "
+                f"{before or 'its own format'}, this run has it with {flag('base_dtype', now)}"
             )
-        warn(self._files.unknown_base(self.config.model))
+        warn(*self._files.unknown_base(self.config.model))
 
     def load(self, ranks: Ranks, checkpoint: CheckpointReader | None = None) -> None:
         """Fill the weights. checkpoint: whose run goes on, which may know what it began as."""

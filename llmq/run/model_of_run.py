@@ -140,12 +140,12 @@ def _download(config: TrainConfig, weights: bool) -> None:
     if not from_hub or not known:  # resolve_model says what else could be meant
         if config.download:
             what = "a preset" if is_preset(config.model) else "no name of the hub"
-            warn([f"--download has no effect: --model {name} is {what}"])
+            warn(f"--download has no effect: --model {name} is {what}")
         return
     parts = [hub.MODEL, *([hub.WEIGHTS] if weights else [])]
     missing = hub.lacking(name, parts)
     if missing is None and config.download:
-        warn([f"--download has no effect: {name} is in the cache"])
+        warn(f"--download has no effect: {name} is in the cache")
     elif missing is not None:
         if not config.download:
             raise hub.offer("--model", name, missing)
@@ -231,7 +231,7 @@ def agreed_tokenizer(
     known = [(what, made) for what, made in found if made is not None]
     if config.allow_other_tokenizer:
         if len({made.fingerprint for _, made in known}) < 2:
-            warn(["--allow-other-tokenizer has no effect: no other tokenizer is known of"])
+            warn("--allow-other-tokenizer has no effect: no other tokenizer is known of")
     else:
         for what, made in known[1:]:
             check_same(*known[0], what, made)

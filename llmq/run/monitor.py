@@ -381,7 +381,7 @@ class Scaling(Member):
     def after_steps(self, step: int, *, last: bool) -> None:
         """At the end of a run: report what there is, if that is less than what is compared."""
         if not self._times:
-            warn([f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps"])
+            warn(f"--measure-scaling has no effect on fewer than {SKIPPED + 1} steps")
         elif self.missing:
             self._reporter.scaling(step, *self.report())
 

@@ -149,10 +149,8 @@ def _forget_places(given: Mapping[str, Any], inherited: dict[str, Any], checkpoi
     lost = [flag(name, value) for name, value in there.items() if name not in given]
     if lost:
         warn(
-            [
-                f"--continue: '{checkpoint}' lies in no place of this run, so that the places it "
-                f"names are not taken: give {', '.join(lost)} to write there"
-            ]
+            f"--continue: '{checkpoint}' lies in no place of this run, so that the places it "
+            f"names are not taken: give {', '.join(lost)} to write there"
         )
 
 
@@ -167,7 +165,7 @@ def _known(saved: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Those that this version has, without those of a single command."""
     unknown = sorted(saved.keys() - {field.name for field in fields(TrainConfig)})
     if unknown:
-        warn([f"checkpoint '{checkpoint}': options not known here: {', '.join(unknown)}"])
+        warn(f"checkpoint '{checkpoint}': options not known here: {', '.join(unknown)}")
     return {name: saved[name] for name in OPTIONS if name in saved and name not in ONCE}
 
 

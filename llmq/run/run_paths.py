@@ -65,12 +65,12 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
         return None
     passed: list[str] = []
     found = find_checkpoint(config.checkpoint_dir, config.continue_from, passed)
-    warn(f"--continue: {line}" for line in passed)
+    warn(*(f"--continue: {line}" for line in passed))
     if found is None:
         if config.continue_from != NEWEST:
             raise NoCheckpoint(config.checkpoint_dir, config.continue_from)
         problem = f"no complete checkpoint in '{config.checkpoint_dir}'"
-        warn([f"--continue: {problem}, starting from the beginning"])
+        warn(f"--continue: {problem}, starting from the beginning")
     return found
 
 
@@ -196,7 +196,7 @@ def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
         target = free_name(path, "damaged")
         with disk_errors(target):
             move(path, target)
-        warn([f"'{path}' is damaged and was set aside as '{target.name}': {why}"])
+        warn(f"'{path}' is damaged and was set aside as '{target.name}': {why}")
 
 
 def _has_damaged_log(config: TrainConfig, checkpoint: Path | None) -> bool:

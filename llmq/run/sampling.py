@@ -172,7 +172,7 @@ def open_model(
     """
     passed: list[str] = []
     step = checkpoint_at(Path(model), passed)
-    warn(passed)
+    warn(*passed)
     if step is not None and adapter is not None:
         raise ConfigError(
             f"--adapter: needs a model, and '{model}' is a checkpoint: `llmq export` it first"
@@ -311,7 +311,7 @@ def run_sample(
     adapter: as of open_model. how: fields of `Sampling`.
     """
     choice = Sampling(**how)
-    warn(choice.idle(num_samples))
+    warn(*choice.idle(num_samples))
     machine = choose_machine(device, 1)
     prompt = clean_text(prompt)
     with open_model(model, adapter) as (config, read, source):
@@ -438,7 +438,7 @@ def run_chat(
     choice = Sampling(**how)
     if num_samples > 1 and not prompt:
         raise ConfigError("--num-samples: with --chat it needs --prompt")
-    warn(choice.idle(num_samples))
+    warn(*choice.idle(num_samples))
     machine = choose_machine(device, 1)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)

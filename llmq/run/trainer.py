@@ -388,7 +388,7 @@ class Trainer(Closing):
         """
         passed: list[str] = []
         found = checkpoint_at(Path(path), passed)
-        warn(passed)
+        warn(*passed)
         if found is None:
             raise LlmqError(f"'{path}' is not and does not contain a complete checkpoint")
         with processes().each(lambda: CheckpointReader(found)) as reader:
@@ -405,7 +405,7 @@ class Trainer(Closing):
                 move_loaders(self.train_loaders if state else opened, state)
             runs = (self.config, self.world_size, reader.manifest, reader.world)
             changes = changed_options(*runs, new_data=new_data)
-            warn(changes.numbers)
+            warn(*changes.numbers)
             if self._origin.adapters is not None:  # the checkpoint has nothing else
                 self._origin.load(self.ranks, reader)
             self.ranks.read(reader)
@@ -441,7 +441,7 @@ class Trainer(Closing):
         with self.averaged():
             self.ranks.first_reads(write)
         if isinstance(tokenizer, Path) and made and made.fingerprint != ByteTokenizer.fingerprint:
-            warn(exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
+            warn(*exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
     def sample(self, prompt: str = "", **how: Any) -> str:
         """The prompt and its continuation by the weights of this moment, at most --seq-len tokens.

@@ -87,16 +87,14 @@ def check_data(trainer: Trainer) -> None:
     separator, layout = trainer.config.document_separator, loader.data.layout
     loaders = [loader, *trainer.eval_loaders]
     if layout.needs_documents and separator and not any(one.data.scanned for one in loaders):
-        warn([f"--document-separator {separator} has no effect: all files have a .docs file"])
+        warn(f"--document-separator {separator} has no effect: all files have a .docs file")
     if loader.unused_files:
         ranks = trainer.world_size
         packs = loader.data.layout.packs or loader.data.layout.weights is not None
         each = f"{ranks} sequences, one for each GPU" if ranks > 1 and not packs else "one sequence"
         warn(
-            [
-                f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
-                f"they have less than {each}"
-            ]
+            f"--train-file: {loader.unused_files} of {len(loader.files)} files are never used: "
+            f"they have less than {each}"
         )
 
 
@@ -383,9 +381,9 @@ def _run_locked(
         kept = (config.keep_best, config.checkpoint_dir)
         best = processes().each(lambda: Best(*kept, material.metrics))
         on_cpu, machines = trainer.dev.kind == "host", trainer.machine.world.num_machines
-        warn(RULES.idle(config, ranks=Ranks(trainer.world_size, machines, on_cpu)))
+        warn(*RULES.idle(config, ranks=Ranks(trainer.world_size, machines, on_cpu)))
         length = Length(trainer.world_size, trainer.total_steps, trainer.steps_per_epoch)
-        warn(RULES.idle(config, length=length))
+        warn(*RULES.idle(config, length=length))
         moved = processes().on_first(lambda: clear_places(config, checkpoint, strangers))
         path = config.log_file if processes().first else Path(os.devnull)
         log = processes().each(lambda: JsonLog(path, append=config.continue_from is not None))

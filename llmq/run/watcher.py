@@ -82,7 +82,7 @@ class Watcher(Member):
             try:
                 process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
-                warn([f"{self._flag}: process {process.pid} goes on sending the log"])
+                warn(f"{self._flag}: process {process.pid} goes on sending the log")
         for line in self._news():
             print(line, flush=True)
         self._lines.close()
@@ -102,7 +102,7 @@ def start_watchers(config: TrainConfig, reporter: Reporter) -> list[Watcher]:
     wanted = {flag: str(place) for flag, place in places.items() if place is not None}
     if config.log_file.is_file():
         return [Watcher(flag, config.log_file, place, reporter) for flag, place in wanted.items()]
-    warn([f"{flag} has no effect with --log-file {config.log_file}" for flag in wanted])
+    warn(*[f"{flag} has no effect with --log-file {config.log_file}" for flag in wanted])
     return []
 
 

@@ -190,7 +190,7 @@ class AlgorithmFile:
         except OSError as error:
             folder, reason = self.path.parent, error.strerror
             line = f"what was tuned is not kept in {folder} ({reason}); set LLMQ_CACHE_DIR"
-            warn([f"{line} to a folder that can be written"])
+            warn(f"{line} to a folder that can be written")
             self.path = None  # no further attempts
 
     def _read(self) -> dict[str, bytes]:
@@ -202,7 +202,7 @@ class AlgorithmFile:
                 return {}
             found = {str(k): bytes.fromhex(v) for k, v in content["algorithms"].items()}
         except ConfigError as error:
-            warn([str(error)])
+            warn(str(error))
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return {}

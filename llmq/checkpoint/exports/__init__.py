@@ -65,7 +65,7 @@ def export(
             _check_free(made, source, out)
         kept = dtype or source.dtype
         if kept not in made.dtypes:
-            warn([f"the model is in {kept} and is written in bf16: --dtype fp32 rounds nothing"])
+            warn(f"the model is in {kept} and is written in bf16: --dtype fp32 rounds nothing")
             kept = "bf16"
         made.check(source, kept)
         files = made.write(source, out, kept, verify=verify)

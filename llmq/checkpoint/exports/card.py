@@ -29,7 +29,7 @@ def write_card(folder: Path, source: Source, to: str, dtype: str, licence: str |
     there = folder / CARD
     with suppress(FileNotFoundError, UnicodeDecodeError):
         if _MARK not in there.read_text("utf-8"):
-            warn([f"'{there}' stays: llmq has not written it"])
+            warn(f"'{there}' stays: llmq has not written it")
             return []
     write_file(there, card(source, to, dtype, licence))
     return [CARD]

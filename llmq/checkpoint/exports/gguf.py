@@ -97,11 +97,11 @@ class Gguf(ExportFormat):
             raise LlmqError(f"--format gguf: llama.cpp has no {model.arch.label} {lacks}")
         if source.adapters is not None and (lacks := _not_of_adapters(source, source.adapters)):
             raise LlmqError(f"--format gguf: a file of adapters has no {lacks}: add --merge")
-        warn(_otherwise(model))
+        warn(*_otherwise(model))
         if source.coded == "mxfp4" and not source.exact:
-            warn(["experts are written decoded: after a merge codes of 4 bits may not hold them"])
+            warn("experts are written decoded: after a merge codes of 4 bits may not hold them")
         if source.adapters is None and source.tokenizer is None:
-            warn(["no tokenizer is known of this model: the file has none"])
+            warn("no tokenizer is known of this model: the file has none")
         made = {tensor.name for each in _tensors(source, dtype).values() for tensor in each}
         lacking = {*_kind_of(model).needs} - made if source.adapters is None else {}
         if lacking:

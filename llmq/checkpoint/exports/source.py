@@ -141,7 +141,7 @@ def _adapters(directory: Path, base: str | None) -> Iterator[Source]:
         model, folder = resolve_model(name, from_scratch=False)
         adapters = files.adapters(model)
         files.check_adapters(model, adapters)
-        warn(files.unknown_base(name))
+        warn(*files.unknown_base(name))
         yield Source(
             name=directory.resolve().name,
             model=model.ending_at(files.ends),
@@ -180,7 +180,7 @@ def _merged(directory: Path, base: str | None) -> Iterator[Source]:
 def _checkpoint(where: Path, force: bool) -> Iterator[Source]:
     passed: list[str] = []
     path = checkpoint_at(where, passed)
-    warn(passed)
+    warn(*passed)
     if path is None:
         raise LlmqError(f"there is no complete checkpoint in '{where}'")
     with CheckpointReader(path) as reader:
