@@ -572,7 +572,7 @@ def test_plan_says_whose_rates_it_takes(capsys, tmp_path):
 
 def test_more_gpus_than_were_measured_is_a_warning(monkeypatch, tmp_path):
     lines = []
-    monkeypatch.setattr("llmq.plan.target.warn", lines.extend)
+    monkeypatch.setattr("llmq.plan.target.warn", lines.append)
     path = tmp_path / "rig.json"
     path.write_text(json.dumps(record_of(card_file())))
     config = make_config({"model": "tiny", "gpus": 4})
