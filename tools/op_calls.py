@@ -34,7 +34,6 @@ from llmq.base.tensor import Tensor
 from llmq.ops import (
     adamw,
     adapter,
-    adapter_backward,
     attention,
     attention_backward,
     attention_gate,
@@ -56,7 +55,6 @@ from llmq.ops import (
     labels,
     matmul,
     matmul_fused,
-    matmul_int8,
     muon,
     mxfp4,
     nf4,
@@ -181,7 +179,7 @@ def adapter_backward_calls(rows: int, N: int, rank: int, *edges: int) -> list[Ca
     h = bf16(rows, padded_columns(len(spans), rank))
     args = {"d_h": h, "d_b": gradient(n, rank), "d_out": bf16(rows, N), "h": h, "b": bf16(n, rank)}
     args |= {"spans": spans, "scale": 2.0}
-    return [Call("backward", adapter_backward.backward, args, flops=0)]  # bound by memory
+    return [Call("backward", adapter.backward, args, flops=0)]  # bound by memory
 
 
 def adamw_calls(*ends: int) -> list[Call]:
@@ -446,7 +444,7 @@ def matmul_gradient_calls(M: int, N: int, K: int) -> list[Call]:
 def matmul_int8_calls(M: int, N: int, K: int) -> list[Call]:
     args = {"out": bf16(M, N), "a": Spec((M, K), I8), "b": Spec((N, K), I8)}
     args |= {"scale_a": f32(M, value=1.0), "scale_b": f32(N, value=1.0)}
-    return [Call("matmul_int8", matmul_int8.matmul_int8, args)]
+    return [Call("matmul_int8", matmul.matmul_int8, args)]
 
 
 def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
@@ -964,11 +962,13 @@ OPS: dict[str, Callable[..., list[Call]]] = {
 # Operations with several kinds of kernels have cases for each kind: the file, and their name there.
 KINDS = {
     "abs_max": ("fp8_scale", "ABS_MAX_CASES"),
+    "adapter_backward": ("adapter", "BACKWARD_CASES"),
     "attention_sinks": ("attention_gate", "SINKS_CASES"),
     "bias": ("reduce", "BIAS_CASES"),
     "clamped_swiglu": ("swiglu", "CLAMPED_CASES"),
     "dropout": ("elementwise", "DROPOUT_CASES"),
     "matmul_fp8": ("matmul", "FP8_CASES"),
+    "matmul_int8": ("matmul", "INT8_CASES"),
     "outliers": ("quantize_int8", "OUTLIERS_CASES"),
     "random": ("elementwise", "CASES"),
 }

@@ -18,7 +18,7 @@ from llmq.base.operand import Adapters
 from llmq.base.tensor import Accumulator, Tensor
 from llmq.model.linear import Linear
 from llmq.model.parameters import EmbeddingGrads, EmbeddingWeights, HeadGrads, HeadWeights
-from llmq.ops import adapter, adapter_backward, embedding, reduce
+from llmq.ops import adapter, embedding, reduce
 from llmq.ops.common import padded_columns
 from llmq.ops.elementwise import dropout
 from llmq.ops.matmul import matmul
@@ -57,9 +57,9 @@ def output_gradients(
 ) -> None:
     """d_hidden, and d_b where it is wanted: of d_out, which one operation reads only once."""
     spans, scales = matrix.spans, matrix.scales
-    at_once = adapter_backward.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
+    at_once = adapter.takes(d_out.dtype, d_out.shape[1], spans, b.shape[1])
     if at_once and d_b is not None and len({*scales}) == 1:
-        adapter_backward.backward(dev, d_hidden, d_b, d_out, hidden, b, spans, scales[0])
+        adapter.backward(dev, d_hidden, d_b, d_out, hidden, b, spans, scales[0])
         return
     with expanded(dev, matrix, b) as whole:
         matmul(dev, d_hidden, d_out, whole)

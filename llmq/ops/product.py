@@ -41,8 +41,7 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.common import num_sums
-from llmq.ops.matmul import matmul, matmul_fp8
-from llmq.ops.matmul_int8 import matmul_int8
+from llmq.ops.matmul import matmul, matmul_fp8, matmul_int8
 from llmq.ops.routes import Route, Sizes, taken
 from llmq.runtime.device import Device
 

@@ -15,7 +15,6 @@ from llmq.ops import (
     elementwise,
     fp8_scale,
     matmul,
-    matmul_int8,
     quantize,
     quantize_int8,
 )
@@ -94,7 +93,7 @@ def _int8(n: int, dev: Device) -> Callable[[], None]:
     elementwise.fill(dev, scale, 1.0)
     for seed, codes in enumerate((a, b)):
         fill_codes(dev, codes, seed)
-    return lambda: matmul_int8.matmul_int8(dev, out, a, b, scale, scale)
+    return lambda: matmul.matmul_int8(dev, out, a, b, scale, scale)
 
 
 def _copy(mib: int, dev: Device) -> Callable[[], None]:

@@ -8,9 +8,9 @@ import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
 from llmq.base.tensor import Accumulator
-from llmq.ops import adapter_backward as op
+from llmq.ops import adapter as op
 from llmq.ops.common import padded_columns
-from llmq.ref.adapter_backward import CASES
+from llmq.ref.adapter import BACKWARD_CASES as CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run, step_scalars

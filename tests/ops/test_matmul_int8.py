@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I8
-from llmq.ops import matmul_int8 as op
-from llmq.ops.matmul_int8 import MOST_TERMS, TILES, matmul_int8, tiles_of
-from llmq.ref.matmul_int8 import CASES
+from llmq.ops import matmul as op
+from llmq.ops.matmul import INT8_TILES as TILES
+from llmq.ops.matmul import MOST_TERMS, matmul_int8, tiles_of
+from llmq.ref.matmul import INT8_CASES as CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, host_device, run
 

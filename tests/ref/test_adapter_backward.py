@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from llmq.base.dtypes import STEP_SCALARS_WORDS
-from llmq.ref.adapter_backward import adapter_backward_finish, adapter_backward_partials
+from llmq.ref.adapter import adapter_backward_finish, adapter_backward_partials
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

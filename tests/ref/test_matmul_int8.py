@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from llmq.ref.matmul_int8 import CASES, matmul_int8
+from llmq.ref.matmul import INT8_CASES as CASES
+from llmq.ref.matmul import matmul_int8
 
 SMALL = {name: case for name, case in CASES.items() if not name.startswith("qwen")}
 
