@@ -4,7 +4,8 @@
     [options of `llmq recipe`]
 
 Each recipe is made and trained, one after the other. OUT.md is the table, OUT.json its numbers,
-both written after each. The time is that of `llmq train` from its start to its end.
+both written after each; what OUT.json has is not made again, and --join OUT1.json,OUT2.json takes
+what other GPUs made. The time is that of `llmq train` from its start to its end.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.base.files import write_file
+from llmq.base.files import read_json, write_file
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -70,12 +71,16 @@ def main(
     hours: Annotated[list[float], typer.Option(help="Of a recipe; as often as there are.")],
     data: Annotated[Path, typer.Option(help="Folder with train*.bin and eval*.bin.")],
     out: Annotated[Path, typer.Option(help="Results, without an ending.")],
+    join: Annotated[str, typer.Option(help="Results of the same options, by other calls.")] = "",
 ) -> None:
     """Make and train a recipe for each number of hours."""
+    files = [Path(file) for file in [*filter(None, join.split(",")), out.with_suffix(".json")]]
+    made = [run for file in files if file.exists() for run in read_json(file)["runs"]]
     runs: list[dict[str, Any]] = []
     out.parent.mkdir(parents=True, exist_ok=True)
     for each in hours:
-        runs.append(trained(each, data, context.args))
+        known = [run for run in made if run["hours"] == each]
+        runs.append(known[0] if known else trained(each, data, context.args))
         command = f"`{' '.join(['tools/recipe_time.py', *sys.argv[1:]])}`"
         head = [f"# Promised and taken times of recipes: {runs[0]['card']}", "", command, ""]
         write_file(out.with_suffix(".json"), json.dumps({"runs": runs}, indent=1) + "\n")

@@ -48,7 +48,7 @@ DELAYED = FP8 | {"fp8_recipe": "delayed"}
 FP8_LOSS = 1.002  # with delayed scales after 540 steps (docs/speed.md): 0.07 and 0.21 % more
 
 # Li et al., arXiv:2503.04715, for AdamW: N without embeddings, D in tokens.
-BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571
+BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571; Muon bears more (docs/recipe.md)
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
 MOST_RATE = 0.004  # what the formula says of models smaller than its own is higher
 # Muon's times 1 / sqrt(width), at most MOST_RATE: 0.02 of Keller Jordan's code is 0.1 so, as
@@ -64,7 +64,8 @@ TABLES, TABLES_TOKENS, TABLES_EXPONENT = 4.0, 16e6, -0.25
 WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5}
 
 MOST_PASSES = 4
-"""So many passes over data are worth nearly as much as new data (arXiv:2305.16264)."""
+"""So many passes over data are worth nearly as much as new data (arXiv:2305.16264), and no recipe
+makes more: eight to fifteen ended far above four (docs/recipe.md)."""
 
 CHOSEN = {"steps", "epochs", "max_hours"}
 """Options that follow from the hours, so that they cannot be given."""
@@ -146,6 +147,11 @@ class Wanted:
         """Tokens that are there before they are repeated."""
         return math.inf if self.train_tokens is None else self.train_tokens
 
+    @property
+    def most(self) -> float:
+        """Tokens that a run may train on."""
+        return MOST_PASSES * self.unique
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -183,9 +189,9 @@ class Recipe:
         return self.tokens / self.unique
 
     @property
-    def carried_time(self) -> float:
-        """Seconds of the same run with as many passes as the data bear."""
-        return self.time - self.seconds["steps"] * (1 - MOST_PASSES / self.passes)
+    def is_all_data(self) -> bool:
+        """Whether another step would be more passes than data bear."""
+        return self.tokens + self.need.tokens > MOST_PASSES * self.unique
 
     @property
     def beyond(self) -> float:
@@ -194,9 +200,9 @@ class Recipe:
 
     @property
     def has_ground(self) -> bool:
-        """Whether the law says anything of it: not of tokens that are repeated ever again, and what
-        is above the loss of a guess is no loss of a trained model."""
-        return self.passes <= MOST_PASSES and self.loss < math.log(self.model.vocab_size)
+        """Whether the law says anything of it: what is above the loss of a guess is no loss of a
+        trained model."""
+        return self.loss < math.log(self.model.vocab_size)
 
     @property
     def time(self) -> float:
@@ -333,7 +339,7 @@ class Search:
         flops = self._flops or GUESS * where.card.bf16 * where.world_size
         count, before = 6 * parameter_count(model), 0
         seconds = 3600 * self.wanted.hours - self.wanted.start
-        tokens = flops / count * max(seconds, 1.0)
+        tokens = min(flops / count * max(seconds, 1.0), self.wanted.most)
         for _ in range(ROUNDS):
             sequences = self._sequences(config, tokens, where.world_size)
             if sequences == before:
@@ -343,15 +349,16 @@ class Search:
             if not found:
                 return None
             before, speed = sequences, found[0].need.speed
-            self._flops, tokens = speed * count, speed * max(seconds, 1.0)
+            self._flops = speed * count
+            tokens = min(speed * max(seconds, 1.0), self.wanted.most)
         return self._of(found[0].config, model, where, found[0].need)
 
     def _sequences(self, config: TrainConfig, tokens: float, ranks: int) -> int:
-        """Sequences of a rank and step: a power of two, or as given."""
+        """Sequences of a rank and step: a power of two, or as given. Muon's is the next one up."""
         if PRODUCT & self.fixed:
             return config.batch_size * config.grad_accumulation
-        exact = batch_tokens(tokens) / (config.seq_len * ranks)
-        return 2 ** max(round(math.log2(exact)), 0)
+        exact = math.log2(batch_tokens(tokens) / (config.seq_len * ranks))
+        return 2 ** max(math.ceil(exact) if config.optimizer == "muon" else round(exact), 0)
 
     def _of(
         self, config: TrainConfig, model: ModelConfig, where: PlanTarget, need: Estimate
@@ -409,7 +416,7 @@ class Search:
         often = often if validation else 0
         saves = int(left // (60 * CHECKPOINT_MINUTES))
         left -= often * validation + saves * disk.checkpoint / DISK
-        steps = max(int(left / step), 0)
+        steps = max(int(min(left / step, max(wanted.most / need.tokens, 1))), 0)
         own: dict[str, Any] = {"steps": steps, "epochs": None}
         own |= {"eval_every_n_steps": -(-steps // (often + 1)) if often else 0}
         own |= {"eval_num_steps": batches, "ckpt_interval": 0}

@@ -14,10 +14,12 @@ from llmq.data.tokens import open_token_files
 from llmq.options.cards import CARDS
 from llmq.options.option_file import save_options
 from llmq.options.options import TrainConfig
+from llmq.options.sizes import resized
 from llmq.plan.law import published_laws, read_laws
-from llmq.plan.recipe import CHOSEN, MOST_PASSES, Recipe, Search, Tried, Wanted, read_rates
+from llmq.plan.recipe import CHOSEN, Recipe, Search, Tried, Wanted, read_rates
 from llmq.plan.report import target_here
 from llmq.plan.target import PlanTarget, target
+from llmq.state.params import parameter_count
 
 JOULES_PER_KWH = 3.6e6
 POWER_ERROR = 0.1  # of the energy: how much of its limit another card than an H100 draws
@@ -86,10 +88,19 @@ def run_recipe(
 
 def _best(search: Search, *, ours: bool) -> Recipe:
     """The best recipe: by the published law if it is larger than the runs of ours, where that is
-    the law."""
+    the law. If data bear fewer tokens than there is time for it is one of sizes that ours
+    knows: others would train on as many tokens."""
     best = search.best()
     if not ours or best.beyond <= FAR:
         return best
+    if best.is_all_data:
+        counted = [(parameter_count(resized(search.model, s)), s) for s in search.shapes]
+        known = [shape for count, shape in counted if best.law.beyond(count, 0) <= FAR]
+        search.shapes = known or search.shapes
+        search.tried.clear()
+        best = search.best()
+        if best.beyond <= FAR:
+            return best
     search.wanted = replace(search.wanted, laws=published_laws())
     search.tried.clear()
     return search.best()
@@ -149,6 +160,7 @@ def recipe_record(
     costs += [] if kwh_price is None or energy is None else [kwh_price * energy]
     tried = {(r.parameters, r.config.optimizer, r.config.matmul_dtype): r for r in search.tried}
     return {
+        "hours": wanted.hours,
         "card": best.where.card.name,
         "gpus": ranks,
         "source": best.where.card.source,
@@ -205,6 +217,7 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
         f"  Model:       {best.parameters / 1e6:,.1f}M parameters, {shape}, "
         f"{model.vocab_size:,} ids",
         f"  Data:        {best.tokens / 1e6:,.0f}M tokens{of_data}",
+        *_spare(best, record),
         f"  Step:        {config.batch_size} x {config.grad_accumulation} sequences of "
         f"{config.seq_len} on each GPU, {step} tokens; {config.steps:,} steps",
         f"  Optimizer:   {config.optimizer} at {rates}, products in {formats}",
@@ -221,6 +234,14 @@ def recipe_report(best: Recipe, record: dict[str, Any]) -> list[str]:
             f"{other['optimizer']}, {other['matmul_dtype']}: {loss}"
         )
     return lines
+
+
+def _spare(best: Recipe, record: dict[str, Any]) -> list[str]:
+    """A line for data that bear fewer tokens than there is time for."""
+    if not best.is_all_data:
+        return []
+    left = _time(3600 * record["hours"] - best.time)
+    return [f"               and more passes are worth little: more data would use {left} more"]
 
 
 def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
@@ -242,13 +263,6 @@ def _promise(best: Recipe, record: dict[str, Any]) -> list[str]:
 
 def _promised_loss(best: Recipe, record: dict[str, Any]) -> list[str]:
     """Lines that say what loss it reaches, or why that is not known."""
-    if best.passes > MOST_PASSES:
-        return [
-            "  Loss:        none is promised, the data are too few: a law has ground for up to "
-            f"{MOST_PASSES} passes,",
-            f"               which are {MOST_PASSES * best.unique:,.0f} tokens and take "
-            f"{_time(best.carried_time)} with this model: take more data",
-        ]
     if not best.has_ground:
         return [
             f"  Loss:        none is promised: {best.loss:.3f} by {record['law']}",
@@ -283,7 +297,7 @@ def _notes(best: Recipe) -> dict[str, str]:
         "steps": f"{best.tokens / 1e6:,.0f}M tokens, as many as there is time for",
         "batch_size": "The fastest division of a step's tokens that fits, by the plan",
         "grad_accumulation": f"{best.need.tokens:,} tokens a step: 0.58 D^0.571 for D tokens, "
-        "arXiv:2503.04715, as a power of two",
+        f"arXiv:2503.04715, as {'the next' if config.optimizer == 'muon' else 'a'} power of two",
         "warmup": "A thirtieth of the steps",
         "lr_schedule": "To zero in a line, which wins at a fixed length (arXiv:2502.15938)",
         "max_hours": "A seat belt: a run that is later than the promise and twice its error ends "
