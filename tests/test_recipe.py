@@ -137,7 +137,7 @@ def test_the_rest_follows_from_the_tokens(found):
 
 
 def test_no_loss_is_promised_without_ground(found):
-    """What is worse than a guess is no loss of a trained model."""
+    """A loss that is worse than that of a guess is none of a trained model."""
     made, best = found
 
     def said(**changes):
@@ -200,7 +200,7 @@ def test_a_step_that_was_tried_counts_instead_of_the_plan():
 
 
 def test_no_recipe_passes_over_the_data_more_than_four_times():
-    """Another size takes the time that is left, or nothing does. Of sizes that its law knows."""
+    """Another size that its law knows takes the time that is left, or nothing does."""
     data = {"train_tokens": 1 << 20, "eval_tokens": 1000, "tokenizer": "bytes"}
     made = search(depths=(2, 3), given={"seq-len": 256}, **data)
     best = recipe_report._best(made, ours=True)
