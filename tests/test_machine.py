@@ -291,10 +291,12 @@ def test_no_groups(tmp_path):
     assert list(host_usage._cgroup_headrooms(tmp_path / "none", tmp_path)) == []
 
 
-def test_kernels_are_compiled_ahead_on_gpus_only(monkeypatch):
+def test_kernels_are_compiled_ahead_for_the_real_gpu_only(monkeypatch):
     calls = []
     monkeypatch.setattr(compile, "compile_ahead", lambda *args: calls.append(args))
     Machine(kind="host", spec=GPU, note=None).compile_ahead({1})
     assert calls == []
-    Machine(kind="cuda", spec=GPU, note=None).compile_ahead({1})
-    assert calls == [({1}, 90)]
+    monkeypatch.setattr(cuda_api, "compute_capability", lambda index: 90 + index)
+    chooses_as_ada = replace(GPU, capability=89)  # LLMQ_CAPABILITY
+    Machine(kind="cuda", spec=chooses_as_ada, note=None, indices=(10,)).compile_ahead({1})
+    assert calls == [({1}, 100)]

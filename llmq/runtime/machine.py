@@ -54,9 +54,10 @@ class Machine:
     def compile_ahead(self, sources: Iterable[KernelSource]) -> None:
         """Start to compile kernels that will be launched; on the CPU there is nothing to do."""
         if self.kind == "cuda":
+            from llmq.runtime import cuda_api
             from llmq.runtime.compile import compile_ahead
 
-            compile_ahead(sources, self.spec.capability)
+            compile_ahead(sources, cuda_api.compute_capability(self.index(self.world.base)))
 
     def open(
         self,
