@@ -202,7 +202,13 @@ adapter_columns(T* out, const T* x, const T* __restrict__ y, const f32* __restri
 //          cores for each element of d_out.
 // Needs    N and spans multiples of 8, h_columns too; split_columns a multiple of CHUNK. No empty
 //          split. Compute capability 8.0.
-#ifdef RANK  // else compiled for another entry
+#ifndef RANK  // compiled for another entry
+#define RANK 8
+#define BLOCK_ROWS 128
+#define CHUNK 64
+#define RANK_WARPS 1
+#define STAGES 2
+#endif
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int ROW_WARPS = WARPS / RANK_WARPS;
@@ -488,5 +494,3 @@ adapter_backward_finish(bf16* __restrict__ d_h, G* __restrict__ d_b,
     const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
     store_gradient(d_b, i, scale * sum_of(p, b_rows * RANKS, groups), accumulate, seed);
 }
-
-#endif

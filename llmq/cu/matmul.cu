@@ -8,6 +8,7 @@
 // Cost     scales written once.
 // Needs    nothing.
 #include "common.cuh"
+#include "product_sm80.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) block_scales(
     u8* __restrict__ scales, f32* __restrict__ scalars, const f32* __restrict__ scale_a,
@@ -39,8 +40,14 @@ extern "C" __global__ void __launch_bounds__(256) block_scales(
 //          that run at the same time share them in the L2 cache.
 // Needs    M, N, K multiples of 16; K at most 133144, so that no sum overflows. Compute capability
 //          8.0.
-#ifdef WARPS_M  // else compiled for another entry
-#include "product_sm80.cuh"
+#ifndef WARPS_M  // compiled for another entry
+#define WARPS_M 1
+#define WARPS_N 4
+#define WARP_N 16
+#define STAGES 4
+#define BIAS 0
+#define ACCUMULATE 0
+#endif
 
 using Mainloop = Sm80Mainloop<i8, WARPS_M, WARPS_N, WARP_N, STAGES>;
 constexpr int TILE_M = Mainloop::ROWS, TILE_N = Mainloop::COLUMNS, THREADS = Mainloop::THREADS;
@@ -124,5 +131,3 @@ matmul_int8(D* __restrict__ out, const i8* __restrict__ a, const i8* __restrict_
     store_result(out, sum, scale_a, scale_b, bias, row + Mainloop::warp_row(),
                  column + Mainloop::warp_column(), M, N);
 }
-
-#endif

@@ -48,7 +48,7 @@ def test_equals_reference(dev, rng, case, dtype, how):
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 def test_all_tiles(dev, rng, tiles, monkeypatch):
     """Several of them in both directions, whole ones and parts."""
-    monkeypatch.setattr(op, "TILES", (tiles,))
+    monkeypatch.setattr(op, "INT8_TILES", (tiles,))
     rows, columns = tiles.shape
     check(dev, operands(rng, rows + 48, columns + 16, 208, BF16))
 
