@@ -221,10 +221,12 @@ def switches(name: str, *others: str, when: Any = lambda v, o: v, help: str = ""
 
 
 def refused(names: str, when: Any, text: str, **more: Any) -> Iterator[Rule]:
-    """Options that are an error."""
-    return each(names, REFUSE, when, text, **more)
+    """Options that are an error. text: what follows "--flag: "."""
+    return each(names, REFUSE, when, f"{{flag}}: {text}", **more)
 
 
 def idle(names: str, when: Any, text: str, **more: Any) -> Iterator[Rule]:
-    """Options that have no effect though they have another value than the default."""
+    """Options that have no effect though they have another value than the default. text: the line,
+    or what follows "--flag=value" where it begins with "has no effect"."""
+    text = f"{{given}} {text}" if text.startswith("has no effect") else text
     return each(names, IDLE, when, text, given=True, **more)

@@ -39,7 +39,7 @@ from llmq.options.option_types import (
     lengths_of,
     split_weights,
 )
-from llmq.options.rule import IMPLY, REFUSE, Rule, Rules, default, idle, refused, switches
+from llmq.options.rule import IMPLY, REFUSE, Rule, Rules, default, each, idle, refused, switches
 from llmq.options.savers import SAME_BITS, SAVERS
 from llmq.options.training_rules import (
     ADAPTER_DEFAULTS,
@@ -154,23 +154,19 @@ REFUSED = (
     *refused(
         "eval_fraction",
         lambda v, o: not 0 < v < 1,
-        "--eval-fraction: must be more than 0 and less than 1, got {value}",
+        "must be more than 0 and less than 1, got {value}",
     ),
     *refused(
         "add_tokens",
         lambda v, o: v is not None and o.from_scratch,
-        "--add-tokens: a new model has rows for all of its tokenizer: use --vocab-size auto",
+        "a new model has rows for all of its tokenizer: use --vocab-size auto",
     ),
     *refused(
         "add_tokens",
         lambda v, o, model: v is not None and o.has_adapters and untrained_rows(o, model),
-        "--add-tokens: nothing trains the new rows beside adapters: give --train={found}",
+        "nothing trains the new rows beside adapters: give --train={found}",
     ),
-    *refused(
-        "train",
-        lambda v, o, model: o.has_adapters and wrong_parts(o, model),
-        "--train: {found}",
-    ),
+    *refused("train", lambda v, o, model: o.has_adapters and wrong_parts(o, model), "{found}"),
     *refused(
         "head_dtype",
         lambda v, o, model: (
@@ -178,162 +174,140 @@ REFUSED = (
             and v != o.model_dtype
             and (model.tied_embeddings or "new-rows" in o.train)
         ),
-        "--head-dtype: {value} has no gradient of new rows alone: leave it out, or give "
-        "--train=embeddings,head",
+        "{value} has no gradient of new rows alone: leave it out, or give --train=embeddings,head",
     ),
-    *refused("seq_len", lambda v, o: v % 4, "--seq-len: must be a multiple of 4, got {value}"),
-    *refused("seq_stages", lambda v, o: v and wrong_lengths(o), "--seq-len: {found}"),
+    *refused("seq_len", lambda v, o: v % 4, "must be a multiple of 4, got {value}"),
+    *each("seq_stages", REFUSE, lambda v, o: v and wrong_lengths(o), "--seq-len: {found}"),
     *refused(
         "lmhead_chunks",
         lambda v, o: o.micro_tokens % v,
-        "--lmhead-chunks: {value} does not divide the {micro_tokens} tokens of a micro-step "
+        "{value} does not divide the {micro_tokens} tokens of a micro-step "
         "(--batch-size times --seq-len)",
     ),
     *refused(
         "lmhead_chunks",
         lambda v, o: o.chunk_tokens % 4,
-        "--lmhead-chunks: {value} leaves {chunk_tokens} of {micro_tokens} tokens for a chunk, "
+        "{value} leaves {chunk_tokens} of {micro_tokens} tokens for a chunk, "
         "which must be a multiple of 4",
     ),
     *refused(
         "attn_bwd_chunks",
         lambda v, o: o.batch_size % v and v % o.batch_size,
-        "--attn-bwd-chunks: {value} does not divide --batch-size {batch_size}, and is no multiple "
-        "of it",
+        "{value} does not divide --batch-size {batch_size}, and is no multiple of it",
     ),
     *refused(
         "master_dtype grad_accum_dtype",
         lambda v, o: o.model_dtype == "fp32" and v == "bf16",
-        "{flag}: bf16 is too coarse for --model-dtype fp32, use fp32",
+        "bf16 is too coarse for --model-dtype fp32, use fp32",
     ),
-    *refused("train_file", lambda v, o: error(split_weights, v), "{found}"),
+    *each("train_file", REFUSE, lambda v, o: error(split_weights, v), "{found}"),
     *refused(
         "router_aux_loss router_z_loss",
         lambda v, o: v and o.loss != "ce",
-        "{flag}: counts tokens, and --loss {loss} pairs of answers: leave it out",
+        "counts tokens, and --loss {loss} pairs of answers: leave it out",
     ),
     # The products run in the model's format, or in 8 bits with output gradients in 8 bits.
     *refused(
         "matmul_dtype",
         lambda v, o: o.freezes_model and v == "e4m3" and o.base_dtype not in FP8_BASES,
-        "--matmul-dtype: e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight changes, "
+        "e4m3 needs --base-dtype e4m3 or nf4 beside adapters: no weight changes, "
         "so that one in a wider format would be memory for nothing",
     ),
     *refused(
         "matmul_dtype",
         lambda v, o: o.model_dtype == "bf16" and v not in ("bf16", "e4m3", "int8"),
-        "--matmul-dtype: {value} does not go with --model-dtype bf16, use bf16 or e4m3 or int8",
+        "{value} does not go with --model-dtype bf16, use bf16 or e4m3 or int8",
     ),
     *refused(
         "matmul_dtype",
         lambda v, o: o.model_dtype != "bf16" and v != o.model_dtype,
-        "--matmul-dtype: {value} does not go with --model-dtype {model_dtype}, use {model_dtype}",
+        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype}",
     ),
     *refused(
         "gradient_dtype",
         lambda v, o: v != o.matmul_dtype and "int8" in (v, o.matmul_dtype),
-        "--gradient-dtype: must be int8 with --matmul-dtype int8, and with that only, got {value} "
+        "must be int8 with --matmul-dtype int8, and with that only, got {value} "
         "with {matmul_dtype}",
     ),
     *refused(
         "gradient_dtype",
         lambda v, o: o.is_fp8 and v not in FP8_DTYPES,
-        "--gradient-dtype: must be e4m3 or e5m2 with --matmul-dtype e4m3, got {value}",
+        "must be e4m3 or e5m2 with --matmul-dtype e4m3, got {value}",
     ),
     *refused(
         "gradient_dtype",
         lambda v, o: not o.is_fp8 and v != o.matmul_dtype,
-        "--gradient-dtype: {value} needs --matmul-dtype e4m3, which is {matmul_dtype}",
+        "{value} needs --matmul-dtype e4m3, which is {matmul_dtype}",
     ),
     *refused(
         "head_dtype",
         lambda v, o: not o.is_fp8 and v != o.model_dtype,
-        "--head-dtype: {value} does not go with --matmul-dtype {matmul_dtype} and --model-dtype "
-        "{model_dtype}",
+        "{value} does not go with --matmul-dtype {matmul_dtype} and --model-dtype {model_dtype}",
     ),
     *refused(
         "head_dtype",
         lambda v, o: v not in (o.model_dtype, "e4m3"),
-        "--head-dtype: {value} does not go with --model-dtype {model_dtype}, use {model_dtype} or "
-        "e4m3",
+        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype} or e4m3",
     ),
-    *refused(
-        "fp8_accumulate",
-        lambda v, o: v == "fp16" and why_not_half(o),
-        "--fp8-accumulate: fp16 {found}",
-    ),
+    *refused("fp8_accumulate", lambda v, o: v == "fp16" and why_not_half(o), "fp16 {found}"),
     *refused(
         "fp8_recipe",
         lambda v, o: v == "delayed" and not o.is_fp8,
-        "--fp8-recipe: delayed needs --matmul-dtype e4m3",
+        "delayed needs --matmul-dtype e4m3",
     ),
     # Products write codes only with a scale that is known before them.
     *refused(
         "mlp_dtype",
         lambda v, o: v not in (o.model_dtype, "e4m3"),
-        "--mlp-dtype: {value} does not go with --model-dtype {model_dtype}, use {model_dtype} or "
-        "e4m3",
+        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype} or e4m3",
     ),
     *refused(
         "mlp_dtype",
         lambda v, o: v == "e4m3" and o.freezes_model,
-        "--mlp-dtype: e4m3 does not go with adapters, which add to what products write",
+        "e4m3 does not go with adapters, which add to what products write",
     ),
     *refused(
         "mlp_dtype",
         lambda v, o: v == "e4m3" and not (o.is_fp8 and o.fp8_recipe == "delayed"),
-        "--mlp-dtype: e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 products "
+        "e4m3 needs --matmul-dtype e4m3 and --fp8-recipe delayed: only fp8 products "
         "write codes, and only with a scale that they know beforehand",
     ),
     *refused(
         "attention_dtype",
         lambda v, o: v != o.model_dtype and (v != "e4m3" or o.model_dtype != "bf16"),
-        "--attention-dtype: {value} does not go with --model-dtype {model_dtype}, use "
-        "{model_dtype}",
+        "{value} does not go with --model-dtype {model_dtype}, use {model_dtype}",
     ),
     *refused(
         "attention_dtype",
         lambda v, o: v == "e4m3" and o.attention == "native",
-        "--attention-dtype: e4m3 is cuDNN's: leave out --attention native",
+        "e4m3 is cuDNN's: leave out --attention native",
     ),
     *refused(
         "persistent_quants offload_quants",
         lambda v, o: v and o.freezes_model,
-        "{flag}: beside adapters the model is kept as --base-dtype says; --shard-weights "
+        "beside adapters the model is kept as --base-dtype says; --shard-weights "
         "--offload-master keeps it in host memory",
     ),
-    *refused(
-        "persistent_quants",
-        lambda v, o: v and not o.is_fp8,
-        "--persistent-quants: needs --matmul-dtype e4m3",
-    ),
+    *refused("persistent_quants", lambda v, o: v and not o.is_fp8, "needs --matmul-dtype e4m3"),
     *refused(
         "persistent_quants",
         lambda v, o: v and not o.shard_weights,
-        "--persistent-quants: needs --shard-weights",
+        "needs --shard-weights",
         help="With sharded weights:",
     ),
     *refused(
-        "offload_quants",
-        lambda v, o: v and not o.persistent_quants,
-        "--offload-quants: needs --persistent-quants",
+        "offload_quants", lambda v, o: v and not o.persistent_quants, "needs --persistent-quants"
     ),
     *refused(
         "offload_gradients",
         lambda v, o: v and not o.shard_gradients,
-        "--offload-gradients: needs --shard-gradients or --zero-level 2",
+        "needs --shard-gradients or --zero-level 2",
         help="needs sharded gradients",
     ),
     *refused(
-        "epochs",
-        lambda v, o: v is not None and o.steps >= 0,
-        "--epochs: excludes --steps, give one of them",
+        "epochs", lambda v, o: v is not None and o.steps >= 0, "excludes --steps, give one of them"
     ),
-    *refused(
-        "init_proj_to_zero",
-        lambda v, o: v and not o.from_scratch,
-        "--init-proj-to-zero: needs --from-scratch",
-    ),
+    *refused("init_proj_to_zero", lambda v, o: v and not o.from_scratch, "needs --from-scratch"),
     Rule(
         group=SIZES_GROUP,
         effect=REFUSE,
@@ -343,29 +317,29 @@ REFUSED = (
     *refused(
         "rope_theta rope_scaling",
         lambda v, o: v is not None and o.wants_adapters and not o.from_scratch,
-        "{flag}: files of adapters cannot say it: change config.json of --model",
+        "files of adapters cannot say it: change config.json of --model",
     ),
     *refused(
         "guard",
         lambda v, o: v == "rollback" and o.ckpt_interval <= 0,
-        "--guard: rollback needs --ckpt-interval above 0, to have checkpoints to go back to",
+        "rollback needs --ckpt-interval above 0, to have checkpoints to go back to",
     ),
     *refused(
         "new_data",
         lambda v, o: v and o.continue_from is None,
-        "--new-data: needs --continue",
+        "needs --continue",
         help="With --continue:",
     ),
     *ADAPTERS_REFUSED,
     *refused(
         "measure_scaling",
         lambda v, o: v and o.debug_time_breakdown,
-        "--measure-scaling: not with --debug-time-breakdown, with which steps take longer",
+        "not with --debug-time-breakdown, with which steps take longer",
     ),
     *refused(
         "attention",
         lambda v, o: v == "cudnn" and o.device == "cpu",
-        "--attention: cudnn needs a GPU, but --device is cpu",
+        "cudnn needs a GPU, but --device is cpu",
     ),
 )
 
@@ -373,13 +347,13 @@ REFUSED_WITH_MODEL = (
     *refused(
         "seq_len",
         lambda v, o, model: v > model.longest,
-        "--seq-len: {value} exceeds the model's {model.longest} positions: --max-positions and "
+        "{value} exceeds the model's {model.longest} positions: --max-positions and "
         "--rope-scaling give it others",
     ),
     *refused(
         "max_positions",
         lambda v, o, model: v is not None and not o.from_scratch and model.positions != "rope",
-        "--max-positions: the learned positions of --model have their own number",
+        "the learned positions of --model have their own number",
     ),
     *refused(
         "max_positions",
@@ -390,57 +364,54 @@ REFUSED_WITH_MODEL = (
             and model.rope_scaling is not None
             and model.rope_scaling.kind in ("dynamic", "longrope")
         ),
-        "--max-positions: the model's frequencies depend on it, and files of adapters cannot say "
+        "the model's frequencies depend on it, and files of adapters cannot say "
         "it: change config.json of --model",
     ),
     *refused(
         "attn_bwd_chunks",
         lambda v, o, model: v > o.batch_size * model.num_heads,
-        "--attn-bwd-chunks: {value} is more than --batch-size {batch_size} times the model's "
+        "{value} is more than --batch-size {batch_size} times the model's "
         "{model.num_heads} query heads",
     ),
     *refused(
-        "recompute_layers",
-        lambda v, o, model: error(layer_set, v, model.num_layers),
-        "--recompute-layers: {found}",
+        "recompute_layers", lambda v, o, model: error(layer_set, v, model.num_layers), "{found}"
     ),
     *refused(
         "head_dtype",
         lambda v, o, model: v == "e4m3" and o.chunk_tokens % CODES_MULTIPLE,
-        f"--head-dtype: e4m3 needs multiples of {CODES_MULTIPLE}, but --lmhead-chunks "
+        f"e4m3 needs multiples of {CODES_MULTIPLE}, but --lmhead-chunks "
         "{lmhead_chunks} leaves {chunk_tokens} tokens for a chunk",
     ),
     *ADAPTERS_REFUSED_WITH_MODEL,
     *refused(
         "attention_dtype",
         lambda v, o, model: v == "e4m3" and why_not_in_codes(o, model),
-        "--attention-dtype: e4m3 is for heads of 64 or 128 channels that see all before them: "
-        "{found}",
+        "e4m3 is for heads of 64 or 128 channels that see all before them: {found}",
     ),
     *refused(
         "mlp_dtype",
         lambda v, o, model: v == "e4m3" and not model.gated,
-        "--mlp-dtype: e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
+        "e4m3 is for MLPs with a gate (SwiGLU, GeGLU), and this model's has none",
     ),
     *refused(
         "mlp_dtype",
         lambda v, o, model: v == "e4m3" and model.experts is not None,
-        "--mlp-dtype: products of experts write no codes: use {model_dtype}",
+        "products of experts write no codes: use {model_dtype}",
     ),
     *refused(
         "matmul_dtype",
         lambda v, o, model: v == "int8" and model.experts is not None,
-        "--matmul-dtype: there is no {value} product for experts: use {model_dtype}",
+        "there is no {value} product for experts: use {model_dtype}",
     ),
     *refused(
         "matmul_dtype",
         lambda v, o, model: uncoded_product(o, model),
-        "--matmul-dtype: {value} needs multiples of {found[2]}, but the {found[0]} is {found[1]}",
+        "{value} needs multiples of {found[2]}, but the {found[0]} is {found[1]}",
     ),
     *refused(
         "matmul_dtype",
         lambda v, o, model: v == "int8" and o.micro_tokens > _INT8_TERMS,
-        f"--matmul-dtype: int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but there "
+        f"int8 sums over at most {_INT8_TERMS} tokens of a micro-step, but there "
         "are {micro_tokens}: use a smaller --batch-size",
     ),
     *refused(
@@ -450,8 +421,7 @@ REFUSED_WITH_MODEL = (
             and (width := model.intermediate_size * (1 + model.gated)) > _INT8_WIDTH
             and width
         ),
-        f"--matmul-dtype: int8 takes matrices of at most {_INT8_WIDTH} rows, but the MLP's first "
-        "has {found}",
+        f"int8 takes matrices of at most {_INT8_WIDTH} rows, but the MLP's first has {{found}}",
     ),
 )
 
@@ -461,17 +431,17 @@ REFUSED_HERE = (
         lambda v, o, here: (
             here.on_gpus and v == "e4m3" and here.capability < FP8_CAPABILITY and instead_of_fp8(o)
         ),
-        f"--matmul-dtype: e4m3 needs compute capability {FP8_CAPABILITY / 10}, "
+        f"e4m3 needs compute capability {FP8_CAPABILITY / 10}, "
         "{here.name} has {here.version}: {found}",
     ),
     *refused(
         "attention_dtype",
         lambda v, o, here: here.on_gpus and v == "e4m3" and here.capability != HOPPER,
-        "--attention-dtype: e4m3 needs compute capability 9.0, {here.name} has {here.version}: use "
-        "{model_dtype}",
+        "e4m3 needs compute capability 9.0, {here.name} has {here.version}: use {model_dtype}",
     ),
-    *refused(
+    *each(
         "shard_over",
+        REFUSE,
         lambda v, o, here: v == "machine" and len({*here.machines.values()}) > 1 and here.listed,
         "--shard-over machine: every machine must have as many GPUs, there are {found}: give "
         "--shard-over world, or another --gpus",
@@ -479,7 +449,7 @@ REFUSED_HERE = (
     *refused(
         "all_to_all_reduce",
         lambda v, o, here: v and (shards := here.shards(o)) > here.most_summed and shards,
-        "--all-to-all-reduce: sums what {here.most_summed} GPUs have, and there are {found}: "
+        "sums what {here.most_summed} GPUs have, and there are {found}: "
         "leave it out{here.or_less_shared}",
     ),
     *refused(
@@ -490,48 +460,49 @@ REFUSED_HERE = (
             and here.shards(o) != here.ranks
             and (o.memcpy_all_gather or o.all_to_all_reduce)
         ),
-        "{flag}: copies reach the GPUs of one process, and there are {here.processes}: leave it "
+        "copies reach the GPUs of one process, and there are {here.processes}: leave it "
         "out, so that NCCL does this",
     ),
     *refused(
         "matmul_dtype",
         lambda v, o, card: v == "e4m3" and card.fp8 == 0 and instead_of_fp8(o),
-        "--matmul-dtype: e4m3 cannot be had, {card.name} has no fp8: {found}",
+        "e4m3 cannot be had, {card.name} has no fp8: {found}",
     ),
     *refused(
         "attention_dtype",
         lambda v, o, card: v == "e4m3" and card.capability != HOPPER,
-        "--attention-dtype: e4m3 needs compute capability 9.0, {card.name} has another one",
+        "e4m3 needs compute capability 9.0, {card.name} has another one",
     ),
-    *refused(
+    *each(
         "attention",
+        REFUSE,
         lambda v, o, attention: v == "cudnn" and attention.on_cpu,
         "--attention cudnn: it needs a GPU",
     ),
-    *refused(
+    *each(
         "attention",
+        REFUSE,
         lambda v, o, attention: v == "cudnn" and why_no_cudnn(o, attention.unsupported),
         "--attention cudnn: {found}; use --attention native",
     ),
     *refused(
         "continue_from",
         lambda v, o, script: v is not None,
-        "--continue: has no effect here, call load() of the trainer instead",
+        "has no effect here, call load() of the trainer instead",
     ),
-    *refused(
+    *each(
         "seq_stages",
+        REFUSE,
         lambda v, o, script: v,
         "--seq-len: has several lengths in `llmq train` alone: make a trainer for each",
     ),
     *refused(
-        "ckpt_background",
-        lambda v, o, script: v,
-        "--ckpt-background: has no effect here, where save() writes at once",
+        "ckpt_background", lambda v, o, script: v, "has no effect here, where save() writes at once"
     ),
     *refused(
         "continue_from",
         lambda v, o, verification: v is not None,
-        "--continue: a verification starts with the model's weights: leave it out",
+        "a verification starts with the model's weights: leave it out",
     ),
 )
 
@@ -550,7 +521,7 @@ IDLE_ALONE = (
     *idle(
         "router_aux_loss router_z_loss",
         lambda v, o, model: v and model.experts is None,
-        "{given} has no effect, this model has no experts",
+        "has no effect, this model has no experts",
     ),
     *idle(
         "ckpt_major",
@@ -578,7 +549,7 @@ IDLE_ALONE = (
     *idle(
         "guard_recovery",
         lambda v, o: o.guard != "rollback",
-        "{given} has no effect without --guard rollback",
+        "has no effect without --guard rollback",
     ),
     *idle(
         "seed",
@@ -587,14 +558,12 @@ IDLE_ALONE = (
         "--from-scratch and of adapters",
     ),
     *idle(
-        "task_every task_limit",
-        lambda v, o: not o.eval_task,
-        "{given} has no effect without --eval-task",
+        "task_every task_limit", lambda v, o: not o.eval_task, "has no effect without --eval-task"
     ),
     *idle(
         "sample_every sample_tokens",
         lambda v, o: not o.sample_prompt,
-        "{given} has no effect without --sample-prompt",
+        "has no effect without --sample-prompt",
     ),
     *idle(
         "long",
@@ -687,11 +656,7 @@ IDLE_WITH_MODEL = (
 )
 
 IDLE_WITH_RANKS = (
-    *idle(
-        "shard_over",
-        lambda v, o, ranks: ranks.machines == 1,
-        "{given} has no effect with one machine",
-    ),
+    *idle("shard_over", lambda v, o, ranks: ranks.machines == 1, "has no effect with one machine"),
     *idle(
         "memcpy_all_gather memcpy_send_recv mirror_weights all_to_all_reduce",
         lambda v, o, ranks: ranks.shards(o) == 1,
@@ -755,12 +720,7 @@ IDLE_WITH_RANKS = (
         "--no-keep-transposed has no effect with {found}: it is implied",
     ),
     # With --device cpu it is said already.
-    *idle(
-        _GPUS_ONLY,
-        lambda v, o, ranks: o.device == "cpu",
-        "",
-        last_word=True,
-    ),
+    *idle(_GPUS_ONLY, lambda v, o, ranks: o.device == "cpu", "", last_word=True),
     *idle(
         _GPUS_ONLY,
         lambda v, o, ranks: ranks.on_cpu and o.device != "cpu",
@@ -786,12 +746,12 @@ IDLE_IN_RUNS = (
     *idle(
         "eval_fraction",
         lambda v, o, length: not o.splits,
-        "{given} has no effect with --eval-file={eval_pattern}",
+        "has no effect with --eval-file={eval_pattern}",
     ),
     *idle(
         "eval_every_n_steps eval_num_steps eval_seed",
         lambda v, o, length: v > 0 and not (o.validates or o.eval_sets),
-        "{given} has no effect without --eval-file",
+        "has no effect without --eval-file",
     ),
     *idle(
         "eval_num_steps",
@@ -812,12 +772,12 @@ IDLE_IN_RUNS = (
     *idle(
         "steps",
         lambda v, o, verification: True,
-        "{given} has no effect on a verification, which takes --verify-steps {verification}",
+        "has no effect on a verification, which takes --verify-steps {verification}",
     ),
     *idle(
         "epochs",
         lambda v, o, verification: v != 1,
-        "{given} has no effect on a verification, which takes --verify-steps {verification}",
+        "has no effect on a verification, which takes --verify-steps {verification}",
     ),
 )
 

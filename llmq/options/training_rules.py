@@ -19,7 +19,7 @@ from llmq.options.conditions import (
     wrong_tables,
 )
 from llmq.options.option_types import ADAPTERS_GROUP, QUANTIZED, layer_set, numbers_of
-from llmq.options.rule import REFUSE, Options, Rule, default, idle, refused
+from llmq.options.rule import REFUSE, Options, Rule, default, each, idle, refused
 
 _LEAST_EPSILON = 2.0**-126  # of AdamW: the smallest F32 that every GPU tells from 0
 
@@ -29,7 +29,7 @@ def _untrained(name: str, *parts: str) -> Iterator[Rule]:
     return idle(
         name,
         lambda v, o: o.wants_adapters and not {*parts} & {*(o.train or ())},
-        f"{{given}} has no effect beside adapters without --train={parts[0]}",
+        f"has no effect beside adapters without --train={parts[0]}",
     )
 
 
@@ -43,35 +43,33 @@ OPTIMIZER_RULES = (
     *refused(
         "beta_1 beta_2 muon_momentum muon_normalize_rows ema",
         lambda v, o: v >= 1,
-        "{flag}: must be less than 1, got {value}",
+        "must be less than 1, got {value}",
     ),
     *refused(
         "optimizer",
         lambda v, o: v == "muon" and o.wants_adapters,
-        "--optimizer: muon is for the matrices of blocks, which stay as they are beside adapters",
+        "muon is for the matrices of blocks, which stay as they are beside adapters",
     ),
     *refused(
         "muon_lr lr_embedding lr_head lr_vectors",
         lambda v, o: v is not None and o.learning_rate == 0,
-        "{flag}: takes the course of --learning-rate, which must be more than 0",
+        "takes the course of --learning-rate, which must be more than 0",
     ),
     *refused(
         "adam_epsilon",
         lambda v, o: v < _LEAST_EPSILON,
-        "--adam-epsilon: must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
+        "must be greater than 0 (in F32, at least 1.2e-38), else the update of a "
         "weight without gradients is 0 / 0, got {value}",
     ),
     *refused(
         "cooldown",
         lambda v, o: 0 <= o.steps < o.cooldown_of(o.steps),
-        "--cooldown: {value} steps are more than the {steps} of the whole run: use fewer, or train "
-        "for longer",
+        "{value} steps are more than the {steps} of the whole run: use fewer, or train for longer",
     ),
     *refused(
         "cooldown",
         lambda v, o, total: o.cooldown_of(total) > total,
-        "--cooldown: {value} steps are more than the {total} of the whole run: use fewer, or train "
-        "for longer",
+        "{value} steps are more than the {total} of the whole run: use fewer, or train for longer",
     ),
     *_untrained("lr_embedding", "embeddings"),
     *_untrained("lr_head", "head"),
@@ -79,7 +77,7 @@ OPTIMIZER_RULES = (
     *idle(
         "lr_head",
         lambda v, o, model: model.tied_embeddings,
-        "{given} has no effect: this model's LM head is its token table, see --lr-embedding",
+        "has no effect: this model's LM head is its token table, see --lr-embedding",
     ),
     *idle(
         "final_lr_fraction",
@@ -89,7 +87,7 @@ OPTIMIZER_RULES = (
     *idle(
         "muon_lr muon_momentum muon_scale muon_coefficients muon_normalize_rows cautious_decay",
         lambda v, o: o.optimizer != "muon",
-        "{given} has no effect without --optimizer muon",
+        "has no effect without --optimizer muon",
     ),
     *idle("offload_ema", lambda v, o: v and not o.ema, "--offload-ema has no effect without --ema"),
     *idle(
@@ -143,15 +141,17 @@ LOSS_RULES = (
         lambda v, o: o.head == "score",
         help="1 if not given with --loss reward, else 2",
     ),
-    *refused(
+    *each(
         "head",
+        REFUSE,
         lambda v, o: (v == "score") != (o.loss == "reward") and o.loss != "ce",
         "--head {value} does not go with --loss {loss}: a score head learns labels (--loss ce) or "
         "pairs (--loss reward)",
     ),
     default("long", lambda o: "drop", lambda v, o: o.head == "score" and not o.pairs),
-    *refused(
+    *each(
         "long",
+        REFUSE,
         lambda v, o: o.head == "score" and not o.pairs and v != "drop",
         "--long {value}: --head score reads whole documents, whose labels stand behind them: give "
         "drop",
@@ -159,15 +159,16 @@ LOSS_RULES = (
     *refused(
         "head_dtype",
         lambda v, o: o.head == "score" and v == "e4m3",
-        "--head-dtype: a score head is too small for e4m3: use bf16",
+        "a score head is too small for e4m3: use bf16",
     ),
     *refused(
         "z_loss",
         lambda v, o: o.head == "score" and v > 0,
-        "--z-loss: is for logits of tokens, and --head score has none",
+        "is for logits of tokens, and --head score has none",
     ),
-    *refused(
+    *each(
         "packing",
+        REFUSE,
         lambda v, o: o.head == "score" and (v == "concat" or not o.document_mask),
         "--head score: windows of the files would cut documents, which have one label each: give "
         "--packing best-fit or none, without --no-document-mask",
@@ -175,24 +176,23 @@ LOSS_RULES = (
     *refused(
         "num_labels",
         lambda v, o: v is not None and (v > 1) != (o.loss == "ce") and o.head == "score",
-        "--num-labels: {value} with --loss {loss}: a reward is one number, and classes are at "
-        "least 2",
+        "{value} with --loss {loss}: a reward is one number, and classes are at least 2",
     ),
     *refused(
         "token_weights",
         lambda v, o: v and (o.loss != "ce" or o.head == "score"),
-        "--token-weights: does not go with --loss {loss} --head {head}: give --no-token-weights, "
+        "does not go with --loss {loss} --head {head}: give --no-token-weights, "
         "and only whether a token is trained counts",
     ),
     *refused(
         "eval_task sample_prompt",
         lambda v, o: v and o.head == "score",
-        "{flag}: a model with --head score predicts no tokens",
+        "a model with --head score predicts no tokens",
     ),
     *refused(
         "add_tokens",
         lambda v, o: v is not None and o.head == "score" and o.wants_adapters,
-        "--add-tokens: rows of new tokens are trained beside adapters for a head of tokens only",
+        "rows of new tokens are trained beside adapters for a head of tokens only",
     ),
     _by_loss(
         "pref_beta",
@@ -211,14 +211,16 @@ LOSS_RULES = (
         {"dpo": 0.0, "ipo": 0.0, "simpo": 0.0, "orpo": 1.0},
         help="0 if not given, of orpo 1",
     ),
-    *refused(
+    *each(
         "packing",
+        REFUSE,
         lambda v, o: o.pairs and (v == "concat" or not o.document_mask),
         "--loss {loss}: windows of the files would cut pairs, and an answer would see the other "
         "one: give --packing best-fit or none, without --no-document-mask",
     ),
-    *refused(
+    *each(
         "head_dtype",
+        REFUSE,
         lambda v, o: (o.loss != "ce" or o.token_weights) and v == "e4m3",
         "--loss {loss}: an fp8 head rounds the weights of rows to within 1/8: use --head-dtype "
         "bf16",
@@ -226,44 +228,49 @@ LOSS_RULES = (
     *refused(
         "z_loss",
         lambda v, o: (o.loss != "ce" or o.token_weights) and v > 0,
-        "--z-loss: would be weighted as tokens are, of which --loss {loss} makes some less likely",
+        "would be weighted as tokens are, of which --loss {loss} makes some less likely",
     ),
-    *refused("pref_beta", lambda v, o: v == 0, "--pref-beta: must be more than 0"),
+    *refused("pref_beta", lambda v, o: v == 0, "must be more than 0"),
     *refused(
         "pref_smoothing",
         lambda v, o: v is not None and v >= 0.5,
-        "--pref-smoothing: must be less than 0.5, got {value}",
+        "must be less than 0.5, got {value}",
     ),
-    *refused(
+    *each(
         "scores",
+        REFUSE,
         lambda v, o: v is None and o.loss == "weighted",
         "--loss weighted: needs --scores, a directory of files with a weight for each token",
     ),
-    *refused(
+    *each(
         "scores",
+        REFUSE,
         lambda v, o: v is None and o.loss == "kd",
         "--loss kd: needs --scores of a teacher, which `llmq score` makes of the {kd_top_k} most "
         "likely tokens",
     ),
-    *refused(
+    *each(
         "loss",
+        REFUSE,
         lambda v, o, model: v == "kd" and model.logit_softcap is not None,
         "--loss kd: is computed from logits without a soft cap, and this model has one",
     ),
     *refused(
         "kd_top_k",
         lambda v, o, model: o.loss == "kd" and v > model.vocab_size,
-        "--kd-top-k: {value} is more than the vocabulary of {model.vocab_size}",
+        "{value} is more than the vocabulary of {model.vocab_size}",
     ),
-    *refused("kd_temperature", lambda v, o: v <= 0, "--kd-temperature: must be more than 0"),
-    *refused(
+    *refused("kd_temperature", lambda v, o: v <= 0, "must be more than 0"),
+    *each(
         "document_mask",
+        REFUSE,
         lambda v, o: not v and o.loss in ("kd", "weighted"),
         "--loss {loss}: documents are scored one by one: give --packing best-fit, or "
         "--document-mask",
     ),
-    *refused(
+    *each(
         "scores",
+        REFUSE,
         lambda v, o: v is None and o.has_reference and o.adapter is not None,
         "--loss {loss}: the reference of a run that goes on from --adapter is the model without: "
         "score it with `llmq score`, and give --scores",
@@ -271,12 +278,12 @@ LOSS_RULES = (
     *idle(
         "pref_sft pref_normalize",
         lambda v, o: o.pairs != "answers" or o.loss == "reward",
-        "{given} has no effect with --loss {loss}",
+        "has no effect with --loss {loss}",
     ),
     *idle(
         "pref_beta",
         lambda v, o: not o.pairs or o.loss == "reward",
-        "{given} has no effect with --loss {loss}",
+        "has no effect with --loss {loss}",
     ),
     *idle("num_labels", lambda v, o: o.head != "score", "{given} is for --head score"),
     *idle(
@@ -301,13 +308,13 @@ LOSS_RULES = (
     *idle(
         "scores",
         lambda v, o: o.scores_folder is None,
-        "{given} has no effect with --loss {loss}, which reads none",
+        "has no effect with --loss {loss}, which reads none",
     ),
     *idle(
         "lora_rank lora_alpha lora_targets lora_layers lora_rank_pattern lora_alpha_pattern "
         "lora_dora lora_dropout lora_scaling lora_init lora_plus train",
         lambda v, o: o.only_scores,
-        "{given} has no effect: a model is scored without adapters",
+        "has no effect: a model is scored without adapters",
     ),
     *idle(
         "long",
@@ -359,17 +366,17 @@ ADAPTERS_REFUSED = (
     *refused(
         "adapter",
         lambda v, o: v is not None and o.from_scratch,
-        "--adapter: needs the model that it adapts, not --from-scratch",
+        "needs the model that it adapts, not --from-scratch",
     ),
     *refused(
         "lora_init",
         lambda v, o: v == "pissa" and o.adapter is not None,
-        "--lora-init: pissa does not go with --adapter, whose adapters have begun already",
+        "pissa does not go with --adapter, whose adapters have begun already",
     ),
     *refused(
         "lora_init",
         lambda v, o: v == "pissa" and o.from_scratch,
-        "--lora-init: pissa takes the adapters from a model that was trained, not from the random "
+        "pissa takes the adapters from a model that was trained, not from the random "
         "one of --from-scratch",
     ),
     Rule(
@@ -381,43 +388,39 @@ ADAPTERS_REFUSED = (
     *refused(
         "lora_rank_pattern lora_alpha_pattern",
         lambda v, o: any(not number for _, number in numbers_of(v, float)),
-        "{flag}: must be greater than 0, got {value}",
+        "must be greater than 0, got {value}",
     ),
     *refused(
         "lora_rank_pattern",
         lambda v, o: error(numbers_of, v, int),
-        "{flag}: a rank is a whole number, got {value}",
+        "a rank is a whole number, got {value}",
     ),
     *refused(
         "lora_rank_pattern lora_alpha_pattern",
         lambda v, o: v and o.lora_init == "pissa",
-        "{flag}: --lora-init pissa has one rank and one scaling",
+        "--lora-init pissa has one rank and one scaling",
     ),
     *refused(
         "lora_dora",
         lambda v, o: v and o.lora_dropout,
-        "--lora-dora: has no --lora-dropout: it would take a product of the model with dropped "
+        "has no --lora-dropout: it would take a product of the model with dropped "
         "inputs beside that with all",
     ),
     *refused(
-        "lora_dora",
-        lambda v, o: v and o.lora_init == "pissa",
-        "--lora-dora: does not go with --lora-init pissa",
+        "lora_dora", lambda v, o: v and o.lora_init == "pissa", "does not go with --lora-init pissa"
     ),
     *refused(
         "lora_dora",
         lambda v, o: v and o.has_adapters and o.matmul_dtype != o.model_dtype,
-        "--lora-dora: its products are in the model's format: leave --matmul-dtype out",
+        "its products are in the model's format: leave --matmul-dtype out",
     ),
     *refused(
-        "lora_dropout",
-        lambda v, o: v is not None and v >= 1,
-        "--lora-dropout: must be less than 1, got {value}",
+        "lora_dropout", lambda v, o: v is not None and v >= 1, "must be less than 1, got {value}"
     ),
     *refused(
         "lora_alpha lora_plus",
         lambda v, o: v is not None and v <= 0,
-        "{flag}: must be greater than 0, got {value}",
+        "must be greater than 0, got {value}",
     ),
     *refused(
         "base_dtype",
@@ -426,7 +429,7 @@ ADAPTERS_REFUSED = (
             and v not in (allowed := (o.model_dtype, *QUANTIZED))
             and " or ".join(allowed)
         ),
-        "--base-dtype: {value} does not go with --model-dtype {model_dtype}, use {found}",
+        "{value} does not go with --model-dtype {model_dtype}, use {found}",
     ),
 )
 
@@ -434,35 +437,35 @@ ADAPTERS_REFUSED_WITH_MODEL = (
     *refused(
         "adapter",
         lambda v, o, model: v is not None and not o.has_adapters,
-        "--adapter: is not read here: give --lora-rank instead",
+        "is not read here: give --lora-rank instead",
     ),
     *refused(
         "lora_layers",
         lambda v, o, model: o.has_adapters and error(layer_set, v, model.num_layers),
-        "--lora-layers: {found}",
+        "{found}",
     ),
     *refused(
         "lora_dora",
         lambda v, o, model: v and o.has_adapters and adapts_experts(o, model),
-        "--lora-dora: adapters of experts have no magnitudes: leave experts out of --lora-targets",
+        "adapters of experts have no magnitudes: leave experts out of --lora-targets",
     ),
-    *refused("lora_targets", lambda v, o, model: divided_modules(o, model), "{found}"),
+    *each("lora_targets", REFUSE, lambda v, o, model: divided_modules(o, model), "{found}"),
     *refused(
         "lora_targets",
         lambda v, o, model: lacking_targets(o, model),
-        "--lora-targets: {model.architecture} has no {found}",
+        "{model.architecture} has no {found}",
     ),
-    *refused("lora_targets", lambda v, o, model: wrong_tables(o, model), "--lora-targets: {found}"),
+    *refused("lora_targets", lambda v, o, model: wrong_tables(o, model), "{found}"),
     *refused(
         "lora_rank_pattern lora_alpha_pattern",
         lambda v, o, model: idle_pattern(o, model, v),
-        "{flag}: no module with adapters is called {found}",
+        "no module with adapters is called {found}",
     ),
-    *refused("lora_targets", lambda v, o, model: wrong_for_experts(o, model), "{found}"),
+    *each("lora_targets", REFUSE, lambda v, o, model: wrong_for_experts(o, model), "{found}"),
     *refused(
         "lora_rank",
         lambda v, o, model: too_small_for_rank(o, model),
-        "--lora-rank: {found[rank]} is larger than the matrix of {found[module]}, {found[rows]} x "
+        "{found[rank]} is larger than the matrix of {found[module]}, {found[rows]} x "
         "{found[columns]}: {found[way]}",
     ),
     *refused(
@@ -470,17 +473,17 @@ ADAPTERS_REFUSED_WITH_MODEL = (
         lambda v, o, model: (
             o.is_quantized and v == "int8" and not_multiple(multiplied_sizes(model), 16)
         ),
-        "--base-dtype: int8 needs multiples of 16, but the {found[0]} is {found[1]}",
+        "int8 needs multiples of 16, but the {found[0]} is {found[1]}",
     ),
     *refused(
         "base_dtype",
         lambda v, o, model: o.is_quantized and v == "mxfp4" and model.experts is None,
-        "--base-dtype: mxfp4 is for experts, which {model.architecture} has not: use nf4",
+        "mxfp4 is for experts, which {model.architecture} has not: use nf4",
     ),
     *refused(
         "base_dtype",
         lambda v, o, model: uncoded_base(o, model),
-        "--base-dtype: {value} needs matrices of multiples of {found[2]} elements, that of "
+        "{value} needs matrices of multiples of {found[2]} elements, that of "
         "{found[0]} has {found[1]}",
     ),
 )
