@@ -147,13 +147,18 @@ def test_one_rule_is_enough():
         *refused(
             "cups",
             lambda v, o: v > o.batch_size,
-            "{flag}: {value} cups are more than --batch-size {batch_size}",
+            "{value} cups are more than --batch-size {batch_size}",
         ),
-        *refused("cups", lambda v, o, model: v > model.num_layers, "{shown}: {model.num_layers}"),
+        *each(
+            "cups",
+            REFUSE,
+            lambda v, o, model: v > model.num_layers,
+            "{shown}: {model.num_layers}",
+        ),
         *idle(
             "cups",
             lambda v, o: o.device == "cpu" and "which boils nothing",
-            "{given} has no effect with --device cpu, {found}",
+            "has no effect with --device cpu, {found}",
             help="needs a GPU",
         ),
         Rule(option="cups", effect=IMPLY, when=lambda v, o: v >= 3, sets={"tune": False}),
