@@ -1,12 +1,9 @@
 """The trained characters of a conversation's text, and the tokens that they make.
 
-A template with `{% generation %}` marks says it itself. Otherwise the text of a message is what it
-adds: the conversation is rendered up to it, as a prompt for it, and with it; both have to be
-beginnings of the whole text. Nothing is guessed if they are not. Qwen3's template, for example,
-leaves out the thinking of all turns but the last one, so that only the last one can be found; each
-turn is the last one of the conversation that ends with it.
-
-A token is trained if at least one of its characters is, as in transformers'
+A template with `{% generation %}` marks says it itself. Otherwise a message's text is what it adds:
+the conversation is rendered up to it and with it, and both have to be beginnings of the whole text.
+Nothing is guessed if they are not, as where Qwen3's template leaves out the thinking of earlier
+turns. A token is trained if one of its characters is, as in transformers'
 `return_assistant_tokens_mask`.
 """
 
@@ -33,11 +30,9 @@ Spans = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Renders conversations and finds their trained parts.
-
-    train_on: "assistant", all its messages; "last", the last one of them; "each", every one, in a
-    document of its own that ends with it; "all", every token.
-    """
+    """Renders conversations and finds their trained parts. train_on: "assistant", all its messages;
+    "last", the last of them; "each", every one, in a document that ends with it; "all", every
+    token."""
 
     template: ChatTemplate
     train_on: str

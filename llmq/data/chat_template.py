@@ -1,8 +1,7 @@
 """A tokenizer's chat template: from messages to text, as transformers' apply_chat_template does it.
 
-A template is a program in jinja2's language. It may mark what the model has to write with
-`{% generation %} … {% endgeneration %}`; rendering then also tells where that is in the text.
-Templates come from wherever models come from, so they run in jinja2's sandbox.
+A template is a program in jinja2's language, run in its sandbox. It may mark what the model writes
+with `{% generation %} … {% endgeneration %}`; rendering then tells where that is.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ Message = dict[str, Any]
 
 
 class Rendered(NamedTuple):
-    """A conversation as text.
-
-    generated: (start, end) of each part that the template marks, in characters; None for a template
-    without marks.
-    """
+    """A conversation as text. generated: (start, end) of each marked part, in characters; None for
+    a template without marks."""
 
     text: str
     generated: list[tuple[int, int]] | None
@@ -54,11 +50,8 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A tokenizer's chat template, or several by name.
-
-    sources: by name, "default" if there is only one. special_tokens: `eos_token` … to text. origin:
-    the place where it was found, for messages.
-    """
+    """Chat templates by name, "default" if there is only one. special_tokens: `eos_token` … to
+    text. origin: where they were found, for messages."""
 
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str]
@@ -94,11 +87,9 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The text of a conversation. variables: others that the template may use.
-
-        Contents are what the template reads, texts or lists of parts. DataError with the template's
-        own words if it refuses the messages or fails.
-        """
+        """The text of a conversation; contents are texts or lists of parts, whichever the template
+        reads. variables: others that it may use. DataError with its own words if it refuses or
+        fails."""
         source = self.source(tools)
         try:
             return _render(
@@ -227,11 +218,8 @@ def _written(source: str, messages: Sequence[Message]) -> str:
 
 
 def load_chat_template(tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate | None:
-    """The tokenizer's own template, or a given one; None if it has none.
-
-    given: a file, or the name of one of the tokenizer's templates or of SHIPPED. DataError if it is
-    damaged or does not exist.
-    """
+    """The tokenizer's own template, or a given one, a file or the name of one of the tokenizer's or
+    of SHIPPED; None if it has none. DataError if it is damaged or does not exist."""
     folder = tokenizer.folder if isinstance(tokenizer, HfTokenizer) else None
     special = _special_tokens(folder) if folder else dict.fromkeys(_SPECIAL[:2], END_OF_TEXT)
     sources = _sources_of(folder) if folder else {}

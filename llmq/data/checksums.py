@@ -10,11 +10,8 @@
           48     uint64   XXH3 of the 48 bytes before
           56     n uint64 XXH3 of each piece of the token file
 
-Everything is little-endian. XXH3 has 64 bits and no seed. Version 1, which is read too, has CRC-32
-instead, as uint32. A piece is small, because rows are read in a shuffled order and the first one
-that touches a piece has to read all of it.
-
-The files that a pattern names are looked up here, because those beside a token file are none.
+Everything is little-endian; XXH3 has 64 bits and no seed. Version 1, which is read too, has CRC-32
+instead, as uint32. Pieces are small, because rows are read in a shuffled order.
 """
 
 from __future__ import annotations

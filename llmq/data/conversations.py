@@ -69,10 +69,9 @@ _FLAG_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True
 class Conversation:
     """Messages, and what else a chat template reads of a record.
 
-    variables: values that the record sets for the template. first_trained: the messages before this
-    number are a prompt, and none of them is trained. is_text: the record has a prompt and a
-    completion and nothing else, both texts. label: whether its answer is desirable, or the number
-    of its class, where that is known. text: in place of messages.
+    variables: for the template. first_trained: messages before this number are a prompt, and not
+    trained. is_text: the record is a prompt and a completion, both texts, and nothing else. label:
+    whether the answer is desirable, or the number of its class. text: in place of messages.
     """
 
     messages: list[Message]
@@ -167,10 +166,8 @@ def parse_conversation(record: dict[str, Any], form: str) -> Conversation:
 
 def parse_pair(record: dict[str, Any]) -> list[Conversation]:
     """The two conversations of a record, the chosen one first; only their answers are trained.
-
-    They share their prompt. Answers that begin with a message of another role than the assistant's
-    have it in themselves: it is what they have in common. DataError for missing or wrong fields.
-    """
+    Answers that begin with another role than the assistant's have their prompt in common. DataError
+    for missing or wrong fields."""
     _check_required(record, PAIRS)
     answers = [_answer(record, name) for name in REQUIRED[PAIRS]]
     whole = [isinstance(a, list) and a and a[0]["role"] != "assistant" for a in answers]
@@ -379,11 +376,8 @@ def check_roles(messages: Sequence[Message], known: Collection[str]) -> None:
 
 
 def weight_of(message: Message, number: int) -> float | None:
-    """The weight that a message asks to be trained with, by any of FLAGS; None if it does not say.
-
-    number: the message's, from 1. DataError for a value that is none, or for two flags that
-    contradict each other.
-    """
+    """The weight that message `number`, from 1, asks to be trained with, by any of FLAGS; None if
+    it does not say. DataError for a value that is none, or flags that contradict each other."""
     found: dict[str, float] = {}
     for name in FLAGS:
         if (value := message.get(name)) is not None:

@@ -51,14 +51,12 @@ _TOO_LONG = "pairs are longer than a sequence, which has to hold both answers, a
 class SequenceLayout:
     """How token files become sequences.
 
-    packing: "concat" takes windows of the files as they are, "best-fit" puts as many documents into
-    a sequence as fit, "none" one. document_mask: whether batches say where documents start.
-    separator: the id that ends a document in files without a `.docs` file. long: what becomes of
-    packed documents that are longer than a sequence; "cut" makes parts of them, "truncate" keeps
-    the first one, "drop" none, and None those with a question, where masks say what that is.
-    weights: one share for each pattern that names files; None: every sequence once an epoch.
-    pairs: what the loss is of: "answers" or "labels", pairs of documents, which then share a
-    sequence; None: documents.
+    packing: "concat" takes windows of the files, "best-fit" as many documents as fit, "none" one.
+    document_mask: whether batches say where documents start. separator: ends a document in files
+    without a `.docs` file. long: of packed documents that are longer than a sequence "cut" keeps
+    all parts, "truncate" the first, "drop" none, None those with a question, as masks say. weights:
+    a share for each pattern; None: every sequence once an epoch. pairs: what the loss is of,
+    "answers" or "labels", pairs that share a sequence; None: documents.
     """
 
     packing: str = "concat"
@@ -95,14 +93,13 @@ class DataSet:
 
     files: in sorted order. fingerprint, contents: hashes of names and sizes, and of samples of the
     tokens. total_tokens: in all files or, with a split or packed, in all sequences. order: a hash
-    of what else decides the plan; None for llm.q's order. documents, cut, untrained: how many
-    documents there are, are longer than a sequence, and have no token to train on (packing leaves
-    these out). untrained_parts: parts of cut documents that are left out for the same reason.
-    left_out: parts, or with "drop" documents, that are left out because of their length; lost:
-    how many of the `trained` tokens of all documents are in them.
-    empty_files: those without a sequence. scanned: those whose documents a separator has found.
-    is_short: no file fills a sequence, and its rest is one. Pairs count as two documents, and are
-    left out if they do not fit into a sequence.
+    of what else decides the plan; None for llm.q's order. documents, cut, untrained: how many there
+    are, are longer than a sequence, and have no token to train on, which packing leaves out;
+    untrained_parts: such parts of cut ones. left_out: parts, or with "drop" documents, that are
+    left out for their length; lost: how many of all `trained` tokens these have. empty_files:
+    without a sequence. scanned: whose documents a separator has found. is_short: no file fills a
+    sequence, and its rest is one. Pairs count as two documents, and are left out if they do not
+    fit.
     """
 
     def __init__(

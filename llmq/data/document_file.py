@@ -60,11 +60,8 @@ def partial_path(path: Path) -> Path:
 
 
 def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndarray) -> int:
-    """CRC-32 of a few tokens: the last ones of documents, and others at equal distances.
-
-    It differs for another token file of the same length and for the same documents in another
-    order, without the time to read all. read_tokens: maps (start, count) to ids, (count,) int32.
-    """
+    """CRC-32 of a few tokens, the last ones of documents and others at equal distances: it differs
+    for another file of the same length. read_tokens: maps (start, count) to ids, (count,) int32."""
     if not len(ends):
         return 0
     chosen = np.linspace(0, len(ends) - 1, min(len(ends), _SAMPLES)).astype(np.int64)
@@ -76,11 +73,9 @@ def sample_checksum(read_tokens: Callable[[int, int], np.ndarray], ends: np.ndar
 
 @dataclass(frozen=True, slots=True)
 class DocumentFile:
-    """The content of a `.docs` file; nothing is compared with its token file.
-
-    ends: (n,) int64, the position behind each document's last token. is_cut: whether the last one
-    goes on elsewhere. num_tokens, checksum: those of the token file. in_pairs: every two are one.
-    """
+    """The content of a `.docs` file, not compared with its token file. ends: (n,) int64, behind
+    each document's last token. is_cut: the last one goes on elsewhere. num_tokens, checksum: of the
+    token file. in_pairs: every two are one."""
 
     ends: np.ndarray
     is_cut: bool

@@ -26,9 +26,9 @@ _SCAN_TOKENS = 1 << 22  # read at once in the search for a separator
 class DocumentIndex:
     """The documents of one token file: number i has the tokens from offsets[i] to offsets[i + 1].
 
-    offsets: (n + 1,) int64, rising from 0 to the number of tokens, read-only. is_cut: whether the
-    last document goes on in another file, or has no end. was_scanned: whether a separator has
-    found them. in_pairs: whether every two of them are a pair.
+    offsets: (n + 1,) int64, from 0 to the number of tokens, read-only. is_cut: the last document
+    goes on in another file, or has no end. was_scanned: a separator has found them. in_pairs: every
+    two of them are a pair.
     """
 
     offsets: np.ndarray
@@ -53,12 +53,9 @@ class DocumentIndex:
     def read(
         cls, token_file: str | Path | TokenFile, separator: int | None = None
     ) -> DocumentIndex:
-        """Read or find the documents of a token file.
-
-        separator: the id that ends a document where there is no `.docs` file. The token file is
-        then read once as a whole, and the process remembers the result. DataError if nothing says
-        where the documents are, or the `.docs` file is damaged or belongs to another file.
-        """
+        """Read or find the documents of a token file. separator: the id that ends one where there
+        is no `.docs` file; the whole file is then read, once in a process. DataError if nothing
+        says where documents are, or the `.docs` file is damaged or of another file."""
         file = token_file if isinstance(token_file, TokenFile) else TokenFile(token_file)
         path = documents_path(file.path)
         if path.exists():
@@ -176,13 +173,9 @@ def trained_tokens(file: TokenFile, offsets: np.ndarray) -> np.ndarray:
 
 
 def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """By part of a document, (n, 3) int64: how many of the tokens that it predicts count, how many
-    of these have one before them, in the part, that does not count, and how many of the latter kind
-    there are: a question.
-
-    starts, counts: (n,), its first token, and how many tokens behind that one it predicts. Only
-    their masks are read.
-    """
+    """By part of a document, (n, 3) int64: how many of its targets count; how many of these stand
+    behind one in the part that does not count; and how many do not count: a question. starts,
+    counts: (n,), its first token, and how many behind it it predicts."""
     found = np.zeros((len(starts), 3), np.int64)
     for i, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
         mask = file.read_mask(start, count + 1)
@@ -196,12 +189,9 @@ def targets_of_parts(file: TokenFile, starts: np.ndarray, counts: np.ndarray) ->
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counts over all documents of some token files.
-
-    trained: tokens whose prediction counts; nothing predicts the first of a document. longest:
-    tokens of the longest document. cut: documents longer than seq_len, None without seq_len.
-    untrained: documents without a trained token, among their first seq_len ones if it is given.
-    """
+    """Counts over all documents of some token files. trained: tokens whose prediction counts.
+    longest: tokens of the longest document. cut: longer than seq_len, None without it. untrained:
+    without a trained token, among the first seq_len ones if it is given."""
 
     documents: int
     tokens: int
@@ -274,10 +264,8 @@ def _trained(
 
 def count_duplicates(train: Sequence[TokenFile], held_out: Sequence[TokenFile]) -> tuple[int, int]:
     """How many of the documents held out are in the training files too, id by id, and of how many.
-
-    A document that is cut between two files counts as its parts. Only those documents of the
-    training files are read that have the length of one that is held out.
-    """
+    One that is cut between two files counts as its parts. Only documents of equal lengths are
+    read."""
     own: Counter[bytes] = Counter()
     for index, file in _indexed(held_out):
         own.update(_hashes(file, index, np.arange(len(index))))

@@ -43,9 +43,8 @@ _FORGED = (
 class Recipe:
     """Says how documents become ids; it travels to worker processes.
 
-    tokenizer: for load_tokenizer. wanted: the reader of records. added: ids before and behind
-    each text, with or without the end of the text; conversations have none, completions do. chat:
-    renders conversations; None for texts. with_weights: which messages may have.
+    tokenizer: for load_tokenizer. wanted: the reader of records. added: ids before and behind each
+    text; conversations have none, completions do. chat: renders conversations; None for texts.
     """
 
     tokenizer: str

@@ -1,13 +1,10 @@
 """The order of sequences in an epoch: plain arithmetic, without reading data.
 
-An epoch has parts, which come in a random order; so do the sequences in each part. A place is
-(epoch, part, sequence). In llm.q's order the parts are the files. Packed documents and weighted
-files make one part, in which sources take turns. Sequences are windows of files, or rows into which
-documents were packed.
-
-Random orders follow from seeds alone. At llm.q Philox seeds a C++ engine, which drives libstdc++'s
-shuffle, one swap after the other. Packed documents and weighted files, which llm.q does not have,
-are ordered by a hash.
+An epoch has parts in a random order, and so have the parts sequences. A place is (epoch, part,
+sequence). In llm.q's order the parts are files; packed documents and weighted files make one part,
+in which sources take turns. Sequences are windows of files, or rows of packed documents. Orders
+follow from seeds alone: llm.q's from Philox, a C++ engine and libstdc++'s shuffle, others from a
+hash.
 """
 
 import functools
@@ -70,10 +67,8 @@ def _modulo(x: np.ndarray) -> np.ndarray:
 
 def _uniform_integers(state: int, ends: np.ndarray) -> tuple[np.ndarray, int]:
     """std::uniform_int_distribution: draw i is uniform in 0..ends[i]-1, int64; the state behind.
-
-    state: the engine's, 1 <= state < m. ends: at most _BLOCK. A draw beyond the largest multiple of
-    ends[i] is thrown away and drawn again, so everything after it moves by one.
-    """
+    state: 1 <= state < m. ends: at most _BLOCK. A draw beyond the largest multiple of ends[i] is
+    drawn again."""
     out = np.empty(len(ends), np.int64)
     done = 0
     while done < len(ends):
@@ -118,11 +113,9 @@ def _partners(n: int, engine_seed: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def shuffled(n: int, engine_seed: int, progress: Progress = lambda done, total: None) -> np.ndarray:
-    """The int32 permutation of 0..n-1 that libstdc++'s std::ranges::shuffle makes with that seed.
-
-    Element i is swapped with a random element of 0..i, for i = 1, 2, …. progress: told of elements
-    done and of all, after each block.
-    """
+    """The int32 permutation of 0..n-1 that libstdc++'s std::ranges::shuffle makes with that seed:
+    element i is swapped with a random one of 0..i, for i = 1, 2, …. progress: told of elements done
+    and of all."""
     order = np.arange(n, dtype=np.int32)
     for start, partners in _partners(n, engine_seed) if n > 1 else ():
         _swap(order, start, partners)
@@ -132,12 +125,9 @@ def shuffled(n: int, engine_seed: int, progress: Progress = lambda done, total: 
 
 def _swap(order: np.ndarray, start: int, partners: np.ndarray) -> None:
     """Swap order[start + i] with order[partners[i]] for i = 0, 1, …, where partners[i] is at most
-    start + i, and the elements from start on are still in their place.
-
-    So a swap puts the number of the element at its partner's place, and brings what was last put
-    there: by the swap before that had the same partner; else it is what was there before the block,
-    or, for a partner in the block, what that one's own swap has brought.
-    """
+    start + i, and the elements from start on are still in their place. A swap brings what was last
+    put at its partner's place: by an earlier swap with the same partner, else what was there before
+    the block, or, in the block, what the partner's own swap has brought."""
     count = len(partners)
     elements = np.arange(start, start + count)
     # Sorted by partner, then by place: one number of both is faster than a stable argsort.
@@ -207,11 +197,8 @@ def hashed_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
 
 
 def hashes(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """A random number for each of 0..n-1, no two alike, uint32 (n,). n: at most 2^32.
-
-    Every step is a bijection of 32-bit numbers. Without ties, sorting by them gives the same order
-    on every machine and with every version of NumPy.
-    """
+    """A random number for each of 0..n-1, no two alike, uint32 (n,); n: at most 2^32. Every step is
+    a bijection, so that sorting by them gives the same order on every machine."""
     words = philox_4x32((seed & 0xFFFFFFFF, seed >> 32), (epoch, which, _HASHED, 0))
     x = np.arange(n, dtype=np.uint32)
     for word, multiplier in zip(words, _MULTIPLIERS, strict=True):
@@ -228,11 +215,8 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B, 0x85EBCA6B, 0xC2B2AE35)  # odd, from wel
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One side of files whose last sequences are held out from training.
-
-    fraction: the part of all sequences that is held out, above 0 and below 1; at least one
-    sequence. held_out: whether this side is that part, else the rest.
-    """
+    """One side of files whose last sequences are held out. fraction: of all sequences, above 0 and
+    below 1, at least one. held_out: whether this side is that part, else the rest."""
 
     fraction: float
     held_out: bool
@@ -263,11 +247,9 @@ _PASSES = 3  # remembered: one ends while the next one begins, and one of a vali
 
 
 class FileWindows:
-    """Windows of seq_len tokens in each file; the token behind a window is its last target.
-
-    counts, first: by file, how many windows, and the number of the first of them in the file.
-    tail: by file, tokens of a shorter last window, 0 for none.
-    """
+    """Windows of seq_len tokens in each file; the token behind one is its last target. counts,
+    first: by file, how many, and the number of the first. tail: tokens of a shorter last window, 0
+    for none."""
 
     def __init__(
         self,
@@ -316,12 +298,8 @@ class FileWindows:
 
 
 class WindowSource:
-    """The windows of some files as one source: sequences that a run passes over again and again,
-    for any number of threads.
-
-    Their order in a pass follows from (seed, pass) alone, and no data is read for it.
-    count: how many sequences; tokens: their tokens, without padding.
-    """
+    """The windows of some files as one source of sequences, for any number of threads. Their order
+    in a pass follows from (seed, pass) alone. count: sequences; tokens: without padding."""
 
     def __init__(self, windows: FileWindows, files: Sequence[int], which: int) -> None:
         """which: the source's number, which gives it an order of its own."""
@@ -447,11 +425,9 @@ class Mixture:
     """Sources that take turns, each with its share of the epoch, spread evenly over it; else as
     FilesInTurn.
 
-    An epoch has as many sequences as all sources together. A source goes through its own
-    sequences in passes, and an epoch goes on where the one before it ended. So no sequence is seen
-    again before all of its source have been.
-
-    shares: sequences of each source in an epoch.
+    An epoch has as many sequences as all sources together. A source goes through its own in passes,
+    which epochs continue: no sequence is seen again before all of its source have been. shares:
+    sequences of each source in an epoch.
     """
 
     def __init__(self, sources: Sequence[SequenceSource], weights: Sequence[float]) -> None:

@@ -1,8 +1,8 @@
 """The tokenizer that made some ids, by a fingerprint of what decides them, and a name for people.
 
-`llmq tokenize` writes both into tokenize.json, a run into its checkpoints and its model
-(llmq.json). For other folders the fingerprint follows from the tokenizer's files. That takes a
-second for a large vocabulary, so the cache folder keeps it under a hash of the files' bytes.
+`llmq tokenize` writes both into tokenize.json, a run into checkpoints and its model (llmq.json).
+For other folders the fingerprint follows from the tokenizer's files, which the cache folder
+remembers.
 """
 
 from __future__ import annotations
@@ -74,11 +74,9 @@ def _folder_name(folder: Path) -> str:
 
 
 def tokenizer_of_folder(folder: Path) -> TokenizerId | None:
-    """The identity of the tokenizer files in a folder; None if there are none that can be read.
-
-    Its name is the one that a run of ours has noted, else the folder's. The run's note is
-    returned if there are no tokenizer files.
-    """
+    """The identity of the tokenizer files in a folder, under the name that a run of ours has noted,
+    else the folder's. Without files it is the run's note; None if there is neither, or none can be
+    read."""
     noted = noted_tokenizer(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return noted

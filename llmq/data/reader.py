@@ -75,11 +75,9 @@ class RowReader:
         self._open: OrderedDict[int, tuple[TokenFile, ScoreFile | None]] = OrderedDict()
 
     def read(self, rows: Sequence[Sequence[Span]], counted: Sequence[bool], size: int) -> Batch:
-        """Read a batch of `size` rows; missing rows repeat the first one, all masked.
-
-        counted: whether a row is to be learned; else its targets are masked. DataError for files
-        that cannot be read, and for ids outside the vocabulary.
-        """
+        """Read a batch of `size` rows; missing rows repeat the first one, all masked. counted:
+        whether a row is to be learned. DataError for files that cannot be read, and ids outside the
+        vocabulary."""
         inputs = np.empty((size, self.seq_len), np.int32)
         targets = np.full_like(inputs, MASKED_TARGET)
         starts = np.zeros_like(inputs) if self.document_mask else None
@@ -110,11 +108,8 @@ class RowReader:
         starts: np.ndarray | None,
         more: Mapping[str, np.ndarray],
     ) -> int:
-        """Fill a row of each array, (seq_len,); returns how many tokens it has.
-
-        Spans are read one behind the other, each with the token behind it if that counts. All else
-        is done for the whole row at once, because a row may have hundreds of spans.
-        """
+        """Fill a row of each array, (seq_len,); returns how many tokens it has. Only reading goes
+        span by span: a row may have hundreds."""
         tokens, counts, scores = self._read_spans(spans)
         lengths = np.array([span.length for span in spans])
         goes_on = np.array([span.goes_on for span in spans])
@@ -158,11 +153,8 @@ class RowReader:
     def _read_spans(
         self, spans: Sequence[Span]
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Tokens of spans, int32, with one more at the end, whether to predict each of them, and
-        their scores.
-
-        The second is None where all are predicted, the third where there are none.
-        """
+        """Tokens of spans, int32, with one more at the end; whether to predict each, None where all
+        are; and their scores, None without."""
         sizes = [span.length + span.goes_on for span in spans]
         tokens = np.zeros(sum(sizes) + 1, "<i4")
         counts: np.ndarray | None = None

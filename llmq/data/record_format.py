@@ -1,10 +1,6 @@
-"""Records are texts or conversations of one shape, chosen by their fields or by --format.
-
-All records of a run have the same format. It is decided before anything is written, by the first
-record of each JSON file and by the columns of tables.
-
-The text of a record is one of its fields, or a template over several.
-"""
+"""Records are texts, of one field or a template over several, or conversations of one shape, which
+the first record of each JSON file, the columns of tables, or --format decide before anything is
+written."""
 
 import json
 import re
@@ -34,11 +30,8 @@ _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell passe
 
 @dataclass(frozen=True)
 class RecordText:
-    """Reads texts out of records.
-
-    field: its value is the text. template: a text with {names} of fields, instead of one field;
-    \\n, \\t, \\r and \\\\ mean what they do in Python, {{ and }} are braces.
-    """
+    """Reads texts out of records. field: its value is the text. template: a text with {names} of
+    fields instead; \\n, \\t, \\r and \\\\ mean what they do in Python, {{ and }} are braces."""
 
     field: str = DEFAULT_FIELD
     template: str | None = None
@@ -152,11 +145,9 @@ def one_field(fields: Sequence[str] | None, template: str | None) -> str:
 def choose_format(
     sources: Sequence[InputSource], form: str, text: RecordText
 ) -> tuple[RecordText | RecordConversation, list[InputSource], list[str]]:
-    """Choose the reader of all records; returns it, the files to read, and warnings.
-
-    form: one of FORMATS, else ConfigError. text: the reader of texts. DataError if files contradict
-    each other or the format.
-    """
+    """The reader of all records, the files to read, and warnings. form: one of FORMATS, else
+    ConfigError. text: the reader of texts. DataError if files contradict each other or the
+    format."""
     if form not in FORMATS:
         raise ConfigError(f"--format is {form}: give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if form == "auto":

@@ -110,10 +110,9 @@ _BLOCK = 1 << 16
 class Scored:
     """The content that scores are of, and what made them.
 
-    model: `BaseId.record`. tokens, num_bytes, sample: of the token file (`TokenFile.sample`).
-    tokenizer: as the data have it; None if it is not known. seq_len: the longest unit that was
-    scored as a whole. top_k: how many tokens have a probability in each place; 0: the one that is
-    there.
+    model: `BaseId.record`. tokens, num_bytes, sample: of the token file. tokenizer: as the data
+    have it; None if unknown. seq_len: the longest unit scored as a whole. top_k: tokens with a
+    probability in each place; 0: the one that is there.
     """
 
     model: dict[str, Any]

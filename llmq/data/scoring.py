@@ -1,8 +1,7 @@
 """Tasks become sequences of tokens to predict, and log-likelihoods of these become metrics.
 
-Texts are encoded as lm-eval encodes them for models of Hugging Face: context and continuation
-together, cut where the context alone ends, with what the tokenizer adds; a sequence that is too
-long loses its beginning. Accuracy, perplexity and bits per byte are those of lm-eval.
+Texts are encoded and metrics computed as lm-eval does for models of Hugging Face: context and
+continuation together, cut where the context alone ends; what is too long loses its beginning.
 """
 
 import math

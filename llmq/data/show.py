@@ -56,11 +56,9 @@ def run_show(
     seq_len: int | None,
     document_separator: int | None,
 ) -> None:
-    """Print documents of token files, pairs of them side by side, and the counts of all of them.
-
-    patterns: name token files, or folders of `llmq tokenize`. tokenizer: None: the one beside the
-    files. document: the first one to print, from 1. limit: how many. ids: a line for each token.
-    """
+    """Print documents of token files, pairs side by side, and the counts of all. patterns: token
+    files, or folders of `llmq tokenize`. tokenizer: None: the one beside the files. document: the
+    first one, from 1. limit: how many. ids: a line for each token."""
     files = open_token_files([_pattern(pattern) for pattern in patterns])
     decoder = load_tokenizer(tokenizer) if tokenizer is not None else _tokenizer_beside(files)
     vocab_size = max(file.vocab_size for file in files)

@@ -1,8 +1,5 @@
 """Tasks that judge a model: multiple-choice questions in their published files, and plain texts.
-
-A task becomes prompts exactly as in lm-eval's tasks of the same name, without examples before the
-question: choices begin with a space, MMLU's are letters, WinoGrande scores what follows the blank.
-"""
+Prompts are those of lm-eval's tasks of the same name, without examples before the question."""
 
 import json
 import os
@@ -296,11 +293,9 @@ def parse_spec(spec: str) -> tuple[str | None, Path]:
 
 
 def read_tasks(specs: list[str] | tuple[str, ...], limit: int | None = None) -> list[Task]:
-    """Read the tasks of `[KIND=]FILE`; limit: only the first items of each.
-
-    A task has the name of its kind, or of its file if there are several of a kind. DataError for a
-    file that cannot be read, is empty, or has no known kind; ConfigError for an unknown kind.
-    """
+    """Read the tasks of `[KIND=]FILE`, named by kind, or by file if there are several of one;
+    limit: only the first items of each. DataError for an unreadable, empty or unknown file;
+    ConfigError for an unknown kind."""
     tasks = [_read_task(*parse_spec(spec), limit) for spec in specs]
     kinds = [task.kind for task in tasks]
     named = [t if kinds.count(t.kind) == 1 else replace(t, name=t.path.stem) for t in tasks]

@@ -78,12 +78,9 @@ class TokenizeSummary:
 
 
 class Ids(NamedTuple):
-    """A part of a split: token ids (n,) int32.
-
-    ends: (k,) int64, how many tokens come before each end of a document. mask: (n,) bool, True
-    where a token is trained, or weights; None if the files have no masks. notes: what is to be said
-    about conversations, as the end of a sentence, each with where one of them is.
-    """
+    """A part of a split: token ids (n,) int32. ends: (k,) int64, tokens before each end of a
+    document. mask: (n,) bool, or weights; None without masks. notes: about conversations, ends of
+    sentences, each with a place."""
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -384,11 +381,9 @@ _BESIDE = {"docs": documents_path, "sums": checksums_path}
 
 
 class Tokenized:
-    """The content that a folder must have, by its manifest.
-
-    How many token files there are follows from the counts. tokens: by split. beside: suffixes of
-    the files beside each token file, unknown in old manifests. made: the tokenizer, if recorded.
-    """
+    """The content that a folder must have, by its manifest. tokens: by split, from which the number
+    of files follows. beside: suffixes of the files beside them. made: the tokenizer, if
+    recorded."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         self.folder, self.complete = folder, manifest["complete"]

@@ -1,9 +1,8 @@
 """Turn texts and conversations into token files, in constant memory, resumable.
 
-One process reads and writes, worker processes encode. Results are written in the order of the
-inputs, so the files do not depend on the number of workers. From time to time the files are forced
-to the disk and the place in the input is saved; after an interruption the same command cuts the
-files back to that place and goes on, with the same result to the byte.
+One process reads and writes, workers encode; results keep the order of the inputs. From time to
+time files are forced to the disk and the place in the input is saved; after an interruption the
+same command goes on from there, with the same result to the byte.
 """
 
 import os
@@ -68,18 +67,15 @@ def tokenize(
     max_record: int = MAX_RECORD,
     record_seconds: float = 10.0,
 ) -> TokenizeSummary:
-    """Write the documents of `inputs` to `out`, texts with the tokenizer's end-of-text token.
+    """Write the documents of `inputs`, files, folders, globs, `-`, or of `dataset`, to `out`.
 
-    inputs: files, folders, globs, and `-`, standard input. tokenizer: see load_tokenizer. field,
-    template: see RecordText; files of folders without the field are left out if others have it.
-    dataset: instead of inputs. eval_fraction: the part of the documents, at least one of two or
-    more (the last part of a single text); 0: none. workers: processes, None chooses. format: one of
-    FORMATS. special_tokens: "auto" adds to a text what transformers' AutoTokenizer adds, and the
-    end of the text unless it is among that; "none": only that end. chat_template: renders
-    conversations, see load_chat_template. train_on: one of TRAIN_ON. seq_len: the summary counts
-    longer documents. weights: messages may have some. max_record: bytes of a record.
-    record_seconds: see Bounds. Goes on where the same arguments were interrupted. DataError or
-    ConfigError for what the user can mend. With threads a script needs `if __name__ == "__main__"`.
+    tokenizer: see load_tokenizer. field, template: see RecordText. eval_fraction: part of the
+    documents, at least one of two or more (the last part of a single text); 0: none. workers:
+    processes. format: of FORMATS. special_tokens: "auto" adds what transformers' AutoTokenizer adds
+    to a text, and its end; "none": only that end. chat_template: see load_chat_template. train_on:
+    of TRAIN_ON. seq_len: the summary counts longer documents. weights: messages may have some.
+    max_record: bytes. record_seconds: see Bounds. Goes on where the same arguments were
+    interrupted. DataError or ConfigError for what the user can mend.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}

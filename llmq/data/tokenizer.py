@@ -242,11 +242,8 @@ class ByteTokenizer:
         return [END_OF_TEXT]
 
     def save(self, folder: Path) -> None:
-        """Write files from which transformers' AutoTokenizer makes the same tokenizer.
-
-        It is a byte-level BPE without merges, whose vocabulary maps the character that stands for a
-        byte to that byte.
-        """
+        """Write files from which transformers' AutoTokenizer makes the same tokenizer: a byte-level
+        BPE without merges."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         vocab = {character: byte for byte, character in enumerate(_byte_level_alphabet())}
@@ -260,11 +257,8 @@ class ByteTokenizer:
 def save_tokenizer(
     folder: Path, tokenizer: tokenizers.Tokenizer, named: dict[str, str], special: Sequence[str]
 ) -> None:
-    """Write a tokenizer's files, which AutoTokenizer takes as they are.
-
-    named: the texts of "eos_token" and the like. special: all special tokens; they get the ids
-    behind those of the vocabulary.
-    """
+    """Write a tokenizer's files, which AutoTokenizer takes as they are. named: texts of "eos_token"
+    and the like. special: all special tokens, whose ids follow those of the vocabulary."""
     from tokenizers import AddedToken
 
     added = [AddedToken(token, normalized=False, special=True) for token in special]
@@ -298,9 +292,8 @@ def _byte_level_alphabet() -> list[str]:
 class HfTokenizer:
     """The tokenizer in a model folder. ids from 0 to vocab_size - 1; eos_id, bos_id may be None.
 
-    added: ids that transformers' AutoTokenizer puts before and behind a text.
-    prefix_id: the token behind which a text is predicted from its first token on. The files name it
-    as BOS or, without one, as EOS; a BOS of the model's config often means something else.
+    added: ids that AutoTokenizer puts before and behind a text. prefix_id: the token behind which a
+    text is predicted from its first token on: the files' BOS or, without one, EOS.
     """
 
     # Files that transformers may look for beside the weights, but for code.
@@ -335,11 +328,8 @@ class HfTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids of a text; "bytes" for a ByteTokenizer's files.
-
-        It depends neither on how the files are written nor on the library's version: flags that are
-        off or absent do not count.
-        """
+        """A hash of everything that decides the ids of a text, however files are written; "bytes"
+        for a ByteTokenizer's files."""
         content = json.loads(self._tokenizer.to_str())
         parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
         identity = _without_absent([self.added, *(content[part] for part in parts)])
@@ -464,11 +454,8 @@ def tokenizer_names(folder: Path) -> list[str]:
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> list[str]:
-    """Copy whatever tokenizer files a folder has; returns their names. DiskError.
-
-    Left behind with a warning are code of others and links that leave the folder: both are the
-    choice of whoever made it, not of whoever has it copied.
-    """
+    """Copy whatever tokenizer files a folder has; returns their names. DiskError. Code of others
+    and links that leave the folder stay behind, with a warning."""
     names = []
     for name in tokenizer_names(source):
         if leaves_folder(source / name):
@@ -529,12 +516,9 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 
 class TextStream:
-    """Gives whole characters as soon as nothing can change them any more.
-
-    Together they are `continuation` of all ids. U+FFFD at the end is held back, because it may be
-    the beginning of a character. So is the text of tokens that are single bytes, because some
-    decoders make one character of several, or replace them all.
-    """
+    """Gives whole characters as soon as nothing can change them; together they are `continuation`
+    of all ids. U+FFFD at the end and tokens that are single bytes are held back: some decoders make
+    one character of several."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
         self._tokenizer, self._prompt = tokenizer, prompt

@@ -1,15 +1,13 @@
 """Files of a tokenizer that are changed: for transformers' AutoTokenizer, and for new tokens.
 
-AutoTokenizer of a model must make the ids of the training. transformers 5 lets some classes, such
-as Qwen2Tokenizer, build their own normalizer and pre-tokenizer in place of those in tokenizer.json;
-if the file names no class, the model's type decides which one it is. PreTrainedTokenizerFast takes
-tokenizer.json as it is. For models of the type qwen2 transformers 5 ignores the class that the file
-names, unless it has an auto_map, too: such a model gets one, and the module that it names, which is
-loaded only with trust_remote_code. Nothing changes if the tokenizer cuts texts as Qwen2's does.
+AutoTokenizer of a model must make the ids of the training. Some classes of transformers 5, such as
+Qwen2Tokenizer, build their own normalizer and pre-tokenizer in place of those in tokenizer.json;
+PreTrainedTokenizerFast takes it as it is. For models of the type qwen2 it ignores the class that
+the file names, unless there is an auto_map: such a model gets one, and the module that it names,
+loaded only with trust_remote_code.
 
-Special tokens that a tokenizer does not have yet (`--add-tokens`) come behind its last ids. A copy
-of its files gets them, and everything else works with the copy. A model gets rows of embedding and
-LM head for them (`llmq/checkpoint/hf.py`).
+Special tokens that a tokenizer does not have yet (`--add-tokens`) come behind its last ids, in a
+copy of its files. A model gets rows of embedding and LM head for them (`llmq/checkpoint/hf.py`).
 """
 
 import json
@@ -72,12 +70,9 @@ OWN_TOKENS = {
 
 
 def take_as_it_is(folder: Path, *, own: str | None = None) -> None:
-    """Have AutoTokenizer use the tokenizer.json in a model directory as it is.
-
-    Nothing happens without one, or if the class does so already. Every other field stays. EOS and
-    BOS are added if no file names them. own: the class that transformers takes for this type of
-    model, whatever class the file names.
-    """
+    """Have AutoTokenizer use the tokenizer.json in a model directory as it is, if it would not; EOS
+    and BOS are added if no file names them. own: the class that transformers takes for this type of
+    model, whatever class the file names."""
     if not (folder / "tokenizer.json").is_file():
         return
     try:
@@ -114,11 +109,8 @@ def _name_tokens(config: dict[str, Any], tokenizer: HfTokenizer, own: dict[str, 
 
 
 def difference(folder: Path, tokenizer: HfTokenizer, text: str) -> str | None:
-    """Describe how AutoTokenizer of a model directory differs from the training, on a text.
-
-    None if it does not, or if transformers is not installed. Another process tries it, without
-    PyTorch.
-    """
+    """Describe how AutoTokenizer of a model directory differs from the training, on a text; None if
+    it does not, or transformers is not installed. Another process tries it, without PyTorch."""
     made = _trial(folder, text)
     if made is None:
         return None

@@ -89,11 +89,9 @@ _TOKEN = np.dtype("<i4")
 def open_token_files(
     patterns: str | Path | Sequence[str | Path], vocab_size: int | None = None
 ) -> list[TokenFile]:
-    """Open and check every token file that one or several glob patterns name, in sorted order.
-
-    vocab_size: the model's; every file's must not exceed it. DataError for the first file that is
-    missing, damaged or belongs to another vocabulary than the others.
-    """
+    """Open and check every token file that glob patterns name, in sorted order. vocab_size: the
+    model's, which no file's exceeds. DataError for the first that is missing, damaged or of another
+    vocabulary."""
     if isinstance(patterns, str | Path):
         patterns = [patterns]
     paths: set[Path] = set()
@@ -130,10 +128,8 @@ def open_token_files(
 class TokenFile:
     """One checked token file, for one thread: to close it ends the reads of others.
 
-    path; version; num_tokens; vocab_size (0 = unknown); has_masks; has_weights: which are masks,
-    too; num_bytes (of the whole file).
-    checksums: those of its pieces, None without a `.sums` file. A piece is compared with its own
-    when something in it is read for the first time in this process.
+    vocab_size: 0 = unknown. has_weights: which are masks, too. num_bytes: of the whole file.
+    checksums: of its pieces, None without a `.sums` file; each is compared when it is first read.
     """
 
     __slots__ = (
@@ -268,11 +264,8 @@ class TokenFile:
 
 
 class TokenWriter(PartialFile):
-    """Write one token file piece by piece; it appears under its name only when it is complete.
-
-    Until `close` the data is in `partial_path(path)`, not in memory. A `with` block closes it at
-    the end, or discards the partial file if the block raises.
-    """
+    """Write one token file piece by piece; it appears under its name only when it is complete. A
+    `with` block closes it at the end, or discards the partial file if the block raises."""
 
     def __init__(
         self,
@@ -286,14 +279,9 @@ class TokenWriter(PartialFile):
         with_checksums: bool = False,
         keep_tokens: int = 0,
     ) -> None:
-        """keep_tokens: go on after that many tokens of a partial file that `suspend` left.
-
-        with_weights: masks are weights. in_pairs: with documents, every two of them are a pair
-        (`document_file`).
-
-        with_documents, with_checksums: write the `.docs` and the `.sums` file, too; else those of
-        an earlier file are removed.
-        """
+        """keep_tokens: go on after that many tokens of a partial file. with_weights: masks are
+        weights. in_pairs: every two documents are a pair. with_documents, with_checksums: write the
+        `.docs` and the `.sums` file, too; else those of an earlier file are removed."""
         self.path = Path(path)
         self._documents: DocumentWriter | None = None
         self._masks: MaskWriter | None = None
@@ -345,13 +333,12 @@ class TokenWriter(PartialFile):
         mask: np.ndarray | None = None,
         ends: np.ndarray | Sequence[int] = (),
     ) -> None:
-        """Append token ids (n,); mask (n,) bool, with_masks only, True = predicting it counts, or
-        weights from 0 to 1 with_weights.
+        """Append token ids (n,); mask (n,) bool, True = predicting it counts, or weights from 0 to
+        1.
 
-        ends: (k,) rising from 0 to n, with_documents only: how many of these tokens come before
-        each end of a document. A document may go on in the next call.
-        ValueError for ids outside the vocabulary; LlmqError when the disk is full or the file
-        would hold more than 2^31 - 1 tokens.
+        ends: (k,) rising from 0 to n: how many of these tokens come before each end of a document,
+        which may go on in the next call. ValueError for ids outside the vocabulary; LlmqError when
+        the disk is full or the file would hold more than 2^31 - 1 tokens.
         """
         tokens = np.asarray(tokens)
         if tokens.size and not (tokens.min() >= 0 and tokens.max() < self.vocab_size):

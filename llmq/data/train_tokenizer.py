@@ -1,8 +1,5 @@
-"""Make a tokenizer of text: byte-level BPE that cuts texts into words as Qwen's tokenizers do.
-
-Ids 0 to 255 are the bytes, then come the merges, the special tokens last. The same text makes the
-same files.
-"""
+"""Make a tokenizer of text: byte-level BPE that cuts texts into words as Qwen's do. Ids 0 to 255
+are the bytes, then come merges, special tokens last. The same text makes the same files."""
 
 from __future__ import annotations
 
@@ -85,10 +82,9 @@ def train_tokenizer(
 ) -> TrainedTokenizer:
     """Write the files of a tokenizer that AutoTokenizer and `llmq tokenize` load to `out`.
 
-    inputs, field, template, dataset: as for `tokenize`. vocab_size: of all tokens, special ones
-    included; a text with too few patterns makes fewer. special_tokens: others than the end of a
-    text. chat_template: CHATML, which has special tokens of its own, or a file. DataError or
-    ConfigError for what the user can mend; then nothing is written.
+    inputs, field, template, dataset: as for `tokenize`. vocab_size: of all tokens; a text with too
+    few patterns makes fewer. special_tokens: others than the end of a text. chat_template: CHATML
+    or a file. DataError or ConfigError; then nothing is written.
     """
     out = Path(out)
     text = RecordText(field, template)
