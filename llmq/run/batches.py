@@ -53,11 +53,9 @@ def random_batch(rng: np.random.Generator, config: TrainConfig, vocab_size: int)
 def checked_batches(
     batches: Sequence[Batch], config: TrainConfig, model: ModelConfig, world_size: int
 ) -> list[Batch]:
-    """The batches, of which each may also be a tuple of as many of Batch's fields as are needed.
-
-    ValueError for a wrong number of micro-batches, for wrong shapes, dtypes or ids in one, for
-    starts where documents are not masked, and for none where they are; so of what the loss reads.
-    """
+    """The batches, of which each may also be a tuple of Batch's fields. ValueError for a wrong
+    number of them, for wrong shapes, dtypes or ids, and for starts or arrays of the loss that are
+    missing or too many."""
     batches = [Batch(*batch) for batch in batches]
     shape, count = (config.batch_size, config.seq_len), config.grad_accumulation * world_size
     if len(batches) != count:
@@ -119,11 +117,7 @@ def open_loaders(
     pattern: str | None = None,
 ) -> list[DataLoader]:
     """A loader for each rank of this process; their files are checked. held_out: for validation,
-    else training.
-
-    Validation reads every sequence once, whatever the weights of its files are in training.
-    pattern: files of a named validation.
-    """
+    which reads every sequence once, else training. pattern: files of a named validation."""
     splits = config.splits and pattern is None
     own_files = held_out and not splits
     shape = (config, world.size, world.num_machines)

@@ -46,12 +46,9 @@ SHORT_WAIT = 0.5  # seconds for the checkpoint before, of which nothing is said
 
 
 class Checkpoints(Member):
-    """Writes the checkpoints of a run, judges them, deletes old ones, and knows the best.
-
-    saved_at: step of the newest one that holds this state. writing: step of the one that is being
-    written in the background. late: whether one waits for the first good step. All processes make
-    the same calls.
-    """
+    """Writes the checkpoints of a run, judges them, deletes old ones, and knows the best. saved_at:
+    step of the newest with this state. writing: step of the one in the background. late: whether
+    one waits for the first good step. All processes make the same calls."""
 
     def __init__(
         self,
@@ -92,11 +89,8 @@ class Checkpoints(Member):
         return processes().on_first(lambda: kept_checkpoints(*where))
 
     def newest_good(self, last: int) -> Path | None:
-        """The newest one that is known to be good, and whole, up to this step.
-
-        Only those at multiples of --ckpt-interval count, which every run of these options has; so
-        one that was stopped and went on returns to the same.
-        """
+        """The newest one that is known to be good, and whole, up to this step; of multiples of
+        --ckpt-interval only, which a run that was stopped and went on has, too."""
         for step, (path, verdict, _) in sorted(self._kept().items(), reverse=True):
             due = step <= last and step % self.config.ckpt_interval == 0
             if due and verdict is not None and verdict.good and problem_of(path) is None:
@@ -153,12 +147,9 @@ class Checkpoints(Member):
     # -- saving ----------------------------------------------------------------------------------
 
     def save(self, *, required: bool = False, asked: bool = False) -> None:
-        """Write a checkpoint, if the newest is not of this step, and delete what is too old.
-
-        After a bad step only if it is required or asked for: it might hold what that one has
-        spoiled. required: it is there afterwards, and DiskError is raised, because no other chance
-        follows; else it may be written in the background, and its failure is said.
-        """
+        """Write a checkpoint, if the newest is not of this step, and delete what is too old. After
+        a bad step, which may have spoiled it, only if required or asked for. required: it is there
+        afterwards, or DiskError is raised; else its failure is said."""
         config, step = self.config, self.trainer.steps_done
         if required:
             self.finish()
@@ -398,11 +389,9 @@ def clean(
     spared: Collection[int],
     group: Processes,
 ) -> Cleaned:
-    """Delete what is too old beside the checkpoint of step saved_at, if that one is whole.
-
-    unread: its path, if it was not read back from the disk yet, which happens where others would
-    go. spared: steps whose checkpoints stay. All processes of the group call it.
-    """
+    """Delete what is too old beside the checkpoint of step saved_at, if that is whole. unread: its
+    path, if it is still to be read back. spared: steps that stay. All processes of the group call
+    it."""
     directory = config.checkpoint_dir
 
     def old() -> list[int]:

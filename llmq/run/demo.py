@@ -75,10 +75,8 @@ def demo_config(out: Path, device: str, kind: str, steps: int | None) -> TrainCo
 
 def run_demo(out: Path, device: str, steps: int | None, resume: bool = False) -> None:
     """Tokenize, train, evaluate, save, plot, and sample before and after; writes into `out`.
-
-    device: "auto", "cpu" or "cuda". steps: of training, None for STEPS. resume: go on where the
-    last demo was stopped, or for more steps; else the last one's results are replaced.
-    """
+    device: "auto", "cpu" or "cuda". steps: None for STEPS. resume: go on where the last demo
+    stopped, or for more steps; else its results are replaced."""
     start = time.perf_counter()
     machine = choose_machine(device, 1)
     text = tokenize(python_sources(), tokenizer="bytes", out=out / "data", eval_fraction=0.02)

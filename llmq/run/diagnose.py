@@ -1,10 +1,10 @@
-"""Find the tensor that an infinity or a NaN came from: a step's micro-steps run again, and are
-looked through.
+"""The tensor that an infinity or a NaN came from: a step's micro-steps run again, and are looked
+through.
 
     weights -> activations of each micro-step, in order -> losses -> gradients, last layer first
 
-While all is well nothing of this runs, and nothing is kept for it on the device. Looking through a
-tensor is one launch, wherever the tensor is: its largest absolute value, NaN being the largest.
+Looking through a tensor is one launch: its largest absolute value, NaN being the largest. Nothing
+is kept for it on the device.
 """
 
 import math
@@ -57,11 +57,8 @@ class _Entry(NamedTuple):
 
 
 def find_origin(ranks: Ranks, step: int, batches: Sequence[Sequence[Batch]]) -> NanOrigin | None:
-    """Run the micro-steps of a step (counted from 0) again; the first tensor that is not finite.
-
-    batches: of each rank of this process. The weights stay as they are, gradients and losses of
-    later steps get lost. None where everything is finite.
-    """
+    """Run the micro-steps of a step (counted from 0) again; the first tensor that is not finite, or
+    None. batches: of each rank of this process. Gradients and losses of later steps get lost."""
     bad = _first_bad(ranks, lambda rank: _pieces(rank, "weights"))
     if bad is not None:
         return NanOrigin(f"the weight {bad.name}", in_weights=True)
@@ -103,12 +100,9 @@ class UpdateCheck:
         *,
         may_end: bool = True,
     ) -> None:
-        """Check a step and its result; ticket: the ranks', of this step. LlmqError: it is hopeless.
-
-        unchanged: how many steps up to this one changed no weights, 0: it did. left_out: why the
-        guard made no update. may_end: False where it knows what else to do about numbers; steps
-        without targets are hopeless all the same.
-        """
+        """Check a step and its result; ticket: the ranks', of this step. unchanged: steps up to
+        this one that changed no weights. left_out: why the guard made no update. may_end: False
+        where it knows what else to do about numbers. LlmqError: it is hopeless."""
         if unchanged == 0:
             return
         if result.tokens == 0:

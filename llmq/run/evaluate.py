@@ -198,11 +198,8 @@ class Fleet(Closing):
             raise
 
     def likelihoods(self, count: int, report: Callable[[int], None]) -> np.ndarray:
-        """The likelihoods of all `count` requests, F64 in nats. report: told the tokens that are
-        done.
-
-        They do not depend on which device computes which batch.
-        """
+        """The likelihoods of all `count` requests, F64 in nats, whichever device computes them.
+        report: told the tokens that are done."""
         out = np.full(count, np.nan)
         left, lock, done = iter(self.batches), threading.Lock(), 0
 
@@ -236,10 +233,8 @@ def run_score(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, out: Path, top_k: int = 0
 ) -> None:
     """Write the scores of --train-file to `out`, and print where they are. top_k: of a teacher.
-
-    LlmqError for options that mean another thing than a model and documents, data of another
-    tokenizer, and scores of something else in `out`, unless with --overwrite.
-    """
+    LlmqError for options that mean more than a model and documents, another tokenizer, and scores
+    of something else in `out` without --overwrite."""
     if config.adapter is not None or config.continue_from is not None:
         raise ConfigError(
             "--adapter, --continue: a model is scored, without adapters: `llmq merge` makes one of "

@@ -1,9 +1,6 @@
-"""The work of a run between its steps beside training: validations, tasks and samples.
-
-All of it runs the passes of an evaluation, in the memory and the graphs that the run has for one,
-on all ranks alike. So it works with every way to divide and to offload a model, and changes no bit
-of the training.
-"""
+"""The work of a run between its steps beside training: validations, tasks and samples. All of it
+runs the passes of an evaluation, in the run's memory and graphs, on all ranks alike, and changes no
+bit of the training."""
 
 import math
 import time
@@ -42,11 +39,9 @@ TEMPERATURE = Sampling().temperature  # of samples, as of `llmq sample`
 
 @dataclass(frozen=True, slots=True)
 class EvaluationInputs:
-    """The inputs that the options ask about, read and checked before the run writes anything.
-
-    sets: loaders of each rank of this process, by name. prompts: texts and their ids. metrics: all
-    that the run will measure, as --keep-best names it.
-    """
+    """The inputs that the options ask about, checked before the run writes anything. sets: loaders
+    of this process's ranks, by name. prompts: texts and ids. metrics: all that will be measured, as
+    --keep-best names it."""
 
     sets: dict[str, list[DataLoader]]
     asked: list[Asked]
@@ -97,11 +92,8 @@ def _tokenizer(trainer: Trainer) -> Tokenizer:
 
 
 class Evaluations(Member):
-    """Those of one run.
-
-    done_at: the step of the last tasks and samples, so that a continued run makes up for what was
-    due when it was stopped, and repeats nothing.
-    """
+    """Those of one run. done_at: the step of the last tasks and samples, so that a continued run
+    makes up for what was due, and repeats nothing."""
 
     def __init__(
         self,
@@ -175,11 +167,8 @@ class Evaluations(Member):
         return "Done. No validation"
 
     def validate(self, max_batches: int | None, seconds: float = math.inf) -> None:
-        """Report the losses.
-
-        max_batches: of each rank; None: all. seconds: after which a loss is that of the sequences
-        so far. A signal ends it without a result.
-        """
+        """Report the losses; a signal ends it without a result. max_batches: of each rank; None:
+        all. seconds: after which a loss is that of the sequences so far."""
         trainer = self.trainer
         before, limits = trainer.validated_at, (max_batches, seconds)
         self.not_finite = None

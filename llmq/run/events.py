@@ -13,12 +13,9 @@ from llmq.model.rings import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A step whose result is known.
-
-    number: among the steps of this loop, from 0. ms: since the end of the step before, or of its
-    own where something else came between. limits: by which it is judged. epoch: of the data, and
-    the part of it that has been read then.
-    """
+    """A step whose result is known. number: among the steps of this loop, from 0. ms: since the end
+    of the step before, or of its own where something else came between. limits: by which it is
+    judged. epoch: of the data, and the part of it that has been read."""
 
     step: int
     number: int

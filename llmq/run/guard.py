@@ -1,15 +1,11 @@
 """Divergence: which steps are bad, and what a run does about them.
 
 A step is bad if its loss or gradient norm is not finite, or far above the median of the accepted
-steps before it; far is counted in median absolute deviations, which a few bad steps cannot move,
-and bad steps are not among the accepted ones. A limit is known before its step is enqueued: it
-comes from steps that ended LAG or more before it, whether or not results were read earlier. So the
-device itself can leave the update out, nobody waits, and the same run decides the same, on any
-number of ranks and over a resume: all that decides is in the results, which all ranks have, and in
-`state`, which checkpoints carry.
-
-Before there are so many, absolute signs have to do, which warn and leave no update out: a loss far
-above that of guessing, or many times the lowest one so far.
+steps before it, in median absolute deviations. A limit comes from steps that ended LAG or more
+before its own, and is known when that is enqueued: the device itself can leave the update out, and
+the same run decides the same, on any number of ranks and over a resume. Before there are so many
+steps, absolute signs warn and leave no update out: a loss far above that of guessing, or many times
+the lowest so far.
 """
 
 import math
@@ -84,11 +80,11 @@ class Track:
 class Guard:
     """Judges each step of a run once, in order.
 
-    in_row: bad steps up to the last one. unchanged: steps up to the last one that changed no
-    weights. last_bad: the newest bad step, -1: none. not_finite: what of the last step was no
-    finite number. trouble: the step at which bad ones were too many, until a rollback. level: how
-    often what is usual was given up. rollbacks: [to, from] of each, in steps. origin: the
-    checkpoint that the run began with, None: its first weights.
+    in_row: bad steps up to the last one. unchanged: steps up to it that changed no weights.
+    last_bad: the newest bad step, -1: none. not_finite: what of the last step was no finite number.
+    trouble: the step at which bad ones were too many, until a rollback. level: how often what is
+    usual was given up. rollbacks: [to, from] of each. origin: the run's first checkpoint, None: its
+    first weights.
     """
 
     def __init__(self, config: TrainConfig, guessing: float = math.inf):

@@ -180,11 +180,8 @@ class Reporter:
         sol: float | None,
         epoch: tuple[int, float],
     ) -> None:
-        """[T]: step, from 0. tokens: of the whole step, masked ones too. sol: in percent. epoch: as
-        the attribute.
-
-        The padding of packed sequences is not among the tokens. A step without targets has no loss.
-        """
+        """[T]: step, from 0. tokens: of the whole step, masked ones too, padding left out. sol: in
+        percent. epoch: as the attribute. A step without targets has no loss."""
         self.epoch = epoch
         has_loss = result.tokens > 0
         loss = f"{result.loss:10f}" if has_loss else f"{'none':>10}"

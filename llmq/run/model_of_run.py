@@ -34,11 +34,8 @@ MUCH_LARGER = 2  # times the data's vocabulary: more than any tokenizer is padde
 
 
 def model_of_run(config: TrainConfig, *, weights: bool = True) -> tuple[ModelConfig, Path | None]:
-    """The configuration, and the directory of --model, None for a preset.
-
-    weights: they will be read too, unless the run is from scratch; --download fetches what is
-    needed. --vocab-size auto reads the headers of the token files. Raises ConfigError or DataError.
-    """
+    """The configuration, and the directory of --model, None for a preset. weights: they will be
+    read too, unless from scratch; --download fetches what is needed. ConfigError or DataError."""
     _download(config, weights and not config.from_scratch)
     name = pinned(config.model, config.revision)
     model, model_dir = resolve_model(name, config.from_scratch)
@@ -89,11 +86,8 @@ def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | N
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """Choose as model_of_run does, for a plan, where a preset's name means the trained model of its
-    sizes.
-
-    Returns the options of the run that it is a plan of, too: their --model can be trained.
-    """
+    """As model_of_run, for a plan, where a preset's name means the trained model of its sizes; and
+    the options of the run that it is a plan of."""
     unread = config.from_scratch or config.download
     unread = unread or find_directory(pinned(config.model, config.revision)) is not None
     trained = None if unread else released(config.model)
@@ -109,11 +103,8 @@ def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path |
 
 
 def packing_of_data(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole conversations in sequences where the training files hold some, and their weights; {}:
-    as for any data.
-
-    values: what is given, by field name. Windows of the files would cut questions off answers.
-    """
+    """Options that follow from training files with conversations: whole ones in sequences, and
+    their weights; {}: none. values: what is given, by field name."""
     patterns = values.get("train_file")
     if not patterns:
         return {}
@@ -176,10 +167,7 @@ def _known_sizes(config: TrainConfig) -> set[int]:
 
 def vocabulary_line(config: TrainConfig, model: ModelConfig, *, trains: bool) -> str | None:
     """The line on a new model's vocabulary beside that of its data; None: it fits, or there is no
-    such file yet.
-
-    model: of `model_of_run`. trains: on these data, so ConfigError where the model has fewer ids.
-    """
+    such file yet. trains: on these data, so ConfigError where the model has fewer ids."""
     if not config.from_scratch or config.vocab_size == AUTO:
         return None
     try:
@@ -214,11 +202,9 @@ SAMPLE_TOKENS = 20_000  # of the training text, on which an exported tokenizer i
 def agreed_tokenizer(
     config: TrainConfig, model_dir: Path | None, checkpoint: Path | None = None
 ) -> TokenizerId | None:
-    """The tokenizer that made the training data, as far as something says so.
-
-    model_dir: its tokenizer counts unless the run is from scratch. checkpoint: to go on from.
-    DataError if one of those that are known is another one, without --allow-other-tokenizer.
-    """
+    """The tokenizer that made the training data, as far as something says so: the files, a model
+    that is trained on, a checkpoint. DataError if two of them differ, without
+    --allow-other-tokenizer."""
     found = [(what, made) for what, made in _of_files(config) if made is not None]
     data = found[0][1] if found else None
     if model_dir is not None and not config.from_scratch:
@@ -281,12 +267,9 @@ def check_same(one: str, its: TokenizerId, other: str, others: TokenizerId) -> N
 def with_tokens_of(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> ModelConfig:
-    """A model's configuration with the special tokens of its data's tokenizer, if it is a new one.
-
-    model_dir: where the configuration comes from; if that is a model of this tokenizer, or what
-    made the data is unknown, they stay as they are. Every model that is trained on conversations
-    also stops at the end of a turn.
-    """
+    """A new model's configuration with the special tokens of its data's tokenizer, unless model_dir
+    is of that tokenizer, or it is unknown. Every model that is trained on conversations also stops
+    at the end of a turn."""
     if config.from_scratch:
         model = _with_tokens(model, model_dir, made)
     for pattern in config.train_patterns:
@@ -313,12 +296,9 @@ def _with_tokens(
 def tokenizer_source(
     config: TrainConfig, model: ModelConfig, model_dir: Path | None, made: TokenizerId | None
 ) -> str | None:
-    """The place of a run's tokenizer: "bytes", a directory, or None if there is no trace of it.
-
-    A model directory has its own; `llmq tokenize` leaves a copy beside the token files, which wins
-    if it made conversations: it has their chat template. One that is known not to have made the
-    data is left out.
-    """
+    """The place of a run's tokenizer: "bytes", a directory, or None if there is no trace of it. The
+    model's wins, but for conversations the copy beside the token files, which has their
+    template."""
     first = config.train_patterns[0]
     files = find_token_files(first) or [Path(first)]
     if made is None and config.vocab_size is not None:
@@ -336,11 +316,8 @@ def tokenizer_source(
 
 
 def exported_otherwise(directory: Path, source: Path, train_file: str) -> list[str]:
-    """A line to warn of if transformers' tokenizer of an exported model makes other ids.
-
-    source: where the training's tokenizer is. A sample of the training text decides; without
-    transformers, and without a text, nothing is known.
-    """
+    """A line to warn of if transformers' tokenizer of an exported model makes other ids of a sample
+    of the training text. source: where the training's tokenizer is."""
     try:
         file = TokenFile(find_token_files(train_file)[0])
         ids = file.read_tokens(0, min(file.num_tokens, SAMPLE_TOKENS))

@@ -1,11 +1,9 @@
 """The lines of a run about its card and its steps: names, speed of light, what each reached,
 experts that no token meets, and how well several GPUs scale.
 
-For --measure-scaling a step of all GPUs is compared with one of rank 0 alone. A single GPU that did
-the same work as all would need more memory than there may be, so what is timed before training is
-rank 0's own part of a step, the same graphs without the collectives, while the other ranks are
-idle. The ratio says what is lost to communication, to waiting for each other and to what they
-share: links, host, power. It does not count that one GPU would have the whole optimizer to itself.
+For --measure-scaling a step of all GPUs is compared with rank 0's own part of one, the same graphs
+without collectives while the other ranks are idle. The ratio says what is lost to communication,
+waiting, and shared links, host and power.
 """
 
 import statistics
@@ -63,13 +61,9 @@ def system_lines(record: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedOfLight:
-    """The most tokens per second that a card's data sheet allows.
-
-    peaks: TF32, BF16, FP8 and INT8, in TFLOP/s. dtype: of weights and activations, "fp32" or
-    "bf16". matmul_dtype, head_dtype: of the products of the blocks and of the LM head, the same,
-    "e4m3" or "int8".
-    nanoseconds: per token, over all GPUs.
-    """
+    """The most tokens per second that a card's data sheet allows. peaks: TF32, BF16, FP8 and INT8,
+    in TFLOP/s. dtype: of weights and activations. matmul_dtype, head_dtype: of products of the
+    blocks and of the LM head. nanoseconds: per token, over all GPUs."""
 
     flops: FlopsPerToken
     peaks: tuple[float, float, float, float]
@@ -161,10 +155,8 @@ PRODUCT_SECONDS = 0.1
 
 def measured_peak(dev: Device) -> float | None:
     """TFLOP/s of a large BF16 product of random numbers, in at most 0.3 s; None if it cannot be.
-
-    Allocates nothing: it uses the device's stack, and stays below the high-water mark of a step,
-    or what the stack reports would be this product. Not for steady state: it synchronizes.
-    """
+    Uses the device's stack below the high-water mark of a step. Not for steady state: it
+    synchronizes."""
     if dev.kind != "cuda":
         return None
     library = align_up(dev.spec.library_workspace)
@@ -256,12 +248,9 @@ SHOWN = 8
 
 
 class IdleExperts(Member):
-    """Names experts that no token meets: nothing trains them, and they take memory for nothing.
-
-    Routers that never chose an expert rarely begin to: its router's row gets next to no gradient,
-    and its matrices none. The load-balancing loss (`--router-aux-loss`) is what brings it back. The
-    counts of routers, which are on the devices, are looked at every so many steps.
-    """
+    """Names experts that no token meets: nothing trains them, and routers rarely begin to choose
+    them, unless the load-balancing loss brings them back. The counts are looked at every so many
+    steps."""
 
     def __init__(self, trainer: Trainer, reporter: Reporter, every: int = STEPS):
         self._trainer, self._reporter, self._every = trainer, reporter, every

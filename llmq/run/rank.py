@@ -35,11 +35,8 @@ class Rank:
 
     def warm_up(self, model: ModelConfig, seed: int) -> None:
         """Do everything once without the other ranks, whatever comes out; capture all graphs.
-
-        So all kernels get loaded, all products tuned, all graphs made. These wait until the GPU is
-        idle, some while holding a lock of the whole process, and a GPU whose stream waits for
-        another rank is not idle before that rank, which may want the same lock, has gone on.
-        """
+        Loading and tuning waits until the GPU is idle, some while holding a lock of the process,
+        which would deadlock where streams wait for other ranks."""
         with silenced(self.dev), self.dev.without_graphs():
             self.step.weights.init(model, seed)
             _rehearse(self.step)

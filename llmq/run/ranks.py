@@ -104,10 +104,9 @@ class CutShort(Exception):
 class Ranks:
     """The ranks of this process, driven from one thread, which with one rank is that rank's thread.
 
-    Where there are several processes, each drives its own, and all make the same calls.
-    An error in one rank stops all, names the rank, and is raised by every later call.
-    world, world_size: of all processes. pool: runs the commands. links: what was measured between
-    the GPUs, None without any.
+    Several processes drive their own, and make the same calls. An error in one rank stops all, and
+    is raised by every later call. world, world_size: of all processes. pool: runs the commands.
+    links: what was measured between the GPUs, None without any.
     """
 
     def __init__(
@@ -245,12 +244,9 @@ class Ranks:
         work: Callable[[Rank, int, Batch], None],
         stopped: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Call work(rank, index, batch) for each of these batches, as many at a time as ranks.
-
-        Where the last round has too few, the others get a batch of nothing, whose index is -1, so
-        that all take part in collectives. Each process calls it for its own ranks. stopped: asked
-        before each batch; returns whether it never said yes.
-        """
+        """Call work(rank, index, batch) for each of these batches, as many at a time as ranks;
+        ranks without one get a batch of nothing, with index -1, for the collectives. stopped: asked
+        before each batch; returns whether it never said yes."""
         several = self.first.dev.mesh.size(*DATA)
         rounds = Rounds(self.world, -(-len(batches) // several), stopped)
 
@@ -271,12 +267,9 @@ class Ranks:
     def next_logits(
         self, texts: list[list[int]], stopped: Callable[[], bool] = lambda: False
     ) -> list[np.ndarray]:
-        """F32 (V,) behind each text of 1 to T tokens. CutShort once stopped() says yes.
-
-        All go on at once, in a validation's passes over whole rows. That is slower than with a
-        cache of keys and values, but needs neither memory nor a second copy of the weights, and
-        works on any number of ranks, with every way to divide and to offload a model.
-        """
+        """F32 (V,) behind each text of 1 to T tokens, by a validation's passes over whole rows:
+        slower than with a cache, but in the run's own memory, however a model is divided. CutShort
+        once stopped() says yes."""
         B, T = shape = self.first.step.tokens.shape
         groups = [texts[first : first + B] for first in range(0, len(texts), B)]
         found: dict[int, np.ndarray] = {}

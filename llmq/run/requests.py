@@ -21,15 +21,12 @@ SPARE_SECONDS = 2.0  # for the end of the process
 
 
 class Requests(Member):
-    """Requests to this process for a checkpoint or for the end, beside ending signals.
+    """Requests to this process for a checkpoint or for the end, beside ending signals. Asked
+    between two steps, in one thread.
 
-    Asked between two steps, in one thread.
-
-    start: of the run, of time.monotonic(). The clock of --max-hours runs from then on, or from the
-    start of the first attempt of --restarts: the job's time is not longer for a crash.
-
-    Answers depend on this machine's clock and files: they decide when a checkpoint is written and
-    when a run ends, never what it computes. Several processes agree on them between two steps.
+    start: of the run, of time.monotonic(), from which --max-hours counts, or from the first attempt
+    of --restarts. Answers decide when a checkpoint is written and a run ends, never what it
+    computes; several processes agree on them.
     """
 
     def __init__(self, config: TrainConfig, checkpoint_bytes: int, start: float):
@@ -93,12 +90,8 @@ def _taken(path: Path) -> bool:
 
 
 class Ending(Member):
-    """Whether a run is to end before its last step. One process acts at once on what it sees,
-    several act on what they agreed on.
-
-    signum: the signal that asks the run to end, if one came to any process. asked: what asks for a
-    checkpoint between these two steps.
-    """
+    """Whether a run is to end before its last step. signum: the signal that asks for it, if one
+    came to any process. asked: what asks for a checkpoint between these two steps."""
 
     def __init__(self, requests: Requests):
         self.requests = requests
@@ -132,11 +125,8 @@ class Ending(Member):
         self.asked = self.agree(asks=True)
 
     def agree(self, *, asks: bool = False) -> str | None:
-        """Exchange with other processes what each may see alone. Between any two steps.
-
-        asks: look also for what asks for a checkpoint; it is returned, whichever process saw it.
-        The first process prints the others' warnings, as far as they are not its own.
-        """
+        """Exchange with other processes what each may see alone, between two steps; asks: also what
+        asks for a checkpoint, which is returned. The first process prints the others' warnings."""
         group = processes()
         asked = self.requests.for_checkpoint() if asks else None
         if group.count == 1:

@@ -1,9 +1,6 @@
-"""`llmq train --restarts`: a process that starts a run again when it has crashed.
-
-It computes nothing and holds no GPU, so what ends the run does not end it. Each attempt is a
-process of its own, with the command that the user gave, and goes on from the newest good checkpoint
-as soon as one was written. All of them write one log.
-"""
+"""`llmq train --restarts`: a process that starts a run again when it has crashed. It holds no GPU.
+Each attempt is a process with the user's command, and goes on from the newest good checkpoint, in
+one log."""
 
 from __future__ import annotations
 
@@ -32,11 +29,8 @@ DEATH = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def is_crash(status: int) -> bool:
-    """Whether a run with this exit status may do better if it is started again.
-
-    status: negative for the signal that killed it. Not so are a run that is done (0), bad input
-    (2), an end that somebody asked for, and --max-hours.
-    """
+    """Whether a run with this exit status, negative for a signal, may do better if started again:
+    not if it is done (0), for bad input (2), an end that was asked for, and --max-hours."""
     asked = [*ending_signals(), signal.SIGHUP]
     ends = {0, LlmqError.STATUS, OutOfTime.STATUS, *(128 + signum for signum in asked)}
     return status not in ends and -status not in asked
@@ -53,11 +47,9 @@ def in_words(status: int) -> str:
 
 
 def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int:
-    """Run the command until it ends otherwise than by a crash, or `restarts` more times at most.
-
-    command: of `llmq train`, whose last options win. config: its options, of which the places
-    matter. Ending signals and SIGUSR1 are passed on. Returns the status to exit with.
-    """
+    """Run the command until it ends otherwise than by a crash, or `restarts` more times; the status
+    to exit with. command: of `llmq train`, whose last options win. Ending signals and SIGUSR1 are
+    passed on."""
     errors, before, pause = _GpuErrors(), _Before(config), FIRST_PAUSE
     shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
     more: list[str] = []
@@ -154,12 +146,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 class _Run:
-    """The process of the run, and the signals that it gets. signum: the first that asks it to end.
-    begin: when this was made.
-
-    It has a group of its own: what a terminal or a shell sends to a group comes here, once, and is
-    passed on. If this process is killed, the run is asked to end.
-    """
+    """The process of the run, in a group of its own, and the signals that are passed on to it.
+    signum: the first that asks it to end. begin: when this was made. If this process is killed, the
+    run is asked to end."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()

@@ -1,11 +1,9 @@
-"""The options and the log that a run takes over from its checkpoint when it goes on, and how its
-own options differ from those.
+"""The options and the log that a run takes over from its checkpoint, and how its own options
+differ.
 
-A run whose sequences become longer (or shorter) has stages of one length each, as --seq-len says.
-Each is a run of its own that goes on from the checkpoint of the one before: it has its own plan,
-its own graphs, and its own order of the data, from their beginning. A micro-step has the same
-tokens in all of them, so that --batch-size is of the longest sequences, and shorter ones are more.
-Steps, learning rate and moments are those of one run.
+A run of several --seq-len has stages of one length each, which go on from each other's checkpoints,
+with their own plan, graphs and order of the data, and the same tokens in a micro-step: --batch-size
+is of the longest sequences. Steps, learning rate and moments are those of one run.
 """
 
 from __future__ import annotations
@@ -95,12 +93,9 @@ _FIXED = ("from_scratch", "init_proj_to_zero")  # of the weights that a run begi
 
 
 def inherited_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of the checkpoint that --continue names, by field, in place of the defaults.
-
-    Only those that are not as by default, or are implied by others; {} without --continue or where
-    no checkpoint is. given: what the user has set, by field. ConfigError for what cannot be
-    changed, and for --continue with nothing to begin with.
-    """
+    """The options of the checkpoint that --continue names, by field, that are not as by default or
+    implied; {} without one. given: what the user has set. ConfigError for what cannot be changed,
+    and for --continue with nothing to begin with."""
     spec = given.get("continue_from")
     compare({OPTIONS[name].flag: given.get(name) for name in _FOUND_BY}, ConfigError)
     if spec is None:
@@ -215,11 +210,9 @@ def changed_options(
     *,
     new_data: bool = False,
 ) -> Changes:
-    """The options that were changed. Options that change numbers by rounding only have one line
-    together.
-
-    manifest: what its options lack is not compared. new_data: whether the data starts anew.
-    """
+    """The options that were changed; those that change numbers by rounding only have one line
+    together. manifest: what its options lack is not compared. new_data: whether the data start
+    anew."""
     seed = {"train_seed": manifest.loader["seed"]} if manifest.loader else {}
     saved = {"optimizer": "adamw"} | manifest.options | seed
     groups = {OPTIONS[name].group for name in _OF_GROUPS}

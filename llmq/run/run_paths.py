@@ -1,10 +1,8 @@
-"""Where a run writes, whether it may, and from which checkpoint it goes on: before it begins.
+"""The places of a run, whether it may write there, and from which checkpoint it goes on.
 
-A run owns what carries its id. Files that another run wrote to the same places are refused, or
-moved aside with --overwrite; nothing of it is ever deleted. A damaged file is nobody's, and no
-reason to refuse: it gets another name.
-
-The log of a run is found by the run's identity or by its name.
+A run owns what carries its id. Files of another run are refused, or moved aside with --overwrite;
+nothing of it is deleted. A damaged file is nobody's: it gets another name. A log is found by the
+run's identity or by its name.
 """
 
 import glob
@@ -75,12 +73,9 @@ def checkpoint_to_continue(config: TrainConfig) -> Path | None:
 
 
 def run_id(config: TrainConfig, checkpoint: Path | None) -> RunId:
-    """The id of the run that these options begin or continue.
-
-    A continued run keeps its id, or gets one and adopts what has none; under another name it is a
-    fork. A run that ended before its first checkpoint has left its log: --continue, which then
-    begins anew or forks anew, goes on in it as the same run.
-    """
+    """The id of the run that these options begin or continue: it keeps it, or gets one and adopts
+    what has none; under another name it is a fork. A run that ended before its first checkpoint is
+    known by its log."""
     new = RunId.new(config.name)
     if config.continue_from is None:
         return new
@@ -134,12 +129,9 @@ def everything_there(config: TrainConfig) -> Iterator[ExistingOutput]:
 def things_in_the_way(
     config: TrainConfig, run: RunId, model_dir: Path | None, checkpoint: Path | None = None
 ) -> list[ExistingOutput]:
-    """The files that another run wrote to the places of this one, to be moved aside.
-
-    ConfigError names the first of them, unless there is --overwrite. The model that the run begins
-    from cannot be moved, and neither can its parent's checkpoint: ConfigError if it is one of them,
-    and LlmqError if the checkpoint that it begins with is damaged.
-    """
+    """The files of another run in the places of this one, to be moved aside; ConfigError names the
+    first without --overwrite, or one that the run begins from. LlmqError if its checkpoint is
+    damaged."""
     if checkpoint is not None and (damage := manifest_damage(checkpoint / MANIFEST)) is not None:
         raise LlmqError(damage)
     there = everything_there(config)
@@ -181,11 +173,9 @@ def clear_places(
 
 
 def _set_damaged_aside(config: TrainConfig, checkpoint: Path | None) -> None:
-    """Give what is damaged in the places of a run another name beside it, with a warning for each.
-
-    A log is moved only if it lies where the run of `checkpoint` wrote its own: anything else may be
-    a slip of the user's. LlmqError where the disk refuses.
-    """
+    """Give what is damaged in the places of a run another name, with a warning; a log only where
+    the run of `checkpoint` wrote its own: else it may be a slip. LlmqError where the disk
+    refuses."""
     found = damaged_checkpoints(config.checkpoint_dir)
     if note_is_damaged(config.checkpoint_dir):
         note = config.checkpoint_dir / NOTE
@@ -254,11 +244,8 @@ _DATED = re.compile(r"-\d{4}-\d\d-\d\dT\d\d_\d\d_\d\d$")  # how %n-DATE ends
 
 
 def log_of_run(run: RunId, last: Path) -> Path | None:
-    """The log of a run that goes on: the file it wrote last, else its newest beside it.
-
-    The file it wrote last, too, if there is none any more, or it is damaged and none is beside it.
-    None if all that is there is of others.
-    """
+    """The log of a run that goes on: the file it wrote last, also where that is gone, else its
+    newest beside it. None if all that is there is of others."""
     there, damaged = os.path.lexists(last), is_damaged_log(last)
     if there and not damaged and (not has_records(last) or run.owns(log_owner(last))):
         return last
@@ -272,11 +259,8 @@ def _is_of(path: Path, run: RunId) -> bool:
 
 
 def find_log(text: str) -> Path:
-    """A log, by its path or by the name of its run, of which the newest log is meant.
-
-    Those in logs/ are looked through, and the one that the newest checkpoint in ckpt/NAME names.
-    DataError if there is none.
-    """
+    """A log, by its path or by the name of its run, of which the newest in logs/ is meant, or the
+    one that the newest checkpoint in ckpt/NAME names. DataError if there is none."""
     path = Path(os.path.expanduser(text))  # pathlib's raises where there is no such user
     if os.path.lexists(path) and not path.is_dir():
         return path

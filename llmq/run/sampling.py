@@ -43,12 +43,9 @@ def choose_token(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> int:
-    """The next id from logits (V,). temperature 0: the most likely one.
-
-    top_k: only the k most likely ids, 0: all. top_p: only the most likely ids that together have
-    at least this probability. top_k is applied first, both after the temperature. LlmqError if a
-    logit is not a number.
-    """
+    """The next id from logits (V,). temperature 0: the most likely one. top_k: of the k most
+    likely, 0: all; then top_p: of the most likely that have together this probability. LlmqError if
+    a logit is not a number."""
     logits = logits.astype(np.float64)
     if not np.isfinite(logits).all():
         raise LlmqError(
@@ -88,11 +85,9 @@ class Predictor:
         choose: Callable[[int, np.ndarray], int],
         stop: Collection[int | None] = (),
     ) -> Iterator[dict[int, int]]:
-        """The next id of each text that goes on, by its number, at most `count` times.
-
-        choose(i, logits): the next id of the i-th text. stop: ids that end a text, and are left
-        out, beside those of the model's config.
-        """
+        """The next id of each text that goes on, by its number, at most `count` times. choose(i,
+        logits): the next id of the i-th text. stop: ids that end a text, and are left out, beside
+        the config's."""
         texts = dict(enumerate(map(list, prompts)))
         for _ in range(count):
             texts = {i: ids for i, ids in texts.items() if len(ids) < self.positions}
@@ -164,12 +159,9 @@ class Sampler(Predictor, Closing):
 def open_model(
     model: str, adapter: Path | None = None
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray], Path | str]]:
-    """Config, weight reader and tokenizer source of an exported model or a checkpoint.
-
-    model: a directory with a model, a repository in the Hugging Face cache, a step_… directory, or
-    a directory that contains some, the newest of which is meant. adapter: a directory of adapters
-    in PEFT's format that are added to the weights. Raises LlmqError.
-    """
+    """Config, weight reader and tokenizer source of a model: a directory, a cached repository, a
+    checkpoint, or a directory of some, of which the newest is meant. adapter: a PEFT directory to
+    be added. LlmqError."""
     passed: list[str] = []
     step = checkpoint_at(Path(model), passed)
     warn(*passed)
@@ -430,11 +422,8 @@ def run_chat(
     model_dtype: str,
     **how: Any,
 ) -> None:
-    """Print replies to the prompt, separated by lines of three dashes.
-
-    Without a prompt each line of standard input is a message of one conversation. adapter: as of
-    open_model. how: fields of `Sampling`.
-    """
+    """Print replies to the prompt, separated by lines of three dashes; without one each line of
+    standard input is a message. adapter: as of open_model. how: fields of `Sampling`."""
     choice = Sampling(**how)
     if num_samples > 1 and not prompt:
         raise ConfigError("--num-samples: with --chat it needs --prompt")

@@ -62,10 +62,9 @@ def _value(outcome: Outcome) -> Any:
 class BackgroundWriter:
     """Writes a checkpoint while training goes on; one at a time.
 
-    Threads copy, hash and write; what needs MPI is done by those who call, between two steps. Each
-    process writes the files of its ranks, and when all have, the thread of the first one commits,
-    reads back and deletes. With a single process that follows at once. All methods but `stop` are
-    called by all processes alike, with the same arguments.
+    Threads copy, hash and write; what needs MPI is done by those who call, between two steps. When
+    all processes have written their files, the thread of the first commits, reads back and deletes.
+    All methods but `stop` are called by all processes alike.
     """
 
     def __init__(self, ranks: Ranks, directory: Path):

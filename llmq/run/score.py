@@ -41,14 +41,14 @@ def score_files(
     top_k: int = 0,
     report: Report = lambda done: None,
 ) -> list[Path]:
-    """Write the scores of these files, by the weights as they are; returns their paths.
+    """Write the scores of these files, by the weights as they are; returns their paths. All
+    processes call it.
 
-    Documents are cut, and pairs left out, that are longer than the sequences of the ranks' batches.
-    model: identifies the weights. top_k: of a loss that reads as many; 0: the tokens' own scores.
-    separator: as of DocumentIndex.read. overwrite: begin anew what
-    is there. replace_others: only where it is of another model, or of other data. It goes
-    on with what is there and is the same. DataError for scores of something else, and for two files
-    of one name; LlmqError for predictions that are no finite numbers. All processes call it.
+    Documents are cut, and pairs left out, that are longer than the ranks' sequences. model:
+    identifies the weights. top_k: of a teacher; 0: the tokens' own scores. separator: as of
+    DocumentIndex.read. overwrite: begin anew; replace_others: only what is of another model or
+    other data; else it goes on with the same. DataError for scores of something else, and files of
+    one name; LlmqError for predictions that are not finite.
     """
     paths = [scores_path(folder, file.path) for file in files]
     if len({*paths}) < len(paths):

@@ -105,12 +105,9 @@ class Window:
 
 
 class Sensor:
-    """One source and what was read of it. `newest` and `summary` are replaced, never changed.
-
-    name: of the source, in messages; card: of its GPU. index: of the GPU among those that CUDA
-    sees; None: of none. newest: the last sample, summary: of the window, see Window; {} as long as
-    there is none. at: when the last sample was taken, as time.monotonic().
-    """
+    """One source and what was read of it; `newest` and `summary` are replaced, never changed. name:
+    in messages; card: of its GPU. index: among those that CUDA sees, None: no GPU. newest: the last
+    sample, summary: of the window, {} before the first. at: its time.monotonic()."""
 
     def __init__(self, source: NvmlGpu | HostUsage, name: str, index: int | None = None):
         self.source, self.name, self.index = source, name, index

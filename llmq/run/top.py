@@ -33,11 +33,8 @@ _ENDS = (*DONE, "Stopped by ")
 
 
 class Follower:
-    """The state of a run, as far as its log has told it.
-
-    name: of the run. ended: it says that it has. supervised: started by --restarts. models, gpus,
-    cpus: the newest records of that kind by rank.
-    """
+    """The state of a run, as far as its log has told it. ended: it says so. supervised: started by
+    --restarts. models, gpus, cpus: the newest records of that kind by rank."""
 
     def __init__(self, log: Path):
         self.log = log

@@ -67,14 +67,13 @@ class Trainer(Closing):
             trainer.export("output/model")
 
     Keyword arguments are the options of `llmq train`, with underscores. Options, files and memory
-    that do not work raise LlmqError before anything is allocated. With several GPUs (gpus=...) each
-    has a thread of its own, all driven from the one that calls; an error in one of them stops all.
+    that do not work raise LlmqError before anything is allocated. Several GPUs (gpus=...) have a
+    thread each, all driven from the one that calls; an error in one of them stops all.
 
     config, model: TrainConfig and ModelConfig. plan: what was counted before allocating. machine,
-    world_size: what it runs on, and how many of it. steps_done: optimizer steps since the beginning
-    of the run, resumed ones included. validated_at: how many they were at the last validation.
-    history: of the reports, what a checkpoint keeps of it; {} where there are none. run: its id, in
-    checkpoints and exports; after `load` that of the checkpoint, or of a fork under another name.
+    world_size: what it runs on, and how many. steps_done: since the beginning of the run.
+    validated_at: how many they were at the last validation. history: what a checkpoint keeps of
+    reports. run: its id; after `load` that of the checkpoint, or of a fork under another name.
     tokenizer_id: what made the data, None if that is not known.
     """
 
@@ -208,13 +207,12 @@ class Trainer(Closing):
     # -- training --------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch] | None = None) -> Result:
-        """One optimizer step; waits for its result.
+        """One optimizer step; waits for its result. The loss is the mean over all target tokens.
 
         batches: micro-batches of int32 inputs and targets (B, T), targets -100 where masked, and
-        with --document-mask starts (see Batch). With W ranks and A = --grad-accumulation there are
-        W * A of them: batches[i * W + r] is the i-th one of rank r, so that one rank with W * A
-        micro-steps does the same. None takes them from the training files, where such a step has
-        the same sequences for any W. The loss is the mean over all target tokens of the step.
+        with --document-mask starts (see Batch); W * A with W ranks and A = --grad-accumulation, of
+        which batches[i * W + r] is the i-th of rank r: one rank with W * A micro-steps does the
+        same. None takes them from the training files.
         """
         return self.ranks.result(self.ranks.train(*self._next_step(batches)))
 
@@ -276,12 +274,9 @@ class Trainer(Closing):
         return self._origin.identity
 
     def score_reference(self, report: Report = lambda done: None) -> None:
-        """See that there is what the reference thinks of each token, if the loss reads it.
-
-        Without --scores the reference is the model of the first weights, which scores all training
-        and validation files once; a resumed run finds it in its --checkpoint-dir. LlmqError for
-        scores of another model than the run begins with. report: as of `score_files`.
-        """
+        """See that there is what the reference thinks of each token, if the loss reads it. Without
+        --scores the model of the first weights scores all files once, into --checkpoint-dir.
+        LlmqError for scores of another model. report: as of `score_files`."""
         folder = self.config.scores_folder
         if folder is None or self._has_scores:
             return
@@ -326,10 +321,8 @@ class Trainer(Closing):
         seconds: float = math.inf,
     ) -> Result | None:
         """The loss on the validation files from their start. max_batches: of a rank; None: all.
-
-        The last batch of all may be incomplete: what fills it does not count. stopped is asked
-        before every batch; None is returned if it said yes. seconds: after which no more are taken.
-        """
+        stopped: asked before every batch; None is returned if it said yes. seconds: after which no
+        more are taken."""
         _ = self.eval_loader  # ConfigError without one
         self.score_reference()
         with self.averaged():
@@ -380,12 +373,10 @@ class Trainer(Closing):
         return Manifest.of(self.model, self.config, loader, state, *shared)
 
     def load(self, path: str | Path, *, new_data: bool = False) -> list[str]:
-        """Go on from a checkpoint, or the newest one in a directory; of any number of GPUs.
-
-        new_data: leave the training data where it is instead of going to where it was.
-        Warns of changed options that make other numbers, returns a line for each other changed one.
-        LlmqError, and nothing has changed, if it is damaged, of another model or of other data.
-        """
+        """Go on from a checkpoint, or the newest in a directory; of any number of GPUs. new_data:
+        leave the training data where it is. Warns of changed options that make other numbers,
+        returns lines about others. LlmqError, and nothing has changed, if it is damaged, of another
+        model or of other data."""
         passed: list[str] = []
         found = checkpoint_at(Path(path), passed)
         warn(*passed)
@@ -424,11 +415,9 @@ class Trainer(Closing):
         self.validated_at, self.history = None, {}
 
     def export(self, directory: str | Path | None = None) -> None:
-        """Write the model as transformers loads it, with its tokenizer; None: --out-dir.
-
-        A run with adapters exports these as peft loads them. LlmqError, and what is there stays, if
-        a weight is no finite number, unless with --force.
-        """
+        """Write the model as transformers loads it, or adapters as peft does, with the tokenizer;
+        None: --out-dir. LlmqError, and what is there stays, if a weight is not finite, unless with
+        --force."""
         directory = self.config.out_dir if directory is None else Path(directory)
         source = self.tokenizer
         tokenizer = ByteTokenizer() if source == "bytes" else source and Path(source)
@@ -444,12 +433,9 @@ class Trainer(Closing):
             warn(*exported_otherwise(directory, tokenizer, self.config.train_patterns[0]))
 
     def sample(self, prompt: str = "", **how: Any) -> str:
-        """The prompt and its continuation by the weights of this moment, at most --seq-len tokens.
-
-        how: fields of `sampling.Sampling`. Each token is a validation's pass, in the run's formats:
-        in fp32 the text is that of `llmq sample` of an export. Nothing of the training changes.
-        LlmqError where the prompt is too long, or the run's tokenizer is not known.
-        """
+        """The prompt and its continuation by the weights of this moment, at most --seq-len tokens;
+        in fp32 that of `llmq sample` of an export. how: fields of `sampling.Sampling`. LlmqError
+        for a prompt that is too long, or an unknown tokenizer."""
         choice, seq_len = Sampling(**how), self.config.seq_len
         if self.tokenizer is None:
             raise LlmqError(

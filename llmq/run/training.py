@@ -332,12 +332,10 @@ def run_training(
     argv: list[str],
     final_seconds: float = math.inf,
 ) -> None:
-    """Train as the options say. Raises Interrupted after saving when a signal ended the run.
-
-    final_seconds: of the last validation, which may end before it has seen all. LlmqError before
-    the first step: paths that cannot be written or belong to another run, a checkpoint that is not
-    there, data that does not fit, too little memory.
-    """
+    """Train as the options say; Interrupted after saving when a signal ended the run.
+    final_seconds: after which the last validation may end. LlmqError before the first step: paths
+    that cannot be written or belong to another run, no such checkpoint, data that do not fit, too
+    little memory."""
     processes().on_first(lambda: check_libraries(config))
     processes().on_first(lambda: check_writable("--out-dir", config.out_dir))
     processes().each(lambda: check_writable("--checkpoint-dir", config.checkpoint_dir))
