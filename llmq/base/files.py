@@ -75,10 +75,7 @@ def free_name(path: Path, why: str) -> Path:
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """An open file that becomes `path` when the block ends; if it raises, `path` stays as it was.
-
-    LlmqError where the disk is full or refuses, and for a pipe or a device, which is no file to
-    put another one in the place of.
-    """
+    LlmqError where the disk is full or refuses, and for a pipe or a device."""
     if os.path.lexists(path) and stat.S_IFMT(os.lstat(path).st_mode) not in _REPLACEABLE:
         raise ConfigError(f"'{path}' is a pipe or a device: give a file")
     with disk_errors(path), _completing(path, temporary_path(path)) as file:
@@ -140,12 +137,9 @@ def make_directory(directory: Path) -> None:
 
 
 def publish_directory(temporary: Path, path: Path) -> None:
-    """Give a directory, whose files are on the disk, its name. Raises OSError.
-
-    A directory of that name is replaced. The system cannot do that in one step: for a moment the
-    old one has only the name `path`.llmq-old, under which it is complete if the machine stops right
-    then.
-    """
+    """Give a directory, whose files are on the disk, its name, in place of one that has it.
+    OSError. For a moment the old one is called `path`.llmq-old, under which it is complete if the
+    machine stops then."""
     sync_directory(temporary)
     old = retired_path(path)
     if path.exists():
@@ -171,14 +165,12 @@ def staged_directory(
     path: Path, replaces: tuple[str, ...], owner: str | None = None
 ) -> Iterator[Path]:
     """An empty directory whose files appear in `path` when the block ends, not if it raises.
+    LlmqError.
 
-    A new `path` appears all at once. An existing one may be a mount point and may hold other
-    things, so it stays and receives the files one by one. `replaces` are the patterns of files that
-    go, if the new ones do not overwrite them; the first is the name of the file that makes the
-    directory valid: it goes before anything else changes and the new one arrives last. owner: the
-    name of the file that says whose the others are: it arrives first, so that what is left of an
-    interrupted move has an owner. The old files are touched only when all new ones are on the disk.
-    Raises LlmqError.
+    A new `path` appears all at once; an existing one, which may be a mount point, receives the
+    files one by one, when all are on the disk. `replaces` are patterns of files that go, if not
+    overwritten; the first names the file that makes the directory valid: it goes first and arrives
+    last. owner: the file that says whose the others are, which arrives first.
     """
     path = path.resolve()
     fresh = not path.exists()

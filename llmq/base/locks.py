@@ -28,13 +28,12 @@ def lock_beside(path: Path) -> Path:
 
 @contextmanager
 def locked(path: Path, flag: str, target: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the block; LlmqError where another process does.
+    """Hold the lock file `path` during the block; LlmqError where another process does, or
+    something else has that name. flag, target: what is locked, for the message.
 
-    flag, target: what is locked, for the message. The system ends the lock together with the
-    process, however that ends: a file that is left behind means nothing. Where the lock file cannot
-    be made, as beside a directory in a read-only one, the target itself is locked if it is there.
-    Where the file system has no locks, the block runs without one. LlmqError also if something else
-    than a lock has that name: it is neither read nor changed.
+    The system ends the lock together with the process: a file that is left behind means nothing. If
+    the lock file cannot be made, the target itself is locked if it is there; a file system without
+    locks has none.
     """
     made = [folder for folder in path.parents if not folder.exists()]
     descriptor = _lock_file(path, flag, target)

@@ -73,11 +73,8 @@ class OutputForms(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """An fp8 tensor: source ~ codes * scale, in the layouts that were asked for.
-
-    codes: (rows, features). transposed: (features, rows). source: what was quantized, None where
-    it is gone.
-    """
+    """An fp8 tensor: source ~ codes * scale, in the layouts that were asked for. codes: (rows,
+    features). transposed: (features, rows). source: what was quantized, None where it is gone."""
 
     source: Tensor | None
     codes: Tensor | None
@@ -194,12 +191,8 @@ STORE = Epilogue()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSum(Epilogue):
-    """A weight's gradient: out is an Accumulator.
-
-    A BF16 accumulator cannot add inside the library's product, which would round to nearest every
-    time and lose small contributions: it gets the product's BF16 result added with stochastic
-    rounding.
-    """
+    """A weight's gradient: out is an Accumulator. A BF16 one gets the product's BF16 result added
+    with stochastic rounding: inside the library's product small contributions would be lost."""
 
     kind: ClassVar[str] = "gradient"
 

@@ -37,10 +37,8 @@ def packing_of(begin: bytes) -> str:
 
 def unpack(path: str, raw: io.BufferedReader) -> io.BufferedReader:
     """The content of an open file, whose path says how it is packed; `raw` itself if it is not.
-
-    Reading raises OSError, EOFError or zlib.error where it is damaged or ends too early. DataError
-    where the library for it is missing, and for what is no text but a bomb: MOST_RATIO.
-    """
+    Reading raises OSError, EOFError or zlib.error for damage; DataError for a missing library, and
+    a bomb: MOST_RATIO."""
     if path.lower().endswith(".gz"):
         content = gzip.GzipFile(fileobj=raw)
     elif path.lower().endswith(".zst"):
@@ -229,10 +227,8 @@ def elements(
     path: str, file: BinaryIO, offset: int, *, growing: bool = False, max_record: int = MAX_RECORD
 ) -> Iterator[tuple[bytes, int]]:
     """The objects in an array and where each ends. offset: of the file's start or such an end.
-
-    growing: the array may stop anywhere, as one does that is still written. path: for messages.
-    DataError where something else begins, or an object has more than max_record bytes.
-    """
+    growing: the array may stop anywhere, as one that is still written. path: for messages.
+    DataError where something else begins, or an object has more than max_record bytes."""
     data, start = b"", 0  # what was read last, and how much of it is done with
     bracket, comma = (b"", b",") if offset else (b"[", b"")
     at_end = False
@@ -328,11 +324,9 @@ def _csv_records(
 
 
 def _csv_rows(path: str, raw: BinaryIO) -> Iterator[list[str]]:
-    """The names of the columns, then the values of each row; blank lines are none.
-
-    Columns are divided by tabs in TSV, in CSV by commas, semicolons or tabs, whatever the first
-    line has most of.
-    """
+    """The names of the columns, then the values of each row; blank lines are none. Columns are
+    divided by tabs in TSV, in CSV by what the first line has most of: commas, semicolons or
+    tabs."""
     with unpack(path, raw) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
         try:
             first = text.readline()

@@ -20,11 +20,9 @@ class Parent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunId:
-    """A run's random id, which it keeps over --continue under the same name.
-
-    Under another name it is another run, a fork, which knows its parent.
-    adopts: what has no id counts as this run's, because it went on from a checkpoint without one.
-    """
+    """A run's random id, which it keeps over --continue under the same name; under another one it
+    is a fork, which knows its parent. adopts: what has no id counts as this run's, because it went
+    on from a checkpoint without one."""
 
     id: str
     name: str
@@ -48,12 +46,9 @@ class RunId:
         return cls(record["id"], str(record.get("name", "")), record.get("adopts") is True, parent)
 
     def continuing(self, owner: RunId | None, step: int) -> RunId:
-        """The identity of the run that goes on from a checkpoint of `owner` under the name of this
-        one.
-
-        The owner under its own name, under another one a fork of it with the id of this run.
-        owner None: a run without an id, which gets this one. step: of the checkpoint.
-        """
+        """The identity of the run that goes on from a checkpoint of `owner` at this step: the owner
+        under its own name, else a fork of it with the id of this run. owner None: a run without an
+        id, which gets this one."""
         if owner is None:
             return replace(self, adopts=True)
         if owner.name == self.name:

@@ -58,12 +58,9 @@ PASSED_ON = 1.0  # seconds in which the parent's signal follows the one that all
 
 
 class FirstSignal:
-    """Keeps the first ending signal, for whoever looks; a second one acts as usual.
-
-    But not SIGHUP: when a terminal goes, its shell and the system send one each. Nor does what a
-    parent passes on, which may have come from somebody who sends it to all processes.
-    signum: of the signal, None as long as there was none.
-    """
+    """Keeps the first ending signal, for whoever looks, in signum; a second one acts as usual. But
+    not SIGHUP, of which a shell and the system send one each, nor what a parent passes on, which
+    may have come to all processes."""
 
     def __init__(self) -> None:
         self.signum: int | None = None

@@ -14,13 +14,9 @@ from llmq.base.dtypes import DType
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A kind of memory.
-
-    name: in options, plans and tables. on_host: whether it is beside the device, behind the bus, so
-    that an update moves what lies in it. direct: whether kernels and collectives work in it where
-    it lies; else they are refused, and only copies reach it. in_ram: whether its bytes are the
-    machine's memory. cached: whether the CPU reads it as fast as other memory.
-    """
+    """A kind of memory. on_host: beside the device, behind the bus, so that an update moves what
+    lies in it. direct: kernels and collectives work in it where it lies; else only copies reach it.
+    in_ram: its bytes are the machine's memory. cached: the CPU reads it as fast as other memory."""
 
     name: str
     on_host: bool = True
@@ -49,12 +45,9 @@ def host_tiers() -> list[str]:
 
 
 class Storage:
-    """One allocation: where it starts, and its bytes where the host can read them.
-
-    place: "stack", or the name of a tier. base: address of the first byte (0 on
-    the plan device). bytes: uint8 view of the whole allocation, None where the host has no access.
-    tier: its kind of memory; a stack is the device's own.
-    """
+    """One allocation. place: "stack", or the name of a tier. base: address of the first byte, 0 on
+    the plan device. bytes: uint8 view of all of it, None where the host has no access. tier: its
+    memory."""
 
     __slots__ = ("base", "bytes", "place", "tier")
 

@@ -13,10 +13,10 @@ class BenchOptions:
     """The options of `llmq bench` that are not of the runs.
 
     out: of the report, without a suffix. peers: JSON with `runs` of other programs and `floors`.
-    steps: timed in each of the repeats. add: to what the report holds. plan_first: what does not
-    fit is left out, and the fastest comes first. resume: what the report holds is not made again;
-    retry: but what failed is. timeout: seconds of one run, 0 for none; None: by its prediction.
-    overwrite: a report that is there, finished or not.
+    steps: timed in each of the repeats. add: to what the report holds. plan_first: leave out what
+    does not fit, the fastest first. resume: what the report holds is not made again; retry: but
+    what failed. timeout: seconds of one run, 0: none; None: by its prediction. overwrite: a report
+    that is there.
     """
 
     out: Path = Path("bench")

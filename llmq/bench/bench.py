@@ -1,8 +1,6 @@
 """`llmq bench`: the speed of one or many configurations, in a report that grows with each run.
-
-Every configuration runs in a child process (llmq/bench/measure.py), and another one makes all plans
-before; this one loads no CUDA.
-"""
+Runs, and all plans before, are made in child processes (llmq/bench/measure.py): this one loads no
+CUDA."""
 
 import json
 import os
@@ -103,11 +101,9 @@ def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any
 
 
 class Forecast:
-    """How long runs take, from the plan's predictions and from the runs that are over.
-
-    counted: steps of one run. For the CPU the plan only says how runs compare, so that there
-    nothing is known before the first one is over.
-    """
+    """How long runs take, from the plan's predictions and from runs that are over. counted: steps
+    of one run. On the CPU, where plans only compare runs, nothing is known before the first is
+    over."""
 
     START = 30.0  # seconds beside the steps, before a run has shown how many it takes
 
@@ -154,11 +150,8 @@ PATIENCE, SLOWER = 900, 20
 def run_bench(
     given: Mapping[str, Any], file: Path | None, how: BenchOptions, argv: list[str]
 ) -> None:
-    """Measure every configuration, write the report after each, and print its table.
-
-    given, file: as for read_runs. argv: the command, for the report. Raises LlmqError at the end if
-    a run failed; one that does not fit into memory is noted and left out.
-    """
+    """Measure every configuration, write the report after each, and print its table. given, file:
+    as for read_runs. argv: the command, for the report. LlmqError at the end if a run failed."""
     if how.add and how.resume:
         raise ConfigError("--add: makes all runs, and --resume only those that are missing: one")
     if how.retry and not how.resume:

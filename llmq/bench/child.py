@@ -49,12 +49,9 @@ def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int
 
 
 def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
-    """Run it to its end.
-
-    text: its standard input. Its output goes to our standard error. alive: the file that it
-    touches. limit: seconds from one touch to the next, timeout: of the whole, after which it first
-    gets SIGUSR1, for which it may print where it is; 0: as long as it takes.
-    """
+    """Run it to its end, its output to our standard error. text: its standard input. alive: the
+    file that it touches. limit: seconds from one touch to the next, timeout: of the whole; 0: as
+    long as it takes. It first gets SIGUSR1, for which it may print where it is."""
     alive.touch()
     touched, progress = alive.stat().st_mtime_ns, time.monotonic()
     start, late = progress, False
@@ -150,10 +147,8 @@ def run_child(
     options: dict[str, Any], steps: int, repeats: int, timeout: float = 0
 ) -> dict[str, Any]:
     """The measurements of one child: `status` and the rest as llmq/bench/measure.py writes it.
-
-    timeout: seconds, 0: no limit but that of --watchdog. A status that says nothing of a speed has
-    a `message`, and where the child printed something its `last_words`, a list of lines.
-    """
+    timeout: seconds, 0: only --watchdog's. Without a speed it has a `message`, and perhaps
+    `last_words`, lines."""
     watchdog = make_config(options).watchdog
     limit = watchdog + START_SECONDS if watchdog else 0
     with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:

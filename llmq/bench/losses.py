@@ -1,8 +1,8 @@
-"""Final losses of many short runs, in one process: sweeps of rates, and of a scaling law; and
-`llmq sweep-lr`, a short ladder of learning rates at small size for `llmq recipe`.
+"""Final losses of many short runs, in one process: sweeps of rates, and of a scaling law; and `llmq
+sweep-lr`, a short ladder of learning rates at small size for `llmq recipe`.
 
 Runs that differ in rates and length only are made by one trainer, one after the other from the same
-first weights on the same data, so that a run of seconds does not wait for its start.
+first weights on the same data, without a start each.
 """
 
 import dataclasses
@@ -36,14 +36,12 @@ _BY_STEP = ("steps", "warmup", "cooldown", "final_lr_fraction", "lr_schedule", "
 def measure_losses(
     rows: list[Row], out: Path, *, seconds: float = 0, logs: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Train each row, as sweep_file.read_runs gives them, and return the records of all that are
-    done, in the order of `rows`.
+    """Train each row of sweep_file.read_runs; the records of all that are done, in their order.
 
-    out: the report, which grows with each run; what it holds is not made again. seconds: after
-    which no run is begun, 0: all are. logs: a folder that gets the courses of runs, as `llmq plot`
-    reads them; `log` of a record is the name there. A run whose loss is no number any more ends
-    there, and its `loss` is None. Raises ConfigError where the report is of another device or
-    tokenizer.
+    out: the report, which grows; what it holds is not made again. seconds: after which no run is
+    begun, 0: all are. logs: a folder for the courses of runs, as `llmq plot` reads them; `log` of a
+    record is the name there. A run whose loss is no number ends, and its `loss` is None.
+    ConfigError for a report of another device or tokenizer.
     """
     report = read_json(out) if out.is_file() else {"device": None, "tokenizer": None, "runs": []}
     for row in rows:
@@ -172,11 +170,8 @@ OF_MUON = {"learning-rate": 0.016}  # of what AdamW trains beside it
 
 def run_sweep_lr(given: dict[str, Any], *, depth: int, rates: int, out: Path) -> None:
     """Train a model of so many blocks at each rate of a ladder, and note the best one in `out`.
-
-    given: options of the runs, by flag name; with --model it is that model. rates: of the ladder,
-    STEP times one another, around --learning-rate; where the best one is at an end, the ladder goes
-    on. Raises ConfigError and LlmqError.
-    """
+    given: options of the runs, by flag name. rates: of the ladder, STEP times one another, around
+    --learning-rate; it goes on where the best is at an end. ConfigError, LlmqError."""
     if rates < FEWEST:
         raise ConfigError(f"--rates: must be at least {FEWEST}, got {rates}")
     own = {"model": BASE, "from-scratch": True, "vocab-size": "auto"}

@@ -113,13 +113,9 @@ def settle(trainer: Trainer, batches: list[Batch], steps: int) -> int:
 
 
 def host_work(trainer: Trainer, batches: list[Batch]) -> tuple[float, int | None]:
-    """Seconds that rank 0 needs to enqueue a step; how often it waited for its GPU in it.
-
-    Waits: None where there is no GPU. The step is enqueued one graph at a time, each into an empty
-    queue: the driver's queue holds about one micro-step of kernels, and in a step of several the
-    host blocks in whichever call finds it full, which is no work. Time of the driver's calls does
-    count, as no replay begins without it.
-    """
+    """Seconds that rank 0 needs to enqueue a step, and how often it waited for its GPU in it, None
+    without one. The step is enqueued one graph at a time, each into an empty queue: to wait for a
+    full one is no work. The driver's calls count."""
     dev, step = trainer.dev, trainer.ranks.first.step
     enqueue, train = dev.graph, step.train
     seconds, syncs, waits = 0.0, 0, 0
@@ -227,11 +223,8 @@ def _joules(gpus: list[NvmlGpu | None]) -> float | None:
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
-    """Bytes: planned, and in use on the whole GPU; whether arenas are as planned.
-
-    The stack may be smaller: with fp8 exponentials a validation, which is not measured here, takes
-    the largest part of it.
-    """
+    """Bytes: planned, and in use on the whole GPU; whether arenas are as planned. The stack may be
+    smaller: a validation with fp8 exponentials, not measured here, takes the most."""
     planned, found = trainer.plan.usage.sizes, trainer.usage.sizes
     memory = {
         "planned": needed_bytes(trainer.plan, trainer.dev.spec),

@@ -1,8 +1,5 @@
-"""The page of a sweep: its speeds as pictures, in one file that loads nothing and runs nothing.
-
-Bars, points and heat maps are drawn by matplotlib, as SVG in HTML. The mouse on a bar, a point or a
-cell shows a <title>, which matplotlib's SVG does not have.
-"""
+"""The page of a sweep: its speeds as pictures, SVG of matplotlib in one file that loads nothing and
+runs nothing. The mouse on a bar, a point or a cell shows a <title>."""
 
 import io
 import itertools

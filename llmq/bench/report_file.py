@@ -1,10 +1,8 @@
 """The files of a report: what is read of an earlier one, what is added, and how it is written.
 
-`llmq bench --compare A B` says which runs of one report are faster in another one. The repeats of a
-run are its sample: of two runs Welch's interval for the difference of the means of log(seconds a
-step) says between which changes of speed the real one lies, with 95 %. An interval on both sides of
-0 shows no difference. The repeats are of one process and one card: what another process, day or
-card would change is not in them.
+`llmq bench --compare A B` says which runs of one report are faster in another one: Welch's interval
+for the difference of the means of log(seconds a step), with 95 %, of the repeats of a run. An
+interval on both sides of 0 shows no difference. Other processes, days and cards are not in it.
 """
 
 import json
@@ -58,11 +56,9 @@ class ReportFile:
         return read_report(self.path, flag) if self.path.exists() else None
 
     def write(self, report: Report, *, stopped: bool = False) -> None:
-        """Each file is replaced at once, and is on the disk: JSON first, the others follow it,
-        but not to say that a run has begun.
-
-        stopped: no run follows, though some are left. Else the page is drawn now and then only.
-        """
+        """Each file is replaced at once, and is on the disk: JSON first, the others follow, but not
+        to say that a run has begun. stopped: no run follows, though some are left. Else pages are
+        drawn now and then only."""
         write_file(self.path, json.dumps(report, indent=1) + "\n")
         if report["running"] is not None:
             return
@@ -160,11 +156,8 @@ SAME, UNKNOWN = "no difference to be seen", "one repeat: unknown"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a speed: as a part of the earlier one, and its interval; None where a run has
-    one repeat.
-
-    The interval is of the geometric means, the change too.
-    """
+    """The change of a speed, of the geometric means: as a part of the earlier one, and its
+    interval; None where a run has one repeat."""
 
     part: float
     low: float | None

@@ -36,12 +36,9 @@ _NODES = (ast.Constant, ast.Name, ast.List, ast.UnaryOp, ast.BinOp, ast.BoolOp, 
 
 
 class Condition:
-    """A condition on options, such as `batch-size * seq-len <= 32768`, evaluated by simpleeval.
-
-    It becomes a Python expression (options lose their hyphens, sizes become bytes) of which only
-    what docs/sweeps.md names is permitted: no calls, no attributes, no subscripts. A number equals
-    no text and no switch: `batch-size == '1'` is an error and not a condition that never holds.
-    """
+    """A condition on options, such as `batch-size * seq-len <= 32768`, evaluated by simpleeval as a
+    Python expression of what docs/sweeps.md names: no calls, attributes, subscripts. A number
+    equals no text and no switch: `batch-size == '1'` is an error."""
 
     def __init__(self, text: str, names: Collection[str]):
         """text: as it is written. names: of all options. ConfigError if it is none."""
@@ -185,14 +182,11 @@ class _Part(NamedTuple):
 
 
 def read_runs(given: Mapping[str, Any], file: Path | None, *, trains: bool = False) -> list[Row]:
-    """The options of every run, each once.
-
-    given: from the command line; wins. trains: on data, for losses; else on random tokens, where
-    options of data are refused. file: YAML, TOML or JSON with options of all runs, and
-    under `runs` a list of mappings with those of each, which win over the shared ones. A list as a
-    value stands for one run with each of its elements; under `zip` lists go together element by
-    element; `where` says which of these runs are made. Raises ConfigError.
-    """
+    """The options of every run, each once. given: from the command line; wins. trains: on data, for
+    losses; else on random tokens, where options of data are refused. file: YAML, TOML or JSON with
+    options of all runs, and under `runs` a list of those of each. A list as a value stands for one
+    run with each of its elements; under `zip` lists go together; `where` says which runs are made.
+    ConfigError."""
     shared = {} if file is None else read_option_file(file)
     runs = shared.pop("runs", [{}])
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):

@@ -1,8 +1,5 @@
-"""`llmq verify`: whether the options that save memory change any number.
-
-The same steps are run twice, from the same weights and on the same data: without these options,
-then with them. Losses, gradient norms and log-sum-exps must be the same bits.
-"""
+"""`llmq verify`: whether the options that save memory change any number. The same steps are run
+without and with them; losses, gradient norms and log-sum-exps must be the same bits."""
 
 import json as json_module
 import math
@@ -29,11 +26,8 @@ from llmq.runtime.machine import Machine, choose_machine
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The measurements of the two runs.
-
-    options: flags under test. without, having: results of each step, then of an evaluation on the
-    last step's first batches, which shows the weights after it.
-    """
+    """The measurements of the two runs. options: flags under test. without, having: results of each
+    step, then of an evaluation on the last step's first batches, which shows the weights."""
 
     options: tuple[str, ...]
     without: tuple[Result, ...]
@@ -92,11 +86,8 @@ def compare(
     steps: int,
     synthetic: bool = False,
 ) -> Comparison:
-    """Make both runs, one after the other. synthetic: on random tokens, without token files.
-
-    The learning rate takes the course of a run of so many steps. Raises LlmqError as training does,
-    OutOfMemory if the steps do not fit without the options.
-    """
+    """Make both runs, one after the other. synthetic: on random tokens. The learning rate takes the
+    course of a run of so many steps. LlmqError as of training, OutOfMemory without the options."""
     RULES.check(config, verification=steps)
     config = replace(config, steps=steps, epochs=None)
     machine = choose_machine(config.device, config.gpus)

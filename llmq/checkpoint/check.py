@@ -1,8 +1,6 @@
-"""`llmq check`: whether files are what they were when they were written.
-
-Every byte of checkpoints, of token files that have a `.sums` file, and of the weights that llmq has
-exported is compared with checksums. For other files it says what can be told without.
-"""
+"""`llmq check`: whether files are what they were when they were written. Checkpoints, token files
+with a `.sums` file and exported weights are compared with checksums, of others what can be told
+without."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -47,12 +45,8 @@ class Checkable(NamedTuple):
 
 def run_check(names: Sequence[str], *, trained: bool = False) -> None:
     """Print a line for each thing that the names stand for; LlmqError if any of them is damaged.
-
-    trained: of checkpoints, print instead which trained tensors have not moved.
-
-    names: token files, `.docs` files, safetensors files, checkpoints, models, folders of several of
-    these, or patterns. All are looked at, whatever is wrong with one.
-    """
+    trained: of checkpoints, print instead which trained tensors have not moved. names: token files,
+    `.docs` files, safetensors files, checkpoints, models, folders of these, or patterns."""
     damaged, count = [], 0
     for name in names:
         try:

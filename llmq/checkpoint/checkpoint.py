@@ -119,12 +119,9 @@ def stored_values(group: str, param: Param) -> int:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint; each rank has its own writer.
-
-    path: of the checkpoint; temporary: until it is complete.
-    Every rank calls `write` once per group. When all have, rank 0 calls `commit` with the entries
-    of all. Nothing under the final name changes before that.
-    """
+    """Writes one checkpoint; each rank has its own writer, and calls `write` once per group. Then
+    rank 0 calls `commit` with the entries of all; before that nothing under the final name changes.
+    path: of the checkpoint; temporary: until it is complete."""
 
     def __init__(self, directory: Path, step: int, rank: int = 0, world: int = 1) -> None:
         self.path = checkpoint_path(directory, step)
@@ -144,12 +141,13 @@ class CheckpointWriter:
         ranges: Sequence[Range],
         read: Callable[[Param, int, int], np.ndarray],
     ) -> FileEntry:
-        """Write this rank's file of a group, one of required_groups, of scales, or BEGUN.
+        """Write this rank's file of a group, one of required_groups, of scales, or
+        INITIAL_ADAPTERS.
 
-        ranges: each parameter at most once. read(param, start, stop): these values, (stop -
-        start,) of dtype, valid until the next call; called once per range, in order, so one range
-        is in memory at a time. Threads may write several groups at once. DiskError if the disk is
-        full or refuses: then somebody calls `discard`, when no rank writes any more.
+        ranges: each parameter at most once. read(param, start, stop): these values, (stop - start,)
+        of dtype, valid until the next call; called once per range, in order. Threads may write
+        several groups at once. DiskError: then somebody calls `discard`, when no rank writes any
+        more.
         """
         pieces = []
         for param, start, stop in ranges:
@@ -285,11 +283,8 @@ class CheckpointReader(Closing):
         return set(self._pieces)
 
     def check(self, table: tuple[Slab, ...], trained: Collection[str] | None = None) -> None:
-        """LlmqError unless every group holds exactly this model's parameters, all of each.
-
-        trained: names of the slabs that have moments, and with adapters of all that is stored;
-        None: all.
-        """
+        """LlmqError unless every group holds exactly this model's parameters, all of each. trained:
+        names of the slabs that have moments, and with adapters of all that is stored; None: all."""
         if trained is None and self.manifest.base is not None:
             raise LlmqError(
                 f"checkpoint '{self.path}' holds adapters of '{self.manifest.base['name']}' only: "
@@ -403,11 +398,9 @@ def write_group(
     pieces: Sequence[SlabPiece],
     beat: Beat,
 ) -> FileEntry:
-    """Write what is a rank's own of a group into its file of a checkpoint, in one format.
-
-    The widest: weights that are not trained may lie in another one than masters. fetch: gives the
-    content of a part of a piece.
-    """
+    """Write what is a rank's own of a group into its file, in the widest of its formats: weights
+    that are not trained may lie in another one than masters. fetch: the content of a part of a
+    piece."""
     dtype = max((piece.tensor.dtype for piece in pieces), key=lambda dtype: dtype.itemsize)
     ranges, homes = [], {}
     for piece in pieces:

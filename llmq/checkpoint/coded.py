@@ -1,8 +1,6 @@
-"""Files whose matrices are codes with scales, of several kinds of `quantization_config`.
-
-`decoded` puts what reads as the matrices' values (`CodedMatrix`) in the place of codes; CODED is
-the table of what does it. The kinds that a config.json may name are in `arch/common.py`.
-"""
+"""Files whose matrices are codes with scales, of several kinds of `quantization_config`
+(`arch/common.py`). `decoded` puts what reads as their values in the place of codes; CODED is its
+table."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -55,11 +55,9 @@ def discard(directory: Path, step: int) -> None:
 
 
 def check_shared(directory: Path, seconds: float = SHARED_SECONDS) -> None:
-    """ConfigError unless all processes of a run see the same directory of checkpoints.
-
-    The first one leaves a file in it for a moment, which the others must see within so many
-    seconds. All processes call it. DiskError where the file cannot be written.
-    """
+    """ConfigError unless all processes of a run see the same directory of checkpoints, by a file
+    that the first one leaves in it for a moment. All processes call it. DiskError where it cannot
+    be written."""
     group = processes()
     if group.count == 1:
         return
@@ -158,12 +156,8 @@ def check_own(path: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Move a checkpoint or a file. Raises OSError.
-
-    A rename between two directories is two changes, of which a loss of power may leave the second
-    without the first. So it has both names until the new one is on the disk, where the file system
-    has hard links.
-    """
+    """Move a checkpoint or a file. Raises OSError. It has both names until the new one is on the
+    disk, if there are hard links: else a loss of power might leave neither."""
     linked = target.parent != path.parent and _link(path, target)
     if not linked:
         os.rename(path, target)
@@ -205,11 +199,8 @@ def _deleting(path: Path) -> Path:
 
 
 def delete(paths: Iterable[Path]) -> list[Path]:
-    """Delete directories of checkpoints; returns those that are gone.
-
-    The others are warned of: no run needs to end because it cannot delete. Each is renamed first,
-    so that half a checkpoint is never taken for a whole one.
-    """
+    """Delete directories of checkpoints; returns those that are gone, and warns of the others. Each
+    is renamed first, so that half a checkpoint is never taken for a whole one."""
     gone = []
     for path in paths:
         try:

@@ -132,15 +132,13 @@ class _GrownTable:
 
 
 class HfWeights(Closing):
-    """The tensors of a model directory: model.safetensors, else the files its index names.
+    """The tensors of a model directory: model.safetensors, else the files its index names. Threads
+    may share it.
 
-    Tensors are read piece by piece when they are asked for. A checkpoint whose names lack their
-    first component is accepted ("wte.weight" instead of "transformer.wte.weight"), and so are the
-    combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Matrices that config.json says are
-    codes read as their values. If a model has other parts, such
-    as one that sees images, these are the tensors of its language model. Threads may share it.
-
-    nested: whether there are such other parts. coded: the kind of the codes, if there are some.
+    Accepted are names without their first component ("wte.weight" for "transformer.wte.weight"),
+    and the combined matrices of llm.q's exports (self_attn.qkv, mlp.up). Codes read as their
+    values. If there are other parts, such as one that sees images, these are the tensors of the
+    language model. nested: there are such parts. coded: the kind of the codes, if there are some.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -291,11 +289,9 @@ class HfWeights(Closing):
             )
 
     def read(self, param: Param) -> np.ndarray:
-        """One parameter in its shape, padding zero; BF16 where stored so, else F32.
-
-        New rows are taken of their table, where they are not stored alone. LlmqError for a NaN or
-        an infinity.
-        """
+        """One parameter in its shape, padding zero; BF16 where stored so, else F32. New rows are
+        taken of their table, where they are not stored alone. LlmqError for a NaN or an
+        infinity."""
         parts = [(part, self._name(part.name)) for part in self._parts(param)]
         if param.first_row is not None and parts[0][1] is None:
             return self._rows_of_table(param)
@@ -501,15 +497,12 @@ def export_model(
 ) -> list[str]:
     """Write a directory that transformers loads; returns the names of its files.
 
-    read: a parameter in its shape, F32 or BF16; called once each, in table order, and released
-    before the next but one is read. dtype: F32 or BF16, of the written weights. tokenizer: saved
-    beside them, or the model directory whose tokenizer files are copied, such that AutoTokenizer
-    makes the same ids. made, run, hub: what made the ids that the model was trained on, whose model
-    it is, and what it began as, noted in llmq.json. check: called with the whole directory before
-    it has its name. stored: what becomes of parameters, instead of tensors in dtype. Nothing
-    appears in out_dir before everything is on the disk; of what is there already, only an older
-    export is replaced.
-    Raises LlmqError where the disk is full or refuses.
+    read: a parameter in its shape, F32 or BF16; called once each, in table order. dtype: F32 or
+    BF16, of the written weights. tokenizer: saved beside them, or a directory whose tokenizer files
+    are copied, such that AutoTokenizer makes the same ids. made, run, hub: tokenizer, run and
+    origin, noted in llmq.json. check: called with the directory before it has its name. stored:
+    what becomes of parameters instead. Nothing appears in out_dir before everything is on the disk;
+    only an older export is replaced. LlmqError where the disk is full or refuses.
     """
     option = next(option for option, d in OPTION_DTYPES.items() if d == dtype)
     replaces = MODEL_FILES + tokenizer_files(tokenizer)

@@ -1,8 +1,6 @@
-"""Models of the hub: what of one is in the local cache, and --download, which fetches the rest.
-
-Only what llmq reads is fetched: config.json, the tokenizer's files, weights in safetensors. Files
-that are complete stay after an interruption, so that the same command fetches the others.
-"""
+"""Models of the hub: what of one is in the local cache, and --download, which fetches the rest of
+what llmq reads: config.json, tokenizer, safetensors. After an interruption the same command goes
+on."""
 
 import os
 import re
@@ -68,10 +66,8 @@ def offer(flag: str, name: str, part: str) -> ConfigError:
 
 def download(flag: str, name: str, parts: Sequence[str]) -> None:
     """Fetch parts of a repository into the cache, after a line that says so: all of one commit.
-
-    name: with @REVISION for another one than the newest. flag: that names it. ConfigError where
-    that is not possible, or not allowed.
-    """
+    name: with @REVISION for another one than the newest. ConfigError, which names flag, where that
+    cannot be."""
     hub = _library("--download")
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
     name, _, revision = name.partition("@")
@@ -167,11 +163,8 @@ def _mb(size: int) -> str:
 
 
 def find_tokenizer(name: str, fetch: bool) -> str:
-    """The folder that --tokenizer names, where the files of a repository are wanted; fetch: with
-    --download.
-
-    `bytes`, a folder and a name that can be neither stay as they are. ConfigError.
-    """
+    """The folder that --tokenizer names, of a repository too; `bytes`, a folder and other names
+    stay as they are. fetch: with --download. ConfigError."""
     if name == BYTES or not is_hub_id(name):
         if fetch:
             warn(f"--download has no effect: --tokenizer {name} is no name of the hub")

@@ -33,10 +33,8 @@ def merged_reader(
     adapter: Callable[[Param], np.ndarray],
 ) -> Callable[[Param], np.ndarray]:
     """Reads parameters of the model with its adapters added, in F32, and what was trained instead.
-
-    base, adapter: a parameter of the table with adapters in its shape. ModelError where a sum is no
-    finite number.
-    """
+    base, adapter: a parameter of the table with adapters in its shape. ModelError for sums that are
+    not finite."""
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = {p.name: (p, slab) for slab in table for p in slab.params}
     by_key = {(p.block, p.key): p for p, _ in params.values()}
@@ -111,11 +109,9 @@ def open_merged(
     base_dtype: str | None = None,
 ) -> Iterator[tuple[ModelConfig, Callable[[Param], np.ndarray]]]:
     """The model, and what merged_reader returns, of a checked model directory and its adapters.
-
-    name: of the model, for messages. base_dtype: how the model was kept beside the adapters; if it
-    is not given, as in their training. The model ends a sequence also where they have learned it:
-    at the end of a turn. LlmqError if the two do not belong together.
-    """
+    name: of the model, for messages. base_dtype: how it was kept beside them; None: as in their
+    training. It ends a sequence also where they have learned it. LlmqError if the two do not belong
+    together."""
     with AdapterFiles(directory) as files:
         if files.config.add_tokens is not None:
             model = _grown(model, weights, directory, files.config.add_tokens)
@@ -179,13 +175,10 @@ def merge_adapter(
     model_dtype: str | None = None,
     base_dtype: str | None = None,
 ) -> list[str]:
-    """Write the model with its adapters added in F32; returns the names of the files.
-
-    base: a model directory or a cached repository. model_dtype: "bf16" or "fp32", None: that of the
-    base. base_dtype: as of open_merged. The tokenizer is that of the adapters' directory, if it has
-    one, else the model's. LlmqError if the two do not belong together, or out_dir holds a model
-    already.
-    """
+    """Write the model with its adapters added in F32; returns the names of the files. base: a model
+    directory or a cached repository. model_dtype: "bf16" or "fp32", None: that of the base.
+    base_dtype: as of open_merged. LlmqError if the two do not belong together, or out_dir holds a
+    model already."""
     if exported_files(out_dir):
         raise LlmqError(f"--out: '{out_dir}' holds a model already: choose another directory")
     check_base(base)

@@ -59,12 +59,10 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # values of 
 class AdapterConfig:
     """The content of adapter_config.json beside ranks, scalings and targets.
 
-    base_dtype: of the codes that the model was kept as; None: of none, or that is not known.
-    split: whether they are `doubled` ones, of adapters that began as a part of the model.
-    modules: those of the model that PEFT trains beside them, by ends of their names. content: all
-    that is there, of adapters that were read.
-    add_tokens: special tokens that the model got, as --add-tokens has them. new_tokens: by module,
-    the ids of which its rows are trained alone; "" is the embedding's.
+    base_dtype: of the codes that the model was kept as; None: of none, or unknown. split: they are
+    `doubled` ones. modules: ends of names of what PEFT trains beside them. content: all that was
+    read. add_tokens: as --add-tokens has them. new_tokens: by module, ids whose rows are trained
+    alone; "" is the embedding.
     """
 
     dropout: float
@@ -215,11 +213,8 @@ def with_additions(
     model: ModelConfig, directory: Path, adapter: AdapterConfig | None = None
 ) -> ModelConfig:
     """The model with what it got for the adapters in a directory: ids whose rows are trained beside
-    them, and a score head.
-
-    adapter: read from there; None: it is not yet. LlmqError where they do not go with the model, or
-    are none of what can be trained: neighbours, of the embedding and maybe of the head.
-    """
+    them, and a score head. adapter: its config, None: not read yet. LlmqError where they do not go
+    with the model, or are no neighbours of the embedding, and maybe of the head."""
     adapter = read_adapter_config(directory) if adapter is None else adapter
     if adapter.content.get("task_type") == "SEQ_CLS" and not model.num_labels:
         with AdapterFiles(directory) as files:
@@ -253,11 +248,9 @@ def with_additions(
 class AdapterFiles(HfWeights):
     """The tensors of such a directory, by the names of the weight table.
 
-    The file may also have copies of the embedding and the LM head, which were not trained: PEFT's
-    save_embedding_layers makes them. If PEFT has trained some of a part, such as one kind of norm,
-    what is there counts as a copy too, unless all of the part is to be trained.
-
-    ends: ids at which the model that was trained ends a sequence; [] if that is not known.
+    The file may also have copies of embedding and LM head that were not trained, by PEFT's
+    save_embedding_layers; what PEFT has trained of a part that is not to be trained as a whole
+    counts as one. ends: ids at which the trained model ends a sequence; [] if unknown.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -312,11 +305,8 @@ class AdapterFiles(HfWeights):
         return noted is None or digest_of_file(self.directory / ADAPTER_FILE) == noted
 
     def adapters(self, model: ModelConfig, named: tuple[str, ...] = ()) -> Adapters:
-        """The matrices and parts of this model that they adapt and train. LlmqError if it has none
-        of it.
-
-        named: parts that are to be trained where the file has only copies of them, too.
-        """
+        """The matrices and parts of this model that they adapt and train; LlmqError if it has none
+        of it. named: parts to be trained where the file has only copies of them, too."""
         modules = {name.rpartition(".lora_")[0] for name in self._where if ".lora_" in name}
         if not modules:
             raise LlmqError(f"--adapter: '{self.directory}' has no adapters in {ADAPTER_FILE}")

@@ -47,12 +47,9 @@ def export_adapter(
     check: Callable[[Path], None] | None = None,
     **origin: Any,
 ) -> list[str]:
-    """Write a directory that peft loads; returns the names of its files.
-
-    read: a parameter of the adapters' table in its shape, F32 or BF16. tokenizer, check: as of
-    export_model. origin: made, run and base, as run_record has them. LlmqError where the disk is
-    full or refuses.
-    """
+    """Write a directory that peft loads; returns the names of its files. read: a parameter of the
+    adapters' table in its shape, F32 or BF16. tokenizer, check: as of export_model. origin: as of
+    run_record. LlmqError where the disk is full or refuses."""
     table, trained = weight_table(model, 1, adapters), trained_slabs(adapters)
     params = [p for slab in table if slab.name in trained for p in slab.params]
     nested = origin.get("base") is not None and origin["base"].nested

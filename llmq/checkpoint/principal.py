@@ -33,12 +33,9 @@ Read = Callable[[Param], np.ndarray]
 
 
 def principal(w: np.ndarray, rank: int, scale: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A0 (rank, columns) and B0 (rows, rank) of a matrix w (rows, columns), all F32.
-
-    scale * B0 @ A0 is w with its largest `rank` singular values alone; both have equal parts of
-    them. For large matrices they are approximate: found by subspace iteration from random numbers
-    of this seed.
-    """
+    """A0 (rank, columns) and B0 (rows, rank) of a matrix w (rows, columns), F32: scale * B0 @ A0 is
+    w with its largest `rank` singular values alone, of which both have equal parts. For large
+    matrices approximate, by subspace iteration from random numbers of this seed."""
     if min(w.shape) <= max(EXACT, 2 * (rank + OVERSAMPLING)):
         u, values, vt = np.linalg.svd(w, full_matrices=False)
     else:
@@ -79,11 +76,9 @@ def _matrices(model: ModelConfig, adapters: Adapters) -> list[_Matrix]:
 
 
 class Split:
-    """A model as adapters of its matrices, and what these leave.
-
-    matrices: those that are split, as parameters of the model. initial_adapters: A0 and B0 of all
-    of them, by the names of the adapters' parameters, in their shapes.
-    """
+    """A model as adapters of its matrices, and what these leave. matrices: those that are split.
+    initial_adapters: A0 and B0 of all, by the names of the adapters' parameters, in their
+    shapes."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The checkpoints in a directory: find the one to go on from, tell whose they are, what is known
-of them and which is the best (--keep-best), decide which stay, and delete old ones.
+"""The checkpoints in a directory: which to go on from, whose they are, what is known of them, which
+is the best (--keep-best) and which stay.
 
 A checkpoint is good when the PROVEN steps after it were. One that a bad step followed before is bad
 until as many good steps have followed that one. Without a verdict it is not known yet.
@@ -42,11 +42,8 @@ def list_checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def checkpoints_by_name(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in a directory by the step in their name, in this order.
-
-    Also those that have something else in the place of their checkpoint.json: they are damaged.
-    LlmqError if it cannot be listed.
-    """
+    """The complete checkpoints in a directory by the step in their name, in this order, and damaged
+    ones with something else in the place of checkpoint.json. LlmqError if it cannot be listed."""
     found = {}
     for path in entries(directory):
         step = _named_step(path)
@@ -120,13 +117,9 @@ def _check_name(path: Path) -> None:
 def find_checkpoint(
     directory: Path, spec: str = NEWEST, passed: list[str] | None = None
 ) -> Path | None:
-    """The checkpoint that --continue names, None if there is no complete one.
-
-    All processes call it, and get what the first one finds.
-
-    spec: NEWEST in `directory`; a step in `directory`; or a path as for checkpoint_at. passed: as
-    there.
-    """
+    """The checkpoint that --continue names, None if there is no complete one, as the first process
+    finds it; all call it. spec: NEWEST or a step in `directory`, or a path as of checkpoint_at, as
+    passed is."""
     if spec.isdecimal():
         return _of_first(directory).get(int(spec))
     if spec == NEWEST:
@@ -144,12 +137,10 @@ class NoCheckpoint(ConfigError):
 
 
 def checkpoint_at(path: Path, passed: list[str] | None = None) -> Path | None:
-    """A complete checkpoint, whatever its directory is called, or the newest in a directory.
-
-    The newest checkpoint of a directory that is whole and not known to be bad; passed gets a line
-    for each newer one. If all are bad, the newest after which a step was good, or just the newest.
-    LlmqError if it is called like another step, or none is whole. All processes call it.
-    """
+    """A complete checkpoint, whatever its directory is called, or the newest in a directory that is
+    whole and not known to be bad; passed gets a line for each newer one. If all are bad, the newest
+    after which a step was good, or just the newest. LlmqError for the name of another step, or if
+    none is whole. All processes call it."""
     path = Path(os.path.expanduser(path))
     if processes().on_first(lambda: is_complete(path)):
         processes().on_first(lambda: _check_name(path))
@@ -234,12 +225,8 @@ def check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 def delete_old(directory: Path, run: RunId | None, steps: Collection[int]) -> list[Path]:
     """Delete a run's checkpoints of these steps, and what interrupted saves left behind, so no save
-    may be under way; returns the deleted directories.
-
-    run: whose checkpoints; those of another run stay. None: those without an id. One that was
-    renamed to another step is the user's business: it stays. Checkpoints that cannot be deleted are
-    warned of, and links stay.
-    """
+    may be under way; returns the deleted directories. run: None: without an id. Those of other
+    runs, renamed ones and links stay; what cannot be deleted is warned of."""
     own = own_checkpoints(directory, run) if steps else {}
     return delete([*leftovers(directory), *(own[step] for step in steps if step in own)])
 
@@ -274,12 +261,9 @@ Measured = dict[str, tuple[float, int]]
 
 
 class Best:
-    """The best value of a metric so far, and the step of its checkpoint; step None: none yet.
-
-    metric None: nothing is kept. The first of equal values counts, and NaN never does. Only values
-    that were measured on as much are compared: the last validation of a run takes all sequences,
-    the others --eval-num-steps batches.
-    """
+    """The best value of a metric so far, and the step of its checkpoint; step None: none yet;
+    metric None: nothing is kept. The first of equal values counts, NaN never, and only values that
+    were measured on as much are compared, as the last validation is not with others."""
 
     def __init__(self, metric: str | None, directory: Path, known: list[str]):
         """known: all metrics of the run; ConfigError if there is none of this name."""
@@ -388,14 +372,12 @@ def outdated(
 ) -> list[int]:
     """The checkpoints of a run, by step, that --ckpt-keep-n and --ckpt-major let go.
 
-    keep_n: 0 or less keeps all. Steps that are multiples of major (if positive) stay and are not
-    counted; of the others the keep_n newest, where `saved`, which was written last, counts as the
-    newest, also beside later ones of an abandoned run. Damaged ones and those known to be bad are
-    not counted: they go when keep_n newer ones are there. Besides stay those of the steps `spared`,
-    the newest good one of each level (what is usual may have changed by divergence), and the one
-    that will be the next; with interval also the newest good one of its multiples, and all
-    multiples of which it is not known yet: whether extra ones were saved in between, by a signal,
-    decides nothing about them.
+    keep_n: 0 or less keeps all. Multiples of major (if positive) stay and are not counted; of the
+    others the keep_n newest, where `saved`, written last, counts as the newest. Damaged and bad
+    ones are not counted: they go when keep_n newer ones are there. Besides stay the steps `spared`,
+    the newest good one of each level, and the one that will be the next; with interval also the
+    newest good one of its multiples, and all multiples that are not known yet: extra saves decide
+    nothing about them.
     """
     if keep_n <= 0:
         return []
@@ -484,11 +466,9 @@ class Candidates:
         return [(self._paths[at], Verdict(False, step - at, reason, level)) for at in new]
 
     def after_good(self, step: int, last_bad: int, level: int) -> dict[Path, Verdict | None]:
-        """A step was good: what became of the checkpoints that it decides about.
-
-        None: another level was usual when one turned bad, so its verdict stays. last_bad: the last
-        bad step before.
-        """
+        """A step was good: what became of the checkpoints that it decides about; None: another
+        level was usual when one turned bad, so its verdict stays. last_bad: the last bad step
+        before."""
         before = [at for at in self._paths if at <= step]
         self.followed = max(before, default=self.followed)
         known = [at for at in before if step - max(at, last_bad + 1) + 1 >= PROVEN]

@@ -1,9 +1,6 @@
-"""Low-rank adapters of a frozen model: which matrices they are of.
-
-An adapter adds s * B @ A to a matrix (out, in) that stays as it is: A is (rank, in) and B (out,
-rank). It is of one module as Hugging Face names it, so that where its files hold queries, keys and
-values in one matrix, these three share an adapter.
-"""
+"""Low-rank adapters of a frozen model: which matrices they are of. An adapter adds s * B @ A to a
+matrix (out, in): A is (rank, in), B (out, rank). It is of one module as Hugging Face names it,
+which may be queries, keys and values together."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,14 +19,13 @@ from llmq.options.rule import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """The adapters that are trained beside matrices that stay as they are; they decide about the
-    model's weight table.
+    """The adapters that are trained beside matrices that stay; they decide about the model's weight
+    table.
 
-    targets: some of LORA_TARGETS, or a regular expression that names of modules match as a whole.
-    train: some of LORA_PARTS. layers: those that have adapters, as `layer_set` reads them. alpha:
-    of the scaling, as `rs` says. ranks, alphas: other ones of modules whose names end with what
-    matches a pattern, PEFT's rank_pattern and alpha_pattern; the first that matches holds. dora:
-    whether adapted rows have magnitudes that are trained, PEFT's use_dora.
+    targets: some of LORA_TARGETS, or a regular expression of whole names of modules. train: some of
+    LORA_PARTS. layers: as of `layer_set`. alpha: of the scaling, as `rs` says. ranks, alphas:
+    others of modules whose names end with a pattern, PEFT's rank_pattern and alpha_pattern; the
+    first match holds. dora: adapted rows have trained magnitudes, PEFT's use_dora.
     """
 
     rank: int
@@ -76,11 +72,8 @@ class AdaptedPart(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
     """A matrix of a block, by its key there, with its adapters; or the embedding or the LM head.
-
-    shape: (rows, in_features), with the rows of all experts. groups: number of experts, 1 if it is
-    of none. active: of them, those that a token meets. parts: of fused experts one of each, all of
-    which have one module: the parameter.
-    """
+    shape: (rows, in_features), rows of all experts. groups: experts, 1 if it is of none. active:
+    those that a token meets. parts: of fused experts one each, with one module."""
 
     key: str
     shape: tuple[int, int]
@@ -147,11 +140,8 @@ def has_target(model: ModelConfig, target: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def adapted_matrices(model: ModelConfig, adapters: Adapters, layer: int) -> tuple[Adapted, ...]:
-    """The matrices of a layer that get adapters, in the order of the block.
-
-    Targets that the model does not have are left out. ConfigError where a part of a module is
-    named, and another one is not; ValueError for layers that it does not have.
-    """
+    """The matrices of a layer that get adapters, in the order of the block. ConfigError where only
+    a part of a module is named; ValueError for layers that it does not have."""
     if layer not in layer_set(adapters.layers, model.num_layers):
         return ()
     every = (_adapted(model, adapters, matrix) for matrix in model.matrices(layer))

@@ -1,8 +1,6 @@
-"""Measurements of a machine's GPUs by `llmq rig`, kept for plans: one file for each machine.
-
-It is JSON in the folder `cards` of the cache directory, with a checksum. Rates that were measured
-stand in place of a card's data sheet wherever a plan asks for them.
-"""
+"""Measurements of a machine's GPUs by `llmq rig`, kept for plans: JSON in the folder `cards` of the
+cache directory, one file for each machine, with a checksum. They stand in place of the data
+sheet."""
 
 import hashlib
 import json
@@ -30,16 +28,14 @@ Points = Sequence[tuple[Sequence[int], float]]
 class CardFile:
     """One machine's measurements. Seconds, and GB/s of 10^9 bytes.
 
-    device, capability, num_sms, memory: of its GPUs, of which there are `gpus`; host: which
-    machine (this_host). date: of the measurement, UTC. launches: by the name of a `Kind`, as long
-    as one GPU takes for them in the middle of steps. bus: by how many GPUs copy at once, of each of
-    them, host to GPU, GPU to host, and each way while both go on. exchange: by how many GPUs, by
-    backend ("nccl", "copies", and without peer access "nccl-off", "staged"), by operation: bytes
-    that each receives, and seconds, beside kernels; of "load" bytes that come from host memory, and
-    by how many seconds an exchange through it takes longer with them. beside: by GPUs and backend,
-    how many times as long those kernels take meanwhile. beside_bus: whether peers reach each other
-    without taking the bus to the host. slowest: of the speed of one GPU alone, what the slowest
-    reaches when all work.
+    gpus: how many; device, capability, num_sms, memory: of each; host: this_host. date: UTC.
+    launches: by the name of a `Kind`, seconds in the middle of steps. bus: by how many GPUs copy at
+    once, of each: host to GPU, GPU to host, each way while both go on. exchange: by GPUs, backend
+    ("nccl", "copies", without peer access "nccl-off", "staged") and operation: bytes that each
+    receives, and seconds, beside kernels; of "load" bytes from host memory, and how many seconds
+    longer an exchange through it takes. beside: by GPUs and backend, how many times as long kernels
+    take meanwhile. beside_bus: peers reach each other without the host's bus. slowest: the
+    slowest's part of the speed of one GPU alone, when all work.
     """
 
     device: str

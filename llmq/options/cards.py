@@ -1,10 +1,8 @@
 """Cards: the data sheet of each, and how much of that a training step gets.
 
 Data sheets are NVIDIA's, the peaks as collected by llm.q. The share that products reach in a step
-was measured on two cards, and follows for others from the speeds that llm.q publishes for them.
-
-Measurements stand in place of the sheet: of this machine, of a report, or of a rig whose owner has
-shared them.
+was measured on two cards, and follows for others from the speeds that llm.q publishes. Measurements
+of this machine, of a report, or of a shared rig stand in place of the sheet.
 """
 
 import difflib
@@ -23,16 +21,13 @@ from llmq.runtime.device import DeviceSpec
 class Card:
     """One GPU.
 
-    name: what its driver calls it; of a card that is sold with several sizes of memory under one
-    name, those after the first one have the size behind it. memory: in GiB, about what CUDA
-    reports. bandwidth: of that; bus: to the host, one direction, as copies reach it; link: to
-    another card over NVLink, as collectives reach it, 0 without; all in GB/s. tf32, bf16, fp8:
-    dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none.
-    sustained: what matrix products reach of the bf16 and of the fp8 peak in the middle of a step,
-    at the power limit. source: where that is from, for the user. error: the part of a step's
-    predicted speed by which it may be off on one GPU, as far as is known; None where its rates were
-    measured on this machine. measured: what `llmq rig` has measured, which then counts instead of
-    what is above.
+    name: as its driver calls it, with the size behind it where several are sold under one name.
+    memory: in GiB, about what CUDA reports. bandwidth: of that; bus: to the host, one direction, as
+    copies reach it; link: over NVLink, as collectives reach it, 0 without; in GB/s. tf32, bf16,
+    fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none. sustained: what products
+    reach of the bf16 and of the fp8 peak in a step, at the power limit. source: of that, for the
+    user. error: the part by which a predicted speed may be off; None where rates were measured
+    here. measured: by `llmq rig`, counts instead.
     """
 
     name: str
@@ -62,12 +57,10 @@ class Card:
 
     @property
     def int8(self) -> float:
-        """Dense peak of products of signed bytes, in TOP/s, as the data sheets have it.
-
-        On cards for data centers and workstations it is twice that of bf16 (A100: 624, RTX A6000:
-        310, L4: 242), on GeForce, which sum bf16 products in fp32 at half their speed, four times
-        (RTX 3090: 284, RTX 4090: 661, RTX 5090: 838).
-        """
+        """Dense peak of products of signed bytes, in TOP/s: on cards for data centers and
+        workstations twice that of bf16 (A100: 624, RTX A6000: 310, L4: 242), on GeForce, whose fp32
+        sums of bf16 products take twice as long, four times (RTX 3090: 284, RTX 4090: 661, RTX
+        5090: 838)."""
         return self.bf16 * (4 if self.sums_slowly else 2)
 
     @property
@@ -276,11 +269,8 @@ def is_laptop(name: str) -> bool:
 
 
 def is_data_center(name: str) -> bool:
-    """Whether a card of this name is made for servers, where it drives no display.
-
-    Their names are letters and a number (H100, L40S, A10, Tesla T4), but for the GB10 of desktop
-    machines, and editions for servers.
-    """
+    """Whether a card of this name is made for servers, and drives no display: a name of letters and
+    a number (H100, L40S, A10, Tesla T4), but for the GB10, and editions for servers."""
     words = name.removeprefix("NVIDIA ").removeprefix("Tesla ").replace("-", " ").split()
     product = words[0] if words else ""
     return "Server" in words or (product != "GB10" and bool(re.match(r"[A-Z]+\d", product)))
@@ -331,12 +321,9 @@ NEAREST = 5  # cards that are named where none is known
 
 
 def find_card(words: str) -> Card:
-    """The card of --card: the first one that has all words in its name, "4090" or "pro 6000", or as
-    the size of its memory, "5060 ti 8gb": with a size, the first one with the shortest name.
-
-    Words that are on no card are taken apart where digits begin or end: "rtx5060ti". ConfigError
-    names the nearest cards.
-    """
+    """The card of --card: the first one with all words in its name, or as the size of its memory,
+    "5060 ti 8gb": then the one with the shortest name. Words on no card are taken apart at digits:
+    "rtx5060ti". ConfigError names the nearest cards."""
     given = re.sub(r"(\d+) ?(gb|gib|g)\b", r" \1gb ", words.lower().replace("-", " "))
     apart = re.findall(r"\d+gb\b|\d+|[^\d\s]+", given)
     for wanted in (given.split(), apart):
@@ -371,11 +358,8 @@ def _nearest(wanted: list[str]) -> list[Card]:
 
 
 def card_of(spec: DeviceSpec) -> Card:
-    """The card of a GPU that is there; for one that is not known, a similar one scaled to it.
-
-    Where several have its name, the one with its memory. Similar: of the nearest capability, of
-    laptops or not, and of these with the nearest number of multiprocessors.
-    """
+    """The card of a GPU that is there, the one with its memory; for an unknown one a similar one
+    scaled to it: of the nearest capability, laptop or not, and number of multiprocessors."""
     named = [card for card in CARDS.values() if spec.name in (card.name, card.driver_name)]
     if named:
         return min(named, key=lambda card: abs(card.memory * GIB - spec.memory))
@@ -435,12 +419,9 @@ def card_here(spec: DeviceSpec, gpus: int, *, cuda: bool) -> Card:
 
 
 def rig_card(card: Card, gpus: int) -> Card:
-    """With the rates that were measured on this machine, else on one whose owner has shared them,
-    where there are any.
-
-    A file that is damaged, or of other GPUs than its name says, is a warning and left alone. gpus:
-    where several sets of GPUs were measured, the smallest one with as many, else the largest.
-    """
+    """With the rates that were measured on this machine, else on a shared one, where there are any.
+    A file that is damaged, or of other GPUs, is a warning. gpus: of several sets the smallest with
+    as many, else the largest."""
     own = _files(card, folder(), this_host())
     found = own or _files(card, SHARED, "*")
     if not found:

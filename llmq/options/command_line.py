@@ -13,11 +13,8 @@ def flag(name: str, value: Any) -> str:
 
 
 def fewest_values(config: TrainConfig) -> dict[str, Any]:
-    """The values, by field, without which it would be another configuration.
-
-    Values that are as by default are left out, and so are those that others imply, and a log that
-    is called after the time of a start. config: normalized.
-    """
+    """The values, by field, without which it would be another configuration: not defaults, what
+    others imply, and a log called after the time of a start. config: normalized."""
     names = [*OPTIONS]
     if re.fullmatch(rf"logs/{re.escape(config.name)}-[-\dT_]{{19}}\.json", str(config.log_file)):
         names.remove("log_file")

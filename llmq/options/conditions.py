@@ -1,8 +1,6 @@
-"""Conditions of rules ask these: the facts beside the options, and questions that several have.
-
-A rule (`rules.py`) about a fact has it as the third argument of its condition: the model
-(`ModelConfig`), the card of a plan (`Card`), or one of those here.
-"""
+"""Facts and questions of rules' conditions (`rules.py`), which have a fact beside the options as
+their third argument: the model (`ModelConfig`), the card of a plan (`Card`), or one of those
+here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,12 +70,9 @@ class Length:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """The machines of a run.
-
-    on_gpus: not on the CPU. name, capability: of a GPU, 89 for 8.9. machines: how many ranks each
-    has, by its name. ranks: of this process, and processes: how many there are of all machines.
-    most_summed: GPUs whose parts one kernel can sum.
-    """
+    """The machines of a run. name, capability: of a GPU, 89 for 8.9. machines: ranks of each, by
+    name. ranks: of this process; processes: of all machines. most_summed: GPUs whose parts one
+    kernel can sum."""
 
     on_gpus: bool
     name: str
@@ -120,11 +115,8 @@ class AttentionHere:
 
 
 def why_weights_stay(o: Options, shards: int) -> str | None:
-    """Why --shard-weights does nothing, None if it does something. shards: how many there are.
-
-    With a single one slots are needed only for blocks whose work weights are not on the device
-    anyway.
-    """
+    """Why --shard-weights does nothing, None if it does something, with so many shards. A single
+    one needs slots only for blocks whose work weights are not on the device anyway."""
     if shards > 1 or o.gathered is None or o.gathered[1]:
         return None
     if o.freezes_model:

@@ -23,11 +23,8 @@ class Derived:
 
     @property
     def local_seq_len(self) -> int:
-        """Tokens of a sequence that one device computes: what its tensors have as T.
-
-        `seq_len` is what the data have, which positions, losses and tokens of a step are counted
-        by. They are the same as long as no axis of the mesh divides sequences.
-        """
+        """Tokens of a sequence that one device computes, T of its tensors; `seq_len` is what the
+        data have. They are the same as long as no axis of the mesh divides sequences."""
         return self.seq_len
 
     @property

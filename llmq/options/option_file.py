@@ -99,11 +99,9 @@ def save_options(
 ) -> None:
     """Write a configuration as YAML, with a comment for each option, also for those not set.
 
-    Set are those without which it would be another configuration; options of one command, such as
-    --continue, are left out. flag: that named the file. head: lines that stand above all. notes: by
-    field, what stands above an option in the place of its help; then only what is set is written.
-    ConfigError for another kind of file, and where one is there that says something else: it may
-    have been edited.
+    Set are fewest_values without options of one command. flag: that named the file. head: lines
+    above all. notes: by field, in the place of its help; then only what is set is written.
+    ConfigError for another kind of file, and where one is there that says something else.
     """
     if file.suffix not in YAML_SUFFIXES:
         raise ConfigError(f"{flag}: writes YAML, so '{file}' must end in .yaml or .yml")

@@ -163,12 +163,9 @@ def named_pattern(text: str) -> tuple[str, str]:
 
 
 def split_weight(text: str) -> tuple[str, float | None]:
-    """A pattern of --train-file and its weight, None if it has none. ConfigError for one that is
-    not positive.
-
-    A weight stands behind the last colon, `data/a.bin:0.7`. A name that exists is taken literally,
-    so that a colon in it does no harm; `data/a:1:0.5` gives the file `data/a:1` a weight.
-    """
+    """A pattern of --train-file and its weight behind the last colon, `data/a.bin:0.7`, None
+    without one. A name that exists is taken literally. ConfigError for a weight that is not
+    positive."""
     pattern, colon, number = text.rpartition(":")
     if not colon or not pattern or os.path.exists(os.path.expanduser(text)):
         return text, None

@@ -1,8 +1,6 @@
-"""TrainConfig: every option of a training run, its name, default, help and limits.
-
-The command line, files of options, the log and checkpoints are made from this one class. `rules.py`
-says what options mean for each other.
-"""
+"""TrainConfig: every option of a training run, its name, default, help and limits, from which the
+command line, files of options, the log and checkpoints are made. `rules.py` has what they mean for
+each other."""
 
 from __future__ import annotations
 
@@ -625,11 +623,9 @@ class TrainConfig(Derived):
     """No option: the command asks a model for losses, and trains nothing."""
 
     def normalized(self, now: datetime | None = None) -> TrainConfig:
-        """With what is implied written out: spellings, formats, recomputation, %n, files.
-
-        now: the start of the run for the name of the log file, in UTC. Applying it again changes
-        nothing. Raises ConfigError where a value has the wrong type.
-        """
+        """With what is implied written out: spellings, formats, recomputation, %n, files; once more
+        changes nothing. now: the start of the run for the log's name, in UTC. ConfigError for
+        values of a wrong type."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         for name, opt in OPTIONS.items():
             if values[name] is not None:

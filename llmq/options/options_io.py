@@ -54,11 +54,8 @@ Layers = tuple[dict[str, Any], dict[str, Any]]
 
 def make_config(given: Mapping[str, Any], file: Path | None = None) -> TrainConfig:
     """Normalized, validated options of a run: those given, then those of the file, then defaults.
-
-    given: values by flag name without dashes. file: YAML, or JSON or TOML by its suffix; one
-    mapping with the same keys, - or _ alike. Raises ConfigError for an unknown key, a value that is
-    not valid, and an option that is given as off though another one implies it.
-    """
+    given: by flag name. file: YAML, JSON or TOML, with the same keys, - or _ alike. ConfigError for
+    an unknown key, an invalid value, and one that is off though another implies it."""
     return config_of(layers_of(given, file))
 
 
@@ -131,12 +128,9 @@ def option_rows(
     steps_per_epoch: int | None = None,
     total_steps: int | None = None,
 ) -> list[tuple[str, bool | int | float | str]]:
-    """Name and value of every option, for [Options] and for the log.
-
-    llm.q's rows under llm.q's names come first, then the options that llm.q does not have or does
-    not report. total-batch (tokens per optimizer step) and steps-per-epoch are left out where the
-    number they need is not given; total_steps replaces --steps. None is reported as 'none'.
-    """
+    """Name and value of every option, for [Options] and the log: llm.q's rows under its names
+    first. total-batch and steps-per-epoch are left out where their numbers are not given;
+    total_steps replaces --steps. None is 'none'."""
     names = [name for name in OPTIONS if name not in SIZES]  # the model's own say it
     shown = {OPTIONS[name].flags[0]: getattr(config, name) for name in names}
     for row, name in _RENAMED.items():

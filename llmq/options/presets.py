@@ -310,11 +310,9 @@ def find_directory(name: str) -> Path | None:
 
 
 def resolve_model(name: str, from_scratch: bool) -> tuple[ModelConfig, Path | None]:
-    """Find what --model names: a directory, a repository in the Hugging Face cache, or a preset.
-
-    Returns the configuration and the directory that holds its files, None for a preset. Nothing is
-    downloaded. A preset is only considered with from_scratch. Raises ConfigError.
-    """
+    """Find what --model names: a directory, a repository in the Hugging Face cache, or,
+    from_scratch only, a preset; its configuration, and its directory, None for a preset.
+    ConfigError."""
     directory = find_directory(name)
     if directory is not None and ((directory / "config.json").is_file() or not from_scratch):
         content = _read_config_json(directory)

@@ -1,9 +1,6 @@
-"""A rule about options, and the one engine that evaluates rules.
-
-Everybody who asks about options asks `Rules`: normalization what is implied, validation what is
-refused, a command what is idle, --help what is said beside an option, `llmq plan --fit` what may be
-tried, `llmq verify` which options must not change a bit. The table itself is `rules.py`.
-"""
+"""A rule about options, and the one engine that evaluates rules (the table is `rules.py`): what is
+implied, refused and idle, what --help says beside an option, what `llmq plan --fit` may try, and
+which options must not change a bit in `llmq verify`."""
 
 from __future__ import annotations
 
@@ -30,12 +27,11 @@ advice may try the values that it sets. exact: `llmq verify` expects the same bi
 class Rule:
     """One sentence about one option.
 
-    group: in place of the option, each of this group, where its value is not the default.
-    when: called with the option's value, the options, and one fact if it has a third argument, by
-    whose name the fact is known; what is true means that the rule applies.
-    text: a line in the form of str.format, in which {value}, {flag}, {shown} ("--seed 5"), {given}
-    ("--seed=5"), {found} (what `when` has returned), the fact by its name, and the options by
-    theirs may stand. sets: values of options, or what makes them from the options. use: of savers,
+    group: in place of the option, each of this group, where its value is not the default. when:
+    called with the option's value, the options, and one fact if it has a third argument, known by
+    its name; true: the rule applies. text: a line for str.format with {value}, {flag}, {shown}
+    ("--seed 5"), {given} ("--seed=5"), {found} (what `when` has returned), the fact and the options
+    by their names. sets: values of options, or what makes them from the options. use: of savers,
     who tries them. help: a clause of the option's --help. last_word: no other idle rule of this
     option is told where this one applies. given: where the value is not the default.
     """
@@ -110,11 +106,8 @@ def _defaults(config_class: type) -> Options:
 
 
 class Rules:
-    """A table of rules, and what follows from it.
-
-    Where a method takes a fact, it is one keyword, and only the rules about it are evaluated;
-    without one only those about nothing but the options.
-    """
+    """A table of rules, and what follows from it. A fact is one keyword, and only the rules about
+    it are evaluated; without one those about nothing but the options."""
 
     def __init__(self, table: Iterable[Rule]):
         """table: in the order in which errors and warnings are looked for."""
@@ -165,11 +158,8 @@ class Rules:
         return [rule.line(options, found, **fact) for rule, found in told if rule.text]
 
     def help(self, name: str, text: str) -> str:
-        """The help of an option: its own text, with what its rules add.
-
-        A clause stands in place of {rule} in the text; without that one that ends with a colon
-        stands before it, and others behind it.
-        """
+        """The help of an option: its own text, with what its rules add: a clause in place of
+        {rule}; else one that ends with a colon before it, and others behind it."""
         for clause in self._clauses(name):
             if "{rule}" in text:
                 text = text.replace("{rule}", clause)

@@ -1,9 +1,8 @@
 """The rules of all options: what they imply, what is refused, and what has no effect, and why.
 
-One table, in the order in which errors and warnings are looked for; `training_rules.py` has the
-parts about the optimizer, losses and adapters, `savers.py` that which says what may be tried.
-`rule.py` says what a rule is, and evaluates them. A condition gets the option's value `v`, the
-options `o`, and the fact that the rule is about (`conditions.py`).
+One table, in the order in which errors and warnings are looked for; `training_rules.py` and
+`savers.py` have parts of it. A condition (`rule.py`) gets the option's value `v`, the options `o`,
+and the fact that the rule is about (`conditions.py`).
 """
 
 from llmq.options.conditions import (

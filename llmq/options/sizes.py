@@ -1,10 +1,8 @@
-"""Own sizes of a new model, and positions of any: the options that change those of --model, and
-what follows from them.
+"""Own sizes of a new model, and positions of any: the options that change those of --model.
 
-A size that is not given stays the preset's, except where it follows from one that is given: as many
-key and value heads as query heads where the preset has as many; the head size is the width divided
-by the heads, unless the architecture or the preset sets it apart; an MLP that the architecture
-makes a multiple of the width stays one.
+A size that is not given stays the preset's, unless it follows from one that is: as many key and
+value heads as query heads where the preset has as many; a head of the width divided by the heads,
+unless set apart; an MLP that the architecture makes a multiple of the width.
 """
 
 import json

@@ -86,8 +86,8 @@ def with_new_tokens(config: TrainConfig, model: ModelConfig, model_dir: Path | N
 
 
 def planned_model(config: TrainConfig) -> tuple[TrainConfig, ModelConfig, Path | None]:
-    """As model_of_run, for a plan, where a preset's name means the trained model of its sizes; and
-    the options of the run that it is a plan of."""
+    """The model of a plan, where a preset's name means the trained model of its sizes; and the
+    options of the run that it is a plan of. Else as model_of_run."""
     unread = config.from_scratch or config.download
     unread = unread or find_directory(pinned(config.model, config.revision)) is not None
     trained = None if unread else released(config.model)

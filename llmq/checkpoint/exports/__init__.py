@@ -1,8 +1,5 @@
-"""`llmq export`: a checkpoint, a model or adapters in a format that others read.
-
-Formats have one file each, and EXPORTS is their table. `source.py` opens what is exported,
-`format.py` says what a format is, and has model directories.
-"""
+"""`llmq export`: a checkpoint, a model or adapters in a format that others read. Formats have one
+file each, and EXPORTS is their table; `source.py` opens what is exported."""
 
 import inspect
 from contextlib import suppress
@@ -40,11 +37,10 @@ def export(
 ) -> list[str]:
     """Write what `where` names in the format `to`; returns the names of the files.
 
-    where, base, merge, force: as of open_source. dtype: as of the format, None: that of the source.
-    verify: as of ExportFormat.write. overwrite: what is at `out`, whoever wrote it; else a run
-    replaces its own model directory. licence: of the README.md that a folder gets, as of `card`.
-    push: the repository of the hub that gets the files. options: of the format. LlmqError where
-    that is not possible, before anything changes.
+    where, base, merge, force: as of open_source. dtype: None: that of the source. verify: as of
+    ExportFormat.write. overwrite: what is at `out`; else a run replaces its own model only.
+    licence: of the folder's README.md. push: a repository of the hub that gets the files. options:
+    of the format. LlmqError, before anything changes, where that is not possible.
     """
     if to not in EXPORTS:
         raise ConfigError(f"--format: expected {' or '.join(EXPORTS)}, got {to!r}")

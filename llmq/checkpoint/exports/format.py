@@ -35,11 +35,9 @@ class ExportFormat:
         raise NotImplementedError
 
     def write(self, source: Source, out: Path, dtype: str, *, verify: bool | None) -> list[str]:
-        """Write it, all of it or nothing; returns the names of files.
-
-        verify: read it back and compare; None: where that does not take long. LlmqError where the
-        disk is full or refuses, or where a file is not what was meant.
-        """
+        """Write it, all of it or nothing; returns the names of files. verify: read it back and
+        compare; None: where that does not take long. LlmqError for a full disk, or a file that is
+        not what was meant."""
         raise NotImplementedError
 
 

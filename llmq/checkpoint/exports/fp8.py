@@ -1,9 +1,9 @@
-"""Model directories whose matrices are FP8 codes, as compressed-tensors has them.
+"""Model directories whose matrices are FP8 codes, as compressed-tensors has them, for vLLM and for
+transformers with that package.
 
-transformers with that package loads them, and so does vLLM. A scale is of a whole matrix, as
-training in e4m3 has it, with the codes of that training, or of each row. Matrices that llmq keeps
-as one, such as queries, keys and values, have one scale. Activations are scaled when they are
-there, or as the last steps of a training with delayed scales would have done it.
+A scale is of a whole matrix, as training in e4m3 has it, with its codes, or of each row. Matrices
+that llmq keeps as one have one scale. Activations are scaled when they are there, or by a
+training's delayed scales.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,11 +30,9 @@ _STRATEGY = {"tensor": "tensor", "row": "channel"}
 
 
 class Fp8Codes(StoredAs):
-    """Matrices of blocks as codes with their scales, all else in dtype.
-
-    scales: "tensor" or "row". inputs: by block and key of a matrix, the scale of what it multiplies
-    in products; None: it is found when that is there.
-    """
+    """Matrices of blocks as codes with their scales, all else in dtype. scales: "tensor" or "row".
+    inputs: by block and key of a matrix, the scale of its input; None: it is found when that is
+    there."""
 
     def __init__(self, dtype: DType, scales: str, inputs: Mapping[tuple[str, str], float] | None):
         super().__init__(dtype)

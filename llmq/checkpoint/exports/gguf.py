@@ -468,11 +468,9 @@ def _halves() -> np.ndarray:
 
 
 def _mxfp4(values: np.ndarray) -> np.ndarray:
-    """Blocks (..., 17): an exponent, and bytes of which each has a code of the first half of the
-    block in its lower bits, and one of the second half.
-
-    The package would take ten times the memory, and wraps exponents of tiny numbers.
-    """
+    """Blocks (..., 17): an exponent, and bytes with a code of the first half in the lower bits and
+    one of the second half. The package takes ten times the memory, and wraps exponents of tiny
+    numbers."""
     blocks = values.size // _BLOCK
     codes, out = np.empty((blocks, _BLOCK // 2), np.uint8), np.empty((blocks, 17), np.uint8)
     mxfp4_encode(codes.reshape(-1), out[:, 0], values.reshape(-1), values.size)

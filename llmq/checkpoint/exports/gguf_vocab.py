@@ -1,9 +1,8 @@
 """The tokenizer in a GGUF file: tokens and their types, merges or scores, special ids, template.
 
-There are two kinds. BPE over bytes has its merges, and a name says how texts are cut into words.
-BPE over characters has tokens for single bytes, as SentencePiece makes it; of two neighbours those
-are joined whose token has the highest score. Both follow from tokenizer.json, which is what made
-the ids of the training.
+BPE over bytes has its merges, and a name says how texts are cut into words. BPE over characters has
+tokens for single bytes, as SentencePiece makes it, and joins the neighbours whose token has the
+highest score. Both follow from tokenizer.json.
 """
 
 import json

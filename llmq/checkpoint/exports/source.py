@@ -34,11 +34,10 @@ from llmq.state.params import Param, Slab, trained_slabs, weight_table
 class Source:
     """A model, or adapters of it, and what is known of them.
 
-    name: for people. read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16", "fp32"
-    or "fp16", that in which it is written if nobody asks for another. tokenizer: as of
-    export_model. adapters, settings: None where it is a whole model. origin: as run_record has it.
-    manifest, step: of the checkpoint; folder: of the model or the adapters, where it is none.
-    coded: as of HfWeights; exact: the values are those of the codes, to which nothing was added.
+    read: a parameter of `table` in its shape, F32 or BF16. dtype: "bf16", "fp32" or "fp16", by
+    default. tokenizer: as of export_model. adapters, settings: None of a whole model. origin: as of
+    run_record. manifest, step: of the checkpoint, else folder: of model or adapters. coded: as of
+    HfWeights; exact: the values are those of the codes.
     """
 
     name: str
@@ -70,9 +69,9 @@ def open_source(
 ) -> Iterator[Source]:
     """The source of this name: adapters, a model directory or cached repository, or a checkpoint.
 
-    base: the model of adapters, if it is not where these say. merge: adapters with their model, as
-    one model. force: weights of a checkpoint that are no finite numbers, too. LlmqError where it
-    is none of them, or a part of it is missing, or an option has no meaning for it.
+    base: the model of adapters, if not where these say. merge: adapters with their model, as one.
+    force: weights that are not finite, too. LlmqError where it is none, lacks a part, or an option
+    has no meaning for it.
     """
     found = find_directory(str(where))
     if found is not None and (found / ADAPTER_CONFIG).is_file():
