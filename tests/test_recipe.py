@@ -449,9 +449,7 @@ def test_run_trains_what_was_written(folder, monkeypatch):
     one = SIZES.replace("--batch-size 8", "--batch-size 1")  # else four passes take fewer steps
     assert _run(f"recipe --hours 0.03 --data data {one} --run --out a.yaml".split()) == 0
     ((config, model, _, _),) = started
-    assert (
-        94 < config.steps * 0.3 < 99.1 and config.hidden_size == 128
-    )  # of 108 seconds 9 are lost
+    assert 94 < config.steps * 0.3 < 99.1 and config.hidden_size == 128  # of 108 seconds 9 are lost
     assert tried[1] > tried[0] == 12
     assert config.max_hours > 0.03 and model.hidden_size == 128
 

@@ -31,6 +31,7 @@ STALE = 5.0  # seconds, after which a reading is said to be old
 LATE = 0.01  # of a step: a rank for which the others wait so much longer is named
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MARKS = {"heat": "bold red", "heat!": "bold red", "power": "yellow", "brake": "bold red"}
+_STYLES = {name: _MARKS.get(one.short, "") for one in REASONS for name in (one.text, one.short)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,11 @@ def _number(sample: dict[str, Any], name: str, unit: int = 1) -> str:
     return "-" if value is None else f"{value / unit:.0f}"
 
 
+def _percent(sample: dict[str, Any], name: str) -> str:
+    value = _told(sample, name)
+    return "-" if value is None else f"{value}%"
+
+
 def _pair(sample: dict[str, Any], name: str, limit: str, unit: int = 1) -> str:
     """Such as 651/700; what the card does not tell is left out."""
     of = _number(sample, limit, unit)
@@ -145,8 +151,8 @@ def _rate(sample: dict[str, Any], name: str) -> str:
     return f"{value / 1e3:.0f}k"
 
 
-def _held_by(sample: dict[str, Any], *, wide: bool) -> tuple[str, str]:
-    """The limit that holds the clock down, and the style of its name."""
+def _held_by(sample: dict[str, Any], *, wide: bool) -> str:
+    """The limit that holds the clock down."""
     reasons = sample.get("reasons", UNSUPPORTED)
     if isinstance(reasons, dict):  # of a record: the most frequent one
         found = next((one for one in REASONS if one.text == next(iter(reasons), "")), None)
@@ -155,20 +161,44 @@ def _held_by(sample: dict[str, Any], *, wide: bool) -> tuple[str, str]:
         told = reasons != UNSUPPORTED
         found = reason(reasons) if told else None
     if found is None:
-        return ("" if told else "-"), ""
-    return (found.text if wide else found.short), _MARKS.get(found.short, "")
+        return "" if told else "-"
+    return found.text if wide else found.short
+
+
+def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callable[[Any], str]]]:
+    """Of readings: heading, width, whether it stands at the left, and what a sample has there."""
+    room = 12 if wide else 9
+
+    def use(sample: dict[str, Any]) -> str:
+        return bar((_told(sample, "gpu_util") or 0) / 100, room, ascii_only=ascii_only)
+
+    def of(name: str, limit: str) -> Callable[[dict[str, Any]], str]:
+        return lambda sample: _pair(sample, name, limit) if wide else _number(sample, name)
+
+    return [
+        ("use", room, True, use),
+        ("", 4, False, lambda sample: _percent(sample, "gpu_util")),
+        (
+            "mem GiB",
+            9,
+            False,
+            lambda sample: _sizes(_used_memory(sample), _told(sample, "dram_total")),
+        ),
+        ("W", 9, False, lambda sample: _pair(sample, "power", "power_limit", 1000)),
+        ("C" if ascii_only else "°C", 6 if wide else 3, False, of("temperature", "temp_slowdown")),
+        ("MHz", 9 if wide else 4, False, of("clock", "max_clock")),
+        ("held by", 13 if wide else 7, True, lambda sample: _held_by(sample, wide=wide)),
+        ("PCIin" if ascii_only else "PCI↓", 5, False, lambda sample: _rate(sample, "pcie_rx")),
+        ("PCIou" if ascii_only else "PCI↑", 5, False, lambda sample: _rate(sample, "pcie_tx")),
+    ]
 
 
 def _heading(rows: Sequence[Row], wide: bool, ascii_only: bool) -> Text:
     line = _Line().add("GPU", 3)
-    down, up = ("PCIin", "PCIou") if ascii_only else ("PCI↓", "PCI↑")
     if wide:
-        line.add("", 18).add("use", 12, left=True).add("", 4)
-    else:
-        line.add("use", 9, left=True).add("", 4)
-    line.add("mem GiB", 9).add("W", 9).add("°C" if not ascii_only else "C", 6 if wide else 3)
-    line.add("MHz", 9 if wide else 4).add("held by", 13 if wide else 7, left=True)
-    line.add(down, 5).add(up, 5)
+        line.add("", 18)
+    for heading, width, left, _ in _columns(wide, ascii_only):
+        line.add(heading, width, left=left)
     if any(row.waits is not None for row in rows):
         line.add("waits", 6)
     line.text.stylize("dim")
@@ -176,29 +206,17 @@ def _heading(rows: Sequence[Row], wide: bool, ascii_only: bool) -> Text:
 
 
 def _gpu_line(row: Row, wide: bool, ascii_only: bool) -> Text:
-    line, sample = _Line().add(row.label, 3), row.sample
+    line = _Line().add(row.label, 3)
     if wide:
-        line.add(
-            row.machine or row.name.removeprefix("NVIDIA ").removeprefix("GeForce "), 18, left=True
-        )
-    note = row.note
-    if not note and row.age > STALE:
-        note = f"no reading for {row.age:.0f} s"
-    if note or not sample:
-        line.add(note or "no readings", len(note or "no readings"), "bold red", left=True)
-        return line.text
-    use = _told(sample, "gpu_util")
-    line.add(bar((use or 0) / 100, 12 if wide else 9, ascii_only=ascii_only), 12 if wide else 9)
-    line.add("-" if use is None else f"{use}%", 4)
-    line.add(_sizes(_used_memory(sample), _told(sample, "dram_total")), 9)
-    line.add(_pair(sample, "power", "power_limit", 1000), 9)
-    hot = _pair(sample, "temperature", "temp_slowdown") if wide else _number(sample, "temperature")
-    line.add(hot, 6 if wide else 3)
-    clock = _pair(sample, "clock", "max_clock") if wide else _number(sample, "clock")
-    line.add(clock, 9 if wide else 4)
-    held, style = _held_by(sample, wide=wide)
-    line.add(held, 13 if wide else 7, style, left=True)
-    line.add(_rate(sample, "pcie_rx"), 5).add(_rate(sample, "pcie_tx"), 5)
+        name = row.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+        line.add(row.machine or name, 18, left=True)
+    late = f"no reading for {row.age:.0f} s" if row.age > STALE else ""
+    note = row.note or late or ("" if row.sample else "no readings")
+    if note:
+        return line.add(note, len(note), "bold red", left=True).text
+    for _, width, left, cell in _columns(wide, ascii_only):
+        text = cell(row.sample)
+        line.add(text, width, _STYLES.get(text, ""), left=left)
     if row.waits is not None:
         line.add(f"{row.waits:.1%}", 6)
     return line.text
@@ -211,9 +229,8 @@ def _cpu_line(row: Row, ascii_only: bool) -> Text:
     if row.note:
         line.add(row.note, len(row.note), left=True)
         return line.text
-    use = _told(sample, "util")
-    line.add(bar((use or 0) / 100, 9, ascii_only=ascii_only), 9)
-    line.add("-" if use is None else f"{use}%", 4)
+    line.add(bar((_told(sample, "util") or 0) / 100, 9, ascii_only=ascii_only), 9)
+    line.add(_percent(sample, "util"), 4)
     if _told(sample, "cpus") is not None:
         line.text.append(f"of {sample['cpus']} cores  ")
     memory = _sizes(_told(sample, "memory_used"), _told(sample, "memory_total"))
