@@ -50,7 +50,7 @@ app = typer.Typer(
     name="llmq",
     help="Train Qwen-, Llama- and GPT-2-class language models on one machine.",
     cls=Group,
-    rich_markup_mode=None,  # of rich's tables; see help.py
+    rich_markup_mode=None,  # of rich's tables; see common.py
     context_settings=SETTINGS,
 )
 

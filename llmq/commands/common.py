@@ -249,13 +249,25 @@ def _spelled_out(args: list[str], index: int) -> str:
     return args[index]
 
 
-def checked(name: str, value: str) -> str:
-    """A value for the option of TrainConfig of this name, as the other commands have it too."""
-    converted = OPTIONS[name].convert(value)
-    OPTIONS[name].check(converted)
-    return converted
+def checks(name: str) -> Callable[[str | None], str | None]:
+    """The callback of an option that TrainConfig has, too, under this name."""
+
+    def checked(value: str | None) -> str | None:
+        if value is not None:
+            value = OPTIONS[name].convert(value)
+            OPTIONS[name].check(value)
+        return value
+
+    return checked
 
 
+Model = Annotated[str, typer.Argument(help="Model directory or cached repository.")]
+Adapter = Annotated[
+    Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", callback=checks("device"))]
+ModelDtype = Annotated[str, typer.Option(help="bf16 or fp32.", callback=checks("model_dtype"))]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Reserve = Annotated[
     str | None,
     typer.Option(

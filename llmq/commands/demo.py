@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from llmq.commands.common import checked
+from llmq.commands.common import Device
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of everything it writes.")] = Path("demo"),
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
     resume: Annotated[
         bool, typer.Option("--continue", help="Go on where the last demo was stopped.")
@@ -19,4 +19,4 @@ def demo(
     """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
     from llmq.run.demo import run_demo
 
-    run_demo(out, checked("device", device), steps, resume)
+    run_demo(out, device, steps, resume)

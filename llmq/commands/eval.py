@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from llmq.commands.common import checked
+from llmq.commands.common import Adapter, Device, ModelDtype
 
 
 def evaluate(
@@ -19,9 +19,7 @@ def evaluate(
             help="Questions or texts in JSON or Parquet, or a text file; may be repeated.",
         ),
     ],
-    adapter: Annotated[
-        Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
-    ] = None,
+    adapter: Adapter = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only as many records of each file.")
     ] = None,
@@ -33,9 +31,9 @@ def evaluate(
     batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that a GPU computes at a time.")
     ] = 4096,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     gpus: Annotated[int, typer.Option(min=0, max=64, help="GPUs to use; 0: all.")] = 0,
-    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    model_dtype: ModelDtype = "bf16",
 ) -> None:
     """Measure accuracy and perplexity of a model, as lm-eval defines them."""
     from llmq.run.evaluate import run_eval
@@ -48,7 +46,7 @@ def evaluate(
         out=out,
         seq_len=seq_len,
         batch_tokens=batch_tokens,
-        device=checked("device", device),
+        device=device,
         gpus=gpus,
-        model_dtype=checked("model_dtype", model_dtype),
+        model_dtype=model_dtype,
     )

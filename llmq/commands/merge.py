@@ -5,28 +5,30 @@ from typing import Annotated
 
 import typer
 
-from llmq.commands.common import checked
+from llmq.commands.common import Model, checks
 
 
 def merge(
-    base: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
+    base: Model,
     adapter: Annotated[Path, typer.Argument(help="Directory of adapters in PEFT's format.")],
     out: Annotated[Path, typer.Option(help="Directory of the model.")],
     model_dtype: Annotated[
-        str | None, typer.Option(help="bf16 or fp32; as the model if not given.")
+        str | None,
+        typer.Option(
+            help="bf16 or fp32; as the model if not given.", callback=checks("model_dtype")
+        ),
     ] = None,
     base_dtype: Annotated[
         str | None,
         typer.Option(
             help="Format that the model is rounded to before; as in training if not given. "
-            "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train."
+            "bf16: it is taken as it is, e4m3, int8, nf4, mxfp4: as --base-dtype of train.",
+            callback=checks("base_dtype"),
         ),
     ] = None,
 ) -> None:
     """Write a model with its adapters as a model directory that needs no PEFT."""
     from llmq.checkpoint.merge import merge_adapter
 
-    kept = None if base_dtype is None else checked("base_dtype", base_dtype)
-    dtype = None if model_dtype is None else checked("model_dtype", model_dtype)
-    files = merge_adapter(base, adapter, out, dtype, kept)
+    files = merge_adapter(base, adapter, out, model_dtype, base_dtype)
     print(f"wrote {', '.join(files)} to {out}")

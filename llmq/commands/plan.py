@@ -8,6 +8,7 @@ import typer
 from llmq.base.errors import ConfigError
 from llmq.commands.common import (
     ConfigFile,
+    Json,
     Reserve,
     SaveConfig,
     load_run,
@@ -99,7 +100,7 @@ def plan(
     fit: Search = False,
     largest: Largest = False,
     placement: ShowsPlacement = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Show the memory, the FLOPs and the time that `llmq train` with these options would need."""
     any_model = {"model": next(iter(PRESETS)), "from_scratch": True} if largest else None

@@ -17,7 +17,7 @@ import typer
 
 from llmq.base.errors import ConfigError, LlmqError
 from llmq.bench import BenchOptions
-from llmq.commands.common import ConfigFile, Reserve, load_run, size_of, train_options
+from llmq.commands.common import ConfigFile, Json, Reserve, load_run, size_of, train_options
 from llmq.commands.plan import CardFile, CardName
 from llmq.options.option_types import AUTO
 from llmq.options.options import OPTIONS, TrainConfig
@@ -147,7 +147,7 @@ def recipe(
     out: Annotated[Path, typer.Option(help="File of options to write.")] = Path("recipe.yaml"),
     measure: Measure = None,
     run: Annotated[bool, typer.Option("--run", help="Train it at once.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Choose size, tokens, batch, rates and formats for the hours that there are; what is given
     stays."""

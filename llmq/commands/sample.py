@@ -1,19 +1,16 @@
 """`llmq sample`: continues a text."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from llmq.base.errors import ConfigError
-from llmq.commands.common import checked
+from llmq.commands.common import Adapter, Device, Model, ModelDtype
 
 
 def sample(
-    model: Annotated[str, typer.Argument(help="Model directory or cached repository.")],
-    adapter: Annotated[
-        Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
-    ] = None,
+    model: Model,
+    adapter: Adapter = None,
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest.")] = 0.8,
@@ -30,8 +27,8 @@ def sample(
     chat_template: Annotated[
         str | None, typer.Option(help="Template of --chat, a file; the tokenizer's.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    model_dtype: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    device: Device = "auto",
+    model_dtype: ModelDtype = "bf16",
 ) -> None:
     """Continue a text with a trained model."""
     options = {
@@ -43,8 +40,8 @@ def sample(
         "top_p": top_p,
         "seed": seed,
         "num_samples": num_samples,
-        "device": checked("device", device),
-        "model_dtype": checked("model_dtype", model_dtype),
+        "device": device,
+        "model_dtype": model_dtype,
     }
     if chat:
         from llmq.run.sampling import run_chat

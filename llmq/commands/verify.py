@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmq.commands.common import ConfigFile, SaveConfig, load_run, save_config, train_options
+from llmq.commands.common import ConfigFile, Json, SaveConfig, load_run, save_config, train_options
 from llmq.options.options_io import fields_of, layers_of
 
 
@@ -17,7 +17,7 @@ def verify(
     synthetic: Annotated[
         bool, typer.Option("--synthetic", help="Random tokens instead of token files.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> int:
     """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
     config, model, model_dir, _ = load_run(given, config_file, trains=not synthetic)
