@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from llmq.commands.cli import _run
-from llmq.options.command_line import command_line, flag
+from llmq.options.option_file import command_line, flag
 from llmq.options.options import OPTIONS
 from llmq.options.options_io import make_config
 

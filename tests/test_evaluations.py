@@ -16,7 +16,7 @@ from llmq.checkpoint.manifest import MANIFEST
 from llmq.checkpoint.store import VERDICT, Best, Verdict, best_owner, read_verdict, write_verdict
 from llmq.commands.cli import _run
 from llmq.model.step import Step
-from llmq.options.command_line import command_line
+from llmq.options.option_file import command_line
 from llmq.options.options_io import make_config, option_rows
 from llmq.options.presets import preset
 from llmq.report.watch import numbers, text

@@ -16,7 +16,7 @@ from llmq.bench.sweep_file import flag_of, read_runs
 from llmq.commands.cli import _run
 from llmq.data.tokenizer import ByteTokenizer
 from llmq.data.tokens import TokenWriter
-from llmq.options.command_line import command_line
+from llmq.options.option_file import command_line
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset
 from llmq.plan.memory import needed_bytes

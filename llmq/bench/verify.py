@@ -14,8 +14,8 @@ from llmq.arch.model_config import ModelConfig
 from llmq.base.errors import warn
 from llmq.bench.measure import random_batches
 from llmq.model.rings import Result
-from llmq.options.command_line import flag
 from llmq.options.conditions import Ranks
+from llmq.options.option_file import flag
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.options.rule import IDLE
 from llmq.options.rules import RULES

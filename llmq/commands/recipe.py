@@ -76,7 +76,7 @@ def _tried(recipe: Recipe, *, data: bool) -> Tried:
     """Time its steps on this machine: in a short run of it if there are data, and little is
     saved; else on random tokens. Raises LlmqError."""
     from llmq.bench.child import run_child
-    from llmq.options.command_line import fewest_values
+    from llmq.options.option_file import fewest_values
     from llmq.plan.recipe import TRIED_SAVING, Tried
 
     print("Steps of the recipe are tried …", file=sys.stderr)

@@ -24,7 +24,6 @@ from llmq.commands.common import (
     size_of,
     train_options,
 )
-from llmq.options.command_line import command_line
 from llmq.options.options_io import config_of, layers_of
 from llmq.runtime.processes import (
     ALONE,
@@ -169,6 +168,7 @@ def _train(
     processes.start_heartbeat(config.watchdog)
     argv = sys.argv
     if auto:
+        from llmq.options.option_file import command_line
         from llmq.plan.report import choose
 
         config = choose(config, model, fields, size_of("--reserve", reserve, least=0))

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from llmq.base.dtypes import MIB
 from llmq.base.tensor import host_tiers
-from llmq.options.command_line import command_line, flag
+from llmq.options.option_file import command_line, flag
 from llmq.options.options import TrainConfig
 from llmq.options.presets import PRESETS
 from llmq.options.rule import Changes

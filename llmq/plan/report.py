@@ -22,8 +22,8 @@ from llmq.data.dataset import DataSet, SequenceLayout
 from llmq.data.epoch_plan import Split
 from llmq.data.reader import documents_of
 from llmq.options.cards import card_of, rig_card
-from llmq.options.command_line import command_line
 from llmq.options.conditions import Ranks
+from llmq.options.option_file import command_line
 from llmq.options.options import TrainConfig
 from llmq.options.rules import RULES
 from llmq.plan.advice import check_fits, mib, room

@@ -166,7 +166,7 @@ def _held_by(sample: dict[str, Any], *, wide: bool) -> str:
 
 
 def _columns(wide: bool, ascii_only: bool) -> list[tuple[str, int, bool, Callable[[Any], str]]]:
-    """Of readings: heading, width, whether it stands at the left, and what a sample has there."""
+    """Headings of readings, how wide they are, whether at the left, and what a sample has there."""
     room = 12 if wide else 9
 
     def use(sample: dict[str, Any]) -> str:

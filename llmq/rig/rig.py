@@ -15,7 +15,7 @@ from llmq.base.errors import ConfigError, LlmqError
 from llmq.base.files import prepare_report, write_file
 from llmq.bench.child import run_child
 from llmq.options.card_file import CardFile, checked, record_of, this_host, write_card_file
-from llmq.options.command_line import command_line
+from llmq.options.option_file import command_line
 from llmq.options.options import TrainConfig
 from llmq.options.options_io import make_config
 from llmq.options.presets import preset

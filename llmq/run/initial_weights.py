@@ -29,7 +29,7 @@ from llmq.data.identity import TokenizerId
 from llmq.data.tokenizer import Tokenizer
 from llmq.data.tokenizer_files import first_new_id, parse_tokens
 from llmq.options.adapters import adapted_modules, adapters_of
-from llmq.options.command_line import flag
+from llmq.options.option_file import flag
 from llmq.options.option_types import LORA_TARGETS, texts_of
 from llmq.options.options import OPTIONS, TrainConfig
 from llmq.run.ranks import Ranks

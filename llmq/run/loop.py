@@ -2,7 +2,7 @@
 
 import signal
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 
 from llmq.base.dtypes import Limits
 from llmq.base.errors import DataError
@@ -12,17 +12,6 @@ from llmq.run.events import Events, StepDone
 from llmq.run.metrics import Reporter
 from llmq.run.requests import Ending
 from llmq.run.trainer import Trainer
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A step that was enqueued and whose result has not been read."""
-
-    step: int
-    ticket: int
-    lr: float
-    limits: Limits
-    epoch: tuple[int, float]  # of the data, and the part of it that has been read then
 
 
 class Loop:
@@ -44,7 +33,8 @@ class Loop:
         the step before which it ends, where a stage follows; None: the run's last."""
         self.trainer, self.reporter, self.members = trainer, reporter, events.members
         self.events, self.judging, self.ending, self.stop = events, judging, ending, stop
-        self.pending: _Pending | None = None
+        # The ticket of a step whose result has not been read, and what is known of the step.
+        self.pending: tuple[int, partial[StepDone]] | None = None
         self.last_end: int | None = None
         events.pause = self.pause
 
@@ -98,7 +88,9 @@ class Loop:
                 stack.enter_context(within)
             ticket = self._enqueue(lr, sent)
         self.collect()
-        self.pending = _Pending(step, ticket, lr, limits, trainer.epoch)
+        known = {"lr": lr, "limits": limits, "epoch": trainer.epoch, "ticket": ticket}
+        number = step - self.events.first
+        self.pending = ticket, partial(StepDone, step=step, number=number, **known)
         if watched or trainer.dev.kind == "host":  # where the work is done, nothing runs ahead
             self.collect()
 
@@ -117,20 +109,11 @@ class Loop:
         """Tell of the pending step, if there is one; waits until it is done."""
         if self.pending is None:
             return
-        p, self.pending = self.pending, None
-        result = self.trainer.result(p.ticket)
+        (ticket, known), self.pending = self.pending, None
+        result = self.trainer.result(ticket)
         ms = (result.end - (self.last_end or result.begin)) / 1e6
         self.last_end = result.end
-        done = StepDone(
-            step=p.step,
-            number=p.step - self.events.first,
-            ticket=p.ticket,
-            result=result,
-            ms=ms,
-            lr=p.lr,
-            limits=p.limits,
-            epoch=p.epoch,
-        )
+        done = known(result=result, ms=ms)
         for member in self.members:
             member.after_step(done)
 

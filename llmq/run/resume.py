@@ -20,7 +20,7 @@ from llmq.base.run_id import RunId
 from llmq.checkpoint.folder import check_shared
 from llmq.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from llmq.checkpoint.store import NoCheckpoint, checkpoint_owner, find_checkpoint, saved_options
-from llmq.options.command_line import fewest_values, flag
+from llmq.options.option_file import fewest_values, flag
 from llmq.options.option_types import NEWEST, lengths_of
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.plan.checks import plan_run

@@ -11,7 +11,7 @@ from llmq.base.errors import LlmqError, warn
 from llmq.base.files import write_file
 from llmq.checkpoint.exports.source import Source, saved_config
 from llmq.checkpoint.hub import is_hub_id
-from llmq.options.command_line import fewest_values
+from llmq.options.option_file import fewest_values
 from llmq.options.options import ONCE, OPTIONS, TrainConfig
 from llmq.options.presets import find_directory
 from llmq.report.plot import read_log
