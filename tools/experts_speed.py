@@ -2,10 +2,11 @@
 """Training a mixture of experts beside transformers with its grouped products: tokens per second.
 
     PYTHONPATH=. tools/experts_speed.py --model OLMoE-1B-7B --num-layers 4 --batch-size 8
-        --seq-len 2048 --form "" --form "--matmul-dtype=e4m3" [more options of llmq train]
+        --seq-len 2048 --grad-accumulation 4 --form "" --form "--matmul-dtype=e4m3"
+        [more options of llmq train]
 
 Both sides train all weights of a preset from scratch in bf16, with bf16 moments, on random tokens,
-one micro-batch a step, with clipped gradients and AdamW; a card has place for all of OLMoE's
+as many micro-batches a step, with clipped gradients and AdamW; a card has place for all of OLMoE's
 layers only without transformers' temporaries. transformers' side has its experts multiplied by
 `grouped_mm`, SDPA, fused AdamW, and with --compile layers that are compiled. Each side is timed
 after steps that warm up, for so many seconds. --form: further options of llmq, once for each row.
@@ -33,7 +34,7 @@ from llmq.bench.measure import MANY, open_trainer, random_batches, timed_steps, 
 from llmq.commands.common import TrainCommand, train_options
 from tools.peft_speed import options_of
 
-OURS = {"from-scratch": True, "grad-accumulation": 1, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
+OURS = {"from-scratch": True, "opt-m-dtype": "bf16", "opt-v-dtype": "bf16"}
 LEARNING_RATE, BETAS, CLIP = 1e-4, (0.9, 0.95), 1.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -53,22 +54,24 @@ def seconds_of(step: Callable[[], Any], wait: Callable[[], None], seconds: float
     return statistics.median(times)
 
 
-def ours(options: dict[str, Any], seconds: float) -> tuple[float, ModelConfig, tuple[int, int]]:
-    """Tokens per second, the model, and the sequences of a micro-batch and their length."""
+Size = tuple[int, int, int]
+"""Micro-batches of a step, sequences of one, tokens of a sequence."""
+
+
+def ours(options: dict[str, Any], seconds: float) -> tuple[float, ModelConfig, Size]:
+    """Tokens per second, the model, and the size of a step."""
     with open_trainer(options, MANY) as trainer:
         batches = random_batches(trainer)
         for _ in range(WARM_UP):
             trainer.step(batches)
         one, _ = timed_steps(trainer, batches, 2)
         one, _ = timed_steps(trainer, batches, max(2, int(seconds / one)))
-        size = trainer.config.batch_size, trainer.config.seq_len
+        size = len(batches), trainer.config.batch_size, trainer.config.seq_len
         return trainer.plan.tokens / one, trainer.model, size
 
 
-def theirs(
-    model: ModelConfig, size: tuple[int, int], device: str, compiles: bool, seconds: float
-) -> float:
-    """Tokens per second. size: sequences, and their length."""
+def theirs(model: ModelConfig, size: Size, device: str, compiles: bool, seconds: float) -> float:
+    """Tokens per second."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,7 +93,8 @@ def theirs(
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=BETAS, fused=True)
 
     def step() -> None:
-        net(input_ids=tokens, labels=tokens).loss.backward()
+        for micro_batch in tokens:
+            (net(input_ids=micro_batch, labels=micro_batch).loss / len(tokens)).backward()
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -102,14 +106,14 @@ def theirs(
     return tokens.numel() / seconds_of(step, wait, seconds)
 
 
-def head(given: dict[str, Any], device: str) -> list[str]:
+def head(given: dict[str, Any], size: Size, device: str) -> list[str]:
     """The first lines of a page of results."""
     import torch
     import transformers
 
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions = versions_of(device) | versions
+    versions, (times, rows, length) = versions_of(device) | versions, size
     return [
         f"# {given['model']} beside transformers' grouped products, {where}",
         "",
@@ -117,7 +121,8 @@ def head(given: dict[str, Any], device: str) -> list[str]:
         "",
         "; ".join(f"{name} {version}" for name, version in versions.items()),
         "",
-        "All weights, random ones and random tokens; one micro-batch a step.",
+        f"All weights, random ones and random tokens; a step has {times} x {rows} sequences of "
+        f"{length}.",
         "",
     ]
 
@@ -134,7 +139,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     """Print a table."""
-    rows, model, size = [], None, (0, 0)
+    rows, model, size = [], None, (0, 0, 0)
     for text in form or [""]:
         speed, model, size = ours(OURS | given | options_of(text), seconds)
         rows.append((f"llmq {text}".rstrip(), speed))
@@ -147,7 +152,7 @@ def main(
     table += [f"| {name} | {speed:,.0f} | {speed / base:.2f} |" for name, speed in rows]
     print(*table, sep="\n")
     if out:
-        out.write_text("\n".join([*head(given, device), *table, ""]))
+        out.write_text("\n".join([*head(given, size, device), *table, ""]))
 
 
 if __name__ == "__main__":
