@@ -192,15 +192,16 @@ __device__ __forceinline__ u32 gradient_seed(const StepScalars* s, u32 salt) {
     return mix_word(mix_word(mix_word(mix_word(0, s->seed), s->step), s->micro_step), salt);
 }
 
-// Eight neighbours in a gradient share a hash; two of them have the halves of its product with this.
-__device__ constexpr u32 gradient_factor(u32 pair) {
-    constexpr u32 FACTOR = 0xA7F7D5BDu;
-    return (pair & 1 ? FACTOR : 1u) * (pair & 2 ? FACTOR * FACTOR : 1u);
+// Eight neighbours share a hash, of which each has the product with this; in a gradient two of them
+// have the halves of one. All are as good as independent: their sums vary as those of eight hashes.
+__device__ constexpr u32 neighbour_factor(u32 n) {
+    constexpr u32 FACTOR = 0xA7F7D5BDu, SQUARE = FACTOR * FACTOR;
+    return (n & 1 ? FACTOR : 1u) * (n & 2 ? SQUARE : 1u) * (n & 4 ? SQUARE * SQUARE : 1u);
 }
 
 // The bits that round one of eight, k, of which the lower 16 are used (seed: gradient_seed).
 __device__ __forceinline__ u32 gradient_bits(u32 seed, u64 eight, u32 k) {
-    return random_bits(seed, eight) * gradient_factor(k >> 1) >> 16 * (k & 1);
+    return random_bits(seed, eight) * neighbour_factor(k >> 1) >> 16 * (k & 1);
 }
 
 // One addition to a gradient, which rounds BF16 stochastically.
@@ -215,7 +216,7 @@ __device__ __forceinline__ uint4 add_gradients(const uint4& d, const uint4& x, u
     const auto add = [&](u32 before, u32 more, u32 pair) {
         const float lower = lower_half(before) + lower_half(more);
         const float upper = upper_half(before) + upper_half(more);
-        const u32 bits = hash * gradient_factor(pair);
+        const u32 bits = hash * neighbour_factor(pair);
         return __byte_perm(add_bits(lower, bits & 0xFFFFu), add_bits(upper, bits >> 16), 0x7632);
     };
     return make_uint4(add(d.x, x.x, 0), add(d.y, x.y, 1), add(d.z, x.z, 2), add(d.w, x.w, 3));

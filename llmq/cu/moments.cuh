@@ -17,8 +17,9 @@ template <> __device__ __forceinline__ bf16 rounded<bf16>(float x, u32 bits) {
 }
 
 // The COUNT elements of a moment that a thread has. SECOND: v, of which the high bits decide; of m
-// the low ones.
+// the low ones. ROOT: new values are given to fit and set as their roots.
 template <class X, bool SECOND> struct Moment {
+    static constexpr bool ROOT = false;
     Pack<X, COUNT> pack;
 
     __device__ __forceinline__ void load(const X* p, const f32* scales, i64 start) {
@@ -35,6 +36,7 @@ template <class X, bool SECOND> struct Moment {
 };
 
 template <bool SECOND> struct Moment<e4m3, SECOND> {
+    static constexpr bool ROOT = SECOND;
     u32 words[COUNT / 4];
     float scale, inverse;
 
@@ -59,7 +61,6 @@ template <bool SECOND> struct Moment<e4m3, SECOND> {
         for (int other = SCALE_THREADS / 2; other > 0; other >>= 1) {
             largest = fmaxf(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, other));
         }
-        if (SECOND) { largest = sqrtf(largest); }
         // 448 = 1.75 * 2^8: up to the next exponent if the fraction is larger than 0.75.
         const int exponent = (int)((__float_as_uint(largest) + 0x1FFFFFu) >> 23) - 8;
         const int fitting = max(exponent, LEAST_EXPONENT);
@@ -69,8 +70,7 @@ template <bool SECOND> struct Moment<e4m3, SECOND> {
     // Rounded stochastically by the high 20 of the bits. The bits of an E4M3 number, moved 20 places
     // to the left, are those of an F32 number 2^-120 times as large, subnormal numbers included.
     __device__ __forceinline__ u32 code(float x, u32 bits) const {
-        const float y = SECOND ? sqrtf(x) : fabsf(x);
-        const u32 raw = __float_as_uint(y * inverse * 0x1p-120f) + (bits >> 12);
+        const u32 raw = __float_as_uint(fabsf(x) * inverse * 0x1p-120f) + (bits >> 12);
         // In the highest byte. A second moment does not become zero.
         if constexpr (SECOND) { return max(raw, 1u << 20) << 4; }
         return (raw << 4 & 0x7FFFFFFFu) | (__float_as_uint(x) & 0x80000000u);

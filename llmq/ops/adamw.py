@@ -62,13 +62,13 @@ def update(
 
         g = grad_scale * grad
         m = m + (1 - beta1) * (g - m)           v = v + (1 - beta2) * (g * g - v)
-        param = param - lr * (m * beta1_correction / (sqrt(v * beta2_correction) + epsilon)
+        param = param - lr * (m * beta1_correction / (sqrt(v) * sqrt(beta2_correction) + epsilon)
                               + weight_decay * param)
 
     All in F32; param uses the m and v of this step before they are rounded. BF16 param, m and v
-    are rounded stochastically, and so are E4M3 m and v, with independent bits for each element of
-    each. Nothing changes when scalars.skip_update is set. A part, which starts at element `first`
-    of the slab, gets the bits that the whole slab's update has there.
+    are rounded stochastically, and so are E4M3 m and v: eight neighbours share a hash, and their
+    bits are as good as independent. Nothing changes when scalars.skip_update is set. A part, which
+    starts at element `first` of the slab, gets the bits that the whole slab's update has there.
 
     Args (contiguous; n a positive multiple of 128):
         param     inout  F32 or BF16 (n,)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmq.ref.common import SCALE_BLOCK, Scaled, Stored, mix_seed, random_bits, step_scalars
+from llmq.ref.common import SCALE_BLOCK, Scaled, Stored, mix_seed, neighbour_bits, step_scalars
 
 # name: ends of the parameters in the slab, in elements; every second one decays.
 CASES = {
@@ -30,7 +30,7 @@ def adamw(
         "grad_scale": real(s["grad_scale"]),
         "one_minus_beta1": real(one_minus_beta1),
         "one_minus_beta2": real(one_minus_beta2),
-        "beta2_correction": real(s["beta2_correction"]),
+        "root_correction": np.sqrt(real(s["beta2_correction"])),
         "epsilon": real(epsilon),
         "step_size": lr * real(s["beta1_correction"]),
     }
@@ -75,8 +75,8 @@ def _update(
     t -= v
     t *= constants["one_minus_beta2"]
     v += t
-    np.multiply(v, constants["beta2_correction"], out=t)
-    np.sqrt(t, out=t)
+    np.sqrt(v, out=t)
+    t *= constants["root_correction"]
     t += constants["epsilon"]
     np.divide(m, t, out=u)
     u *= constants["step_size"]
@@ -90,9 +90,8 @@ def _round(stored: list[Stored], values: list[np.ndarray], seed: int, first: int
     """Write back what is rounded, each element with random bits of its own for p, m and v."""
     if not any(x.rounds for x in stored):
         return
-    index = np.arange(first, first + values[0].size, dtype=np.uint64)
-    shared = random_bits(seed, index)  # two halves: p takes the low one, v the high one
-    bits = (shared, random_bits(mix_seed(seed), index), shared)
+    shared, own = (neighbour_bits(one, first, values[0].size) for one in (seed, mix_seed(seed)))
+    bits = (shared, own, shared)  # p takes the low halves, v the high ones
     for one, value, b, high in zip(stored, values, bits, (False, False, True), strict=True):
         if one.rounds:
             one.round(value, b, high)

@@ -18,7 +18,7 @@ SCALE_BLOCK = 128  # elements that share the scale of an 8-bit moment, as in llm
 LEAST_EXPONENT = 27  # of such a scale, with F32's bias of 127, so that 1 / scale exists
 # Powers of the best of many random numbers: the lattices of the first three have shortest vectors
 # of 0.88 of the longest that there are, or more, modulo 2^16 and 2^32.
-GRADIENT_FACTORS = np.array([pow(0xA7F7D5BD, n, 2**32) for n in range(4)], np.uint32)
+NEIGHBOUR_FACTORS = np.array([pow(0xA7F7D5BD, n, 2**32) for n in range(8)], np.uint32)
 FP8_NAN = 0x7F  # what NVIDIA's conversion writes for NaN, of either sign, in both formats
 
 
@@ -78,17 +78,24 @@ def gradient_seed(scalars: np.ndarray, salt: int) -> int:
     return mix_seed(int(s["seed"]), int(s["step"]), int(s["micro_step"]), salt)
 
 
-def gradient_bits(seed: int, first: int | np.ndarray, count: int) -> np.ndarray:
-    """uint16 (..., count): what rounds elements first + [0, count) of a gradient.
+def neighbour_bits(seed: int, first: int, count: int) -> np.ndarray:
+    """uint32 (count,): random bits of elements first + [0, count), first a multiple of 8. Eight
+    neighbours share a hash, of which each has the product with a power of one factor."""
+    return _products(seed, first, count, NEIGHBOUR_FACTORS)[:count]
 
-    first: a multiple of 8, or many of them. Eight neighbours share a hash, and two of them have the
-    halves of its product with a power of one factor.
-    """
+
+def gradient_bits(seed: int, first: int | np.ndarray, count: int) -> np.ndarray:
+    """uint16 (..., count): what rounds elements first + [0, count) of a gradient: of neighbours two
+    have the halves of one product. first: a multiple of 8, or many of them."""
+    pairs = _products(seed, first, count, NEIGHBOUR_FACTORS[:4])
+    return pairs.astype("<u4", copy=False).view("<u2")[..., :count]
+
+
+def _products(seed: int, first: int | np.ndarray, count: int, factors: np.ndarray) -> np.ndarray:
     eights = np.arange(-(-count // 8), dtype=np.uint64)
     eights = eights + (np.asarray(first, np.uint64)[..., None] >> np.uint64(3))
-    pairs = random_bits(seed, eights)[..., None] * GRADIENT_FACTORS
-    halves = pairs.astype("<u4", copy=False).view("<u2")
-    return halves.reshape(*eights.shape[:-1], -1)[..., :count]
+    products = random_bits(seed, eights)[..., None] * factors
+    return products.reshape(*eights.shape[:-1], -1)
 
 
 def store_gradient(
