@@ -763,6 +763,13 @@ def swiglu_calls(rows: int, F: int) -> list[Call]:
         Call("backward out", swiglu.backward, backward | {"d_up_gate": wide, "out": x}),
         Call("forward gelu", swiglu.forward, forward | {"out": x, "gelu": True}),
         Call("backward gelu", swiglu.backward, backward | {"d_up_gate": wide, "gelu": True}),
+        Call(
+            "backward weighted",
+            swiglu.weighted_backward,
+            backward
+            | {"d_up_gate": wide, "weighted": x, "order": np.arange(rows, dtype=np.int32)}
+            | dict.fromkeys(("weights", "d_weights"), f32(rows, 1)),
+        ),
     ]
     if fits_fp8(rows, F):
         abs_max = {"abs_max": f32(1, value=5.0)}

@@ -190,6 +190,7 @@ def experts(config: Any, layer: int) -> HalfSpec:
         modules=(*routers, *shared, *_matrices(config, layer, "experts", F, its.count, its.active)),
         output=None,
         activations=activations,
+        made_again=() if config.arch.paired else ("expert_act",),
         sizes={
             "renormalize": its.renormalize,
             "active": its.active,

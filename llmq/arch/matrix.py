@@ -190,7 +190,8 @@ class HalfSpec:
     which is also the name of its input. norms: those around the stream in front of it. modules: its
     own, in the order of the weight table. output: the key of the matrix whose product is what the
     half puts out; None: there is no such. activations: the names of what it keeps, in order of
-    computation. coded: those among activations and gradients that products may write as fp8 codes
+    computation. made_again: those that the kernel of their gradient makes again, which are never
+    kept. coded: those among activations and gradients that products may write as fp8 codes
     (--mlp-dtype). When a text is continued, cached: what each token leaves for those behind it, by
     name, with its shape; carried: what all tokens leave together, in F32, for what goes on behind
     the last one. sizes: what the kind has to know beside the shapes of matrices. flops: of a token,
@@ -204,6 +205,7 @@ class HalfSpec:
     modules: tuple[Module, ...]
     output: str | None
     activations: tuple[str, ...]
+    made_again: tuple[str, ...] = ()
     coded: tuple[str, ...] = ()
     cached: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     carried: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

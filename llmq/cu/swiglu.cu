@@ -32,6 +32,9 @@
 #define OUT 0
 #define ABS_MAX 0
 #endif
+#ifndef CODES
+#define CODES 0
+#endif
 
 using Gate = GateOf<GELU>::Type;
 constexpr int THREADS = 256, VECTORS = 2;
@@ -261,6 +264,70 @@ swiglu_backward_fp8(T* d_up_gate, const D* d_out, const U* up_gate, i64 rows, i3
     out_encoder.finish(out_saturated);
     finish_abs_max<ABS_MAX>(abs_max, largest);
 #endif
+}
+
+// -- the gradient where rows have weights: of experts
+//
+//   d = T(weights * d_out), which becomes d_up_gate as above; d_weights = d_out . out, weighted =
+//   weights * out, out = forward's result again; weights of row r: those of order[r]
+//
+// Data     d_up_gate, d_out, up_gate, abs_max, codes, scale, saturated: as above, but no transposed codes;
+//          d_up_gate may be null with codes. order: I32 (rows). weights, d_weights: F32 (rows).
+//          weighted: T (rows, F), or null. F a multiple of 8.
+// Launch   256 threads, a warp a row.
+// Cost     d_out and up_gate read, d_up_gate, weighted and codes written once.
+
+// No __restrict__ on what may be one array: a lane reads its elements before it writes them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+weighted_swiglu_backward(T* d_up_gate, f32* __restrict__ d_weights, T* __restrict__ weighted,
+                         const T* __restrict__ d_out, const T* up_gate, const i32* __restrict__ order,
+                         const f32* __restrict__ weights, i64 rows, i32 F, f32* abs_max,
+                         Q* __restrict__ codes, Q* transposed, const f32* __restrict__ scale,
+                         i32* saturated) {
+    constexpr int WIDTH = 8;  // columns of a lane
+    const int lane = threadIdx.x % 32;
+    const i64 row = ((i64)blockIdx.x * THREADS + threadIdx.x) / 32;
+    Fp8Encoder<Q, CODES> encoder(scale);
+    u32 largest = 0;
+    if (row < rows) {
+        const i32 place = order[row];
+        const float weight = weights[place];
+        float dot = 0.0f;
+#pragma unroll 2
+        for (int c = lane * WIDTH; c < F; c += 32 * WIDTH) {
+            const i64 narrow = row * F + c, wide = narrow + row * F;
+            Pack<T, WIDTH> d, up, gate, of_out, of_up, of_gate, out;
+            d.load(d_out + narrow);
+            up.load(up_gate + wide);
+            gate.load(up_gate + wide + F);
+#pragma unroll
+            for (int i = 0; i < WIDTH; i += 2) {
+                of_out.set_two(i, d.get(i) * weight, d.get(i + 1) * weight);
+            }
+            gradients<WIDTH, sizeof(T) == 4>(of_up, of_gate, out, of_out, up, gate);
+#pragma unroll
+            for (int i = 0; i < WIDTH; i += 2) {
+                const float low = out.get(i), high = out.get(i + 1);
+                dot += d.get(i) * low;
+                dot += d.get(i + 1) * high;
+                out.set_two(i, low * weight, high * weight);
+            }
+            if (weighted) { out.store(weighted + narrow); }
+            if (d_up_gate) {
+                of_up.store(d_up_gate + wide);
+                of_gate.store(d_up_gate + wide + F);
+            }
+            largest = max(largest, max(abs_max_bits(of_up), abs_max_bits(of_gate)));
+            if constexpr (CODES) {
+                *reinterpret_cast<uint2*>(codes + wide) = encoder.encode(of_up);
+                *reinterpret_cast<uint2*>(codes + wide + F) = encoder.encode(of_gate);
+            }
+        }
+        dot = warp_sum(dot);
+        if (lane == 0) { d_weights[place] = dot; }
+    }
+    encoder.finish(saturated);
+    finish_abs_max<ABS_MAX>(abs_max, largest);
 }
 
 // -- the gated activation of pairs that are cut off, and its gradient

@@ -115,12 +115,13 @@ class E4m3(Format):
                 self.whole.add(id_of(layer, half.norm))
             for matrix in half.matrices:
                 x, d_y = (id_of(layer, name) for name in (matrix.input, matrix.gradient))
+                read = {d_y} if matrix.input in half.made_again and not adapts else {x, d_y}
                 if matrix.of_experts:
-                    self.whole.add(x)
+                    self.whole |= read - {d_y}
                 elif not adapts:
                     self.turned |= {x, d_y}
                 if matrix.key in needed and (adapts or matrix.of_experts):
-                    self.whole |= {x, d_y}
+                    self.whole |= read
                 if matrix.of_experts and matrix.bias:
                     self.whole.add(d_y)
 

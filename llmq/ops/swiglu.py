@@ -1,6 +1,6 @@
 """SwiGLU: up * silu(gate), the activation of Llama- and Qwen-class MLPs; and GeGLU, Gemma's."""
 
-from llmq.base.dtypes import BF16, E4M3
+from llmq.base.dtypes import BF16, E4M3, F32, I32
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import (
@@ -9,6 +9,7 @@ from llmq.ops.common import (
     NOT_AGAIN,
     PRODUCT_ARGS,
     VECTOR_BYTES,
+    WARP,
     abs_max_consts,
     again_args,
     again_consts,
@@ -183,6 +184,70 @@ def _check(
         raise ValueError(f"{op}: {name} must have rows of a multiple of 16 bytes, got {F} elements")
     expect(op, wide, up_gate, narrow.dtype, (*narrow.shape[:-1], 2 * F))
     return narrow.size // F, F
+
+
+# -- The gradient where rows have weights: of experts
+
+WEIGHTED_BACKWARD = Kernel(
+    "swiglu.cu",
+    "weighted_swiglu_backward",
+    args="T*? d_up_gate, f32* d_weights, T*? weighted, const T* d_out, const T* up_gate, "
+    f"const i32* order, const f32* weights, i64 rows, i32 F, inout f32*? abs_max, {FP8_ARGS}",
+)
+
+
+def weighted_backward(
+    dev: Device,
+    d_up_gate: Tensor | None,
+    d_weights: Tensor,
+    d_out: Tensor,
+    up_gate: Tensor,
+    order: Tensor,
+    weights: Tensor,
+    weighted: Tensor | None = None,
+    *,
+    abs_max: Tensor | None = None,
+    fp8: Fp8Out | None = None,
+) -> None:
+    """`expert_rows.combine_backward`, y = forward's result, then `backward`: their bits, in one
+    launch, which makes forward's result again.
+
+    Args (T is BF16 or F32; rows are sorted by expert):
+        d_up_gate  out    T   (rows, 2F)    F a multiple of 8, with fp8 of 16; may be up_gate; or
+                                            None, with fp8
+        d_weights  out    F32 (S, top_k)    d_out . forward's result; rows = S * top_k
+        d_out      in     T   (rows, F)     without weights
+        up_gate    in     T   (rows, 2F)    as of forward
+        order      in     I32 (rows,)       as `expert_rows.sort_rows` has it
+        weights    in     F32 (S, top_k)
+        weighted   out    T   (rows, F)     weights * forward's result; or None
+        abs_max    inout  F32 (1,)          or None; raised to the largest |d_up_gate|
+        fp8        out    (rows, 2F)        or None; d_up_gate's codes, not transposed
+
+    Cost:    d_out and up_gate read, d_up_gate, weighted and codes written once.
+    Raises: as backward.
+    """
+    op = "swiglu.weighted_backward"
+    rows, F = _check(op, "d_out", d_out, up_gate)
+    if F % 8:
+        raise ValueError(f"{op}: F must be a multiple of 8, got {F}")
+    if d_up_gate is None and fp8 is None:
+        raise TypeError(f"{op}: d_up_gate or fp8 must be given, both are None")
+    for name, tensor, width in (("d_up_gate", d_up_gate, 2 * F), ("weighted", weighted, F)):
+        if tensor is not None:
+            expect(op, name, tensor, d_out.dtype, (rows, width))
+    expect(op, "order", order, I32, (rows,))
+    for name, tensor in (("weights", weights), ("d_weights", d_weights)):
+        expect(op, name, tensor, F32, weights.shape)
+    if weights.size != rows:
+        raise ValueError(f"{op}: weights must be of {rows} rows, got {weights.shape}")
+    consts = abs_max_consts(op, abs_max) | fp8_consts(op, fp8, rows, 2 * F)
+    if consts["TRANSPOSED"]:
+        raise ValueError(f"{op}: fp8.transposed must be None")
+    consts |= NOT_AGAIN | {"GELU": 0, "CODED": 0}
+    args = (d_up_gate, d_weights, weighted, d_out, up_gate, order, weights, rows, F, abs_max)
+    blocks = ceil_div(rows * WARP, THREADS)
+    dev.launch(WEIGHTED_BACKWARD, blocks, THREADS, (*args, *fp8_args(fp8)), consts=consts)
 
 
 # -- The gated activation of pairs that are cut off: gpt-oss's, beside its formula in arch/experts

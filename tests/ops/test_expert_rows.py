@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, E4M3, E5M2, F32, I32
+from llmq.base.operand import Fp8Out
 from llmq.base.tensor import Accumulator
 from llmq.ops import expert_rows as op
+from llmq.ops import swiglu
 from llmq.ref.expert_rows import CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared, host_device, run, step_scalars
@@ -107,6 +109,55 @@ def test_combine_backward(dev, rng, S, C, E, top_k, dtype):
     np.testing.assert_array_equal(got["d_weights"], want["d_weights"])
 
 
+@pytest.mark.parametrize("dtype, coded", [(F32, False), (BF16, False), (BF16, True)])
+@pytest.mark.parametrize("S, F, top_k", [(20, 48, 4), (8, 272, 10)])
+def test_swiglu_with_weights_is_three_operations(dev, rng, S, F, top_k, dtype, coded):
+    made = run(host_device(), op.sort_rows, sorted_arrays(choices(rng, S, 16, top_k, ""), 16))
+    R, empty = S * top_k, np.zeros
+    arrays = {
+        "d_up_gate": empty((R, 2 * F), dtype.numpy),
+        "d_weights": empty((S, top_k), np.float32),
+        "weighted": empty((R, F), dtype.numpy),
+        "out": empty((R, F), dtype.numpy),
+        "d_out": rng.normal(size=(R, F)).astype(dtype.numpy),
+        "up_gate": rng.normal(size=(R, 2 * F)).astype(dtype.numpy),
+        "order": made["order"],
+        "place": made["place"],
+        "weights": rng.uniform(size=(S, top_k)).astype(np.float32),
+        "abs_max": empty(1, np.float32) if coded else None,
+        "codes": empty((R, 2 * F), E4M3.numpy),
+        "scale": np.full(1, 0.005, np.float32),  # of which some are saturated
+        "saturated": empty(1, np.int32),
+    }
+
+    def once(dev, out, place, codes, scale, saturated, **tensors):
+        fp8 = Fp8Out(codes, None, scale, saturated) if coded else None
+        swiglu.weighted_backward(dev, fp8=fp8, **tensors)
+
+    def apart(
+        dev, d_up_gate, d_out, out, up_gate, abs_max, codes, scale, saturated, order, **tensors
+    ):
+        fp8 = Fp8Out(codes, None, scale, saturated) if coded else None
+        swiglu.forward(dev, out, up_gate)
+        op.combine_backward(dev, d_out, y=out, **tensors)
+        swiglu.backward(dev, d_up_gate, d_out, up_gate, abs_max=abs_max, fp8=fp8)
+
+    for device in (dev, host_device()):
+        got, want = run(device, once, arrays), run(device, apart, arrays)
+        for name in ("d_up_gate", "d_weights", "weighted", "abs_max", "codes", "saturated"):
+            if arrays[name] is not None:
+                np.testing.assert_array_equal(
+                    got[name].view(np.uint8), want[name].view(np.uint8), err_msg=name
+                )
+        assert got["d_weights"].all() and (got["saturated"][0] > 0) == coded
+
+    def in_place(dev, d_up_gate, up_gate, **tensors):
+        once(dev, d_up_gate=up_gate, up_gate=up_gate, **tensors)
+
+    want = run(dev, once, arrays)["d_up_gate"]
+    np.testing.assert_array_equal(run(dev, in_place, arrays)["up_gate"], want)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("target, dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
 @pytest.mark.parametrize("S, C, E, top_k", SMALL.values(), ids=SMALL)
@@ -166,6 +217,11 @@ def test_wrong_arguments():
         op.combine(dev, x, y, make((4, 33), I32))
     with pytest.raises(ValueError, match=r"combine_backward: weights must have shape \(4, 2\)"):
         op.combine_backward(dev, y, make((4, 2), F32), y, place, make((4, 3), F32))
+    up, two, three = make((8, 32), BF16), make((4, 2), F32), make((4, 3), F32)
+    with pytest.raises(ValueError, match=r"weights must be of 8 rows, got \(4, 3\)"):
+        swiglu.weighted_backward(dev, up, three, y, up, order, three)
+    with pytest.raises(TypeError, match="d_up_gate or fp8 must be given"):
+        swiglu.weighted_backward(dev, None, two, y, up, order, two)
     with pytest.raises(ValueError, match=r"sum_rows: target must have shape \(8, 16\)"):
         target = Accumulator(make((8, 8), F32), True, make((16,), I32), 0)
         op.sum_rows(dev, target, y, make((9,), I32))

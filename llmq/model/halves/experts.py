@@ -14,6 +14,8 @@ A weight stands behind `experts_down`, but backward reads no output of it:
 
     d_act = weight * (d_out @ experts_down)        d_weight = act . (d_out @ experts_down)
                                                               + d_out . bias
+
+The kernel of act's gradient makes act again, so that it is kept in paired experts alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +23,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from llmq.arch.model_config import ModelConfig
 from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Fp8, Operand, OutputForms, tensor_of
 from llmq.base.tensor import Tensor
@@ -70,33 +71,6 @@ class ExpertsInputs(NamedTuple):
     shared_up: Tensor | None
 
 
-class _Activation(NamedTuple):
-    """forward(dev, up, to), backward(dev, d_act, up, to); to: forms of what they write."""
-
-    forward: Callable[..., None]
-    backward: Callable[..., None]
-
-
-def _activation(config: ModelConfig) -> _Activation:
-    its = config.experts
-    if its.alpha is None:
-        return _Activation(
-            lambda dev, up, to: swiglu.forward(dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8),
-            lambda dev, d_act, up, to: swiglu.backward(
-                dev, to.out, d_act, up, abs_max=to.abs_max, fp8=to.fp8
-            ),
-        )
-    how = (its.alpha, its.limit)
-    return _Activation(
-        lambda dev, up, to: _written(
-            dev, (up.shape[0], up.shape[1] // 2), to, swiglu.clamped_forward, up, *how
-        ),
-        lambda dev, d_act, up, to: _written(
-            dev, up.shape, to, swiglu.clamped_backward, d_act, up, *how
-        ),
-    )
-
-
 def _written(
     dev: Device,
     shape: tuple[int, int],
@@ -122,10 +96,11 @@ class ExpertsHalf:
 
     def __init__(self, shared: Shared):
         self.dev, self.routers, options = shared.dev, Linear(shared.dev), shared.options
-        self.activation, self.operands = _activation(shared.config), shared.operands
-        rows = options.batch_size * options.local_seq_len * shared.config.experts.active
+        its, self.operands = shared.config.experts, shared.operands
+        self.clamp = None if its.alpha is None else (its.alpha, its.limit)
+        rows = options.batch_size * options.local_seq_len * its.active
         self.linear = ExpertLinear(shared, rows)
-        shares = shared.config.experts.shared_size is not None
+        shares = its.shared_size is not None
         self.shared, self.balance = SharedExpert(shared) if shares else None, shared.balance
 
     def keeps_input(self, recompute: Recompute) -> bool:
@@ -140,6 +115,7 @@ class ExpertsHalf:
     def keep(self, here: HalfLayer) -> _Kept:
         """The tensors that a layer keeps."""
         K, r, S = here.spec.sizes["active"], here.recompute, here.rows
+        keeps_act = not r.swiglu and "expert_act" not in here.spec.made_again
         E, _, F = here.spec["experts_down"].shape
         return _Kept(
             router_logits=here.alloc("router_logits", S, E, dtype=F32),
@@ -149,7 +125,7 @@ class ExpertsHalf:
             place=here.alloc("expert_place", S, K, dtype=I32),
             starts=here.alloc("expert_starts", E + 1, dtype=I32),
             up=here.activation("expert_up", 2 * F, kept=not r.ffn, per_row=K),
-            act=here.activation("expert_act", F, kept=not r.swiglu, per_row=K),
+            act=here.activation("expert_act", F, kept=keeps_act, per_row=K),
             shared=self.shared and self.shared.keep(here),
         )
 
@@ -164,7 +140,7 @@ class ExpertsHalf:
         sort_rows(dev, kept.order, kept.place, kept.starts, kept.chosen)
         up = kept.up.place(dev, frame.temps)
         self._multiply_up(here, w, x, up)
-        write = partial(self.activation.forward, dev, up)
+        write = partial(self._activate, up)
         act = self.operands.input(frame.temps, kept.act, write)
         with self._sorted("expert_out", kept, out) as y:
             self.linear.forward(here, "experts_down", y, act, kept.starts, w)
@@ -228,25 +204,50 @@ class ExpertsHalf:
         """`to` is the gradient of up (may be up); d_weights (S, K) is that of the weights."""
         dev, kept = self.dev, here.kept
         with ExitStack() as temps:
-            act = kept.act.place(dev, temps)
-            if kept.act.tensor is None:
-                self.activation.forward(dev, up, OutputForms(act))
             trains = self.linear.trains(g, "experts_down")
+            reads = "expert_act" not in here.spec.made_again
+            act = kept.act.place(dev, temps) if trains or reads else None
             d_rows = self.operands.of_tensor(
                 temps, here.out_id, d_out, measured=True, transposed=True
             )
             whole = trains or g.bias("experts_down") is not None
             d_y = temps.enter_context(self._gathered(here, "d_expert_out", d_rows, whole=whole))
-            d_act = self._scratch(temps, "d_expert_act", act.shape, act.dtype)
+            d_act = self._scratch(temps, "d_expert_act", kept.act.shape, kept.act.dtype)
             self.linear.input_gradient(here, "experts_down", d_act, d_y, kept.starts, w)
-            how = (kept.place, kept.weights, act if trains else None)
-            combine_backward(dev, d_act, d_weights, act, *how)
+            self._backward_act(kept, d_act, d_weights, act, up, to)
             d = tensor_of(d_y)
             if trains:
                 self.linear.weight_gradients(here, "experts_down", d, act, kept.starts, w, g)
             weighed = (kept.weights, kept.order)
             self.linear.bias_gradients(here, "experts_down", d, kept.starts, g, *weighed)
-            self.activation.backward(dev, d_act, up, to)
+
+    def _activate(self, up: Tensor, to: OutputForms) -> None:
+        if self.clamp is None:
+            swiglu.forward(self.dev, to.out, up, abs_max=to.abs_max, fp8=to.fp8)
+        else:
+            shape = up.shape[0], up.shape[1] // 2
+            _written(self.dev, shape, to, swiglu.clamped_forward, up, *self.clamp)
+
+    def _backward_act(
+        self,
+        kept: _Kept,
+        d_act: Tensor,
+        d_weights: Tensor,
+        act: Tensor | None,
+        up: Tensor,
+        to: OutputForms,
+    ) -> None:
+        """d_act is without weights; act (None: not wanted) becomes forward's with weights."""
+        dev, weights = self.dev, kept.weights
+        if self.clamp is None:
+            how = {"abs_max": to.abs_max, "fp8": to.fp8}
+            rows = (d_act, up, kept.order, weights, act)
+            swiglu.weighted_backward(dev, to.out, d_weights, *rows, **how)
+            return
+        if kept.act.tensor is None:
+            swiglu.clamped_forward(dev, act, up, *self.clamp)
+        combine_backward(dev, d_act, d_weights, act, kept.place, weights, act)
+        _written(dev, up.shape, to, swiglu.clamped_backward, d_act, up, *self.clamp)
 
     def _backward_up(
         self,
