@@ -50,10 +50,8 @@ class GgufKind:
 
 class Architecture:
     """One family of models: what its class at Hugging Face fixes, and where its weights are there.
-
     A subclass, in a file of its own, says what differs. An argument `model` is a
-    llmq.arch.model_config.ModelConfig, whose fields `read` gives.
-    """
+    llmq.arch.model_config.ModelConfig, whose fields `read` gives."""
 
     name: str
     """Class at Hugging Face: config.json's "architectures"."""
@@ -143,11 +141,9 @@ class Architecture:
         return "ln1_post" in self.norm_names
 
     def read(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of ModelConfig for a parsed config.json of this architecture.
-
-        Raises ConfigError naming the first field that is missing or malformed, or that asks for a
-        computation which is not implemented. Dropout is ignored: see ignored_fields.
-        """
+        """The arguments of ModelConfig for a parsed config.json of this architecture. Raises
+        ConfigError naming the first field that is missing or malformed, or that asks for a
+        computation which is not implemented. Dropout is ignored: see ignored_fields."""
         coded = get(hf, "quantization_config", dict, None)
         if coded is not None:
             reject(
@@ -185,11 +181,9 @@ class Architecture:
         return self.read({**self.text_defaults, **outer, **get(hf, "text_config", dict)})
 
     def write(self, model: Any, dtype: str) -> dict[str, Any]:
-        """config.json of a model whose weights are stored as dtype ('bf16' or 'fp32').
-
-        transformers 4 and 5 both load it as the same model: positions and dtype are written in both
-        spellings.
-        """
+        """config.json of a model whose weights are stored as dtype ('bf16' or 'fp32'). transformers
+        4 and 5 both load it as the same model: positions and dtype are written in both
+        spellings."""
         eos = model.eos_token_ids
         hf_dtype = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
         labels = [f"LABEL_{i}" for i in range(model.num_labels)]  # as transformers names them
@@ -255,10 +249,8 @@ class Architecture:
 
 
 def ignored_fields(hf: Mapping[str, Any]) -> list[str]:
-    """One line for every field of config.json that is known to be left out of training.
-
-    That is dropout, and of models with images, what sees these.
-    """
+    """One line for every field of config.json that is known to be left out of training. That is
+    dropout, and of models with images, what sees these."""
     names = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
     lines = [
         f"config.json: {name} {hf[name]} is ignored, there is no dropout"

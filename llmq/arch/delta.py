@@ -73,11 +73,9 @@ class DeltaNet:
 
 
 def delta(config: Any, layer: int) -> HalfSpec:
-    """A gated delta net.
-
-    delta_in: (2K + V + V + 2 Hv, C), the rows of q, k and v, of z, of b, of a. conv: (2K + V,
-    taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value head,). delta_o: (C, V).
-    """
+    """A gated delta net. delta_in: (2K + V + V + 2 Hv, C), the rows of q, k and v, of z, of b, of
+    a. conv: (2K + V, taps). a_log, dt_bias: (Hv,). delta_norm: (channels of a value head,).
+    delta_o: (C, V)."""
     its, C, at = config.delta, config.hidden_size, _AT.format(layer)
     rows = {"delta_qkv": its.channels, "delta_z": its.values}
     rows |= dict.fromkeys(("delta_b", "delta_a"), its.value_heads)

@@ -172,8 +172,7 @@ def experts(config: Any, layer: int) -> HalfSpec:
     """The experts of a layer, and the shared one, of which Fs is the width. router: (E, C).
     shared_gate: (1, C). shared_up: (2Fs, C). shared_down: (C, Fs). experts_up: (E, 2F, C).
     experts_down: (E, C, F). The rows of up are before those of gate; in paired experts each one of
-    gate is before its own of up.
-    """
+    gate is before its own of up."""
     its, F = config.experts, config.expert_size
     routers, shared = [_router(config, layer, "router", its.count)], ()
     activations = ("router_logits", "expert_up", "expert_act")

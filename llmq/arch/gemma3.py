@@ -10,9 +10,7 @@ from llmq.base.errors import ConfigError
 
 class Gemma3(RopeFamily):
     """Layers with a window turn positions by other angles than the others; each layer says which.
-
-    Its norms' weights are stored less 1.
-    """
+    Its norms' weights are stored less 1."""
 
     name = "Gemma3ForCausalLM"
     classifier = "Gemma3TextForSequenceClassification"

@@ -13,12 +13,10 @@ from llmq.arch.matrix import HalfSpec, Matrix, Module, Part
 
 
 def attention(config: Any, layer: int) -> HalfSpec:
-    """Queries, keys and values of one product, attention, and the output's product.
-
-    qkv: the rows of all query heads, key heads, value heads; with gated_attention a gate's rows
-    behind those of each query head. q_norm, k_norm, with qk_norm: (Hd,), or if it is wide (Hq*Hd,)
-    and (Hkv*Hd,). sinks: (Hq,), where the architecture has them.
-    """
+    """Queries, keys and values of one product, attention, and the output's product. qkv: the rows
+    of all query heads, key heads, value heads; with gated_attention a gate's rows behind those of
+    each query head. q_norm, k_norm, with qk_norm: (Hd,), or if it is wide (Hq*Hd,) and (Hkv*Hd,).
+    sinks: (Hq,), where the architecture has them."""
     C, Hq, Hkv, Hd = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     at = f"model.layers.{layer}.self_attn"
     gated = config.arch.gated_attention
@@ -112,11 +110,9 @@ def head(config: Any) -> tuple[Module, ...]:
 
 
 def norms(config: Any, key: str, layer: int) -> tuple[Module, ...]:
-    """KEY_post, of what the half before has put out, and KEY, as far as there are such norms.
-
-    The first norm of a layer's branch belongs to the layer before, and of the head's, which is
-    layer L, there is no other.
-    """
+    """KEY_post, of what the half before has put out, and KEY, as far as there are such norms. The
+    first norm of a layer's branch belongs to the layer before, and of the head's, which is layer L,
+    there is no other."""
     names, found = config.arch.norm_names, []
     for key_, of in ((f"{key}_post", layer - (key == "ln1")), (key, layer)):
         if key_ in names and of >= 0:

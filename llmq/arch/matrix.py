@@ -81,12 +81,10 @@ class HfPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """The rows of a weight that are one module at Hugging Face.
-
-    module: its name. targets: the names in --lora-targets that mean it; if there are several, all
-    or none of them are to be given. transposed, order, depthwise: of its matrix, as HfPart says.
-    experts: it is no module, but the parameter with so many experts that has this name.
-    """
+    """The rows of a weight that are one module at Hugging Face. module: its name. targets: the
+    names in --lora-targets that mean it; if there are several, all or none of them are to be given.
+    transposed, order, depthwise: of its matrix, as HfPart says. experts: it is no module, but the
+    parameter with so many experts that has this name."""
 
     module: str
     rows: int
@@ -229,8 +227,7 @@ class HalfSpec:
     @property
     def backward_order(self) -> Iterator[str]:
         """Gradients in the order in which they are computed: of activations, d_NAME, by name, and
-        of parameters by key.
-        """
+        of parameters by key."""
         yield f"d_{self.name}"
         inner: list[Module] = []  # norms and the like behind a matrix
         for module in reversed(self.modules):

@@ -138,10 +138,8 @@ class ModelConfig:
 
     @property
     def padding_row(self) -> int | None:
-        """Row of the embedding to which looking it up gives no gradient; None: there is none.
-
-        It is that of pad_token_id, torch's padding_idx, which counts negative ids from the end.
-        """
+        """Row of the embedding to which looking it up gives no gradient; None: there is none. It is
+        that of pad_token_id, torch's padding_idx, which counts negative ids from the end."""
         pad, vocab = self.pad_token_id, self.vocab_size
         if pad is None or not self.arch.pads_embedding or not -vocab <= pad < vocab:
             return None
@@ -159,11 +157,9 @@ class ModelConfig:
         return int(self.max_positions * (self.rope_scaling.factor if grows else 1))
 
     def rope_of(self, layer: int) -> Rope | None:
-        """The rotary frequencies in a layer; None without RoPE.
-
-        length: of the table's rows, which makes scores what query_pre_attn_scalar and the scaling
-        say; where only a part is rotated, there is no query_pre_attn_scalar.
-        """
+        """The rotary frequencies in a layer; None without RoPE. length: of the table's rows, which
+        makes scores what query_pre_attn_scalar and the scaling say; where only a part is rotated,
+        there is no query_pre_attn_scalar."""
         if self.positions != "rope":
             return None
         length = (self.head_dim / (self.query_pre_attn_scalar or self.head_dim)) ** 0.25

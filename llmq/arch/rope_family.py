@@ -78,11 +78,9 @@ class RopeFamily(Architecture):
         }
 
     def read_windows(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """The window of attention, and which layers have it: all or none.
-
-        One that is as long as the positions is none. Older files than those with layer_types have
-        the distance of layers without a window.
-        """
+        """The window of attention, and which layers have it: all or none. One that is as long as
+        the positions is none. Older files than those with layer_types have the distance of layers
+        without a window."""
         layers = {}
         if self.full_every is not None:
             older = "sliding_window_pattern"
@@ -163,9 +161,7 @@ def all_but_every(every: int, num_layers: int) -> tuple[bool, ...]:
 def read_rope(hf: Mapping[str, Any], kinds: tuple[str, ...], *, partial: bool) -> dict[str, Any]:
     """Base, scaling and rotated part: of rope_theta and rope_scaling (transformers 4), or of
     rope_parameters (5). If both are given, rope_scaling wins, as it does in transformers 5.
-
-    partial: whether only a part of the channels may be rotated.
-    """
+    partial: whether only a part of the channels may be rotated."""
     outer = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     inner = get(hf, outer, dict, None) or {}
     rope = {f"{outer}.{name}": value for name, value in inner.items()}

@@ -124,9 +124,7 @@ def read_scaling(
     rope: Mapping[str, Any], outer: str, kinds: tuple[str, ...], max_positions: int, first: int
 ) -> RopeScaling | None:
     """The scaling in a dictionary of config.json that `outer` names; None where there is none.
-
-    max_positions: of the model. first: the first length, where it is not given there.
-    """
+    max_positions: of the model. first: the first length, where it is not given there."""
     named = {f"{outer}.{name}": value for name, value in rope.items()}
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = _OLD_KINDS.get(kind, kind) if isinstance(kind, str) else kind

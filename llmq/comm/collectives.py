@@ -33,12 +33,10 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 class Comm(ABC):
-    """One rank's end of the collectives of a group.
-
-    ranks: of the group, in order, `size` of them; rank: this one's place among them. waits_for:
-    whom the rank's thread is waiting for now, for diagnosis; None: for nobody. exchange_stream: on
-    which gradients are reduced, "comm" where gathers are, or "exchange".
-    """
+    """One rank's end of the collectives of a group. ranks: of the group, in order, `size` of them;
+    rank: this one's place among them. waits_for: whom the rank's thread is waiting for now, for
+    diagnosis; None: for nobody. exchange_stream: on which gradients are reduced, "comm" where
+    gathers are, or "exchange"."""
 
     exchange_stream = "comm"
     waits_for: str | None = None
@@ -50,12 +48,9 @@ class Comm(ABC):
         self.rank, self.size = dev.mesh.index(*axes), len(self.ranks)
 
     def all_gather(self, dst: Tensor, src: Tensor, mirror: Tensor | None = None) -> None:
-        """Part p of dst becomes rank p's src.
-
-        dst (W*n,), src (n,) of the same dtype; src may be dst's own part (in place) or pinned.
-        mirror: a pinned tensor with the content of src, given by all ranks or by none, for peers
-        to which copies cannot be made directly.
-        """
+        """Part p of dst becomes rank p's src. dst (W*n,), src (n,) of the same dtype; src may be
+        dst's own part (in place) or pinned. mirror: a pinned tensor with the content of src, given
+        by all ranks or by none, for peers to which copies cannot be made directly."""
         if dst.dtype != src.dtype:
             raise TypeError(f"all_gather: dst is {dst.dtype.label}, src is {src.dtype.label}")
         if dst.size != self.size * src.size:
@@ -68,9 +63,7 @@ class Comm(ABC):
 
     def reduce_scatter(self, buffer: Tensor) -> None:
         """The rank's own part of buffer becomes the sum over ranks, the other parts undefined.
-
-        buffer (W*n,), F32 or BF16; part p is elements [p*n, (p+1)*n).
-        """
+        buffer (W*n,), F32 or BF16; part p is elements [p*n, (p+1)*n)."""
         if buffer.dtype not in (F32, BF16):
             raise TypeError(f"reduce_scatter: buffer must be F32 or BF16, got {buffer!r}")
         self._check_parts("reduce_scatter", buffer)

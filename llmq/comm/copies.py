@@ -31,12 +31,9 @@ PIECE = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Memories:
-    """The buffers and flags that ranks know of each other.
-
-    storages: by rank and place. direct[reader][source]: whether source can write to reader's GPU;
-    beside_bus: whether that also leaves the bus to the host alone. rings: None if every pair is
-    direct.
-    """
+    """The buffers and flags that ranks know of each other. storages: by rank and place.
+    direct[reader][source]: whether source can write to reader's GPU; beside_bus: whether that also
+    leaves the bus to the host alone. rings: None if every pair is direct."""
 
     storages: Sequence[dict[str, Storage]]
     flags: Flags

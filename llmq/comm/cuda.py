@@ -28,11 +28,9 @@ WAIT_AND = 2  # CU_STREAM_WAIT_VALUE_AND: until (word & value) != 0
 
 
 class CudaQueue:
-    """The current stream of a device, as staged.Queue describes it.
-
-    Calls release the interpreter lock: they block where a stream's queue is full, and it may be
-    another rank's thread that lets the stream go on.
-    """
+    """The current stream of a device, as staged.Queue describes it. Calls release the interpreter
+    lock: they block where a stream's queue is full, and it may be another rank's thread that lets
+    the stream go on."""
 
     def __init__(self, dev: CudaDevice):
         self._dev = dev
@@ -48,11 +46,9 @@ class CudaQueue:
         self._check(*self._driver.cuStreamWriteValue32(self._dev.stream, address, value, 0))
 
     def pace(self) -> None:
-        """Outside of graphs, wait for the stream.
-
-        A stream holds about a thousand operations. Where it is full the driver blocks the thread,
-        and with it, for peer copies, threads of other ranks that would let the stream go on.
-        """
+        """Outside of graphs, wait for the stream. A stream holds about a thousand operations. Where
+        it is full the driver blocks the thread, and with it, for peer copies, threads of other
+        ranks that would let the stream go on."""
         if not self._dev.capturing:
             self._dev.synchronize_stream()
 
@@ -67,9 +63,7 @@ def connect_cuda(
     devices: Sequence[CudaDevice], options: CommOptions, workers: Workers
 ) -> LinkTable | None:
     """Probe all pairs of this process, make the communicators, and give each device its CudaComm.
-
-    Copies reach no memory of another process: between these everything goes by NCCL.
-    """
+    Copies reach no memory of another process: between these everything goes by NCCL."""
     mesh, api = devices[0].mesh, devices[0].api
     shards, replicas = mesh.size("shard"), mesh.size("replica")
     gpus = [dev.index for dev in devices]
@@ -199,11 +193,9 @@ class CrossComm(Comm):
 
 
 class Watch:
-    """A thread, shared by the ranks, that lets the GPUs go on when the ranks are stopped.
-
-    Without it the streams of the other ranks would wait for ever for the one that failed, and
-    their threads for the streams.
-    """
+    """A thread, shared by the ranks, that lets the GPUs go on when the ranks are stopped. Without
+    it the streams of the other ranks would wait for ever for the one that failed, and their threads
+    for the streams."""
 
     def __init__(
         self, workers: Workers, ranks: list[int], flags: Flags | None, communicators: list[Any]

@@ -32,11 +32,8 @@ def connect_host(devices: Sequence[HostDevice], workers: Workers) -> None:
 
 
 class HostComm(Comm):
-    """One rank's end. Sums are in rank order, in F32, rounded once.
-
-    Every rank is in one group of each kind, and all make the same calls: so a barrier of all
-    serves each of these groups.
-    """
+    """One rank's end. Sums are in rank order, in F32, rounded once. Every rank is in one group of
+    each kind, and all make the same calls: so a barrier of all serves each of these groups."""
 
     def __init__(
         self,
@@ -107,10 +104,8 @@ def connect_processes(
 
 
 class ProcessComm(HostComm):
-    """One rank's end. memories: storages by place of each rank of this process.
-
-    Ranks are meant by their places in the group.
-    """
+    """One rank's end. memories: storages by place of each rank of this process. Ranks are meant by
+    their places in the group."""
 
     def __init__(
         self,

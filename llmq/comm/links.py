@@ -22,12 +22,10 @@ BESIDE_BUS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One ordered pair: source writes to reader. GB/s are 10^9 bytes per second.
-
-    access: the driver gives the source access to the reader's memory. correct: a copied pattern
-    arrived as it was (None: not tried). direct: GB/s of a direct copy. staged: the slower one of
-    source to pinned memory and pinned memory to reader.
-    """
+    """One ordered pair: source writes to reader. GB/s are 10^9 bytes per second. access: the driver
+    gives the source access to the reader's memory. correct: a copied pattern arrived as it was
+    (None: not tried). direct: GB/s of a direct copy. staged: the slower one of source to pinned
+    memory and pinned memory to reader."""
 
     access: bool
     correct: bool | None
@@ -38,9 +36,7 @@ class Measured:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The connection of one pair: "peer" (direct copies) or "staged", its GB/s, and why not "peer".
-
-    beside_bus: direct copies leave the GPUs' bus to the host alone, as those over NVLink do.
-    """
+    beside_bus: direct copies leave the GPUs' bus to the host alone, as those over NVLink do."""
 
     kind: str
     speed: float
@@ -49,10 +45,8 @@ class Link:
 
 
 def choose(p2p: str, source: int, reader: int, measured: Measured) -> Link:
-    """The link from GPU `source` to GPU `reader`; p2p: "auto", "on" or "off".
-
-    Raises LlmqError where "on" asks for what does not work.
-    """
+    """The link from GPU `source` to GPU `reader`; p2p: "auto", "on" or "off". Raises LlmqError
+    where "on" asks for what does not work."""
     reason = None
     if p2p == "off":
         reason = "off"
@@ -156,11 +150,9 @@ class _End:
 
 
 def probe(api: Any, gpus: Sequence[int], p2p: str) -> LinkTable:
-    """Probe every ordered pair, one after the other. Changes the thread's current GPU.
-
-    api: CuPy's CUDA runtime module. p2p "off" gives no GPU access to another.
-    Raises LlmqError where p2p is "on" and a pair does not work.
-    """
+    """Probe every ordered pair, one after the other. Changes the thread's current GPU. api: CuPy's
+    CUDA runtime module. p2p "off" gives no GPU access to another. Raises LlmqError where p2p is
+    "on" and a pair does not work."""
     pinned = PinnedMemory(api, SIZE)
     ends = [_open(api, gpu) for gpu in gpus]
     try:

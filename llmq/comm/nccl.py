@@ -35,12 +35,10 @@ def load() -> Any:
 
 
 def set_environment(peer_access: bool, *, several: bool) -> None:
-    """Before the first communicator: NCCL reads this once in the life of a process.
-
-    peer_access False: it goes through host memory only. several: there are ranks of other
-    processes. To these it may choose another algorithm by the size of what it sends, and would
-    connect each at its first use, see `establish`: it shall connect all at once.
-    """
+    """Before the first communicator: NCCL reads this once in the life of a process. peer_access
+    False: it goes through host memory only. several: there are ranks of other processes. To these
+    it may choose another algorithm by the size of what it sends, and would connect each at its
+    first use, see `establish`: it shall connect all at once."""
     if several:
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     if not peer_access:
@@ -53,10 +51,8 @@ def set_environment(peer_access: bool, *, several: bool) -> None:
 def open_communicators(
     nccl: Any, devices: Sequence[CudaDevice], axis: str, *, several: bool
 ) -> list[Nccl]:
-    """Each device's end of a communicator of the ranks along an axis.
-
-    several: whether these groups have ranks of other processes, which then all call this.
-    """
+    """Each device's end of a communicator of the ranks along an axis. several: whether these groups
+    have ranks of other processes, which then all call this."""
     # From one thread: a rank that made its own would hold the interpreter lock, waiting for all.
     if not several:
         made = nccl.NcclCommunicator.initAll([dev.index for dev in devices])
@@ -75,11 +71,9 @@ def open_communicators(
 
 
 def establish(nccl: Any, ends: Sequence[Nccl], calls: Sequence[str]) -> None:
-    """Make all connections that these calls need, by one of each, from one thread.
-
-    NCCL would make them within the first calls: in the ranks' threads, waiting on the host for the
-    other ranks, whose streams may be waiting for a flag that this rank has yet to write.
-    """
+    """Make all connections that these calls need, by one of each, from one thread. NCCL would make
+    them within the first calls: in the ranks' threads, waiting on the host for the other ranks,
+    whose streams may be waiting for a flag that this rank has yet to write."""
     api, buffers = ends[0].dev.api, []
     try:
         for end in ends:

@@ -43,11 +43,9 @@ class CommOptions:
 
     @property
     def exchange_stream(self) -> str:
-        """The stream on which gradients are reduced: that of the gathers, or one beside it.
-
-        Copies from host memory share neither flags nor buffers with exchanges by copies, and use
-        one direction of the bus where exchanges use both.
-        """
+        """The stream on which gradients are reduced: that of the gathers, or one beside it. Copies
+        from host memory share neither flags nor buffers with exchanges by copies, and use one
+        direction of the bus where exchanges use both."""
         apart = self.gathers_from_host and self.memcpy_all_gather and not self.nccl
         return "exchange" if apart else "comm"
 
@@ -58,21 +56,17 @@ class CommOptions:
 
 
 class CommMemory(NamedTuple):
-    """Pinned memory of one rank; a tensor is None where the options need none.
-
-    flags: I32 (KINDS * W,), by which it waits for its peers. staging: U8, STAGING_CHUNKS equal
-    buffers through which this rank's data go to the peers whose GPUs it cannot write to.
-    """
+    """Pinned memory of one rank; a tensor is None where the options need none. flags: I32 (KINDS *
+    W,), by which it waits for its peers. staging: U8, STAGING_CHUNKS equal buffers through which
+    this rank's data go to the peers whose GPUs it cannot write to."""
 
     flags: Tensor | None
     staging: Tensor | None
 
 
 def allocate(dev: Device, options: CommOptions) -> CommMemory:
-    """Take a GPU's memory for collectives: the same in a plan for it, so that plan = run.
-
-    With p2p "auto" the ring is taken whether or not the probe finds that it is needed.
-    """
+    """Take a GPU's memory for collectives: the same in a plan for it, so that plan = run. With p2p
+    "auto" the ring is taken whether or not the probe finds that it is needed."""
     flags = staging = None
     shards = dev.mesh.size("shard")
     if shards > 1 and options.copies:

@@ -66,11 +66,9 @@ class Staging:
         return -(-nbytes // self.chunk)
 
     def begin(self, nbytes: int) -> None:
-        """Start a new collective, at position 0. nbytes: what one source sends to one reader.
-
-        That is cut into 8 chunks: fewer would make the first and the last one, which nothing
-        overlaps, a larger share, and more would cost more waits.
-        """
+        """Start a new collective, at position 0. nbytes: what one source sends to one reader. That
+        is cut into 8 chunks: fewer would make the first and the last one, which nothing overlaps, a
+        larger share, and more would cost more waits."""
         self._last.clear()
         eighth = -(-nbytes // (8 * 256)) * 256
         self.chunk = min(self._rings.chunk, max(self._rings.chunk // 16, eighth))

@@ -47,12 +47,10 @@ def id_of(layer: int, name: str) -> str:
 
 
 class Activation(NamedTuple):
-    """An activation of one layer, and what is kept of it from forward to backward.
-
-    shape: (rows, features), rows = B*T. tensor: the whole of it, in this dtype, which may be of the
-    codes that a product writes. codes: (features, rows), which are enough where backward only needs
-    it for a weight's gradient. With neither it is scratch.
-    """
+    """An activation of one layer, and what is kept of it from forward to backward. shape: (rows,
+    features), rows = B*T. tensor: the whole of it, in this dtype, which may be of the codes that a
+    product writes. codes: (features, rows), which are enough where backward only needs it for a
+    weight's gradient. With neither it is scratch."""
 
     layer: int
     name: str
@@ -109,10 +107,7 @@ class Format:
 
     def pair(self, which: str, a: Operand, b: Operand, salt: int) -> tuple[Operand, Operand]:
         """The matrices that a product multiplies of its operands. which: FORWARD, BACKWARD or
-        WEIGHT.
-
-        salt: a number of this weight's own, where operands are rounded stochastically.
-        """
+        WEIGHT. salt: a number of this weight's own, where operands are rounded stochastically."""
         return a, b
 
     def kept_codes(self, tensor_id: str) -> DType | None:
@@ -144,11 +139,8 @@ class Format:
     def input_again(
         self, temps: ExitStack, x: Activation, write: Write, *, product: bool
     ) -> Operand:
-        """A product's input, in backward, for its weight's gradient.
-
-        write makes it again with the content it had in forward. product: the product is computed
-        again, too.
-        """
+        """A product's input, in backward, for its weight's gradient. write makes it again with the
+        content it had in forward. product: the product is computed again, too."""
         return self.input(temps, x, write)
 
     # -- tensors that are there already ----------------------------------------------------------
@@ -156,11 +148,9 @@ class Format:
     def of_tensor(
         self, temps: ExitStack, tensor_id: str, x: Tensor, *, measured: bool, transposed: bool
     ) -> Operand:
-        """The operand of a tensor (n, features) that is there already.
-
-        measured: its kernel wrote to the target that `measured` gives. transposed: a weight's
-        gradient needs it, and not only a product.
-        """
+        """The operand of a tensor (n, features) that is there already. measured: its kernel wrote
+        to the target that `measured` gives. transposed: a weight's gradient needs it, and not only
+        a product."""
         return x
 
     def of_tensor_again(
@@ -180,10 +170,8 @@ class Format:
         self, tensor_id: str, out: Tensor | None, multiply: Callable[[Result | None], None]
     ) -> Result | None:
         """The forms in which a product writes `out`, which may be of codes; multiply enqueues it.
-
         out: None, once scales are ready, of a product that has the activation in it and whose
-        result is not kept.
-        """
+        result is not kept."""
         multiply(out)
         return out
 
@@ -208,20 +196,15 @@ class Format:
         settles: bool = False,
     ) -> Operand:
         """The gradient of a product's output. out: memory of its shape; None: if its result is
-        codes, and bias is False.
-
-        bias: the tensor itself is wanted besides, because a bias's gradient is its sum. both:
-        whether the kernel can write a tensor and its codes. settles: whether `written` enqueues it.
-        """
+        codes, and bias is False. bias: the tensor itself is wanted besides, because a bias's
+        gradient is its sum. both: whether the kernel can write a tensor and its codes. settles:
+        whether `written` enqueues it."""
         write(self.measured(tensor_id, out))
         return self.of_tensor(temps, tensor_id, out, measured=True, transposed=True)
 
     def largest(self) -> dict[tuple[int, str], float]:
         """The largest values recorded of the blocks' tensors, by layer and name; waits for the
-        device.
-
-        Nothing without fp8.
-        """
+        device. Nothing without fp8."""
         return {}
 
     # -- frozen matrices -------------------------------------------------------------------------
@@ -234,10 +217,8 @@ class Format:
         return piece_of(matrix.size)
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
-        """Before the first is encoded: allocates what is needed beside them.
-
-        multiplied: whether products read them as they are kept.
-        """
+        """Before the first is encoded: allocates what is needed beside them. multiplied: whether
+        products read them as they are kept."""
 
     def encode(self, made: Encoder) -> None:
         """Read a matrix in pieces, and put its tensors."""

@@ -60,9 +60,7 @@ class Region(NamedTuple):
 
 class CodeLayout:
     """The places of a block's matrices' tensors. nbytes: of all, a multiple of ALIGN a rank.
-
-    regions: by key and name.
-    """
+    regions: by key and name."""
 
     def __init__(self, lies: Mapping[str, Lies], shards: int = 1):
         """lies: of each matrix, by key."""
@@ -85,12 +83,10 @@ class CodeLayout:
 
 
 class Encoder:
-    """Scratch for the codes of one matrix after the other, and for pieces of it.
-
-    It is taken once when this is made, so that plans know of it. matrix: that of which codes are
-    made, and put: what keeps them. codes: U8, one for each element of a piece. scales: F32, one for
-    ROWS elements. groups: F32, one for GROUP scales.
-    """
+    """Scratch for the codes of one matrix after the other, and for pieces of it. It is taken once
+    when this is made, so that plans know of it. matrix: that of which codes are made, and put: what
+    keeps them. codes: U8, one for each element of a piece. scales: F32, one for ROWS elements.
+    groups: F32, one for GROUP scales."""
 
     matrix: Frozen
     put: Put

@@ -79,10 +79,8 @@ class Scales(NoScales):
         return self._scale_of[name]
 
     def fp8_out_again(self, name: str, codes: Tensor | None, transposed: Tensor | None) -> Fp8Out:
-        """The place where a kernel writes the codes of a tensor that it makes again.
-
-        The scale is that of the first time, when what saturates was counted.
-        """
+        """The place where a kernel writes the codes of a tensor that it makes again. The scale is
+        that of the first time, when what saturates was counted."""
         return Fp8Out(codes, transposed, self.scale(name), self._ignored)
 
     def forget(self) -> None:
@@ -139,19 +137,14 @@ class DelayedScales(Scales):
 
     def product(self, name: str, codes: Tensor | None, *, again: bool = False) -> ProductCodes:
         """The place where a product writes a tensor's codes, and what its reader has to find out of
-        it.
-
-        codes: None as `Format.result` has it. again: it was read before, or is made again.
-        """
+        it. codes: None as `Format.result` has it. again: it was read before, or is made again."""
         known = (self.scale(name), self._factor_of[name], self._largest_of[name])
         unknown = (None, None) if again else (self.abs_max(name), self._saturated_of[name])
         return ProductCodes(codes, *known, *unknown, self._found)
 
     def settle(self, name: str) -> None:
-        """The first scale of a tensor, from its largest value.
-
-        It was written with any scale for that, and is written once more.
-        """
+        """The first scale of a tensor, from its largest value. It was written with any scale for
+        that, and is written once more."""
         row = list(self._scale_of).index(name)
         scale, factor, largest = (
             table.rows(row, row + 1) for table in (self.scales, self._factors, self.abs_maxes)
@@ -172,11 +165,9 @@ class DelayedScales(Scales):
             self.forget()
 
     def finish_step(self, stats: Tensor) -> None:
-        """Scales for the next step.
-
-        This rank's count of saturated elements is added to stats; the norm becomes NaN where a
-        tensor had an infinity, which is clamped like any other large number.
-        """
+        """Scales for the next step. This rank's count of saturated elements is added to stats; the
+        norm becomes NaN where a tensor had an infinity, which is clamped like any other large
+        number."""
         fp8_scale.count(self.dev, stats, self._saturated, self.abs_maxes)
         self._record()
 

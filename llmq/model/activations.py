@@ -29,11 +29,9 @@ class Recompute(NamedTuple):
 
 
 def recompute_of_layers(options: TrainConfig, config: ModelConfig) -> list[Recompute]:
-    """For each layer what the options say, or nothing. options: normalized.
-
-    If nobody says, a gated MLP's activation in fp8 with delayed scales is made again: what computes
-    its gradient writes the codes that forward would have written. Experts' is one tensor more.
-    """
+    """For each layer what the options say, or nothing. options: normalized. If nobody says, a gated
+    MLP's activation in fp8 with delayed scales is made again: what computes its gradient writes the
+    codes that forward would have written. Experts' is one tensor more."""
     chosen = layer_set(options.recompute_layers, config.num_layers)
     free = config.gated and config.experts is None
     told = {name: getattr(options, f"recompute_{name}") for name in Recompute._fields}
@@ -76,11 +74,9 @@ class Cache:
 
 
 class HalfLayer:
-    """A half in one layer: what it works on there, and what of it is kept for backward.
-
-    norm: in front of it. out: where its output goes. kept: what its class keeps, see `Half.keep`.
-    cache: its tensors of a text that is continued; None: a pass sees whole sequences.
-    """
+    """A half in one layer: what it works on there, and what of it is kept for backward. norm: in
+    front of it. out: where its output goes. kept: what its class keeps, see `Half.keep`. cache: its
+    tensors of a text that is continued; None: a pass sees whole sequences."""
 
     norm: NormTensors
     out: HalfOut

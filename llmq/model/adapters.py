@@ -78,10 +78,8 @@ def _add_collected(dev: Device, matrix: Adapted, d_b: Accumulator, whole: Tensor
 
 
 class Dropout:
-    """Dropout of adapters' inputs; a salt tells matrices apart.
-
-    on: whether what is enqueued is a step's, which drops; of capture time.
-    """
+    """Dropout of adapters' inputs; a salt tells matrices apart. on: whether what is enqueued is a
+    step's, which drops; of capture time."""
 
     def __init__(self, dev: Device, options: TrainConfig, scalars: Tensor | None):
         self.probability, self.on, self._dev = options.lora_dropout, False, dev

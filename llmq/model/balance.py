@@ -22,11 +22,8 @@ ROUTER_SHOWN = ("router_busiest",)
 
 
 class Balance:
-    """The sums of a model that has experts, and is trained.
-
-    factors: F32 (E+1,), for backward; None where there is neither loss. totals: I64 (layers with
-    experts, 2E+4), as `route` has sums.
-    """
+    """The sums of a model that has experts, and is trained. factors: F32 (E+1,), for backward; None
+    where there is neither loss. totals: I64 (layers with experts, 2E+4), as `route` has sums."""
 
     def __init__(self, dev: Device, config: ModelConfig, options: TrainConfig):
         """options: normalized."""

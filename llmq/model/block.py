@@ -60,10 +60,8 @@ class LayerStreams(NamedTuple):
 
 class Layer:
     """Its stream (rows, C) in front of the first half (`residual`) and of the second (`between`).
-
     branch: (rows, C), what the second half puts out, unless it adds that to the stream itself.
-    multiplied_again: keys of the matrices whose products backward computes again.
-    """
+    multiplied_again: keys of the matrices whose products backward computes again."""
 
     def __init__(
         self,
@@ -122,10 +120,9 @@ def _site_stats(
 
 class WantedGradients(NamedTuple):
     """The gradients that somebody wants, because there is a trained parameter in front of them.
-
     first_in, second_in: of the halves' inputs. inside: of what leads to the product that makes the
-    first half's output. first_out: of that output. Each of them wants all that follow in the block.
-    """
+    first half's output. first_out: of that output. Each of them wants all that follow in the
+    block."""
 
     first_in: bool
     inside: bool
@@ -163,9 +160,7 @@ class Blocks:
         trains: bool,
     ):
         """Allocates every activation of a micro-step. backend and what follows: as of Model.
-
-        balance: as of Shared. trains: backward passes follow.
-        """
+        balance: as of Shared. trains: backward passes follow."""
         shape, dtype = operands.shape, operands.dtype
         self.linear = linear = BlockLinear(dev, config, options, operands, scalars)
         self.residuals = residuals
@@ -210,10 +205,8 @@ class Blocks:
 
     def forward(self, index: int, w: BlockWeights, *, keep: bool, position: int) -> None:
         """The stream in front of a block to that behind it, or to that between the halves and the
-        second one's branch.
-
-        keep: backward follows, and will read the stream in front. position: as of Frame.
-        """
+        second one's branch. keep: backward follows, and will read the stream in front. position: as
+        of Frame."""
         layer, residuals = self.layers[index], self.residuals
         (first, second), (here, there) = self.halves[index], layer.halves
         before = self.layers[index - 1].between if index > 0 else None

@@ -103,10 +103,8 @@ class BlockLinear:
         epilogue: Epilogue = STORE,
     ) -> None:
         """out (rows, out_features) = x (rows, in_features) @ weight^T + bias, and the adapters'.
-
         addend: like out, other memory, or None, as it is unless `accepts_addend`. Beside adapters
-        no product writes codes.
-        """
+        no product writes codes."""
         adapters, parts, bias = None, self._parts.get((layer, key)), w.bias(key)
         if parts is not None:
             made, finished = partial(self._tail, parts, x, *w.adapters(key)), None
@@ -153,10 +151,8 @@ class BlockLinear:
         *,
         epilogue: Epilogue = STORE,
     ) -> None:
-        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B.
-
-        d_x: None where nobody wants it.
-        """
+        """d_x (rows, in_features), from d_out (rows, out_features); and the gradient of B. d_x:
+        None where nobody wants it."""
         adapters, parts = None, self._parts.get((layer, key))
         with self._of_sum(parts, key, d_out, w) as d_out:
             if parts is not None and d_x is None:
@@ -207,10 +203,7 @@ class BlockLinear:
         x: Operand | None,
     ) -> None:
         """Compute the gradients of the weight, of the bias as far as d_bias asks for it, and of the
-        adapters' A and magnitudes.
-
-        Follows input_gradient. x: None where it is not needed.
-        """
+        adapters' A and magnitudes. Follows input_gradient. x: None where it is not needed."""
         number = self._numbers[layer, key]
         self.linear.weight_gradients(g.get(key), d_bias, d_out, x, number)
         parts = self._parts.get((layer, key))

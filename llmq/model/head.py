@@ -55,11 +55,9 @@ def _columns_of_new_rows(dev: Device, config: ModelConfig, options: TrainConfig)
 
 
 class Head:
-    """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands.
-
-    losses, lse: F32 (rows,), per token, of the last micro-step. The logits of rows/chunks tokens
-    exist at a time, with chunks as --lmhead-chunks says.
-    """
+    """Buffers of the head, for as many rows (B*T tokens) and in the format of the operands. losses,
+    lse: F32 (rows,), per token, of the last micro-step. The logits of rows/chunks tokens exist at a
+    time, with chunks as --lmhead-chunks says."""
 
     def __init__(
         self,
@@ -98,10 +96,8 @@ class Head:
             dev.upload(self.gradient_scale, np.array([self._code_scale], np.float32))
 
     def forward(self, w: HeadWeights, residual_att: Tensor, branch: Tensor | None) -> None:
-        """The final norm, of the last block's residual_att + branch, both (rows, C).
-
-        branch: None where the last block has written the sum itself.
-        """
+        """The final norm, of the last block's residual_att + branch, both (rows, C). branch: None
+        where the last block has written the sum itself."""
         to, residual, stats = self.operands.measured(HEAD, self.out), self.residual, self.stats
         if self.config.arch.post_norm:
             self.norm.post(
@@ -171,9 +167,7 @@ class Head:
 
     def logits_of(self, w: HeadWeights, rows: Sequence[int]) -> Iterator[Tensor]:
         """(1, Vp) of each of these rows, which rise, after `forward`; it is there until the next.
-
-        Whole chunks are multiplied, as for losses, so that nothing needs memory of its own.
-        """
+        Whole chunks are multiplied, as for losses, so that nothing needs memory of its own."""
         for start, stop in self._chunks():
             inside = [row - start for row in rows if start <= row < stop]
             if not inside:
@@ -197,12 +191,9 @@ class Head:
         of_rows: Teacher | Labels | None = None,
     ) -> None:
         """Per-token losses, the head's gradients, and d_residual (rows, C) behind the last block.
-
         weights: F32 (rows,), of the gradients; None: all are 1. branch: as in forward. to: the
         branch's gradient, in d_residual or, with post_norm, d_norm, which is scratch before.
-        of_rows: as of Loss.
-        Gradients are sums over rows; nothing is divided here.
-        """
+        of_rows: as of Loss. Gradients are sums over rows; nothing is divided here."""
         d_weight, d_rows = g.lm_head, g.new_rows
         trained = d_weight is not None or d_rows is not None
         for start, stop, x, low, temps in self._parts(w, g, d_norm, transposed=trained):
@@ -248,10 +239,8 @@ class Head:
         epilogue: CrossEntropy,
     ) -> tuple[Tensor, Epilogue]:
         """The gradient of the logits, in their place; and what follows the product that it is in.
-
         With factors, x is multiplied by them in place for the gradient of the matrix: nobody reads
-        it after the head.
-        """
+        it after the head."""
         dev, after = self.dev, STORE
         logits = temps.enter_context(self._scratch(start, stop, lm_head))
         if low is not None:

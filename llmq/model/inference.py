@@ -69,9 +69,7 @@ class Scorer(Inference):
 
     def score(self, inputs: np.ndarray, rounds: list[np.ndarray]) -> list[np.ndarray]:
         """The losses F32 (B, T) of each round of targets, 0 where masked; waits for the device.
-
-        inputs, targets: int32 (B, T), targets -100 where masked.
-        """
+        inputs, targets: int32 (B, T), targets -100 where masked."""
         self.take_shape(*inputs.shape)
         self.dev.upload(self._tokens, inputs)
         self.dev.graph(("score forward", *inputs.shape), self._forward)
@@ -111,10 +109,8 @@ class Decoder(Inference):
                 pass
 
     def forward(self, tokens: np.ndarray, position: int) -> np.ndarray:
-        """Run tokens (n,), the text's elements [position, position + n).
-
-        Returns logits F32 (V,), which predict element position + n; waits for the device.
-        """
+        """Run tokens (n,), the text's elements [position, position + n). Returns logits F32 (V,),
+        which predict element position + n; waits for the device."""
         n = len(tokens)
         if not 0 < n <= self.positions - position:
             raise ValueError(f"decode: {n} tokens at {position} exceed {self.positions} positions")

@@ -32,10 +32,8 @@ class Linear:
         self.dev, self.format = dev, format or Format(dev)
 
     def how(self, which: str, a: Operand, b: Operand, salt: int = 0) -> dict[str, Any]:
-        """The arguments of `product` that make it one of the three.
-
-        which: FORWARD, BACKWARD or WEIGHT. salt: as of `Format.pair`.
-        """
+        """The arguments of `product` that make it one of the three. which: FORWARD, BACKWARD or
+        WEIGHT. salt: as of `Format.pair`."""
         a, b = self.format.pair(which, a, b, salt)
         return {"a": a, "b": b, "fast": which in self.format.fast, **_LAID[which]}
 
@@ -69,9 +67,7 @@ class Linear:
         salt: int = 0,
     ) -> None:
         """d_weight (out_features, in_features) = or += d_out^T @ x, d_bias the sum of d_out's rows.
-
-        None: not wanted, because the parameter is frozen or there is none. salt: as in how.
-        """
+        None: not wanted, because the parameter is frozen or there is none. salt: as in how."""
         if d_weight is not None:
             how = self.how(WEIGHT, d_out, x, salt)
             product(self.dev, d_weight, epilogue=GradientSum(), **how)

@@ -47,10 +47,8 @@ class Model:
         cache: Cache | None = None,
     ):
         """backend: of attention, see directions. starts: I32 (B,T), see Batch; None: all are 0.
-
         scalars: StepScalars, which adapters need. loss: what is trained; None without backward
-        passes. cache: of one text that passes continue; None: they see whole sequences.
-        """
+        passes. cache: of one text that passes continue; None: they see whole sequences."""
         self.dev, self.config, self.weights, self.starts = dev, config, weights, starts
         self.loss, trains = loss, loss is not None
         self.operands = format_of(dev, config, options, scalars)
@@ -81,10 +79,8 @@ class Model:
         return ("embed", "embed") if self.config.tied_embeddings else ("head", "lm_head")
 
     def forward(self, tokens: Tensor, *, stale: bool, keep: bool, position: int = 0) -> None:
-        """Tokens to the output of the final norm.
-
-        stale: as Weights.take_stale said. keep: backward follows. position: as of Frame.
-        """
+        """Tokens to the output of the final norm. stale: as Weights.take_stale said. keep: backward
+        follows. position: as of Frame."""
         weights = self.weights
         self.operands.scales.start_micro_step(of_step=keep)
         self.dropout.on = keep
@@ -151,10 +147,8 @@ class Model:
     def backward(
         self, grads: Gradients, tokens: Tensor, targets: Tensor, *, accumulate: bool, last: bool
     ) -> None:
-        """Per-token losses and all gradients after `forward`.
-
-        accumulate False: gradients are overwritten; True: added to. last: of an optimizer step.
-        """
+        """Per-token losses and all gradients after `forward`. accumulate False: gradients are
+        overwritten; True: added to. last: of an optimizer step."""
         grads.start_micro_step(accumulate, last)
         weights, streams = self.weights, (self.residuals, self.blocks.between)
         self._gather_for_backward(self._layers[-1])

@@ -47,12 +47,10 @@ def alloc_stats(dev: Device, config: ModelConfig, name: str, rows: int) -> Stats
 
 
 class NormTensors(NamedTuple):
-    """The norms in front of a half of one layer, and the residual stream there; see above.
-
-    stream: (rows, C). branch: (rows, C), what the half before has put out; None where it has added
-    that to the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of
-    the branch's; None where there is none.
-    """
+    """The norms in front of a half of one layer, and the residual stream there; see above. stream:
+    (rows, C). branch: (rows, C), what the half before has put out; None where it has added that to
+    the stream itself. out: the half's input. stats: of the stream's norm, post_stats: of the
+    branch's; None where there is none."""
 
     stream: Tensor
     branch: Tensor | None
@@ -104,9 +102,7 @@ class Normalization:
         self, to: OutputForms, stats: Stats, x: Tensor, residual: Tensor | None, weight: Tensor
     ) -> None:
         """to (rows, C) = residual + norm(x), or norm(x); rounded as with Architecture.post_norm.
-
-        Its backward pass is `backward` without d_residual.
-        """
+        Its backward pass is `backward` without d_residual."""
         with _results(self.dev, to, x.shape) as results:
             args = (to.out, stats.rstd, x, residual, weight, self.eps)
             norm.post(self.dev, *args, offset=self.offset, **results)
@@ -122,10 +118,8 @@ class Normalization:
         stats: Stats,
         d_residual: Tensor | None,
     ) -> None:
-        """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself).
-
-        d_weight, d_bias: None where they are not wanted.
-        """
+        """to (rows, C) = the norm's input gradient + d_residual (may be to.out itself). d_weight,
+        d_bias: None where they are not wanted."""
         dev, d_x, (rstd, mean) = self.dev, to.out, stats
         with _results(dev, to, x.shape) as results:
             args = (d_x, d_weight, d_bias, d_out, x, weight, mean, rstd, d_residual)
@@ -158,11 +152,8 @@ class BlockNorms:
     def forward(
         self, temps: ExitStack, here: NormTensors, before: Tensor | None, w: BlockWeights
     ) -> Operand:
-        """The input of a half.
-
-        before: (rows, C), the stream where the half before began; None: there is none. It is not
-        read where there is no branch.
-        """
+        """The input of a half. before: (rows, C), the stream where the half before began; None:
+        there is none. It is not read where there is no branch."""
         if self.pre:
             return self.operands.input(temps, here.out, partial(self._run, here, before, w))
         tensor_id, stream, measured = here.out.tensor_id, here.stream, before is not None
@@ -182,9 +173,8 @@ class BlockNorms:
         product: bool,
     ) -> Operand:
         """The input of a half in backward. before: None unless the stream is made again, too.
-
-        product: so is the half's first product, and not only its weight's gradient needs the input.
-        """
+        product: so is the half's first product, and not only its weight's gradient needs the
+        input."""
         if not self.pre:
             if before is not None:
                 self._run(here, before, w, OutputForms(here.stream))
@@ -230,10 +220,8 @@ class BlockNorms:
         g: BlockGrads,
     ) -> None:
         """d_residual (rows, C), the gradient of the stream behind the half, to that in front of it.
-
         d_x (rows, C): the gradient of the half's input. `d_out` then is the gradient of what the
-        half before has put out; id_before is its name, None where there is no half.
-        """
+        half before has put out; id_before is its name, None where there is no half."""
         d_branch = OutputForms(d_residual)
         if id_before is not None:
             out = self.d_out(d_residual, d_x)

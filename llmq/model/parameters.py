@@ -49,8 +49,7 @@ class BlockParameters(dict[str, T]):
 class HeadParameters(NamedTuple, Generic[T]):
     """norm, its bias: (C,). ln1_post: (C,), with post_norm, of what the last block puts out.
     lm_head: (Vp, C), its adapters lm_head_a, lm_head_b as BlockParameters has them. new_rows: (R,
-    C), those of it that are trained alone.
-    """
+    C), those of it that are trained alone."""
 
     ln1_post: T | None = None
     norm: T | None = None

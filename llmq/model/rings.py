@@ -52,9 +52,7 @@ class Result:
 
 class Results:
     """The statistics of the step that runs, and those of the last RESULTS steps for the host.
-
-    stats: F64, as Loss.stat names them, and `more` behind them.
-    """
+    stats: F64, as Loss.stat names them, and `more` behind them."""
 
     def __init__(
         self, dev: Device, loss: type[Loss], more: tuple[str, ...] = (), shown: tuple[str, ...] = ()
@@ -142,10 +140,8 @@ class Results:
         return ticket
 
     def result(self, ticket: int) -> Result:
-        """The measurements up to the `post` that gave this ticket; waits until it is done.
-
-        It can be read until RESULTS - 1 further ones have been enqueued.
-        """
+        """The measurements up to the `post` that gave this ticket; waits until it is done. It can
+        be read until RESULTS - 1 further ones have been enqueued."""
         if not self._ring.used - RESULTS <= ticket < self._ring.used:
             raise ValueError(f"result: ticket {ticket} is not among the last {RESULTS}")
         index = ticket % RESULTS
@@ -179,12 +175,9 @@ HEADER = 64  # words before the tokens in a slot: StepScalars, padded so that to
 
 
 class Inbox:
-    """The memory from which the device reads a micro-step.
-
-    scalars: I32 (16,) StepScalars. tokens, targets: I32 (B, T). starts: the same, with documents
-    that are masked, else None. more: F32 (B, T) or (B, T, W), the arrays that the loss reads, by
-    name.
-    """
+    """The memory from which the device reads a micro-step. scalars: I32 (16,) StepScalars. tokens,
+    targets: I32 (B, T). starts: the same, with documents that are masked, else None. more: F32 (B,
+    T) or (B, T, W), the arrays that the loss reads, by name."""
 
     def __init__(self, dev: Device, options: TrainConfig, loss: type[Loss]):
         self.dev = dev

@@ -72,10 +72,8 @@ class Step:
         count: int | None = None,
     ) -> int:
         """Enqueue one optimizer step over these micro-batches; returns the ticket of its result.
-
         count: of them; None: as many as --grad-accumulation says. step counts from 0. lr is the
-        learning rate of this step; grad_clip 0 switches clipping off.
-        """
+        learning rate of this step; grad_clip 0 switches clipping off."""
         final = (self.options.grad_accumulation if count is None else count) - 1
         self.start()
         for micro_step, batch in enumerate(batches):
@@ -170,10 +168,8 @@ class Step:
         self.loss.add(self.stats, self.model.rows(self.targets))
 
     def score(self, batch: Batch) -> np.ndarray:
-        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device.
-
-        It changes nothing of the training, as an evaluation does not; all ranks do as many.
-        """
+        """The loss of each token of one batch, F32 (B, T), 0 where masked; waits for the device. It
+        changes nothing of the training, as an evaluation does not; all ranks do as many."""
         self.results.interrupt()
         self.evaluate_batch(batch)
         return self.dev.download(self.model.head.losses).reshape(self.targets.shape)

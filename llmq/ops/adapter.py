@@ -229,8 +229,7 @@ FINISH = Kernel(
 class Tiles(NamedTuple):
     """How the work is cut: a block has 16 * pieces rows for each of its warps that are above each
     other, and goes through columns `chunk` at a time. rank_warps: warps that share rows, and have
-    different ranks.
-    """
+    different ranks."""
 
     pieces: int
     chunk: int

@@ -222,10 +222,8 @@ def forward_codes(
 
 def numbers_of_codes(dev: Device) -> Tensor:
     """Allocate what cuDNN reads and writes beside codes: F32 (NUMBERS, 4), a number in each row.
-
     These are the largest value of qkv, its scale, 1, what probabilities are multiplied by, one over
-    that, and the largest probability and result.
-    """
+    that, and the largest probability and result."""
     values = np.zeros((NUMBERS, 4), np.float32)
     values[2:5, 0] = 1, P_CODES, 1 / P_CODES
     numbers = dev.alloc("attention_numbers", values.shape, F32, "Activations")
@@ -360,11 +358,9 @@ def _backward_cudnn(
     sight: Sight,
     deterministic: bool,
 ) -> None:
-    """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv.
-
-    The parts that query heads add to the gradients of one key/value head are summed in the order in
-    which the library does it where it has all of them, so that parts change no bit.
-    """
+    """Some sequences with cuDNN, their heads in parts; tensors: d_qkv, d_out, out, lse, qkv. The
+    parts that query heads add to the gradients of one key/value head are summed in the order in
+    which the library does it where it has all of them, so that parts change no bit."""
     d_qkv, *inputs = tensors
     batch, seq_len, _, head_dim = d_qkv.shape
     sizes, (starts, window) = (seq_len, num_heads, num_kv_heads), sight.args(seq_len)

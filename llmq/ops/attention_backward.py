@@ -39,11 +39,9 @@ GRADIENT = Kernel(
 
 def chosen(dev: Device, qkv: Tensor, sight: Sight) -> Callable[..., None] | None:
     """backward(), where it is the way to compute a gradient on a device; else None. Sequences are
-    whole steps there, and queries see all that is before them.
-
-    qkv: (B,T,Hq+2*Hkv,Hd), as of ops.attention.backward: all of a micro-batch, so that the sums of
-    a sequence are the same whatever it is computed with.
-    """
+    whole steps there, and queries see all that is before them. qkv: (B,T,Hq+2*Hkv,Hd), as of
+    ops.attention.backward: all of a micro-batch, so that the sums of a sequence are the same
+    whatever it is computed with."""
     batch, seq_len, _, head_dim = qkv.shape
     sees_all = sight.starts is None and sees_all_before(sight.window, seq_len)
     fits = qkv.dtype == BF16 and is_supported(dev.spec.capability, seq_len, head_dim)
@@ -67,8 +65,7 @@ def shared_bytes(head_dim: int) -> int:
 def part_heads(batch: int, seq_len: int, num_heads: int, num_kv_heads: int, num_sms: int) -> int:
     """Query heads of a key head that one block computes of its tiles' gradients: fewer than all
     where the tile that takes longest, of the first keys, which every query sees, would take long
-    beside what each multiprocessor has to do.
-    """
+    beside what each multiprocessor has to do."""
     group, blocks = num_heads // num_kv_heads, seq_len // ROWS
     tiles = ceil_div(blocks, 2)
     steps = tiles * (blocks - tiles + 1)  # of all tiles of a query head

@@ -103,10 +103,8 @@ def forward(dev: Device, out: Tensor, x: Tensor, gate: Tensor) -> None:
 def backward(
     dev: Device, d_x: Tensor, d_gate: Tensor, d_out: Tensor, x: Tensor, gate: Tensor
 ) -> None:
-    """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), with s = sigmoid(gate).
-
-    Args as forward's, and d_x, d_gate out, d_out in, all alike; d_x may be d_out.
-    """
+    """d_x = d_out * s, d_gate = d_out * x * s * (1 - s), with s = sigmoid(gate). Args as forward's,
+    and d_x, d_gate out, d_out in, all alike; d_x may be d_out."""
     given = {"d_x": d_x, "d_gate": d_gate, "d_out": d_out, "x": x, "gate": gate}
     n = _expect_all("attention_gate.backward", **given).size
     _launch(dev, BACKWARD, n, (*given.values(), n), MULTIPLE)

@@ -36,12 +36,10 @@ TOP_K = Kernel(
 
 
 class Teacher(NamedTuple):
-    """A teacher of rows, and how they learn from it.
-
-    told: F32 (rows, 2 k), k columns as the bits of I32, and their log-probabilities at temperature
-    1. kl: F32 (rows,), where the divergences go. mixture: of the target's cross-entropy in the
-    loss, 0 to 1. temperature: more than 0. reverse: the divergence of the model from the teacher.
-    """
+    """A teacher of rows, and how they learn from it. told: F32 (rows, 2 k), k columns as the bits
+    of I32, and their log-probabilities at temperature 1. kl: F32 (rows,), where the divergences go.
+    mixture: of the target's cross-entropy in the loss, 0 to 1. temperature: more than 0. reverse:
+    the divergence of the model from the teacher."""
 
     told: Tensor
     kl: Tensor

@@ -30,10 +30,8 @@ FINISH = Kernel("global_norm.cu", "global_norm_finish", args="inout f64* stats, 
 
 
 def num_partials(dev: Device, x: Tensor) -> int:
-    """How many partial sums a tensor has: one of each thread block, of which 8 fill an SM.
-
-    Even, so that the partial sums of the next tensor start on 16 bytes.
-    """
+    """How many partial sums a tensor has: one of each thread block, of which 8 fill an SM. Even, so
+    that the partial sums of the next tensor start on 16 bytes."""
     return 2 * min(ceil_div(x.nbytes, 2 * PER_BLOCK), 4 * dev.num_sms)
 
 

@@ -26,11 +26,8 @@ LABELS = Kernel(
 
 
 class Labels(NamedTuple):
-    """How rows learn their labels.
-
-    hits: F32 (rows,), where it goes whether each row's largest logit is that of its label. linear:
-    logits are scores, and no logarithms of probabilities.
-    """
+    """How rows learn their labels. hits: F32 (rows,), where it goes whether each row's largest
+    logit is that of its label. linear: logits are scores, and no logarithms of probabilities."""
 
     hits: Tensor
     linear: bool

@@ -212,9 +212,7 @@ def _block_scales_bytes(a: Tensor, b: Tensor) -> int:
 
 def _block_scaled(dev: Device, operands: tuple, workspace: Tensor, sizes: tuple) -> None:
     """A product of codes whose block scales are one; those of the tensors become its factor.
-
-    operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of MXFP8.
-    """
+    operands: out, a, b, scale_a, scale_b, bias, addend. sizes: the last arguments of MXFP8."""
     out, a, b, scale_a, scale_b, bias, addend = operands
     *_, accumulate, _ = sizes
     count = _block_scales_bytes(a, b)  # a multiple of ALIGN

@@ -289,13 +289,10 @@ def _launch(
     *,
     backward: bool = False,
 ) -> _Launch:
-    """Launch over the rows of x, for results of its shape.
-
-    Codes are written row by row only: a block would hold too few rows to transpose them, and write
-    a feature's neighbouring bytes in pieces of less than memory's 32.
-
-    Raises TypeError or ValueError if abs_max or fp8 does not fit, or offset LayerNorm.
-    """
+    """Launch over the rows of x, for results of its shape. Codes are written row by row only: a
+    block would hold too few rows to transpose them, and write a feature's neighbouring bytes in
+    pieces of less than memory's 32. Raises TypeError or ValueError if abs_max or fp8 does not fit,
+    or offset LayerNorm."""
     if mean is not None and offset:
         raise TypeError(f"{op}: offset must be False with mean")
     rows, C = x.shape

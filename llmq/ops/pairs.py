@@ -37,12 +37,9 @@ ADD_STATS = Kernel(
 
 
 class Places(NamedTuple):
-    """The places of documents and of their pairs.
-
-    starts: I32 (B, T), the first position of each one's document. partner: F32 (B, T), 1 + the
-    first position of the pair's other document, in the same row; negative in a document that is not
-    preferred, 0 outside of pairs.
-    """
+    """The places of documents and of their pairs. starts: I32 (B, T), the first position of each
+    one's document. partner: F32 (B, T), 1 + the first position of the pair's other document, in the
+    same row; negative in a document that is not preferred, 0 outside of pairs."""
 
     starts: Tensor
     partner: Tensor

@@ -239,10 +239,8 @@ def accepts_addend(
     dev: Device, out: Tensor, dtype: DType, K: int, hidden: Tensor | None, *, fast: bool
 ) -> bool:
     """Whether a product, of an operand (M, K) that is multiplied in this format, takes an addend.
-
     Not of signed bytes, and not beside adapters (hidden (M, R)) that are a product of their own,
-    whose result would be rounded as finely as the addend, not as the first product's.
-    """
+    whose result would be rounded as finely as the addend, not as the first product's."""
     if hidden is None or dtype == I8:
         return dtype != I8
     sizes = Sizes(*out.shape, K, dtype, out.dtype, hidden.shape[1])
@@ -432,9 +430,7 @@ def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:
 
 def _exponentials(terms: _Terms, out: Tensor, e: CrossEntropy) -> None:
     """out gets the exponentials of logits, which are their gradient but for a factor of each row.
-
-    Their sums by tiles, their shifts and the targets' logits are scratch.
-    """
+    Their sums by tiles, their shifts and the targets' logits are scratch."""
     dev, (rows, columns), x, weight = terms.dev, out.shape, terms.a, terms.b
     with (
         dev.scratch("logits.sums", (num_sums(columns), rows), F32) as sums,

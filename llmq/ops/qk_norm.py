@@ -60,10 +60,8 @@ def group_size(head_dim: int) -> int:
 def grid(
     tokens: int, num_heads: int, num_kv_heads: int, group: int, max_blocks: int
 ) -> tuple[int, int]:
-    """Blocks that loop over the query heads and blocks that loop over the key heads.
-
-    max_blocks, as many as run at a time, are divided so that each has as many heads.
-    """
+    """Blocks that loop over the query heads and blocks that loop over the key heads. max_blocks, as
+    many as run at a time, are divided so that each has as many heads."""
     step = THREADS // group * HEADS_PER_LANE
     key_blocks = max(1, max_blocks * num_kv_heads // (num_heads + num_kv_heads))
     return (
@@ -75,10 +73,8 @@ def grid(
 def wide_grid(
     layout: RowLayout, tokens: int, heads: tuple[int, int], block_warps: int, max_blocks: int
 ) -> tuple[int, int, int]:
-    """Blocks that loop over queries, blocks that loop over keys, and threads of one.
-
-    max_blocks are divided as the channels are; there is at least one of each.
-    """
+    """Blocks that loop over queries, blocks that loop over keys, and threads of one. max_blocks are
+    divided as the channels are; there is at least one of each."""
     key_blocks = max(1, max_blocks * heads[1] // sum(heads))
     queries, threads = layout.launch(tokens, block_warps, max(1, max_blocks - key_blocks))
     keys, _ = layout.launch(tokens, block_warps, key_blocks)

@@ -78,10 +78,8 @@ LANES = 16  # threads side by side, 16 bytes each: the width of a tile; LANES in
 
 
 def bias_grid(rows: int, N: int, itemsize: int, num_sms: int) -> tuple[int, int]:
-    """(tiles of columns, splits of the rows): 3 blocks per multiprocessor, which run at once.
-
-    A split has at least 64 rows, four per thread.
-    """
+    """(tiles of columns, splits of the rows): 3 blocks per multiprocessor, which run at once. A
+    split has at least 64 rows, four per thread."""
     tiles = ceil_div(N * itemsize, VECTOR_BYTES * LANES)
     splits = max(1, min(3 * num_sms // tiles, rows // 64))
     return tiles, ceil_div(rows, ceil_div(rows, splits))  # no split is empty

@@ -108,9 +108,7 @@ def inverse_frequencies(
     channels: int, theta: float, scaling: Scaling | None, positions: int = 0
 ) -> np.ndarray:
     """F32 (channels/2,): theta^(-2i / channels), stretched as the model asks; angle per position.
-
-    positions: of the sequences, for what depends on their length.
-    """
+    positions: of the sequences, for what depends on their length."""
     if scaling is not None and scaling.kind == "dynamic":
         first = scaling.original_max_positions
         ratio = np.float32(scaling.factor * max(positions, first)) / np.float32(first)
@@ -144,12 +142,10 @@ def make_table(
     length: float = 1.0,
     channels: int | None = None,
 ) -> np.ndarray:
-    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency, times length.
-
-    The angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
+    """F32 (num_positions, Hd/2, 2): cos and sin of position * inverse frequency, times length. The
+    angle is an F32 product as in transformers; cos and sin of that angle are the nearest F32.
     length: of what a query or key of length 1 becomes. channels: of a head that are rotated, None:
-    all; the other pairs have the angle 0 and the length 1. Read-only.
-    """
+    all; the other pairs have the angle 0 and the length 1. Read-only."""
     channels = head_dim if channels is None else channels
     inv_freq = inverse_frequencies(channels, theta, scaling, num_positions)
     angle = (np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq).astype(np.float64)

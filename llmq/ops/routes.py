@@ -18,10 +18,7 @@ from llmq.runtime.machine import PLAN_SPEC
 
 class Sizes(NamedTuple):
     """The sizes that a route goes by: out (M, N) of sums over K; F columns with a gated activation
-    behind it.
-
-    a, out: formats. rank: columns of the adapters; 0: there are none.
-    """
+    behind it. a, out: formats. rank: columns of the adapters; 0: there are none."""
 
     M: int
     N: int
@@ -156,11 +153,9 @@ ROUTES = {
 
 def taken(dev: Device, kind: str, sizes: Sizes, *, fast: bool = False) -> Route | None:
     """The route of an epilogue's kind on a device for a product of these sizes; None: two kernels.
-
     fast: whether sums of fp8 codes may have fewer bits. A device that was told what to fuse does
     not ask what is faster, and may be the CPU. Where GPUs exchange data, they take multiprocessors
-    from a product, and its grid counts on all of them.
-    """
+    from a product, and its grid counts on all of them."""
     route = ROUTES.get(kind)
     if route is None or sizes.a not in route.a or route.out not in (None, sizes.out):
         return None

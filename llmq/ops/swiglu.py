@@ -279,10 +279,8 @@ def clamped_forward(dev: Device, out: Tensor, pairs: Tensor, alpha: float, limit
 def clamped_backward(
     dev: Device, d_pairs: Tensor, d_out: Tensor, pairs: Tensor, alpha: float, limit: float
 ) -> None:
-    """The gradient of clamped_forward, which is 0 of what is cut off.
-
-    Args as clamped_forward's, and d_pairs out, as pairs, which it may be; d_out in, as out.
-    """
+    """The gradient of clamped_forward, which is 0 of what is cut off. Args as clamped_forward's,
+    and d_pairs out, as pairs, which it may be; d_out in, as out."""
     op = "clamped_swiglu.backward"
     _check(op, "d_out", d_out, pairs, wide="pairs")
     expect(op, "d_pairs", d_pairs, pairs.dtype, pairs.shape)

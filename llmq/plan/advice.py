@@ -39,11 +39,8 @@ NOTICEABLE = 0.05  # by how much rounding more must be faster to be worth a word
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """One change of an advice.
-
-    flags: as on the command line. device, host: bytes needed, before and after. slower: by what
-    part of the time of a step.
-    """
+    """One change of an advice. flags: as on the command line. device, host: bytes needed, before
+    and after. slower: by what part of the time of a step."""
 
     flags: str
     device: tuple[int, int]
@@ -128,8 +125,7 @@ def _largest(plan: Plan, places: Iterable[str]) -> str:
 
 def advice(config: TrainConfig, planner: Planner, limits: Limits) -> list[str]:
     """Lines: the cheapest changes that make it fit, as a list and as one command; and flags of
-    faster ones that round more.
-    """
+    faster ones that round more."""
     exact = Shrinker(planner, limits).shrink(config, CAREFUL)
     found = savings(config, planner, exact)
     fits = _enough(found, limits)
@@ -193,9 +189,7 @@ def refusal(
     config: TrainConfig, planner: Planner, limits: Limits, fixed: frozenset[str]
 ) -> OutOfMemory:
     """The error of a search that found nothing: what is missing at the least, and what would help.
-
-    config: with the smallest micro-batch. fixed: options that keep their values.
-    """
+    config: with the smallest micro-batch. fixed: options that keep their values."""
     shrinker = Shrinker(planner, limits, fixed)
     boundless = Shrinker(planner, Limits(device=limits.device), fixed)
     changes = _with_least_host_memory(config, boundless) or boundless.shrink(config, REARRANGING)

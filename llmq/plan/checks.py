@@ -102,10 +102,8 @@ def installed_attention(config: TrainConfig, model: ModelConfig, spec: DeviceSpe
 
 def attention_backend(config: TrainConfig, model: ModelConfig, machine: Machine) -> str:
     """The backend that --attention means here: "native" or "cudnn" for all, or "auto", see
-    directions.
-
-    Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a warning.
-    """
+    directions. Where cuDNN is missing or refuses, ConfigError if it is asked for, else native and a
+    warning."""
     codes, on_cpu = config.attention_dtype == "e4m3", machine.kind == "host"
     required = codes or config.attention == "cudnn"
     unsupported = None if on_cpu else _unsupported(config, model, machine.spec)

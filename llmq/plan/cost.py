@@ -75,12 +75,10 @@ SOFTMAX = 100 / (989.4 / 132)  # channels per bf16 TFLOP/s of a multiprocessor
 
 
 class Attention(NamedTuple):
-    """How fast a kernel of attention is.
-
-    rate: of what it computes. causal: so many positions a query costs beside those that it sees, at
-    the diagonal, where scores are computed for nothing, and at the start of its block. edge: as
-    many where a window begins; None: all that the window hides is computed.
-    """
+    """How fast a kernel of attention is. rate: of what it computes. causal: so many positions a
+    query costs beside those that it sees, at the diagonal, where scores are computed for nothing,
+    and at the start of its block. edge: as many where a window begins; None: all that the window
+    hides is computed."""
 
     rate: float
     causal: int
@@ -130,11 +128,9 @@ NATIVE_ATTENTION = {
 
 
 class Delta(NamedTuple):
-    """How fast a kernel of the delta rule is.
-
-    rate: FLOP/s of a multiprocessor that has enough blocks. turn: seconds that a chunk takes from
-    the one before, at least; 0 where chunks do not wait for each other.
-    """
+    """How fast a kernel of the delta rule is. rate: FLOP/s of a multiprocessor that has enough
+    blocks. turn: seconds that a chunk takes from the one before, at least; 0 where chunks do not
+    wait for each other."""
 
     rate: float
     turn: float = 0.0
@@ -181,10 +177,8 @@ class Rates:
         network: Network = ONE_MACHINE,
     ):
         """gpus: how many of this card share the host's memory. nccl: whether it exchanges.
-
         peer_access: whether GPUs may reach each other's memory. visible_share: what documents leave
-        of the causal pairs of query and key. Measurements of the card count, else its sheet.
-        """
+        of the causal pairs of query and key. Measurements of the card count, else its sheet."""
         card = card if peer_access else replace(card, link=0.0)
         self.card, self._visible, self._network = card, visible_share, network
         bf16, fp8 = card.sustained
@@ -339,12 +333,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of one optimizer step, by part.
-
-    parts: "blocks" and "head", matrix products; "attention"; "memory_bound", kernels that memory
-    limits; "transfers", how long micro-steps wait for other streams, or for host memory;
-    "optimizer", all that follows the micro-steps.
-    """
+    """Predicted seconds of one optimizer step, by part. parts: "blocks" and "head", matrix
+    products; "attention"; "memory_bound", kernels that memory limits; "transfers", how long
+    micro-steps wait for other streams, or for host memory; "optimizer", all that follows the
+    micro-steps."""
 
     parts: dict[str, float]
 
@@ -358,9 +350,7 @@ def step_time(
     plan: Plan, card: Card, visible_share: float = 1.0, network: Network = ONE_MACHINE
 ) -> StepTime:
     """The time of a step. All streams meet between micro-steps, and before the update.
-
-    visible_share: as Rates has it.
-    """
+    visible_share: as Rates has it."""
     return _step_time(plan, _rates(plan, card, visible_share, network))
 
 
@@ -371,11 +361,9 @@ def _rates(plan: Plan, card: Card, visible_share: float, network: Network) -> Ra
 
 
 class KindCost(NamedTuple):
-    """The launches of one kind (`llmq.runtime.cost`) in an optimizer step of one rank.
-
-    nbytes: read and written of the GPU's own memory, and moved to or from other memories. seconds:
-    predicted, as if each launch ran alone; None where no card is known.
-    """
+    """The launches of one kind (`llmq.runtime.cost`) in an optimizer step of one rank. nbytes: read
+    and written of the GPU's own memory, and moved to or from other memories. seconds: predicted, as
+    if each launch ran alone; None where no card is known."""
 
     launches: int = 0
     flops: int = 0

@@ -89,8 +89,7 @@ def _given_back(config: TrainConfig, model: ModelConfig) -> int:
 def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placement) -> int:
     """The tensors of one checkpoint: master weights, all in the widest of their formats, moments of
     what is trained, scales of 8-bit ones, and numbers of rows. With adapters, of nothing else but
-    what they began as.
-    """
+    what they began as."""
     table, masters = table_of(config, model), []
     if config.has_adapters:
         table = tuple(slab for slab in table if placement[slab.name].trainable)
@@ -113,10 +112,8 @@ def checkpoint_bytes(config: TrainConfig, model: ModelConfig, placement: Placeme
 
 def _checkpoints(config: TrainConfig) -> tuple[int, int | None, bool]:
     """How many stay, DiskUse.every, and whether older ones go; at most, where the best is kept.
-
     They are written at multiples of the interval before the last step, where what --keep-best names
-    is measured, and (training state) at the last step.
-    """
+    is measured, and (training state) at the last step."""
     keep, best = config.ckpt_keep_n, config.keep_best
     periods = [config.ckpt_interval]
     if best is not None:

@@ -38,8 +38,7 @@ WITHOUT_UPDATE["seq_len"] = 16  # what fp8 needs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """The needs of one configuration. device: bytes that must fit into each rank's device memory.
-    host: bytes of host memory of all ranks together. tokens: of a step.
-    """
+    host: bytes of host memory of all ranks together. tokens: of a step."""
 
     device: int
     host: int
@@ -53,10 +52,8 @@ class Estimate:
 
 
 class Planner:
-    """Plans of one model for one kind of machine; remembers what it has planned.
-
-    gpus: of one machine.
-    """
+    """Plans of one model for one kind of machine; remembers what it has planned. gpus: of one
+    machine."""
 
     def __init__(
         self,

@@ -31,8 +31,7 @@ class EightBitGain:
 def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
     """Those of fp8 products, an fp8 LM head beside them, MLPs that keep codes, and 8-bit moments by
     which a step gets noticeably faster. best: what fit has found. Formats are tried though they
-    were given.
-    """
+    were given."""
     base = fit.base
     fp8 = {} if base.is_fp8 else FP8
     alone = _Tried(fit, best, {}, fit.changes_of(best))
@@ -48,12 +47,9 @@ def eight_bit_gain(fit: Fit, best: Candidate) -> list[EightBitGain]:
 
 
 class _Tried:
-    """Some formats, and how fast they are with all that may be arranged otherwise with them.
-
-    told: for the user. speed: 0 if the card cannot
-    compute them, other options forbid them, or nothing makes them fit. changes: what is arranged
-    otherwise.
-    """
+    """Some formats, and how fast they are with all that may be arranged otherwise with them. told:
+    for the user. speed: 0 if the card cannot compute them, other options forbid them, or nothing
+    makes them fit. changes: what is arranged otherwise."""
 
     def __init__(self, fit: Fit, best: Candidate, change: Changes, start: Sequence[Changes]):
         """start: changes to begin with, of formats that are nearly these."""
@@ -99,11 +95,9 @@ class LargerBatch:
 
 
 def larger_batch(config: TrainConfig, planner: Planner, limits: Limits) -> LargerBatch | None:
-    """The fastest one with as many tokens a step, None if none is noticeably faster.
-
-    Nothing else is arranged otherwise, but chunks of the head, and parts of attention's backward
-    that divide the heads of a sequence, which stay as large as they are.
-    """
+    """The fastest one with as many tokens a step, None if none is noticeably faster. Nothing else
+    is arranged otherwise, but chunks of the head, and parts of attention's backward that divide the
+    heads of a sequence, which stay as large as they are."""
     shrinker = Shrinker(planner, limits.less(ESTIMATE_MARGIN))
     best, speed = None, planner.estimate(config).speed * (1 + WORTH)
     for times in range(2, min(config.grad_accumulation, MOST_TIMES) + 1):

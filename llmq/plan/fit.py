@@ -61,10 +61,8 @@ class Fit:
         return self.shrinker.can_fit(self.ladder()[0])
 
     def found(self) -> list[Candidate]:
-        """Candidates that fit, the fastest first, at most SHOWN of them.
-
-        Larger micro-batches are faster until they have to save too much: from the middle, uphill.
-        """
+        """Candidates that fit, the fastest first, at most SHOWN of them. Larger micro-batches are
+        faster until they have to save too much: from the middle, uphill."""
         ladder = self.ladder()
         ladder = ladder[: bisect_left(ladder, True, key=lambda config: not self._may_fit(config))]
         place, best = -1, len(ladder) // 2
@@ -182,9 +180,7 @@ def _first(layers: int) -> str:
 
 def fits_of(fit: Fit) -> list[Fit]:
     """The same search with each --base-dtype that the card computes fast with, the finest first.
-
-    Only itself where nothing is kept in another format, or this was given.
-    """
+    Only itself where nothing is kept in another format, or this was given."""
     if not fit.base.has_adapters or "base_dtype" in fit.fixed or fit.planner.spec == HOST_SPEC:
         return [fit]
     changes = [rule.changes(fit.base, fit.planner.card) for rule in RULES.savers("base")]
@@ -195,11 +191,8 @@ def fits_of(fit: Fit) -> list[Fit]:
 
 def search_bases(fit: Fit) -> tuple[Fit, list[Candidate]]:
     """Candidates that fit, the best first, at most SHOWN of them, and the search that found the
-    best.
-
-    A coarser format of the model comes before a finer one only if it is noticeably faster. Each
-    other search gives one. Raises OutOfMemory if nothing fits.
-    """
+    best. A coarser format of the model comes before a finer one only if it is noticeably faster.
+    Each other search gives one. Raises OutOfMemory if nothing fits."""
     fits = fits_of(fit)
     if len(fits) == 1:
         return fit, fit.search()

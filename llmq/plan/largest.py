@@ -35,10 +35,8 @@ def run_largest(
     json: bool = False,
 ) -> TrainConfig:
     """`llmq plan --largest`: print which preset it is, and as `--fit` how it fits; returns that.
-
     fixed: options that were given. The rest as run_plan. Raises OutOfMemory if none fits, and
-    ConfigError where options say which model it is.
-    """
+    ConfigError where options say which model it is."""
     _check_largest(fixed)
     given = (gpu_memory, host_memory, card, reserve)
     how = {"search": True, "machines": machines, "network": network, "card_file": card_file}
@@ -72,10 +70,8 @@ def _fits_by_size(
     config: TrainConfig, target: Callable[[ModelConfig], PlanTarget], fixed: frozenset[str]
 ) -> Iterator[tuple[str, Fit, PlanTarget]]:
     """Searches for presets that may fit, the one with most parameters first, with their names.
-
     target: the machine, for a model. Without a limit of host memory all has to be on the card, but
-    for ALONE. Presets that the options do not go with are left out.
-    """
+    for ALONE. Presets that the options do not go with are left out."""
     for name in sorted(PRESETS, key=_parameters, reverse=True):
         model = PRESETS[name]
         if name.startswith(_TOYS):

@@ -83,10 +83,8 @@ class Law:
         return self.constants.loss(parameters, tokens)
 
     def error(self, parameters: float, tokens: float, tokenizer: str | None) -> float:
-        """The part of a loss by which it may be off (two standard deviations).
-
-        tokenizer: fingerprint of the tokens that are to be trained on.
-        """
+        """The part of a loss by which it may be off (two standard deviations). tokenizer:
+        fingerprint of the tokens that are to be trained on."""
         if not self.is_of(tokenizer):
             return OTHER_TEXT
         found = [each.loss(parameters, tokens) for each in self.resampled]
@@ -141,10 +139,7 @@ def published_laws() -> dict[str, Law]:
 
 def read_laws(file: Path | None = None) -> dict[str, Law]:
     """The laws of a file of tools/scaling_law.py by optimizer; None: ours, and that of AdamW which
-    follows from it.
-
-    Raises ConfigError.
-    """
+    follows from it. Raises ConfigError."""
     if file is None:
         of_muon = read_laws(OURS)["muon"]
         return {"muon": of_muon, "adamw": of_muon.with_tokens(1 / MUON_TOKENS, "AdamW")}

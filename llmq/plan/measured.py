@@ -94,12 +94,10 @@ class Measured:
         return self._seconds[key]
 
     def nearest(self, kind: Kind) -> tuple[tuple[int, ...], float] | None:
-        """Sizes and seconds of the launch of this kind, or its like, that is nearest in size.
-
-        The nearest measurement of attention: of those with its length, head size and window, if
-        there is any. They differ in the number of heads alone, which does not change what the
-        kernel does.
-        """
+        """Sizes and seconds of the launch of this kind, or its like, that is nearest in size. The
+        nearest measurement of attention: of those with its length, head size and window, if there
+        is any. They differ in the number of heads alone, which does not change what the kernel
+        does."""
         known = self._like(kind)
         if not known:
             return None
@@ -116,11 +114,9 @@ class Measured:
 
     def _product(self, kind: Kind, flops: int, device_bytes: int, besides: float) -> float | None:
         """As its own size took, or at the rate of the nearest ones, the more the nearer they are;
-        one of LONGER by its depth, between two others.
-
-        The last wave of tiles, half empty as it is on average, counts as work. besides: seconds
-        that it takes for what a product does not do, which is by the size of the result.
-        """
+        one of LONGER by its depth, between two others. The last wave of tiles, half empty as it is
+        on average, counts as work. besides: seconds that it takes for what a product does not do,
+        which is by the size of the result."""
         known = self._like(kind)
         if not known:
             return None
@@ -216,9 +212,7 @@ class RigLinks:
         self, file: CardFile, gpus: int, *, nccl: bool, peer_access: bool, at_once: bool = False
     ):
         """nccl: whether it exchanges. peer_access: whether GPUs may reach each other's memory.
-
-        at_once: exchanges take no time, whatever was measured.
-        """
+        at_once: exchanges take no time, whatever was measured."""
         number = str(gpus)
         backend = ("nccl" if nccl else "copies") if peer_access else _WITHOUT_ACCESS[nccl]
         self._bus = file.bus.get(number)
@@ -269,10 +263,8 @@ class RigLinks:
 
 
 def exchange_seconds(points: Points, received: int) -> float:
-    """The time of a collective by which a GPU receives so many bytes; points: as measured.
-
-    On the line between two sizes; a smaller one takes the smallest one's time: that of its parts.
-    """
+    """The time of a collective by which a GPU receives so many bytes; points: as measured. On the
+    line between two sizes; a smaller one takes the smallest one's time: that of its parts."""
     times = sorted((sizes[0], seconds) for sizes, seconds in points)
     place = bisect_left(times, (received, 0.0))
     if place == len(times):

@@ -48,10 +48,8 @@ DESKTOP_BYTES = 512 * MIB
 
 def kept_free(name: str, available: int, asked: int | None, *, drives_display: bool = False) -> int:
     """Bytes that a search leaves free of what is available on a card of this name: --reserve.
-
     asked: the option's value. None: room for a desktop, unless the card is made for servers and
-    drives no display. ConfigError if what is asked for leaves nothing.
-    """
+    drives no display. ConfigError if what is asked for leaves nothing."""
     if asked is None:
         needs_room = drives_display or not is_data_center(name)
         return min(DESKTOP_BYTES, available) if needs_room else 0
@@ -66,9 +64,7 @@ def kept_free(name: str, available: int, asked: int | None, *, drives_display: b
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bytes that a run may take: of each rank's device memory, and of a machine's host memory.
-
-    None: there is nothing to compare with. On the CPU device holds everything.
-    """
+    None: there is nothing to compare with. On the CPU device holds everything."""
 
     device: int | None = None
     host: int | None = None
@@ -102,10 +98,8 @@ def memory_limit(config: TrainConfig, machine: Machine) -> Limits:
 
 
 def allocator_rows(usage: Usage, others: dict[str, int] | None = None) -> list[dict[str, Any]]:
-    """[Allocator State] for programs: bytes of each category by kind of memory.
-
-    others: rows that are not the trainer's, such as "Free", and their device memory.
-    """
+    """[Allocator State] for programs: bytes of each category by kind of memory. others: rows that
+    are not the trainer's, such as "Free", and their device memory."""
     rows = []
     for name in dict.fromkeys(name for place in TIERS for name in usage.categories[place]):
         device, *host = (usage.categories[place].get(name, 0) for place in TIERS)

@@ -124,10 +124,9 @@ def make_plan(
     machines: int = 1,
 ) -> Plan:
     """Run one step of one rank on a PlanDevice. config: normalized. Takes well under a second.
-
     world_size: ranks of all machines, which have as many each. parts: what is run and counted; an
-    evaluation needs no more than a step, running it makes sure. frozen: slabs that are not trained.
-    """
+    evaluation needs no more than a step, running it makes sure. frozen: slabs that are not
+    trained."""
     mesh = mesh_of(config, world_size, machines)
     dev, shards = PlanDevice(spec, mesh), mesh.size("shard")
     placement = place(config, table_of(config, model, shards), shards, frozen)
@@ -156,9 +155,7 @@ def _run(
     dev: PlanDevice, step: Step, parts: tuple[str, ...]
 ) -> tuple[np.ndarray, list[tuple[Trace, int]], Trace]:
     """Run these parts of a step: its COUNTED, and what Plan has of its micro-steps and update.
-
-    Without training micro-steps are evaluations, and nothing follows them.
-    """
+    Without training micro-steps are evaluations, and nothing follows them."""
     config, trains = step.options, not step.options.only_scores
     shape, count = (config.batch_size, config.local_seq_len), config.grad_accumulation
     batch = Batch(np.zeros(shape, np.int32), np.zeros(shape, np.int32))
@@ -191,11 +188,9 @@ def _run(
 
 
 def _kinds(count: int, world_size: int) -> list[tuple[int, int]]:
-    """The micro-steps of a step that are run, and for how many of their like each one stands.
-
-    All between the first and the last one are alike. One rank at most squares sums in the last one:
-    where all count as such, a plan takes less time and is 0.5 % off.
-    """
+    """The micro-steps of a step that are run, and for how many of their like each one stands. All
+    between the first and the last one are alike. One rank at most squares sums in the last one:
+    where all count as such, a plan takes less time and is 0.5 % off."""
     last = max(count - 1, 1)
     middle = {1: count - 2, count - 1: 1} if world_size > 1 else {last: count - 1}
     kinds = {0: 1} | middle
@@ -211,10 +206,8 @@ def fewest_attention_parts(
     machines: int = 1,
 ) -> TrainConfig:
     """The config with as few parts of attention's backward as take no more memory, and its results.
-
     The parts are there to bound a workspace that often lies where another part of the step needs
-    more: then one part is as small, and faster.
-    """
+    more: then one part is as small, and faster."""
     asked, heads = config.attn_bwd_chunks, (model.num_heads, model.num_kv_heads)
 
     def stack(parts: int) -> int:

@@ -123,13 +123,10 @@ def read_rates(file: Path) -> Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The wish for a recipe.
-
-    laws: by optimizer. train_tokens, eval_tokens: that the files have, None without files.
-    tokenizer: fingerprint of theirs. pace: the time of a step that was tried, over the predicted
-    one; None: none was tried. start, start_off: seconds to the first step, and how far off. ended:
-    start is of a short run, and has its last validation and what it saved.
-    """
+    """The wish for a recipe. laws: by optimizer. train_tokens, eval_tokens: that the files have,
+    None without files. tokenizer: fingerprint of theirs. pace: the time of a step that was tried,
+    over the predicted one; None: none was tried. start, start_off: seconds to the first step, and
+    how far off. ended: start is of a short run, and has its last validation and what it saved."""
 
     hours: float
     laws: dict[str, Law]
@@ -155,12 +152,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run, and what is predicted of it.
-
-    seconds: by what they go into. loss, loss_error: in nats a token by the law, and the part by
-    which it may be off; step_error: that of a step's time, start_off: seconds of the start. unique:
-    as Wanted has it. notes: reasons of options, by field.
-    """
+    """A run, and what is predicted of it. seconds: by what they go into. loss, loss_error: in nats
+    a token by the law, and the part by which it may be off; step_error: that of a step's time,
+    start_off: seconds of the start. unique: as Wanted has it. notes: reasons of options, by
+    field."""
 
     config: TrainConfig
     model: ModelConfig

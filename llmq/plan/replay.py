@@ -19,11 +19,9 @@ from llmq.runtime.plan_device import Mark, Trace, Work
 
 class Transfers(NamedTuple):
     """Seconds that a piece of work needs of each carrier, without those that it does not need.
-
     carriers: the bus towards the card ("load") and away from it ("store"), "link", "host" for host
     memory, "network". load, store: what of these two is slower while the bus carries something the
-    other way, too. exchange: whether GPUs exchange over the bus, by both ways at once.
-    """
+    other way, too. exchange: whether GPUs exchange over the bus, by both ways at once."""
 
     carriers: dict[str, float]
     load: float = 0.0
@@ -70,12 +68,10 @@ class Phase:
 
 
 def replay(trace: Trace, rates: Rates) -> Phase:
-    """Run a trace from an idle machine until all of its streams are done.
-
-    Kernels of the main stream wait while one of another stream runs, whose blocks come first.
-    A transfer over the bus is slower while the bus is busy the other way, too: how long that is, a
-    first run says (`_longer`), and a second one has the transfers take that much longer.
-    """
+    """Run a trace from an idle machine until all of its streams are done. Kernels of the main
+    stream wait while one of another stream runs, whose blocks come first. A transfer over the bus
+    is slower while the bus is busy the other way, too: how long that is, a first run says
+    (`_longer`), and a second one has the transfers take that much longer."""
     timed = [_timed(item, rates) for item in trace]
     phase, moved = _replay(timed, rates.slowdown)
     longer = _longer(moved, phase, rates)
@@ -113,13 +109,10 @@ class _Moved(NamedTuple):
 
 
 def _longer(moved: list[_Moved], phase: Phase, rates: Rates) -> dict[int, Transfers]:
-    """The times of transfers that are slower than alone, by their places.
-
-    Each direction of the bus is slower in that part of the phase in which the other one is busy,
-    and all of its transfers by the same factor. Where a transfer and an exchange through the host
-    waited for each other, they really share the bus: for so long the transfer has the other
-    direction busy, too.
-    """
+    """The times of transfers that are slower than alone, by their places. Each direction of the bus
+    is slower in that part of the phase in which the other one is busy, and all of its transfers by
+    the same factor. Where a transfer and an exchange through the host waited for each other, they
+    really share the bus: for so long the transfer has the other direction busy, too."""
     exchanges = [span for span in moved if span.needs.exchange]  # one after the other
     if not exchanges and not (phase.load and phase.store):
         return {}
@@ -240,11 +233,9 @@ class _GoingOn:
         return min(sum(_overlap(start, start + seconds, s, e) for s, e in self._times), seconds)
 
     def wait(self, start: float, seconds: float) -> float:
-        """How much later a kernel ends where these are kernels, too.
-
-        They have the multiprocessors, or wait there for the bus. Their blocks, more than fit at
-        once, come before those of all that is enqueued later: a launch waits for a whole kernel.
-        """
+        """How much later a kernel ends where these are kernels, too. They have the multiprocessors,
+        or wait there for the bus. Their blocks, more than fit at once, come before those of all
+        that is enqueued later: a launch waits for a whole kernel."""
         self._forget(start)
         now, end = start, start + seconds  # now: until when others are taken into account
         for s, e in sorted(self._times):

@@ -245,10 +245,8 @@ def plan_record(
     plan: Plan, model: ModelConfig, where: PlanTarget, time: StepTime | None
 ) -> dict[str, Any]:
     """The plan for programs; sizes in bytes. fits is null where the card's memory is not known.
-
     needed_bytes is what is compared with limit_bytes, host_bytes with host_limit_bytes. predicted
-    is null where no card is known, its error where `llmq rig` has measured this machine.
-    """
+    is null where no card is known, its error where `llmq rig` has measured this machine."""
     needed, limits = needed_bytes(plan, where.spec), where.limits
     excess = limits.excess(needed, plan.host_bytes)
     return {
@@ -409,11 +407,8 @@ def fit_record(found: SearchResult, where: PlanTarget) -> dict[str, Any]:
 def choose(
     config: TrainConfig, model: ModelConfig, given: frozenset[str], reserve: int | None = None
 ) -> TrainConfig:
-    """The fastest configuration that fits into this machine: `llmq train --auto`.
-
-    given: options that keep their values. reserve: as target_here has it. Raises OutOfMemory if
-    there is none.
-    """
+    """The fastest configuration that fits into this machine: `llmq train --auto`. given: options
+    that keep their values. reserve: as target_here has it. Raises OutOfMemory if there is none."""
     where = target_here(config, model, reserve)
     found = SearchResult.of(Fit(config, where.planner(model), where.limits, given), where)
     print("\n".join(fit_report(found, where, shown=1)))
@@ -422,11 +417,8 @@ def choose(
 
 
 def target_here(config: TrainConfig, model: ModelConfig, reserve: int | None = None) -> PlanTarget:
-    """This machine, as --device and --gpus mean it.
-
-    reserve: bytes that stay free of each GPU's memory that is free now, None for what --reserve
-    says.
-    """
+    """This machine, as --device and --gpus mean it. reserve: bytes that stay free of each GPU's
+    memory that is free now, None for what --reserve says."""
     machine = choose_machine(config.device, config.gpus)
     check_machine(config, model, machine)
     limits = memory_limit(config, machine)
@@ -457,11 +449,8 @@ SAMPLE = 256  # sequences whose documents are looked at
 
 def data_record(config: TrainConfig, model: ModelConfig, world_size: int) -> dict[str, Any] | None:
     """The record of an epoch, for programs. None where files are read as they are: then it is not
-    opened.
-
-    problem: why nothing is known, such as files that are not there yet. visible_share: None
-    without document masks, else what they leave of the causal pairs of query and key.
-    """
+    opened. problem: why nothing is known, such as files that are not there yet. visible_share: None
+    without document masks, else what they leave of the causal pairs of query and key."""
     layout = SequenceLayout.of(config)
     if not layout.needs_documents and layout.weights is None:
         return None

@@ -60,11 +60,9 @@ class Shrinker:
         self, config: TrainConfig, savers: Sequence[Saver], start: Sequence[Changes] = ()
     ) -> list[Changes]:
         """The changes to make, one after the other, none superfluous; they may not be enough.
-
         Always next: what costs the least time for each byte that is still too much. start: changes
         to begin with, such as those of a similar configuration. If both memories are short, that
-        can fill the host's with the wrong things: then what is to be there is chosen first.
-        """
+        can fill the host's with the wrong things: then what is to be there is chosen first."""
         found = self._cheapest(config, savers, start)
         if self.limits.host is None or self.fits(having(config, found)):
             return found
@@ -87,8 +85,7 @@ class Shrinker:
 
     def host_choices(self, config: TrainConfig) -> list[tuple[Changes, Estimate]]:
         """The choices of what is in host memory with which all fits, if the rest is as light as can
-        be, and what is needed then; the fastest first.
-        """
+        be, and what is needed then; the fastest first."""
         if self.is_hopeless(config):
             return []
         found = []
@@ -196,11 +193,9 @@ class Shrinker:
         return backward_scratch_bytes(*sizes, parts // config.batch_size)
 
     def _best(self, now: TrainConfig, ratios: dict[Saver, float]) -> Changes | None:
-        """The next change, None if nothing helps. ratios: seconds a byte when last looked at.
-
-        They only grow, as less is missing: what was worse before than the best is now, is not
-        looked at again.
-        """
+        """The next change, None if nothing helps. ratios: seconds a byte when last looked at. They
+        only grow, as less is missing: what was worse before than the best is now, is not looked at
+        again."""
         best, lowest = None, math.inf
         for saver in sorted(ratios, key=ratios.__getitem__):
             if ratios[saver] > lowest:

@@ -19,12 +19,10 @@ class FlopsPerToken:
 def flops_per_token(
     config: ModelConfig, seq_len: int, adapters: Adapters | None = None
 ) -> FlopsPerToken:
-    """llm.q's formula: forward and two backward products; attention counts its causal half.
-
-    Windows leave their part of this half; documents within a sequence are taken for one; what
-    tokens do to the states of gated delta nets counts to attention. With adapters a matrix that is
-    not trained has one backward product.
-    """
+    """llm.q's formula: forward and two backward products; attention counts its causal half. Windows
+    leave their part of this half; documents within a sequence are taken for one; what tokens do to
+    the states of gated delta nets counts to attention. With adapters a matrix that is not trained
+    has one backward product."""
     L = config.num_layers
     used = sum(matrix.used for layer in range(L) for matrix in config.matrices(layer))
     width = config.num_heads * config.head_dim

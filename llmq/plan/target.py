@@ -20,13 +20,10 @@ from llmq.runtime.machine import PLAN_SPEC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
-    """The machine that a plan is for.
-
-    reserve: bytes of each device that are to stay free, which the limits leave out. card: whose
-    speed is predicted, or None. named: whether that card is what was asked for, and not only one
-    with as much memory. world_size: GPUs of all machines, which the network joins. visible_share:
-    what documents leave of attention, as far as it is known.
-    """
+    """The machine that a plan is for. reserve: bytes of each device that are to stay free, which
+    the limits leave out. card: whose speed is predicted, or None. named: whether that card is what
+    was asked for, and not only one with as much memory. world_size: GPUs of all machines, which the
+    network joins. visible_share: what documents leave of attention, as far as it is known."""
 
     spec: DeviceSpec
     backend: str
@@ -59,9 +56,8 @@ def target(
     card_file: Path | None = None,
 ) -> PlanTarget:
     """From the options of `llmq plan`; never loads CUDA. Raises ConfigError for contradictions.
-
-    search: --fit, which leaves room for a desktop on a card where nobody has said how much is free.
-    """
+    search: --fit, which leaves room for a desktop on a card where nobody has said how much is
+    free."""
     named = card_words is not None or card_file is not None
     joined = _network(machines, network, predicts=search or named)
     world_size = max(config.gpus, 1) * machines

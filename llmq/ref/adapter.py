@@ -38,10 +38,8 @@ def _matrices(whole: np.ndarray, b: np.ndarray, period: int) -> tuple[np.ndarray
 
 def adapter_expand(whole, b, scale0, scale1, scale2, scale3, rank, columns, rows, period, *spans):
     """whole (rows, columns) = its scale * B of each span in columns of its own, zero elsewhere.
-
     period: rows of one matrix, of which all have the spans. spans: start and stop of four; empty
-    where there are fewer.
-    """
+    where there are fewer."""
     whole[...] = 0
     wholes, parts = _matrices(whole, b, period)
     scales = (scale0, scale1, scale2, scale3)
@@ -100,11 +98,8 @@ BACKWARD_CASES = {
 def adapter_backward_partials(
     h_partial, b_partial, d_out, h, b, rows, N, h_columns, split_columns, *spans, rank, block_rows
 ):
-    """Sums over split_columns columns of a span each, and over block_rows rows each.
-
-    spans: start and stop of four; empty where there are fewer. Columns that pad ranks stay as they
-    are.
-    """
+    """Sums over split_columns columns of a span each, and over block_rows rows each. spans: start
+    and stop of four; empty where there are fewer. Columns that pad ranks stay as they are."""
     split = done = 0
     for number, (start, stop) in enumerate(zip(spans[::2], spans[1::2], strict=True)):
         if start == stop:
@@ -125,10 +120,8 @@ def adapter_backward_finish(
     d_h, d_b, h_partial, b_partial, scalars, accumulate, salt, scale, rows, h_columns, b_rows,
     groups, *ends, rank,
 ):  # fmt: skip
-    """d_h (rows, h_columns) and d_b (b_rows, rank), or what is added to it: scale * the sums.
-
-    ends: where in h_partial the splits of each span end.
-    """
+    """d_h (rows, h_columns) and d_b (b_rows, rank), or what is added to it: scale * the sums. ends:
+    where in h_partial the splits of each span end."""
     d_h[:, len(set(ends)) * rank :] = 0
     for number, (first, end) in enumerate(zip((0, *ends), ends, strict=False)):
         if first < end:

@@ -69,11 +69,8 @@ def _unstack(x: np.ndarray, rows: int) -> np.ndarray:
 
 
 def _mask(scores: np.ndarray, rows: int, window: int) -> None:
-    """Set the scores of keys that a query does not see to -inf.
-
-    scores: (B, Hkv, G * rows, keys); the last key is that of the last row. Each row sees `window`
-    keys up to its own.
-    """
+    """Set the scores of keys that a query does not see to -inf. scores: (B, Hkv, G * rows, keys);
+    the last key is that of the last row. Each row sees `window` keys up to its own."""
     batch, kv_heads, stacked, keys = scores.shape
     blocks = scores.reshape(batch, kv_heads, stacked // rows, rows, keys)
     blocks[..., keys - rows :] += np.triu(np.full((rows, rows), -np.inf, scores.dtype), 1)
@@ -120,10 +117,8 @@ def attention_forward_codes(
     out, lse, qkv, numbers, seq_len, num_heads, num_kv_heads, workspace=None
 ):
     """Compute attention_forward of E4M3 codes: qkv, probabilities times P_CODES, and out are codes.
-
     numbers: F32 (NUMBERS, 4); its second row has the scale of qkv and of out, which is never larger
-    than a value.
-    """
+    than a value."""
     scale = numbers[1, 0]
     x = decode_fp8(qkv.reshape(len(qkv), -1)).reshape(qkv.shape) * scale
     found = np.empty(out.shape, np.float32)
@@ -184,12 +179,9 @@ def attention_backward(
     num_kv_heads, starts, window,
 ):  # fmt: skip
     """d_qkv in one call, as cuDNN computes it. workspace: its memory, parts: how often it is
-    called, neither used here.
-
-    d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T, Hq + 2 Hkv, Hd). d_kv:
-    (2, Hq, T, Hd) of a batch of 1, takes what each query head adds to the gradients of keys and of
-    values, in place of d_qkv.
-    """
+    called, neither used here. d_out, out: (B, T, Hq, Hd); lse: F32 (B, Hq, T); d_qkv, qkv: (B, T,
+    Hq + 2 Hkv, Hd). d_kv: (2, Hq, T, Hd) of a batch of 1, takes what each query head adds to the
+    gradients of keys and of values, in place of d_qkv."""
     delta = np.empty(lse.shape, compute(qkv).dtype)
     attention_delta(delta, d_out, out, seq_len, num_heads)
     if d_kv is None:
@@ -219,12 +211,10 @@ def attention_decode(
     out, k_cache, v_cache, qkv, position, num_new, max_positions, num_heads, num_kv_heads, window,
     sinks=None,
 ):  # fmt: skip
-    """Attention of num_new positions to `window` keys up to their own, through a cache.
-
-    out: (B, n, Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are
-    written, earlier rows are read; qkv: (B, n, Hq + 2 Hkv, Hd). sinks: (Hq,), a score of each head
-    that gives attention to nothing, or None.
-    """
+    """Attention of num_new positions to `window` keys up to their own, through a cache. out: (B, n,
+    Hq, Hd); k_cache, v_cache: (B, P, Hkv, Hd), rows [position, position + n) are written, earlier
+    rows are read; qkv: (B, n, Hq + 2 Hkv, Hd). sinks: (Hq,), a score of each head that gives
+    attention to nothing, or None."""
     q, k, v = np.split(qkv, (num_heads, num_heads + num_kv_heads), axis=2)
     end = position + num_new
     seen = slice(max(0, position - window + 1), end)

@@ -30,10 +30,8 @@ CASES = {
 
 
 def attention_statistics(statistics, taken, d_out, out, lse, counts, seq_len, num_heads):
-    """statistics (B, Hq, T / 64, 2, 64) = lse * log2(e), minus the sum of d_out * out over Hd.
-
-    lse: F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (counts,), becomes 0.
-    """
+    """statistics (B, Hq, T / 64, 2, 64) = lse * log2(e), minus the sum of d_out * out over Hd. lse:
+    F32 (B, Hq, T); d_out, out: (B, T, Hq, Hd). taken: I32 (counts,), becomes 0."""
     delta = np.einsum("bthd,bthd->bht", compute(d_out), compute(out))
     blocks = (*lse.shape[:2], seq_len // ROWS, ROWS)
     statistics[..., 0, :] = (lse * LOG2E).reshape(blocks)

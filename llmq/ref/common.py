@@ -33,11 +33,9 @@ def step_scalars(words: np.ndarray) -> np.ndarray:
 
 
 def random_bits(seed: int, index: np.ndarray) -> np.ndarray:
-    """uint32 hash of (seed, index): the random number of element `index`.
-
-    Two multiply-xorshift rounds ("lowbias32" with the constants of C. Wellons' hash-prospector);
-    index may exceed 32 bits, its high word is folded into the seed.
-    """
+    """uint32 hash of (seed, index): the random number of element `index`. Two multiply-xorshift
+    rounds ("lowbias32" with the constants of C. Wellons' hash-prospector); index may exceed 32
+    bits, its high word is folded into the seed."""
     index = index.astype(np.uint64)
     high = (index >> np.uint64(32)).astype(np.uint32)
     h = index.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(seed & 0xFFFFFFFF)
@@ -63,9 +61,7 @@ def mix_seed(*words: int) -> int:
 
 def round_stochastic(x: np.ndarray, bits: np.ndarray) -> np.ndarray:
     """F32 -> BF16, up with the probability of the dropped part; bits: unsigned, low 16 are used.
-
-    Infinities and NaN go through unchanged (round to nearest).
-    """
+    Infinities and NaN go through unchanged (round to nearest)."""
     x = np.ascontiguousarray(x, np.float32)
     raw = x.view(np.uint32) + (bits & np.uint32(0xFFFF))
     rounded = (raw >> np.uint32(16)).astype(np.uint16).view(BF16)
@@ -106,10 +102,8 @@ def store_gradient(
     salt: int,
     first: int = 0,
 ) -> None:
-    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes.
-
-    first: the number of its first element, where it is a part of one; a multiple of 8.
-    """
+    """Write or add a parameter gradient, as llmq.base.tensor.Accumulator describes. first: the
+    number of its first element, where it is a part of one; a multiple of 8."""
     if not accumulate:
         d_weight[...] = value.astype(d_weight.dtype, copy=False)
     elif d_weight.dtype == BF16:
@@ -175,11 +169,9 @@ class Scaled(Stored):
         return x.reshape(-1).astype(real, copy=False)
 
     def round(self, value: np.ndarray, bits: np.ndarray, high: bool) -> None:
-        """Store codes, by the high 20 bits, and scales.
-
-        The bits of an E4M3 number, moved 20 places to the left, are those of an F32 number 2^-120
-        times as large, subnormal numbers included.
-        """
+        """Store codes, by the high 20 bits, and scales. The bits of an E4M3 number, moved 20 places
+        to the left, are those of an F32 number 2^-120 times as large, subnormal numbers
+        included."""
         x = value.astype(np.float32, copy=False).reshape(-1, SCALE_BLOCK)
         size = np.sqrt(x) if self.root else np.abs(x)
         # 448 = 1.75 * 2^8: up to the next exponent if the fraction is larger than 0.75.
@@ -210,10 +202,8 @@ GELU_C3 = GELU_C1 * 0.044715
 
 
 def gelu_share(x: np.ndarray) -> np.ndarray:
-    """gelu(x) / x with the tanh approximation, 0.5 * (1 + tanh(u)) = sigmoid(2u).
-
-    2u = x * (C1 + C3 * x^2). Overflows as sigmoid.
-    """
+    """gelu(x) / x with the tanh approximation, 0.5 * (1 + tanh(u)) = sigmoid(2u). 2u = x * (C1 + C3
+    * x^2). Overflows as sigmoid."""
     value = x * x
     value *= GELU_C3
     value += GELU_C1
@@ -261,11 +251,9 @@ def _fp8_codes(dtype: np.dtype) -> np.ndarray:
 
 def encode_fp8(codes: np.ndarray, x: np.ndarray, factor: np.float32, dtype: np.dtype) -> None:
     """codes (uint8) = x * factor in dtype, rounded to nearest even, clamped to the largest values.
-
     Rounding a number to 8 bits needs to know of its lower 16 bits only whether they are all zero:
     they become one bit, which is not the one that decides a tie, and a table has the rest. That is
-    several times as fast as ml_dtypes' conversion.
-    """
+    several times as fast as ml_dtypes' conversion."""
     with np.errstate(over="ignore", invalid="ignore"):
         bits = (x.astype(np.float32, copy=False) * factor).view(np.uint32)
     lower = bits & np.uint32(0xFFFF)
@@ -308,10 +296,8 @@ def emit_fp8(
     saturated: np.ndarray | None,
     x: np.ndarray,
 ) -> None:
-    """The FP8 results of x (rows, features), as llmq.base.operand.Fp8Out describes them.
-
-    Nothing if codes and transposed are None.
-    """
+    """The FP8 results of x (rows, features), as llmq.base.operand.Fp8Out describes them. Nothing if
+    codes and transposed are None."""
     if codes is None and transposed is None:
         return
     rows, features = x.shape
@@ -349,11 +335,9 @@ def adapted_product(
     scale_a: np.ndarray | None,
     scale_b: np.ndarray | None,
 ) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows, and of these scale_a * scale_b * (a @ right) [+ h @ low], not rounded.
-
-    right, low: as they are multiplied, and in the precision that references compute in. a: fp8
-    codes where there are scales.
-    """
+    """Rows, and of these scale_a * scale_b * (a @ right) [+ h @ low], not rounded. right, low: as
+    they are multiplied, and in the precision that references compute in. a: fp8 codes where there
+    are scales."""
     for start in range(0, len(a), PRODUCT_ROWS):
         rows = slice(start, start + PRODUCT_ROWS)
         total = (compute(a[rows]) if scale_a is None else decode_fp8(a[rows])) @ right
@@ -367,11 +351,9 @@ def adapted_product(
 def _rotate(
     qkv: np.ndarray, cos: np.ndarray, sin: np.ndarray, num_heads: int, num_kv_heads: int
 ) -> None:
-    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2).
-
-    Both are laid out as the heads are, (T, Hq + Hkv, 2, Hd/2), because NumPy is slow where a
-    broadcast makes its inner loop as short as half a head.
-    """
+    """Rotate the query and key heads of qkv by angles whose cos and sin are (T, Hd/2). Both are
+    laid out as the heads are, (T, Hq + Hkv, 2, Hd/2), because NumPy is slow where a broadcast makes
+    its inner loop as short as half a head."""
     seq_length, half = cos.shape
     heads = num_heads + num_kv_heads
     wide_cos = np.empty((seq_length, heads, 2, half), cos.dtype)
@@ -400,11 +382,9 @@ def turn_heads(
     sign: int,
     rotary: int | None = None,
 ) -> None:
-    """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision.
-
-    By the angles of the tokens' positions, whose cos and sin table has, times sign. rotary: the
-    channels whose pairs lie rotary/2 apart, the first ones; None: all. Then the others' pairs.
-    """
+    """Rotate the query and key heads of qkv (B, T, heads, Hd), in the computing precision. By the
+    angles of the tokens' positions, whose cos and sin table has, times sign. rotary: the channels
+    whose pairs lie rotary/2 apart, the first ones; None: all. Then the others' pairs."""
     rest = qkv.shape[-1] - (rotary or qkv.shape[-1])
     if rest:
         halves = np.arange(rotary).reshape(2, -1), rotary + np.arange(rest).reshape(2, -1)

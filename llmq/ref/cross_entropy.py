@@ -30,10 +30,8 @@ def _cap(x: np.ndarray, bits: int) -> np.ndarray | None:
 def _softmax(
     x: np.ndarray, losses: np.ndarray, lse: np.ndarray, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x (rows, V) becomes exp(x - row max). Writes losses and lse.
-
-    Returns the sums of the rows, and the indices and targets of the rows that count.
-    """
+    """x (rows, V) becomes exp(x - row max). Writes losses and lse. Returns the sums of the rows,
+    and the indices and targets of the rows that count."""
     rows = np.flatnonzero(targets >= 0)
     picked = targets[rows]
     target_logits = x[rows, picked]

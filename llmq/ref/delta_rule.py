@@ -148,12 +148,9 @@ def delta_rule_prepare(
     u, w, inverse, scores, factors, qkv, gates, starts, seq_len, key_heads, value_heads, carried, *,
     dk, dv,
 ):  # fmt: skip
-    """All of a chunk that needs no state, (B, Hv, chunks, ...).
-
-    factors: see Factors. u (64, DV), w (64, DK): what changes would be without a state, and what
-    takes the state's share: change = u - w S. inverse (64, 64): of the triangular system. scores
-    (64, 64): q k^T with decays.
-    """
+    """All of a chunk that needs no state, (B, Hv, chunks, ...). factors: see Factors. u (64, DV), w
+    (64, DK): what changes would be without a state, and what takes the state's share: change = u -
+    w S. inverse (64, 64): of the triangular system. scores (64, 64): q k^T with decays."""
     q, k, v, decay, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
     begin = _begins(starts, carried, qkv.shape[0], seq_len)
     f = Factors.of(factors)
@@ -217,10 +214,8 @@ def delta_rule_scan_backward(
     *, dk, dv,
 ):  # fmt: skip
     """From the last chunk to the first: gradients of the states behind chunks (DV, DK) and of the
-    changes.
-
-    d_state: of the state behind the last chunk, then of that in front of the first; None: it is 0.
-    """
+    changes. d_state: of the state behind the last chunk, then of that in front of the first; None:
+    it is 0."""
     f, times = Factors.of(factors), value_heads // key_heads
     q, k, _ = heads_of(compute(qkv), key_heads, value_heads, dk, dv)
     q, k = chunks_of(q, times) * f.from_query[..., None], chunks_of(k, times) * f.to_key[..., None]
@@ -241,10 +236,8 @@ def delta_rule_gradients(
     d_qkv, d_gates, d_out, changes, d_changes, states, d_states, state, inverse, factors, qkv,
     gates, starts, seq_len, key_heads, value_heads, carried, *, dk, dv,
 ):  # fmt: skip
-    """The gradients of queries, keys, values, decays and betas, of each chunk alone.
-
-    state: that behind the last chunk, or None; the kernel reads it, this follows from the others.
-    """
+    """The gradients of queries, keys, values, decays and betas, of each chunk alone. state: that
+    behind the last chunk, or None; the kernel reads it, this follows from the others."""
     f, B = Factors.of(factors), qkv.shape[0]
     q, k, v, _, beta = _inputs(qkv, gates, key_heads, value_heads, dk, dv)
     begin = _begins(starts, carried, B, seq_len)

@@ -30,11 +30,9 @@ def exp_rows_finish(
     e, x, losses, lse, factors, sums, shift, target_logits, weight, targets, rows, columns, vocab,
     K, tiles, z_loss, limit, weights=None, *, scaled,
 ):  # fmt: skip
-    """losses, lse and factors (rows), and the targets' elements of e (rows,columns), so that
-    factor * e = weight * (softmax * (1 + z_loss * lse) - onehot); scaled: x (rows,K) *= factors.
-
-    A row whose sum is above limit or below its inverse has its gradient computed from logits.
-    """
+    """losses, lse and factors (rows), and the targets' elements of e (rows,columns), so that factor
+    * e = weight * (softmax * (1 + z_loss * lse) - onehot); scaled: x (rows,K) *= factors. A row
+    whose sum is above limit or below its inverse has its gradient computed from logits."""
     sum_ = sums.sum(axis=0)
     limit = np.float32(limit)
     again = (sum_ > limit) | (sum_ < 1 / limit)

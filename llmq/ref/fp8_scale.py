@@ -13,9 +13,7 @@ LEAST_ABS_MAX = np.float32(1e-10)  # as in llmq/ref/quantize.py
 
 def fp8_scale_update(scales, factors, history, abs_maxes, limits, length, n):
     """The newest step goes to the end of the history; scale = largest of the history / limit.
-
-    factor = 1 / scale.
-    """
+    factor = 1 / scale."""
     if abs_maxes is not None:
         history[:-1] = history[1:].copy()
         newest = abs_maxes[:, 0]

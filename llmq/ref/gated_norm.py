@@ -18,10 +18,8 @@ def _rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def gated_norm_forward(out, x, gate, weight, eps, rows, heads, columns, offset, *, head_dim):
-    """out (rows, heads * head_dim) = T(T(weight * T(rstd * x)) * silu(gate)).
-
-    gate: of (rows, columns), from column `offset` on.
-    """
+    """out (rows, heads * head_dim) = T(T(weight * T(rstd * x)) * silu(gate)). gate: of (rows,
+    columns), from column `offset` on."""
     width = heads * head_dim
     out, x = (a.reshape(rows, width) for a in (out, x))
     gate = gate.reshape(rows, columns)[:, offset : offset + width]

@@ -49,10 +49,8 @@ def gelu_forward_fp8(out, x, rows, columns, abs_max, *fp8):
 
 
 def gelu_backward_fp8(d_x, d_out, x, rows, columns, abs_max, *fp8):
-    """gelu_backward, and the results in FP8.
-
-    fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated.
-    """
+    """gelu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated, then out,
+    out_transposed, out_scale, out_saturated."""
     *codes, out, out_transposed, out_scale, out_saturated = fp8
     if d_x is None:
         d_x = np.empty_like(x)

@@ -54,11 +54,8 @@ def matmul(
     batch=1,
 ):  # fmt: skip
     """out (M,N) = alpha * op(a) @ op(b) [+ bias (N,)] [+ beta * addend (M,N)], summed in F32,
-    rounded to out once.
-
-    a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With accumulate out is the
-    addend. If there are several matrices, so many products are computed.
-    """
+    rounded to out once. a is (M,K), or (K,M) if trans_a; b is (K,N), or (N,K) if trans_b. With
+    accumulate out is the addend. If there are several matrices, so many products are computed."""
     if out.ndim == 3:
         sizes = (M, N, K, trans_a, trans_b, accumulate, alpha, beta)
         for i in range(batch):
@@ -105,11 +102,9 @@ def matmul_fp8(
     fast_accumulation,
 ):  # fmt: skip
     """out (M,N) = scale_a * scale_b * (a (M,K) @ b (N,K)^T) [+ bias (N,)] [+ addend (M,N)].
-
     Products of codes are exact in F32, and summed in it whatever fast_accumulation is; the rest is
     computed in F32 and rounded to out once. With accumulate out is added. With a factor, out are
-    codes of that times the factor, and largest[0] is the largest magnitude before.
-    """
+    codes of that times the factor, and largest[0] is the largest magnitude before."""
     right = decode_fp8(b).T
     scale = scale_a[0] * scale_b[0]
     step = max(CHUNK // N, 256)
@@ -177,10 +172,8 @@ ROWS = 1024  # of a, at a time
 
 
 def matmul_int8(out, a, b, scale_a, scale_b, bias, M, N, K, *, accumulate):
-    """out (M,N) = (a (M,K) @ b (N,K)^T * scale_a) * scale_b [+ bias (N,)] [+ out].
-
-    The sums are exact; the rest is computed in F32 and rounded to out once.
-    """
+    """out (M,N) = (a (M,K) @ b (N,K)^T * scale_a) * scale_b [+ bias (N,)] [+ out]. The sums are
+    exact; the rest is computed in F32 and rounded to out once."""
     right = b.astype(np.float32).T
     for start in range(0, M, ROWS):
         rows = slice(start, start + ROWS)

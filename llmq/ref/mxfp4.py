@@ -20,10 +20,8 @@ _PAIRS = _PAIRS.view(np.uint64)[:, 0]
 
 def mxfp4_encode(codes, exponents, x, n):
     """The smallest power of two with which no value of a block is above 6, and the nearest codes,
-    of two the even one.
-
-    codes: U8 (n/2,), the first of two in the lower bits. exponents: U8 (n/32,). x: (n,), finite.
-    """
+    of two the even one. codes: U8 (n/2,), the first of two in the lower bits. exponents: U8
+    (n/32,). x: (n,), finite."""
     blocks = x.reshape(-1, BLOCK).astype(np.float32)
     bits = np.abs(blocks).max(axis=1).view(np.uint32)
     # 4 * 1.m is at most 6, or half of it is.

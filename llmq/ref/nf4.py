@@ -38,11 +38,9 @@ EDGES = (LEVELS[:-1] + LEVELS[1:]) / np.float32(2)
 @functools.cache
 def scale_levels() -> np.ndarray:
     """F32 (256,), ascending: the levels of scales' codes, "dynamic" ones of 8 bits with a sign.
-
     Each decimal order from 1e-6 to 1 has twice as many of them as the one before it, which lie in
     the middles of equal parts of it; and there are 0 and 1 (Dettmers et al., 8-bit Optimizers via
-    Block-wise Quantization, 2021; as bitsandbytes makes them). Read-only.
-    """
+    Block-wise Quantization, 2021; as bitsandbytes makes them). Read-only."""
     levels = [np.float32(0), np.float32(1)]
     for order in range(7):
         # Steps are torch.linspace's, from the nearer end: one rounding of what F64 has exactly.

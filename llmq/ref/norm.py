@@ -96,10 +96,8 @@ def _emit(
 
 
 def norm_forward(out, mean, rstd, x, weight, bias, eps, rows, C, *results, offset=0):
-    """out = T(T(rstd * x) * weight), with rstd = 1 / sqrt(mean(x^2) + eps).
-
-    LayerNorm: out = T((x - mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance(x) + eps).
-    """
+    """out = T(T(rstd * x) * weight), with rstd = 1 / sqrt(mean(x^2) + eps). LayerNorm: out = T((x -
+    mean) * rstd * weight + bias), with rstd = 1 / sqrt(variance(x) + eps)."""
     out = np.empty_like(x) if out is None else out
     if mean is None:
         _rms_norm(out, rstd, compute(x), _factor(weight, offset), eps, once=offset)

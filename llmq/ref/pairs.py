@@ -33,13 +33,10 @@ class Documents(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The numbers of a loss.
-
-    kind: SIGMOID of DPO and SimPO, IPO, ORPO, KTO. normalize: 1 where a document counts by its
-    tokens' mean. beta, gamma, smoothing: as published. sft: the weight of the chosen document's
-    mean cross-entropy. With KTO gamma and sft are the weights of documents that are desirable and
-    that are not.
-    """
+    """The numbers of a loss. kind: SIGMOID of DPO and SimPO, IPO, ORPO, KTO. normalize: 1 where a
+    document counts by its tokens' mean. beta, gamma, smoothing: as published. sft: the weight of
+    the chosen document's mean cross-entropy. With KTO gamma and sft are the weights of documents
+    that are desirable and that are not."""
 
     kind: int
     normalize: int

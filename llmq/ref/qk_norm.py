@@ -46,10 +46,8 @@ def qk_norm_forward(
     qkv, raw, rstd, q_weight, k_weight, eps, tokens, num_heads, num_kv_heads, query_blocks, *,
     wide=0, offset=0,
 ):  # fmt: skip
-    """raw = the query and key heads of qkv, whose rows become T(T(rstd * row) * weight).
-
-    Wide rows T(rstd * row * weight); with an offset T(rstd * row * (1 + weight)).
-    """
+    """raw = the query and key heads of qkv, whose rows become T(T(rstd * row) * weight). Wide rows
+    T(rstd * row * weight); with an offset T(rstd * row * (1 + weight))."""
     raw[...] = qkv[:, :, : num_heads + num_kv_heads]
     parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
     for (heads, rows), weight in zip(parts, (q_weight, k_weight), strict=True):
@@ -67,11 +65,8 @@ def qk_norm_backward(
     d_qkv, q_partial, k_partial, raw, rstd, q_weight, k_weight, tokens, num_heads, num_kv_heads,
     query_blocks, *, wide=0, offset=0,
 ):  # fmt: skip
-    """Query and key heads of d_qkv in place.
-
-    q_partial, k_partial (any, width of a row): their rows add up to the weights' gradients; None:
-    these are not wanted.
-    """
+    """Query and key heads of d_qkv in place. q_partial, k_partial (any, width of a row): their rows
+    add up to the weights' gradients; None: these are not wanted."""
     parts, stats = _parts(num_heads, num_kv_heads, wide), rstd.reshape(tokens, -1)
     given = ((q_weight, q_partial), (k_weight, k_partial))
     for (heads, rows), (weight, partial) in zip(parts, given, strict=True):

@@ -103,11 +103,8 @@ OUTLIERS_CASES = {
 
 def outliers_select(mask, index, column_max, threshold, most, cols):
     """index (most,): the columns whose largest |x| is above a limit, in order, then -1; mask: 0 of
-    these columns, 1 of the others.
-
-    limit: the threshold, or if more columns are above it, the least with which most are enough.
-    NaN is above everything.
-    """
+    these columns, 1 of the others. limit: the threshold, or if more columns are above it, the least
+    with which most are enough. NaN is above everything."""
     bits = np.abs(column_max).view(np.uint32)
     limit = np.float32(threshold).reshape(1).view(np.uint32)[0]
     ordered = np.sort(bits)[::-1]

@@ -62,11 +62,8 @@ def swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max=None, out=None, 
 
 
 def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
-    """swiglu_forward, and the result in FP8.
-
-    fp8: codes, transposed, scale, saturated, then of an up_gate that is codes: scale, largest,
-    abs_max, saturated.
-    """
+    """swiglu_forward, and the result in FP8. fp8: codes, transposed, scale, saturated, then of an
+    up_gate that is codes: scale, largest, abs_max, saturated."""
     *codes, in_scale, in_largest, in_abs_max, in_saturated = fp8
     look_at_codes(up_gate, in_scale, in_largest, in_abs_max, in_saturated)
     up_gate = decoded(up_gate.reshape(rows, 2 * F), in_scale)
@@ -77,12 +74,9 @@ def swiglu_forward_fp8(out, up_gate, rows, F, abs_max, *fp8, gelu=0):
 
 
 def swiglu_backward_fp8(d_up_gate, d_out, up_gate, rows, F, abs_max, *fp8, gelu=0):
-    """swiglu_backward, and the results in FP8.
-
-    fp8: codes, transposed, scale, saturated, then out, out_transposed, out_scale, out_saturated,
-    then of inputs that are codes: the scale of up_gate, then of d_out scale, largest, abs_max,
-    saturated.
-    """
+    """swiglu_backward, and the results in FP8. fp8: codes, transposed, scale, saturated, then out,
+    out_transposed, out_scale, out_saturated, then of inputs that are codes: the scale of up_gate,
+    then of d_out scale, largest, abs_max, saturated."""
     *codes, out, out_transposed, out_scale, out_saturated = fp8[:8]
     up_scale, in_scale, in_largest, in_abs_max, in_saturated = fp8[8:]
     result = BF16 if up_scale is not None else up_gate.dtype

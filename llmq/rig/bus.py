@@ -29,10 +29,8 @@ Rates = dict[str, list[float]]
 
 
 class End:
-    """One GPU with a buffer there and one in host memory for each direction, and two streams.
-
-    Made, used and closed in one thread, near the GPU.
-    """
+    """One GPU with a buffer there and one in host memory for each direction, and two streams. Made,
+    used and closed in one thread, near the GPU."""
 
     def __init__(self, api: Any, gpu: int, nbytes: int = COPY):
         """api: CuPy's CUDA runtime module."""
@@ -135,8 +133,7 @@ def together(api: Any, gpus: Sequence[int], nbytes: int = COPY, seconds: float =
 
 def measure(job: Job, *, gpus: int, **_: Any) -> None:
     """The part: `alone`, each GPU's rates; `at_once`, by the number of the first GPUs that copy
-    together; `pairs`, of each ordered pair of GPUs; `both_ways` of each unordered one.
-    """
+    together; `pairs`, of each ordered pair of GPUs; `both_ways` of each unordered one."""
     from llmq.runtime.cuda_api import load
 
     api = load().runtime

@@ -180,11 +180,9 @@ def _beside(
     kernels: Kernels,
     count: int,
 ) -> tuple[float, float]:
-    """Seconds of one call on this rank beside so many kernels, and of all those kernels.
-
-    A call before the clock starts makes ranks begin together: what one that comes late finds in
-    its peer's ring would count as its speed.
-    """
+    """Seconds of one call on this rank beside so many kernels, and of all those kernels. A call
+    before the clock starts makes ranks begin together: what one that comes late finds in its peer's
+    ring would count as its speed."""
     dev = calls.dev
 
     def several() -> None:
@@ -240,11 +238,9 @@ def program(
 def _with_load(
     calls: Calls, workers: Workers, exchange: Callable[[], None], load: Load
 ) -> tuple[int, float, float]:
-    """Measure loads as Exchanges.load has them.
-
-    A load that exchanges have beside them shares their direction of the bus, and what they take
-    away in the other one slows it down, which a load alone is not.
-    """
+    """Measure loads as Exchanges.load has them. A load that exchanges have beside them shares their
+    direction of the bus, and what they take away in the other one slows it down, which a load alone
+    is not."""
 
     def both() -> None:
         load.run()

@@ -134,9 +134,8 @@ SHARE = 0.3  # of the time for each measurement
 def measure_host(
     job: Job, *, disk: str, disk_mib: int = 2048, memory_mib: int = 256, **_: Any
 ) -> None:
-    """The part: `memory` GB/s read and written by all threads, `product` GFLOP/s in F32, and of
-    the disk `write` and `read` GB/s. disk: a folder; nothing stays there.
-    """
+    """The part: `memory` GB/s read and written by all threads, `product` GFLOP/s in F32, and of the
+    disk `write` and `read` GB/s. disk: a folder; nothing stays there."""
     found: dict[str, Any] = {}
     seconds = job.left
     found["memory"] = memory_rate(SHARE / 2 * seconds, memory_mib)
@@ -179,8 +178,7 @@ def product_rate(seconds: float, size: int = PRODUCT) -> float:
 
 def disk_rates(folder: Path, mib: int, seconds: float) -> dict[str, float]:
     """GB/s written, with all of it on the disk at the end, and read without the system's cache as
-    far as it can be had. Writes as much as the time and a tenth of the free space allow.
-    """
+    far as it can be had. Writes as much as the time and a tenth of the free space allow."""
     size = min(mib * MIB, shutil.disk_usage(folder).free // 10) // PIECE * PIECE
     if size == 0:
         return {}

@@ -114,8 +114,7 @@ def _loaded(
 
 def measure(job: Job, *, gpus: int, device: str = "cuda", **_: Any) -> None:
     """The part: of each GPU its `series`, one reading a second, and what they settle at; `alone`,
-    TFLOP/s of GPU 0 with the others idle; `slowest`, of that the share that the slowest one has.
-    """
+    TFLOP/s of GPU 0 with the others idle; `slowest`, of that the share that the slowest one has."""
     machine = choose_machine(device, gpus)
     budget = machine.spec.memory // 4
     rows = next((n for n in ROWS if (6 + 2 * COPY) * n * n < budget), ROWS[-1])

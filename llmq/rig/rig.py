@@ -94,9 +94,7 @@ def flags_of(config: TrainConfig) -> dict[str, Any]:
 
 def trained(found: Candidate, card_file: Path, limit: float) -> dict[str, Any]:
     """A row's record: `options`, tokens per second `predicted` and, with `status` ok, `measured`.
-
-    limit: seconds after which the run is ended.
-    """
+    limit: seconds after which the run is ended."""
     config, step = shortened(found)
     steps = max(1, round(min(SECONDS, limit - START) / REPEATS / step))
     options = flags_of(config)
@@ -157,8 +155,7 @@ Clock = Callable[[], float]
 
 class Rig:
     """One run of the command: the parts take turns, each as long as its share, and no longer than
-    what is left.
-    """
+    what is left."""
 
     def __init__(self, seconds: float, measure: Measure, clock: Clock):
         self.seconds, self._measure, self._clock = seconds, measure, clock
@@ -222,10 +219,8 @@ def run_rig(
     measure: Measure = run_part,
     clock: Clock = time.monotonic,
 ) -> dict[str, Any]:
-    """Measure, print what is wrong, write out.md, out.json, out.png and the card file.
-
-    minutes: what it takes at most. Without a GPU the host is measured, and there is no card file.
-    """
+    """Measure, print what is wrong, write out.md, out.json, out.png and the card file. minutes:
+    what it takes at most. Without a GPU the host is measured, and there is no card file."""
     prepare_report("--out", out, ".json", ".md", ".png")
     rig = Rig(60 * minutes, measure, clock)
     report = rig.report

@@ -49,12 +49,10 @@ def table_of(times: Iterable[LaunchTime]) -> Table:
 
 
 def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
-    """The medians of steps whose launches were timed, as they are when nothing is timed.
-
-    Marks around launches, and the waits for them, leave a GPU another clock, and gaps between
-    launches are in none of them: all are longer or shorter by one factor, by which those of a step
-    take the `seconds` that a step takes.
-    """
+    """The medians of steps whose launches were timed, as they are when nothing is timed. Marks
+    around launches, and the waits for them, leave a GPU another clock, and gaps between launches
+    are in none of them: all are longer or shorter by one factor, by which those of a step take the
+    `seconds` that a step takes."""
     table = table_of(time for times in rounds for time in times)
     medians = {(name, tuple(s)): t for name, points in table.items() for s, t in points}
     total = sum(medians.get(time.kind, time.ms / 1e3) for time in rounds[0] if time.main)
@@ -63,12 +61,10 @@ def as_in_steps(rounds: list[list[LaunchTime]], seconds: float) -> Table:
 
 
 def in_time(idle: float) -> bool:
-    """Whether a step's launches, timed by themselves, are good for more than their sum.
-
-    idle: the part of the step in which none of them ran, negative where they took longer than it.
-    By more than BEHIND of it no clock does that: the GPU waited for the host between a launch and
-    its marks, the longer the shorter a launch is, and no factor makes up for it.
-    """
+    """Whether a step's launches, timed by themselves, are good for more than their sum. idle: the
+    part of the step in which none of them ran, negative where they took longer than it. By more
+    than BEHIND of it no clock does that: the GPU waited for the host between a launch and its
+    marks, the longer the shorter a launch is, and no factor makes up for it."""
     return idle > -BEHIND
 
 
@@ -129,10 +125,8 @@ def quarter(model: str, **options: Any) -> dict[str, Any]:
 
 def runs(fp8: bool, gpus: int = 1) -> list[dict[str, Any]]:
     """The options of every run, the most telling first: sizes, formats, and small micro-batches.
-
     batch-size: at most. gpus: of the rig. Several launch other products than one, which computes
-    more in them: the first runs are measured in both ways.
-    """
+    more in them: the first runs are measured in both ways."""
     alone = _runs(fp8)
     beside = [options | {BESIDE: True} for options in alone[:FIRST]] if gpus > 1 else []
     return beside + alone
@@ -197,11 +191,8 @@ def title_of(options: dict[str, Any]) -> str:
 
 def measure(job: Job, *, runs: list[dict[str, Any]], settle: float = SETTLE, **_: Any) -> None:
     """The part: `steps`, a record of each of the runs that there was time for, and `refused`, why
-    not, of those that do not fit, by index.
-
-    A record has `launches`, `seconds` that they took to measure, and `tokens_per_second`,
-    `idle`, `options` and BESIDE of the run.
-    """
+    not, of those that do not fit, by index. A record has `launches`, `seconds` that they took to
+    measure, and `tokens_per_second`, `idle`, `options` and BESIDE of the run."""
     found: dict[str, Any] = {"steps": [], "refused": {}}
     took: list[float] = []
     for index, options in enumerate(runs):

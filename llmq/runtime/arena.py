@@ -18,9 +18,7 @@ def align_up(n: int, multiple: int = ALIGN) -> int:
 
 class Arena:
     """Hands out memory, one tensor behind the other. capacity None (plan device): counts only.
-
-    used: bytes that are taken; high_water_mark: the most that ever were.
-    """
+    used: bytes that are taken; high_water_mark: the most that ever were."""
 
     def __init__(self, storage: Storage, capacity: int | None = None):
         self.storage = storage

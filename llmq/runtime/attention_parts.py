@@ -25,11 +25,9 @@ def sees_all_before(window: int | None, seq_len: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The keys up to their own that queries see, for all of attention's kernels.
-
-    starts: I32 (B, T), the first position of the document of each, None: all are of one. They
-    never fall along a row. window: how many keys, the query's own included; None: all.
-    """
+    """The keys up to their own that queries see, for all of attention's kernels. starts: I32 (B,
+    T), the first position of the document of each, None: all are of one. They never fall along a
+    row. window: how many keys, the query's own included; None: all."""
 
     starts: Tensor | None = None
     window: int | None = None
@@ -59,10 +57,8 @@ class Sight:
         return Sight(None if self.starts is None else self.starts.rows(start, stop), self.window)
 
     def pairs(self, seq_len: int) -> int:
-        """Twice the pairs of query and key, where a query's own key counts half.
-
-        Pairs that documents hide are not known here, and not taken off.
-        """
+        """Twice the pairs of query and key, where a query's own key counts half. Pairs that
+        documents hide are not known here, and not taken off."""
         window = seq_len if self.window is None else self.window
         return window * (2 * seq_len - window)
 
@@ -97,9 +93,7 @@ def splits_query_heads(num_kv_heads: int, parts: int) -> bool:
 
 def head_groups(num_heads: int, num_kv_heads: int, parts: int) -> list[HeadGroup]:
     """Groups of a sequence's heads, at least `parts`; sizes of groups differ by one at the most.
-
-    parts: up to num_heads.
-    """
+    parts: up to num_heads."""
     group = num_heads // num_kv_heads
     if not splits_query_heads(num_kv_heads, parts):
         spans = _spans(num_kv_heads, parts)
@@ -119,9 +113,7 @@ def _spans(count: int, parts: int) -> list[tuple[int, int]]:
 
 def divisions(batch: int, num_heads: int, num_kv_heads: int) -> list[int]:
     """Numbers of parts, ascending: each one's calls compute fewer heads than those before it.
-
-    Divisors of the batch, then multiples of it.
-    """
+    Divisors of the batch, then multiples of it."""
     found = [n for n in range(1, batch + 1) if batch % n == 0]
     heads = num_heads
     for parts in range(2, num_heads + 1):
@@ -141,11 +133,9 @@ HALF_SHARED = (50 << 10) - 1024 - 256
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """How a kernel cuts its work. A thread block owns `own` rows (queries in the forward, keys or
-    queries in the backward) and walks over the other side in steps of `step` rows.
-
-    shared: bytes of dynamic shared memory. stages: how many steps it holds at once. split_keys:
-    dK and dV are the work of different blocks.
-    """
+    queries in the backward) and walks over the other side in steps of `step` rows. shared: bytes of
+    dynamic shared memory. stages: how many steps it holds at once. split_keys: dK and dV are the
+    work of different blocks."""
 
     own: int
     step: int
@@ -162,9 +152,7 @@ def _row_bytes(head_dim: int) -> int:
 
 def forward_tiles(dtype: DType, head_dim: int, masked: bool = False) -> Tiles:
     """Tiles of attention_forward: shared memory holds the queries and one step's keys, values.
-
-    masked: as compile_consts.
-    """
+    masked: as compile_consts."""
     large = head_dim > 128
     if dtype == F32:
         own, step = (32, 16) if large else (64, 32)
@@ -200,10 +188,8 @@ def backward_tiles(
 def compile_consts(
     dtype: DType, head_dim: int, masked: bool = False, small_shared: bool = False
 ) -> dict[str, int]:
-    """The compile-time constants of attention.cu: the same for all its entries.
-
-    masked: queries see less than all that is before them. small_shared: as DeviceSpec has it.
-    """
+    """The compile-time constants of attention.cu: the same for all its entries. masked: queries see
+    less than all that is before them. small_shared: as DeviceSpec has it."""
     backward = backward_tiles(dtype, head_dim, masked, small_shared)
     consts = {
         "HEAD_DIM": head_dim,

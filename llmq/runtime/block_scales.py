@@ -34,10 +34,8 @@ def computes_right(
     cuda: Any, stream: int, workspace: Tensor, run: Callable[[Product, Operands], None]
 ) -> bool:
     """Whether a block-scaled product of small integers is what it must be, to the bit: with a beta
-    of 0 whatever is in the result's memory, and with one of 1. Waits for the stream.
-
-    workspace: U8, that of a product; what the trial needs lies at its start. run: enqueues.
-    """
+    of 0 whatever is in the result's memory, and with one of 1. Waits for the stream. workspace: U8,
+    that of a product; what the trial needs lies at its start. run: enqueues."""
     if workspace.nbytes < 2 * TRIAL_BYTES:
         return False
     offset = 0

@@ -39,13 +39,10 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The needs of a kernel on a multiprocessor, as the assembler reports them.
-
-    registers: of one thread. shared: bytes of static shared memory of a block. spilled, stack:
-    bytes of one thread in local memory, which is slow. serialized: whether each product of a
-    warpgroup is waited for at once, because the assembler could not tell when its registers are
-    free.
-    """
+    """The needs of a kernel on a multiprocessor, as the assembler reports them. registers: of one
+    thread. shared: bytes of static shared memory of a block. spilled, stack: bytes of one thread in
+    local memory, which is slow. serialized: whether each product of a warpgroup is waited for at
+    once, because the assembler could not tell when its registers are free."""
 
     registers: int
     shared: int
@@ -65,9 +62,7 @@ class Cubin:
 
 def cache_dir() -> Path:
     """The folder of compiled kernels: LLMQ_CACHE_DIR, else llmq/ in the user's cache folder.
-
-    ConfigError where there is none, as of a container's user without a name.
-    """
+    ConfigError where there is none, as of a container's user without a name."""
     if chosen := os.environ.get("LLMQ_CACHE_DIR"):
         return Path(chosen)
     try:
@@ -108,10 +103,8 @@ def kernel_text(file: str, entry: str) -> str:
 
 def program(source: KernelSource) -> str:
     """The text that the compiler gets. Shared headers come before the definitions, whose one-letter
-    names would otherwise meet the template parameters in there.
-
-    The file's other kernels become templates: of these, which nobody uses, it makes no code.
-    """
+    names would otherwise meet the template parameters in there. The file's other kernels become
+    templates: of these, which nobody uses, it makes no code."""
     file, entry, types, consts = source
 
     def declared(match: re.Match) -> str:
@@ -224,11 +217,9 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 
 def compile_kernel(source: KernelSource, capability: int) -> Cubin:
-    """Machine code of a kernel for a GPU of this capability, from the cache if it is there.
-
-    Raises LlmqError when the compiler or its headers are missing, RuntimeError with the
-    compiler's messages when the source does not compile.
-    """
+    """Machine code of a kernel for a GPU of this capability, from the cache if it is there. Raises
+    LlmqError when the compiler or its headers are missing, RuntimeError with the compiler's
+    messages when the source does not compile."""
     nvrtc = _nvrtc()
     text = program(source)
     flags = [f"-arch={target(capability)}", *FLAGS]
@@ -249,10 +240,8 @@ def compile_kernel(source: KernelSource, capability: int) -> Cubin:
 
 def compile_ahead(sources: Iterable[KernelSource], capability: int) -> None:
     """Start to fill the cache in threads, which NVRTC lets run side by side; returns at once.
-
     Whoever needs one of these kernels earlier waits for it, or compiles it. Errors are left to
-    them, too. A process that ends waits for those that are being compiled, for no others.
-    """
+    them, too. A process that ends waits for those that are being compiled, for no others."""
     waiting = deque(sorted(sources))
     # No executor: at the end of the process its threads would do all that is waiting.
     threads = [

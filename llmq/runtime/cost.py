@@ -23,12 +23,10 @@ HIDDEN = ("gradient", "grouped")
 
 
 class Kind(NamedTuple):
-    """The name and sizes by which launches are told apart when their times are kept.
-
-    name: words from the most telling one on, with `/` between them: what differs only in the
-    last ones takes about as long. sizes: of a product (M, N, K); of attention (FLOPs, sequence
-    length, head size, window); of all others (bytes of device memory,).
-    """
+    """The name and sizes by which launches are told apart when their times are kept. name: words
+    from the most telling one on, with `/` between them: what differs only in the last ones takes
+    about as long. sizes: of a product (M, N, K); of attention (FLOPs, sequence length, head size,
+    window); of all others (bytes of device memory,)."""
 
     name: str
     sizes: tuple[int, ...]
@@ -159,11 +157,8 @@ def attention_cost(
     sizes: tuple[int, int, int],
     heads: Heads | None = None,
 ) -> Cost:
-    """The cost of one of attention's kernels.
-
-    dtype: the format of its tensors. sizes: sequence length, head size, and how many keys a query
-    sees. heads: those of the library's backward.
-    """
+    """The cost of one of attention's kernels. dtype: the format of its tensors. sizes: sequence
+    length, head size, and how many keys a query sees. heads: those of the library's backward."""
     way = f"{kernel.entry}/{kernel.file.partition('.')[2] or 'library'}"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
     rate = "f32" if dtype is F32 else way
@@ -172,10 +167,8 @@ def attention_cost(
 
 @lru_cache(CACHED)
 def delta_cost(kernel: Kernel, dtype: DType, flops: int, sizes: tuple[int, int, int]) -> Cost:
-    """The cost of one of the delta rule's kernels.
-
-    dtype: the format of its tensors. sizes: sequence length, channels of a key, states.
-    """
+    """The cost of one of the delta rule's kernels. dtype: the format of its tensors. sizes:
+    sequence length, channels of a key, states."""
     way = f"{kernel.entry}/delta"
     kind = Kind(f"{way}/{dtype.name}", (flops, *sizes))
     return Cost(part="attention", flops=flops, kind=kind, rate="f32" if dtype is F32 else way)

@@ -21,11 +21,9 @@ CANDIDATES = 48  # algorithms asked of the heuristic
 
 
 class CublasLt:
-    """The matrix-product library of one rank; for the rank's thread, with its GPU current.
-
-    The methods matmul, fp8 and mxfp8 take a stream and the arguments of the library kernels
-    `matmul`, `matmul_fp8` and `matmul_mxfp8` that llmq/ops/matmul.py declares.
-    """
+    """The matrix-product library of one rank; for the rank's thread, with its GPU current. The
+    methods matmul, fp8 and mxfp8 take a stream and the arguments of the library kernels `matmul`,
+    `matmul_fp8` and `matmul_mxfp8` that llmq/ops/matmul.py declares."""
 
     def __init__(
         self,
@@ -39,8 +37,7 @@ class CublasLt:
         """tune: time the heuristic's best candidates when a product is first seen, on its own
         operands; else take the heuristic's first. device_name: with cuBLASLt's version, what a
         tuned algorithm holds for. cache_path: file of tuned algorithms, or None. library and cuda
-        stand in for nvmath and CuPy in tests. Raises LlmqError where they cannot be loaded.
-        """
+        stand in for nvmath and CuPy in tests. Raises LlmqError where they cannot be loaded."""
         try:
             if library is None:
                 from nvmath.bindings import cublasLt as library
@@ -82,11 +79,9 @@ class CublasLt:
         batch: int = 1,
     ) -> None:
         """Enqueue out = alpha * op(a) @ op(b) [+ bias] [+ beta * (addend | out)] on the stream (an
-        integer); batch: of so many products.
-
-        Raises Unsupported for a product that cuBLASLt cannot compute, and RuntimeError inside a
-        graph capture for one that would have to be tuned first.
-        """
+        integer); batch: of so many products. Raises Unsupported for a product that cuBLASLt cannot
+        compute, and RuntimeError inside a graph capture for one that would have to be tuned
+        first."""
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
         form = (bool(trans_a), bool(trans_b))
@@ -114,12 +109,9 @@ class CublasLt:
         fast_accumulation: int,
     ) -> None:
         """Enqueue out = scale_a * scale_b * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
-
         factor, largest: where out are codes, of what they are multiplied by, and the largest
         magnitude before that. fast_accumulation: may be used; tuning takes what is faster, not
-        tuning takes it.
-        Raises as matmul does; no GPU before Ada can compute it.
-        """
+        tuning takes it. Raises as matmul does; no GPU before Ada can compute it."""
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes, bool(fast_accumulation))
         product = Product(M, N, K, False, True, *types, *flags, addend=addend is not None)
@@ -144,12 +136,10 @@ class CublasLt:
         accumulate: int,
         fast_accumulation: int,
     ) -> None:
-        """Enqueue out = alpha * (a @ b^T) [+ bias] [+ addend | + out] on the stream.
-
-        scales: of the blocks of both, all one. scalars: F32, alpha, and at BETA 1 if there is an
-        addend, else 0. fast_accumulation has no effect, these sums are F32's.
-        Raises as matmul does, Unsupported also where the library is wrong.
-        """
+        """Enqueue out = alpha * (a @ b^T) [+ bias] [+ addend | + out] on the stream. scales: of the
+        blocks of both, all one. scalars: F32, alpha, and at BETA 1 if there is an addend, else 0.
+        fast_accumulation has no effect, these sums are F32's. Raises as matmul does, Unsupported
+        also where the library is wrong."""
         types = (a.dtype, b.dtype, out.dtype)
         flags = (bias is not None, bool(accumulate), workspace.nbytes)
         how = {"addend": addend is not None, "block_scaled": True}
@@ -165,10 +155,8 @@ class CublasLt:
         self._lt.destroy(self._handle)
 
     def _multiply(self, stream: int, product: Product, operands: Operands) -> None:
-        """Enqueue the product. A new one is planned, and tuned on these operands.
-
-        Tuning synchronizes; it overwrites out, unless accumulate: then out keeps its content.
-        """
+        """Enqueue the product. A new one is planned, and tuned on these operands. Tuning
+        synchronizes; it overwrites out, unless accumulate: then out keeps its content."""
         plan = self.plans.get(product)
         if plan is None:
             plan = describe(self._lt, product)

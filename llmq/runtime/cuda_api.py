@@ -36,12 +36,10 @@ def cupy_release() -> int | None:
 
 @functools.cache
 def load_libraries() -> None:
-    """Load NVRTC and cuBLASLt of CuPy's CUDA release, before anything searches for them.
-
-    CuPy, cuda-bindings and nvmath-python all take what the process has loaded, and else prefer
-    CUDA 13, which a PyTorch in the same environment brings along. A library that is missing is
-    left to them: they may know another place, and say what is wrong.
-    """
+    """Load NVRTC and cuBLASLt of CuPy's CUDA release, before anything searches for them. CuPy,
+    cuda-bindings and nvmath-python all take what the process has loaded, and else prefer CUDA 13,
+    which a PyTorch in the same environment brings along. A library that is missing is left to them:
+    they may know another place, and say what is wrong."""
     if cupy_release() != 12:
         return
     for name, folder in LIBRARIES_OF_12.items():
@@ -74,9 +72,7 @@ def install_command() -> str:
 @functools.cache
 def load() -> SimpleNamespace:
     """runtime, nvtx: CuPy's modules. driver: of cuda.bindings. RawModule, DriverError: CuPy's.
-
-    Raises LlmqError where one of the libraries is missing.
-    """
+    Raises LlmqError where one of the libraries is missing."""
     # Hardware queues per GPU, 8 by default. Streams that share one, of ours and NCCL's, block each
     # other: a stream that waits for another GPU could hold up what that GPU waits for.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -151,9 +147,7 @@ def device_spec(index: int) -> DeviceSpec:
 
 def lowered(capability: int) -> int:
     """LLMQ_CAPABILITY of the environment, for developers: as what GPU one chooses its kernels.
-
-    Raises ConfigError where it is no number.
-    """
+    Raises ConfigError where it is no number."""
     text = os.environ.get("LLMQ_CAPABILITY") or str(capability)
     if not text.isdecimal():
         raise ConfigError(f"LLMQ_CAPABILITY: '{text}' is no number as 89, which means 8.9")

@@ -33,11 +33,9 @@ DISABLE_TIMING = 2  # cudaEventDisableTiming: cheaper events
 
 
 class CudaDevice(Device):
-    """One GPU, used by one thread. All memory is taken at construction.
-
-    sync_calls: how often the host has waited for the GPU. use_graphs: may be switched off for a
-    while, to see single launches.
-    """
+    """One GPU, used by one thread. All memory is taken at construction. sync_calls: how often the
+    host has waited for the GPU. use_graphs: may be switched off for a while, to see single
+    launches."""
 
     kind = "cuda"
 
@@ -53,11 +51,8 @@ class CudaDevice(Device):
     ):
         """graphs: `graph` captures and replays. tune: matrix products use the fastest of several
         algorithms, which are timed once per shape; else the library's first choice. num_sms: what
-        grids are sized by, of the plan that `sizes` are of; None: the GPU's own. mesh: as for
-        every device.
-
-        Raises LlmqError where the GPU cannot be used or has too little memory.
-        """
+        grids are sized by, of the plan that `sizes` are of; None: the GPU's own. mesh: as for every
+        device. Raises LlmqError where the GPU cannot be used or has too little memory."""
         spec = cuda_api.device_spec(index)
         if num_sms is not None:
             spec = replace(spec, num_sms=num_sms)

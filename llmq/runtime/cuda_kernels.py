@@ -31,10 +31,8 @@ EncodeMap = Callable[[Tensor, int], bytes]
 
 
 class Arguments:
-    """A reusable place for the arguments of one kernel; not for use by two threads.
-
-    address: of the pointer array, the kernelParams of cuLaunchKernel. It stays the same.
-    """
+    """A reusable place for the arguments of one kernel; not for use by two threads. address: of the
+    pointer array, the kernelParams of cuLaunchKernel. It stays the same."""
 
     def __init__(self, kernel: Kernel, encode_map: EncodeMap | None = None):
         """encode_map: for kernels that take maps."""
@@ -52,10 +50,8 @@ class Arguments:
         self._encode_map = encode_map
 
     def set(self, args: tuple) -> None:
-        """Store the values: tensors by address or as their maps, None as zeros.
-
-        They fit: Kernel.bind was called.
-        """
+        """Store the values: tensors by address or as their maps, None as zeros. They fit:
+        Kernel.bind was called."""
         plain = [a.ptr if isinstance(a, Tensor) else 0 if a is None else a for a in args]
         for i, rows in self._maps:
             plain[i] = b"" if args[i] is None else self._encode_map(args[i], rows)
@@ -67,10 +63,8 @@ ROW_BYTES = 128  # of a box: what one swizzle spans
 
 def tensor_map(driver: Any, tensor: Tensor, box_rows: int) -> bytes:
     """The CUtensorMap of a row-major matrix: boxes of so many rows of 128 bytes, swizzled as
-    cu/ptx.cuh says; zeros stand for what lies outside of the matrix.
-
-    driver: NVIDIA's binding. Raises RuntimeError where the driver refuses.
-    """
+    cu/ptx.cuh says; zeros stand for what lies outside of the matrix. driver: NVIDIA's binding.
+    Raises RuntimeError where the driver refuses."""
     rows, columns = tensor.shape
     itemsize = tensor.dtype.itemsize
     types = driver.CUtensorMapDataType
@@ -115,11 +109,9 @@ class Loaded:
 
 
 class CudaKernels:
-    """The kernels of the calling thread's current GPU. Not for use by two threads.
-
-    CuPy keeps what it has loaded for a GPU until the process ends, and the next device of this GPU
-    gets the same again.
-    """
+    """The kernels of the calling thread's current GPU. Not for use by two threads. CuPy keeps what
+    it has loaded for a GPU until the process ends, and the next device of this GPU gets the same
+    again."""
 
     def __init__(self, api: SimpleNamespace, capability: int):
         """api: what cuda_api.load() returns."""
@@ -131,9 +123,7 @@ class CudaKernels:
 
     def launch(self, launch: Launch, stream: int) -> None:
         """Enqueue on the stream (a cudaStream_t); a kernel's first use compiles and loads it.
-
-        Raises the api's DriverError.
-        """
+        Raises the api's DriverError."""
         kernel, grid, block, args, types, consts, smem, _ = launch
         loaded = self.load(kernel, types, consts)
         loaded.allow(smem)

@@ -106,10 +106,7 @@ class CudnnError(Exception):
 
 def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
     """The case that this attention is not made for; None if it computes it. capability: compute
-    capability times 10.
-
-    dtype: of qkv.
-    """
+    capability times 10. dtype: of qkv."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability / 10} is below {MIN_CAPABILITY / 10}"
     if dtype != BF16:
@@ -120,11 +117,9 @@ def unsupported(capability: int, dtype: DType, head_dim: int) -> str | None:
 
 
 class CudnnAttention:
-    """Attention forward and backward through cuDNN, for one device.
-
-    The forward and backward methods take a stream and the arguments of the library kernels
-    `attention_forward` and `attention_backward` that llmq/ops/attention.py declares.
-    """
+    """Attention forward and backward through cuDNN, for one device. The forward and backward
+    methods take a stream and the arguments of the library kernels `attention_forward` and
+    `attention_backward` that llmq/ops/attention.py declares."""
 
     def __init__(self, device_index: int):
         """Raises LlmqError where the library or its Python front end is missing or too old."""
@@ -165,11 +160,9 @@ class CudnnAttention:
         backward: bool = True,
         codes: bool = False,
     ) -> None:
-        """Raise LlmqError where forward or deterministic backward will not run on this GPU.
-
-        chunks: of attention.backward. window: keys up to its own that a query sees.
-        backward: False where it is not needed. codes: whether the forward is that of codes.
-        """
+        """Raise LlmqError where forward or deterministic backward will not run on this GPU. chunks:
+        of attention.backward. window: keys up to its own that a query sees. backward: False where
+        it is not needed. codes: whether the forward is that of codes."""
         sizes, window = (seq_len, num_heads, num_kv_heads, head_dim), window or seq_len
         direction = "codes" if codes else "forward"
         forward = self._plan(direction, (batch, *sizes), False, window)
@@ -239,11 +232,9 @@ class CudnnAttention:
         starts: None,
         window: int,
     ) -> None:
-        """Enqueue attention_backward on the stream (a cudaStream_t as an integer).
-
-        d_kv: (2, Hq, T, Hd), what each query head adds to the gradients of keys and values, where
-        `parts` divide the query heads of one of these; the batch is 1 then.
-        """
+        """Enqueue attention_backward on the stream (a cudaStream_t as an integer). d_kv: (2, Hq, T,
+        Hd), what each query head adds to the gradients of keys and values, where `parts` divide the
+        query heads of one of these; the batch is 1 then."""
         batch, head_dim = qkv.shape[0], qkv.shape[3]
         heads = (num_heads, num_kv_heads)
         shape = (batch, seq_len, *heads, head_dim)
@@ -282,10 +273,8 @@ class CudnnAttention:
         window: int,
         group: HeadGroup | None = None,
     ) -> _Plan:
-        """The built graph for these sizes: 0.1 s the first time, then from the cache.
-
-        shape: of all heads. group: those that are computed, None: all.
-        """
+        """The built graph for these sizes: 0.1 s the first time, then from the cache. shape: of all
+        heads. group: those that are computed, None: all."""
         computed = _computed(group, *shape[2:4]) if group else shape[2:4]
         band = {"diagonal_band_right_bound": 0}  # causal
         if window < shape[1]:  # the library counts a query's own key as the first of the band, too
@@ -342,10 +331,8 @@ class CudnnAttention:
         return {"q": q, "k": k, "v": v, "out": out, "lse": lse}
 
     def _codes_graph(self, graph: Any, layouts: Layouts, scale: float) -> dict[str, Any]:
-        """Adds the nodes of the forward in e4m3; returns its tensors by name.
-
-        It multiplies v and out by 1, so that codes of out have the scale of those of v.
-        """
+        """Adds the nodes of the forward in e4m3; returns its tensors by name. It multiplies v and
+        out by 1, so that codes of out have the scale of those of v."""
         types = self._cudnn.data_type
         tensors = {n: graph.tensor(name=n, data_type=types.FP8_E4M3, **layouts[n]) for n in "qkv"}
         one = {"dim": [1] * 4, "stride": [1] * 4}
@@ -404,10 +391,8 @@ def _expect_workspace(needed: int, planned: int) -> None:
 def _packed(
     prefix: str, qkv: Tensor, heads: int, kv_heads: int, at: tuple[int, int]
 ) -> dict[str, int]:
-    """Addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd).
-
-    at: which query head, which key/value head.
-    """
+    """Addresses of a query, a key and a value head in (B, T, Hq + 2 Hkv, Hd). at: which query head,
+    which key/value head."""
     head_bytes = qkv.shape[3] * qkv.dtype.itemsize
     head, kv_head = at
     found = {"q": head, "k": heads + kv_head, "v": heads + kv_heads + kv_head}
@@ -417,10 +402,8 @@ def _packed(
 def _layouts(
     batch: int, seq_len: int, heads: int, kv_heads: int, head_dim: int, count: int, kv_count: int
 ) -> Layouts:
-    """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd).
-
-    count, kv_count: query and key/value heads that are computed, as `_computed` has them.
-    """
+    """dim and stride (elements) of each tensor in the library's order (B, H, T, Hd). count,
+    kv_count: query and key/value heads that are computed, as `_computed` has them."""
 
     def rows(num_heads: int, row: int, head: int = head_dim) -> dict[str, list[int]]:
         return {

@@ -65,9 +65,7 @@ HOST_SPEC = DeviceSpec(name="CPU", capability=0, num_sms=4, memory=0, library_wo
 
 def told_to_fuse() -> frozenset[str] | None:
     """The products of our own that LLMQ_FUSED in the environment names; None where it is not set.
-
-    Raises ConfigError for a name that is none of FUSED.
-    """
+    Raises ConfigError for a name that is none of FUSED."""
     text = os.environ.get("LLMQ_FUSED", "")
     names = {"": [], "none": [], "all": [*FUSED]}.get(text, text.split(","))
     for name in names:
@@ -80,10 +78,8 @@ def told_to_fuse() -> frozenset[str] | None:
 
 
 class MemorySizes(dict[str, int]):
-    """Bytes of each memory that one rank needs: the result of a plan, the input of a device.
-
-    By the names of tiers, and "stack".
-    """
+    """Bytes of each memory that one rank needs: the result of a plan, the input of a device. By the
+    names of tiers, and "stack"."""
 
     def __init__(self, **sizes: int):
         super().__init__({name: sizes.pop(name, 0) for name in (*TIERS, "stack")})
@@ -116,9 +112,8 @@ class Launch(NamedTuple):
 
 class Event:
     """A point in a stream's work; where calls return when the work is done, it has always passed.
-
-    of_comm: last recorded where collectives are, and the main stream has not waited for it since.
-    """
+    of_comm: last recorded where collectives are, and the main stream has not waited for it
+    since."""
 
     of_comm = False
 
@@ -156,10 +151,8 @@ class Device(ABC):
         *,
         mesh: Mesh | None = None,
     ):
-        """storages: "stack" and one for each of TIERS. sizes None: unlimited (plan).
-
-        mesh: the device's own; None: that of one rank.
-        """
+        """storages: "stack" and one for each of TIERS. sizes None: unlimited (plan). mesh: the
+        device's own; None: that of one rank."""
         self.spec, self.mesh = spec, mesh or Mesh.of()
         capacity = dict.fromkeys((*TIERS, "stack")) if sizes is None else sizes
         self.arenas = {name: Arena(storages[name], capacity[name]) for name in TIERS}
@@ -181,10 +174,8 @@ class Device(ABC):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """A block whose memory is free again behind it: all that `alloc` takes within it.
-
-        For work of one shape after the other; steps of a training have all their memory at once.
-        """
+        """A block whose memory is free again behind it: all that `alloc` takes within it. For work
+        of one shape after the other; steps of a training have all their memory at once."""
         before = {place: arena.used for place, arena in self.arenas.items()}
         try:
             yield
@@ -214,13 +205,10 @@ class Device(ABC):
         smem: int = 0,
         cost: Cost = MOVES,
     ) -> None:
-        """Enqueue one kernel on the current stream.
-
-        consts: compile-time integers (-DNAME=value). smem: bytes of dynamic shared memory.
-        cost: for the planner, the profile and card files, which take nothing from the arguments
-        but what they move.
-        Raises TypeError or ValueError when args do not fit the kernel's declaration.
-        """
+        """Enqueue one kernel on the current stream. consts: compile-time integers (-DNAME=value).
+        smem: bytes of dynamic shared memory. cost: for the planner, the profile and card files,
+        which take nothing from the arguments but what they move. Raises TypeError or ValueError
+        when args do not fit the kernel's declaration."""
         types = kernel.bind(args)
         self._launch(Launch(kernel, grid, block, args, types, consts or {}, smem, cost))
 
@@ -261,12 +249,10 @@ class Device(ABC):
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """Make a stream the current one within the `with` block.
-
-        "main": compute. "comm": collectives, "exchange": those of gradients where they run beside
-        gathers. "copy": host to device. "store": device to host. "stage": what peers get. "save":
-        state on its way to a checkpoint, in no graph, which would wait for it.
-        """
+        """Make a stream the current one within the `with` block. "main": compute. "comm":
+        collectives, "exchange": those of gradients where they run beside gathers. "copy": host to
+        device. "store": device to host. "stage": what peers get. "save": state on its way to a
+        checkpoint, in no graph, which would wait for it."""
         before = self.stream_name
         self._switch(stream)
         try:
@@ -323,9 +309,7 @@ class Device(ABC):
     @abstractmethod
     def graph(self, key: tuple, fn: Callable[[], Any]) -> None:
         """Run fn's launches; a CUDA device captures them under the key and replays them later.
-
-        Everything that may differ between two calls of one key is in device memory.
-        """
+        Everything that may differ between two calls of one key is in device memory."""
 
     def fast_products(self) -> dict[str, bool]:
         """The fp8 products so far that may sum with fewer bits, and whether they do."""
@@ -333,10 +317,8 @@ class Device(ABC):
 
     @contextmanager
     def capture_only(self) -> Iterator[None]:
-        """Within the block `graph` captures what it has not yet, and runs nothing.
-
-        Every kernel must have run before.
-        """
+        """Within the block `graph` captures what it has not yet, and runs nothing. Every kernel
+        must have run before."""
         self._capture_only = True
         try:
             yield
@@ -350,10 +332,8 @@ class Device(ABC):
 
     @contextmanager
     def instead(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Within the block these functions are called instead of the device's methods.
-
-        For measurements: a function gets a method's arguments and calls it, if it kept it.
-        """
+        """Within the block these functions are called instead of the device's methods. For
+        measurements: a function gets a method's arguments and calls it, if it kept it."""
         before = {name: vars(self)[name] for name in methods if name in vars(self)}
         vars(self).update(methods)
         try:

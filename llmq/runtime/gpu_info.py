@@ -11,11 +11,9 @@ from llmq.runtime.nvml import open_nvml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuInfo:
-    """One GPU as CUDA sees it. Sizes in bytes; shared_mem is that of one multiprocessor.
-
-    bus_id: its place in the machine, by which NVML finds it whatever CUDA_VISIBLE_DEVICES says.
-    cuda_driver, cuda_runtime: releases, 1000 * major + 10 * minor.
-    """
+    """One GPU as CUDA sees it. Sizes in bytes; shared_mem is that of one multiprocessor. bus_id:
+    its place in the machine, by which NVML finds it whatever CUDA_VISIBLE_DEVICES says.
+    cuda_driver, cuda_runtime: releases, 1000 * major + 10 * minor."""
 
     name: str
     bus_id: str
@@ -53,10 +51,8 @@ def cuda_uuid(index: int) -> str:
 
 
 def gpu_info(index: int) -> GpuInfo:
-    """GPU `index`, which must be usable and the calling thread's current one.
-
-    Raises MachineError where others leave it no memory for us to begin with.
-    """
+    """GPU `index`, which must be usable and the calling thread's current one. Raises MachineError
+    where others leave it no memory for us to begin with."""
     from cupy.cuda import runtime
 
     properties = runtime.getDeviceProperties(index)

@@ -39,11 +39,8 @@ class CudaEvent(Event):
 
 @dataclass(eq=False, slots=True)
 class Capture:
-    """One captured function.
-
-    executable: 0 until instantiated. stack_used: bytes of the stack at its start; replays need
-    the same. streams: side streams it uses. events: those it records.
-    """
+    """One captured function. executable: 0 until instantiated. stack_used: bytes of the stack at
+    its start; replays need the same. streams: side streams it uses. events: those it records."""
 
     stack_used: int
     executable: int = 0
@@ -52,12 +49,10 @@ class Capture:
 
 
 class Graphs:
-    """The graphs of one device, by key. Not for use by two threads.
-
-    A replay behaves, for the streams and events outside, as the calls themselves would: side
-    streams that the function uses wait for it and are waited for, and each event it records counts
-    as recorded when the whole graph is done.
-    """
+    """The graphs of one device, by key. Not for use by two threads. A replay behaves, for the
+    streams and events outside, as the calls themselves would: side streams that the function uses
+    wait for it and are waited for, and each event it records counts as recorded when the whole
+    graph is done."""
 
     def __init__(self, api: Any, streams: dict[str, int], new_event: Callable[[], int]):
         """api: CuPy's CUDA runtime module. streams: handles by name, "main" among them."""
@@ -78,11 +73,9 @@ class Graphs:
             self._api.graphUpload(captured.executable, self._main)
 
     def run(self, key: tuple, fn: Callable[[], Any], stack_used: int) -> None:
-        """Run fn's launches: at first as they are, then from a graph.
-
-        Everything is loaded, tuned and allocated when fn runs for the first time, because
-        capturing forbids it. Raises RuntimeError when a replay would use other addresses.
-        """
+        """Run fn's launches: at first as they are, then from a graph. Everything is loaded, tuned
+        and allocated when fn runs for the first time, because capturing forbids it. Raises
+        RuntimeError when a replay would use other addresses."""
         if key not in self._ran:
             self._ran.add(key)
             fn()

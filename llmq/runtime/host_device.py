@@ -33,11 +33,9 @@ def _bytes(tensor: Tensor) -> np.ndarray:
 
 
 class HostDevice(Device):
-    """Runs on NumPy arrays, in the calling thread.
-
-    poison: fill each tensor with 0xFF (NaN in every float format) when it is handed out, to
-    expose reads of memory that nothing wrote. mesh: as for every device.
-    """
+    """Runs on NumPy arrays, in the calling thread. poison: fill each tensor with 0xFF (NaN in every
+    float format) when it is handed out, to expose reads of memory that nothing wrote. mesh: as for
+    every device."""
 
     kind = "host"
 

@@ -62,8 +62,7 @@ class HostUsage:
 
     def read(self) -> dict[str, int]:
         """cpus: how many this process may use. util: percent of their time since the last reading,
-        UNSUPPORTED where it is not told; memory_used, memory_total: bytes.
-        """
+        UNSUPPORTED where it is not told; memory_used, memory_total: bytes."""
         times, before = self._times(), self._before
         busy, total = (now - then for now, then in zip(times, before, strict=True))
         available, memory = host_memory()

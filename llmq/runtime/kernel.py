@@ -32,11 +32,9 @@ _ARG = re.compile(r"^(sparse )?(?:(const|inout) )?(\w+)(?:\[(\d+)\])?(\*\??)? (\
 @dataclass(frozen=True, slots=True)
 class Arg:
     """One declared argument: `const bf16* x`, `inout T* y`, `f32* rstd`, `T*? bias`, `i64 n`.
-
     `const T[128]* x`: a matrix that the kernel gets as a TensorMap (cu/ptx.cuh), for copies of
     boxes of 128 of its rows. `sparse const T* x`: of which a launch reads little, so that it does
-    not count as traffic.
-    """
+    not count as traffic."""
 
     name: str
     type: str  # a dtype name, a scalar type, or a type variable (one capital letter)
@@ -144,12 +142,10 @@ class Kernel:
         return types
 
     def traffic(self, args: tuple) -> tuple[int, int, int]:
-        """Bytes that one launch must move: of device memory, from host memory, and to it.
-
-        Each tensor is read once and written once as declared. A `sparse` one,
-        of which few elements are touched, does not count, nor does a `workspace`: how much of it a
-        library uses is not known.
-        """
+        """Bytes that one launch must move: of device memory, from host memory, and to it. Each
+        tensor is read once and written once as declared. A `sparse` one, of which few elements are
+        touched, does not count, nor does a `workspace`: how much of it a library uses is not
+        known."""
         device = loaded = stored = 0
         for index, arg in self._moved:
             tensor = args[index]
@@ -183,9 +179,7 @@ def _expect_map(what: str, tensor: Tensor) -> None:
 
 class KernelSource(NamedTuple):
     """The source of one compilation, which makes machine code of a kernel with types and constants.
-
-    file: of llmq/cu. types: names by type variable. consts: -DNAME=value. Both sorted.
-    """
+    file: of llmq/cu. types: names by type variable. consts: -DNAME=value. Both sorted."""
 
     file: str
     entry: str

@@ -35,10 +35,8 @@ from llmq.runtime.device import Device, Event
 @dataclass(slots=True, eq=False)
 class _Slot:
     """The state of one slot: its events, which live as long as the device, and what is of capture
-    time.
-
-    gone: the events after which each piece of its content may be overwritten. content: who has it.
-    """
+    time. gone: the events after which each piece of its content may be overwritten. content: who
+    has it."""
 
     arrived: Event
     used: Event
@@ -49,11 +47,9 @@ class _Slot:
 
 
 class Lane:
-    """Slots between the stream on which content arrives and the one on which it leaves.
-
-    All methods only enqueue. A piece is a function that enqueues a copy, or another part of the
-    work that fills or empties a slot.
-    """
+    """Slots between the stream on which content arrives and the one on which it leaves. All methods
+    only enqueue. A piece is a function that enqueues a copy, or another part of the work that fills
+    or empties a slot."""
 
     def __init__(
         self,

@@ -28,12 +28,10 @@ PLAN_SPEC = DeviceSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A chosen kind of device, and how many of them.
-
-    kind: "host" or "cuda". spec: of every device; where GPUs differ, what fits all of them. note:
-    one line for the user on what was chosen, or None. world: its ranks, one device each, and those
-    of other processes. indices: which GPUs this process has, by rank; empty: from the first one on.
-    """
+    """A chosen kind of device, and how many of them. kind: "host" or "cuda". spec: of every device;
+    where GPUs differ, what fits all of them. note: one line for the user on what was chosen, or
+    None. world: its ranks, one device each, and those of other processes. indices: which GPUs this
+    process has, by rank; empty: from the first one on."""
 
     kind: str
     spec: DeviceSpec
@@ -68,12 +66,9 @@ class Machine:
         tune: bool = True,
     ) -> Device:
         """The device of a rank of this process, with the sizes of a plan; LlmqError if it has too
-        little memory.
-
-        Must be called in the thread that will use it. With several ranks the thread moves to the
-        CPUs near its GPU. mesh: of that rank; None: the first one's, and each rank has a shard.
-        graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the CPU.
-        """
+        little memory. Must be called in the thread that will use it. With several ranks the thread
+        moves to the CPUs near its GPU. mesh: of that rank; None: the first one's, and each rank has
+        a shard. graphs, tune: --use-cuda-graphs and --tune, which mean nothing on the CPU."""
         mesh = mesh or Mesh.of(self.world_size)
         if self.kind == "host":
             _check_host_memory(sizes, self.world.ranks_here)
@@ -89,11 +84,9 @@ class Machine:
 
 
 def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
-    """The index-th device of a machine as the only rank of its own; nothing is tuned.
-
-    For work that devices do beside each other without exchanging anything. It opens devices as
-    Machine.open does.
-    """
+    """The index-th device of a machine as the only rank of its own; nothing is tuned. For work that
+    devices do beside each other without exchanging anything. It opens devices as Machine.open
+    does."""
     if machine.kind == "host":
         _check_host_memory(sizes, 1)
         return HostDevice(sizes)
@@ -106,9 +99,7 @@ def open_apart(machine: Machine, index: int, sizes: MemorySizes) -> Device:
 
 def choose_machine(device: str, gpus: int) -> Machine:
     """device: "auto", "cpu" or "cuda". gpus: ranks, 0 for all GPUs there are, on the CPU for one.
-
-    Raises LlmqError when what is asked for is not there; the message says why and what to do.
-    """
+    Raises LlmqError when what is asked for is not there; the message says why and what to do."""
     group = processes()
     if group.count > 1:
         return _choose_with_others(group, device, gpus)
@@ -196,12 +187,10 @@ def _choose_with_others(group: Processes, device: str, gpus: int) -> Machine:
 def divide_gpus(
     machines: Sequence[str], wishes: Sequence[tuple[int, list[str]]]
 ) -> list[tuple[int, ...]]:
-    """The GPUs that each process takes, as numbers of those that it sees.
-
-    wishes: --gpus of each process, and where the GPUs that it sees are (bus ids). On a machine a
-    process takes those that no process before it has taken; with --gpus 0 processes that see the
-    same ones share them equally. ConfigError if there are too few.
-    """
+    """The GPUs that each process takes, as numbers of those that it sees. wishes: --gpus of each
+    process, and where the GPUs that it sees are (bus ids). On a machine a process takes those that
+    no process before it has taken; with --gpus 0 processes that see the same ones share them
+    equally. ConfigError if there are too few."""
     taken: set[tuple[str, str]] = set()
     divided = []
     for index, (machine, (asked, ids)) in enumerate(zip(machines, wishes, strict=True)):
@@ -255,22 +244,18 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def use_all_cpus(environment: Mapping[str, str] = os.environ) -> None:
-    """Let a process that Open MPI's mpirun has started, and what it starts, run on all CPUs.
-
-    mpirun lets a process run on a single core, if nobody says otherwise, where all ranks' threads
-    and the readers of data would have to share it. A limit of the system itself stays.
-    """
+    """Let a process that Open MPI's mpirun has started, and what it starts, run on all CPUs. mpirun
+    lets a process run on a single core, if nobody says otherwise, where all ranks' threads and the
+    readers of data would have to share it. A limit of the system itself stays."""
     if "OMPI_COMM_WORLD_SIZE" in environment:
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def stay_near(bus_id: str, devices: Path = DEVICES) -> None:
-    """Let the calling thread, and those that it starts, run only on the CPUs next to a GPU.
-
-    bus_id: the GPU's place, such as 0000:19:00.0. Where the system does not tell or does not
-    permit it, or none of those CPUs is ours, nothing changes: it is only about speed.
-    """
+    """Let the calling thread, and those that it starts, run only on the CPUs next to a GPU. bus_id:
+    the GPU's place, such as 0000:19:00.0. Where the system does not tell or does not permit it, or
+    none of those CPUs is ours, nothing changes: it is only about speed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no Linux: no sched_…
         near = parse_cpus((devices / bus_id.lower() / "local_cpulist").read_text())
         ours = near & os.sched_getaffinity(0)

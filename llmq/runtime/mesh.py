@@ -41,9 +41,7 @@ class Mesh:
     @classmethod
     def of(cls, world_size: int = 1, rank: int = 0, shards: int | None = None) -> Mesh:
         """The axes of a run: replicas of its state, and the shards that each is divided into.
-
-        shards: a divisor of world_size; None: each rank has one of its own.
-        """
+        shards: a divisor of world_size; None: each rank has one of its own."""
         shards = shards or world_size
         return cls({"replica": world_size // shards, "shard": shards}, rank)
 
@@ -60,10 +58,8 @@ class Mesh:
         return self.ranks(*names).index(self.rank)
 
     def group(self, *names: str) -> Any:
-        """This rank's end of the collectives among the ranks along these axes, a Comm.
-
-        RuntimeError before they are connected.
-        """
+        """This rank's end of the collectives among the ranks along these axes, a Comm. RuntimeError
+        before they are connected."""
         chosen = self._chosen(names)
         if chosen not in self.groups:
             raise RuntimeError(f"mesh: nothing connects the ranks along {', '.join(chosen)}")
@@ -88,11 +84,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class World:
-    """Ranks are counted through: machine by machine, of each process by process.
-
-    counts: ranks of each process. machines: the name of each process's machine; processes of a
-    machine follow each other. index: this process. Without arguments one process with one rank.
-    """
+    """Ranks are counted through: machine by machine, of each process by process. counts: ranks of
+    each process. machines: the name of each process's machine; processes of a machine follow each
+    other. index: this process. Without arguments one process with one rank."""
 
     counts: tuple[int, ...] = (1,)
     machines: tuple[str, ...] = ("",)

@@ -38,9 +38,7 @@ FIRST_DATA_TAG = 16
 
 def join() -> MpiProcesses:
     """Initialize MPI; LlmqError where that is not possible, or sees other processes than there are.
-
-    Called once, by all processes.
-    """
+    Called once, by all processes."""
     expected = launched()
     try:
         import mpi4py
@@ -85,10 +83,8 @@ class MpiProcesses(Processes):
     # -- waiting ---------------------------------------------------------------------------------
 
     def wait(self, done: Callable[[], T | None], check: Callable[[], None]) -> T:
-        """Call done() under the lock until it returns something, and that.
-
-        check: called between; raises if there is no use in waiting.
-        """
+        """Call done() under the lock until it returns something, and that. check: called between;
+        raises if there is no use in waiting."""
         start, pause = time.perf_counter(), 0.0
         while True:
             with self._lock:
@@ -174,10 +170,8 @@ class MpiProcesses(Processes):
         receives: Sequence[tuple[int, int, np.ndarray]] = (),
     ) -> list[Any]:
         """Begin to send and to receive contiguous arrays; their memory is in use until `finish`.
-
         Each: the other process, a number that says which data it is, and the array. Between two
-        processes, arrays of the same number arrive in the order in which they were sent.
-        """
+        processes, arrays of the same number arrive in the order in which they were sent."""
         requests = []
         with self._lock:
             for calls, begin in ((receives, self._data.Irecv), (sends, self._data.Isend)):

@@ -145,10 +145,8 @@ def told(
 
 
 class NvmlGpu:
-    """One GPU, or an instance of one that MIG has divided, which tells less.
-
-    lost: why it does not answer any more; None while it does.
-    """
+    """One GPU, or an instance of one that MIG has divided, which tells less. lost: why it does not
+    answer any more; None while it does."""
 
     def __init__(self, nvml: Any, handle: Any, instance: Any | None = None):
         """instance: handle of the MIG instance; handle: of the whole GPU."""
@@ -158,11 +156,9 @@ class NvmlGpu:
         self.lost: str | None = None
 
     def read(self) -> dict[str, Any]:
-        """Readings of this moment, UNSUPPORTED for what the card does not tell.
-
-        Clocks in MHz, power in mW, temperatures in °C, utilisation and fan in percent, memory in
-        bytes, PCIe in bytes per second. reasons: why the clock is held down, bits of NVML's.
-        """
+        """Readings of this moment, UNSUPPORTED for what the card does not tell. Clocks in MHz,
+        power in mW, temperatures in °C, utilisation and fan in percent, memory in bytes, PCIe in
+        bytes per second. reasons: why the clock is held down, bits of NVML's."""
         found = {name: self._read(get) for name, get in _READINGS.items()}
         found["reasons"] = self._read(lambda n, h: n.nvmlDeviceGetCurrentClocksThrottleReasons(h))
         return found | self.read_errors()
@@ -246,11 +242,9 @@ def _hexadecimal(uuid: Any) -> str:
 
 
 def find_gpu(nvml: Any, bus_id: str, uuid: str = "") -> NvmlGpu:
-    """The GPU at a place in the machine, whatever CUDA_VISIBLE_DEVICES calls it.
-
-    uuid: as CUDA tells it, hexadecimal, perhaps not to its end: of an instance, where MIG has
-    divided the GPU. Raises nvml.NVMLError where none is there.
-    """
+    """The GPU at a place in the machine, whatever CUDA_VISIBLE_DEVICES calls it. uuid: as CUDA
+    tells it, hexadecimal, perhaps not to its end: of an instance, where MIG has divided the GPU.
+    Raises nvml.NVMLError where none is there."""
     handle = nvml.nvmlDeviceGetHandleByPciBusId(bus_id)
     with contextlib.suppress(nvml.NVMLError):  # most cards know no MIG
         if nvml.nvmlDeviceGetMigMode(handle)[0]:

@@ -23,16 +23,12 @@ BOUNCE_BYTES = 4 << 20
 
 class PinnedMemory:
     """One locked range; `storage` is readable and writable by the host and by all GPUs.
-
     cudaHostAlloc makes page after page, in one thread of the whole process. So memory that the CPU
-    caches is made here, in large pages and by several threads, and only registered.
-    """
+    caches is made here, in large pages and by several threads, and only registered."""
 
     def __init__(self, api: Any, nbytes: int, tier: Tier = PINNED):
-        """api: CuPy's CUDA runtime module. tier: of host memory.
-
-        Raises LlmqError if so much cannot be locked.
-        """
+        """api: CuPy's CUDA runtime module. tier: of host memory. Raises LlmqError if so much cannot
+        be locked."""
         self._api = api
         try:
             # A byte more than nothing: there is no address without.

@@ -54,12 +54,10 @@ Trace = list[Work | Mark]
 
 
 class PlanDevice(Device):
-    """Unlimited memory that does not exist.
-
-    After a run: `sizes()`, the arenas' categories, the stack's high-water mark, and per entry
-    point `launches`, `bytes` (memory traffic) and `flops`; `sources`, all that it would compile;
-    graphs: the key and the trace of every graph that was run, in order.
-    """
+    """Unlimited memory that does not exist. After a run: `sizes()`, the arenas' categories, the
+    stack's high-water mark, and per entry point `launches`, `bytes` (memory traffic) and `flops`;
+    `sources`, all that it would compile; graphs: the key and the trace of every graph that was run,
+    in order."""
 
     kind = "plan"
 

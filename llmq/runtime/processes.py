@@ -40,10 +40,8 @@ class Outcome(NamedTuple):
 
 
 class Processes:
-    """The processes of a run, seen from one of them. This class: there is only one.
-
-    index: of this process. count: of all. machines: name of each one's machine.
-    """
+    """The processes of a run, seen from one of them. This class: there is only one. index: of this
+    process. count: of all. machines: name of each one's machine."""
 
     index, count = 0, 1
     machines: tuple[str, ...] = ("",)

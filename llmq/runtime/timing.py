@@ -18,10 +18,8 @@ CALIBRATIONS = 33  # empty spans whose median is what a span costs by itself
 
 
 class Marks:
-    """Points in a device's current stream, and the time between them.
-
-    On a GPU they are events, on the host readings of the clock.
-    """
+    """Points in a device's current stream, and the time between them. On a GPU they are events, on
+    the host readings of the clock."""
 
     def __init__(self, dev: Device):
         self._dev = dev
@@ -69,9 +67,7 @@ class LaunchTime:
 @contextmanager
 def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
     """Within the block, time every `dev.range`; afterwards the list holds (name, milliseconds).
-
-    Runs without graphs, and waits for the device at the end of the block.
-    """
+    Runs without graphs, and waits for the device at the end of the block."""
     marks, spans, times = Marks(dev), [], []
 
     @contextmanager

@@ -46,11 +46,9 @@ def fastest(
     refused: type[Exception],
     kept: Sequence[Tensor] = (),
 ) -> Candidate | None:
-    """The candidate that takes the least time, the first of equals; None if all are refused.
-
-    cuda: CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept:
-    what a run adds to, which is as before afterwards. Waits for the stream.
-    """
+    """The candidate that takes the least time, the first of equals; None if all are refused. cuda:
+    CuPy's runtime module. run: enqueues one run on the stream, or raises `refused`. kept: what a
+    run adds to, which is as before afterwards. Waits for the stream."""
     saved = [np.empty(tensor.nbytes, np.uint8) for tensor in kept]
     for copy, tensor in zip(saved, kept, strict=True):
         cuda.memcpyAsync(copy.ctypes.data, tensor.ptr, tensor.nbytes, DEVICE_TO_HOST, stream)
@@ -97,12 +95,10 @@ Ways = dict[str, Callable[[], None]]
 
 
 class Choices:
-    """The choices of one rank; for the rank's thread, with its GPU current.
-
-    As tuned algorithms of products, a choice is kept in a file, and the first one that a rank
-    publishes holds for all: two runs take the same kernels, and so do all GPUs of one.
-    chosen: of each piece of work so far, the way that is taken.
-    """
+    """The choices of one rank; for the rank's thread, with its GPU current. As tuned algorithms of
+    products, a choice is kept in a file, and the first one that a rank publishes holds for all: two
+    runs take the same kernels, and so do all GPUs of one. chosen: of each piece of work so far, the
+    way that is taken."""
 
     def __init__(self, machine: str, *, cuda: Any, cache_path: Path | None):
         """machine: the GPU and the releases that a choice holds for. cuda: CuPy's CUDA runtime.
@@ -114,10 +110,8 @@ class Choices:
 
     def run(self, stream: int, work: str, ways: Ways, kept: tuple[Tensor, ...]) -> None:
         """Enqueue the work once. Its first time times every way on the stream, which synchronizes.
-
         Arguments as those of Device.choose. Raises RuntimeError inside a graph capture for work
-        that would have to be timed first.
-        """
+        that would have to be timed first."""
         name = self.chosen.get(work)
         if name is None:
             name = self.chosen[work] = self._choose(stream, work, ways, kept)
@@ -146,12 +140,10 @@ CHECK_BYTES = 4  # of an entry of the file
 
 
 class AlgorithmFile:
-    """The results of tuning, shared by the ranks of a process and, on disk, by processes.
-
-    All ranks must run the same algorithm, and every run of a command the same as the last: the
-    first one published for a key stays. path None: in memory only. A file that cannot be read is
-    treated as empty; one of another user (`read_own`) and one that cannot be written are warned of.
-    """
+    """The results of tuning, shared by the ranks of a process and, on disk, by processes. All ranks
+    must run the same algorithm, and every run of a command the same as the last: the first one
+    published for a key stays. path None: in memory only. A file that cannot be read is treated as
+    empty; one of another user (`read_own`) and one that cannot be written are warned of."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -164,10 +156,8 @@ class AlgorithmFile:
             return self._known.get(key)
 
     def publish(self, key: str, algorithm: bytes, instead_of: bytes | None) -> bytes:
-        """Offer an algorithm; returns the one to use, another's if that came first.
-
-        instead_of: what `get` returned, and what is replaced if it is still there.
-        """
+        """Offer an algorithm; returns the one to use, another's if that came first. instead_of:
+        what `get` returned, and what is replaced if it is still there."""
         with self._lock:
             if self._known.get(key) != instead_of:
                 return self._known[key]

@@ -29,10 +29,8 @@ class Stopped(Exception):
 
 
 class Workers:
-    """State that the ranks of one run share: a stop flag and a barrier.
-
-    Anything that makes a rank wait for another must end when `stopped` is set.
-    """
+    """State that the ranks of one run share: a stop flag and a barrier. Anything that makes a rank
+    wait for another must end when `stopped` is set."""
 
     def __init__(self, world_size: int):
         self.world_size = world_size
@@ -92,8 +90,7 @@ class RankPool:
     ):
         """watchdog: seconds without `beat` or the end of a command after which commands that are
         under way are taken to hang; 0: never, or somebody else looks. describe: more on what a rank
-        is doing. world: where these ranks are among those of other processes.
-        """
+        is doing. world: where these ranks are among those of other processes."""
         self.world_size = world_size
         self.world = world or World.of(world_size)
         self._alone = self.world.size == 1
@@ -124,10 +121,8 @@ class RankPool:
     def run(
         self, name: str, fn: Callable[[Any], T], given: Mapping[int, Any] | None = None
     ) -> list[T]:
-        """fn(given[rank]) on the ranks that are given something; their results by rank.
-
-        name: for diagnosis. given: None gives each rank its number.
-        """
+        """fn(given[rank]) on the ranks that are given something; their results by rank. name: for
+        diagnosis. given: None gives each rank its number."""
         return self.wait(self.post(name, fn, given))
 
     def post(
@@ -281,12 +276,10 @@ class RankPool:
         return self._closed.is_set()
 
     def close(self, cleanup: Callable[[int], None] | None = None) -> None:
-        """End the threads, after cleanup(rank) in each of them.
-
-        Where ranks were stopped, cleanup is tried if none of them hangs. After a failure its errors
-        are swallowed: a GPU repeats what has failed at every call, and the first error is the one
-        to see. Once more changes nothing.
-        """
+        """End the threads, after cleanup(rank) in each of them. Where ranks were stopped, cleanup
+        is tried if none of them hangs. After a failure its errors are swallowed: a GPU repeats what
+        has failed at every call, and the first error is the one to see. Once more changes
+        nothing."""
         if self.closed:
             return
         if self._alone:

@@ -26,9 +26,7 @@ def transpose(dev: Device, transposed: Tensor, codes: Tensor) -> None:
 
 class Transposes:
     """Transposed codes of the blocks' matrices: of each block, or one set for the block in use.
-
-    own: blocks that keep theirs.
-    """
+    own: blocks that keep theirs."""
 
     def __init__(self, dev: Device, table: Iterable[Slab], placement: Placement):
         self.dev, self.own = dev, set[str]()
@@ -139,9 +137,7 @@ class WeightCodes:
         self, name: str, operands: Mapping[str, Operand], master: Tensor, there: Collection[str]
     ) -> dict[str, Operand]:
         """Do as Transposes.used, for a block of which only some codes are there; the operands then.
-
-        The other matrices' transposed codes are made of the whole slab's master (n,).
-        """
+        The other matrices' transposed codes are made of the whole slab's master (n,)."""
         made = dict(operands)
         for p in self.slabs[name].params:
             operand = operands[p.key]

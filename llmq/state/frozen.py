@@ -47,10 +47,8 @@ def of_host(dev: Device, elements: Elements) -> Source:
 
 
 class FrozenBlocks:
-    """All such blocks of a model, as far as this rank holds them.
-
-    packed: by slab, U8, the whole bytes of its layout or this rank's part of them.
-    """
+    """All such blocks of a model, as far as this rank holds them. packed: by slab, U8, the whole
+    bytes of its layout or this rank's part of them."""
 
     def __init__(
         self, dev: Device, table: tuple[Slab, ...], placement: Placement, transposes: Transposes

@@ -36,20 +36,16 @@ PIECE = 8 << 20
 
 
 class MicroStep(NamedTuple):
-    """The use of gradients in a micro-step; a part of its graph's key.
-
-    accumulate: add to them, else overwrite; False in the first of a step. last: they get reduced.
-    """
+    """The use of gradients in a micro-step; a part of its graph's key. accumulate: add to them,
+    else overwrite; False in the first of a step. last: they get reduced."""
 
     accumulate: bool
     last: bool
 
 
 class _Exchange:
-    """How what all ranks have of a slab becomes sums on the rank that owns them.
-
-    lane: slots of streamed blocks, and one for all that is resident, are reduced as they leave.
-    """
+    """How what all ranks have of a slab becomes sums on the rank that owns them. lane: slots of
+    streamed blocks, and one for all that is resident, are reduced as they leave."""
 
     def __init__(self, dev: Device, scalars: Tensor, spare: Tensor | None):
         """spare: room for a shard, where the sums are made here and not by the library."""
@@ -68,10 +64,8 @@ class _Exchange:
         return self.dev.mesh.group("shard").all_to_all(buffer, spare, written)
 
     def add(self, slab: Slab, target: Tensor, parts: list[Tensor], *, accumulate: bool) -> None:
-        """target = or += the sum of parts, parameter by parameter.
-
-        So its random numbers are those of gradients that are not streamed.
-        """
+        """target = or += the sum of parts, parameter by parameter. So its random numbers are those
+        of gradients that are not streamed."""
         start = self.dev.mesh.index("shard") * slab.shard_size
         for param, first, last in slab.pieces(start, start + slab.shard_size):
             acc = Accumulator(
@@ -94,9 +88,7 @@ class _Exchange:
 
 class _HostShards:
     """Shards in host memory: what is in a slot of the lane arrives from them and leaves to them.
-
-    squares[name]: sums of squares of a shard's last sums, made before they leave.
-    """
+    squares[name]: sums of squares of a shard's last sums, made before they leave."""
 
     def __init__(self, dev: Device, shard: dict[str, Tensor], squares: dict[str, Tensor]):
         self.dev, self._shard, self._squares = dev, shard, squares
@@ -179,9 +171,7 @@ class _AddToShard:
 
 class _Streamed:
     """Blocks of several ranks, in slots that are reduced and added to shards, here or on the host.
-
-    host: where the shards are in host memory.
-    """
+    host: where the shards are in host memory."""
 
     def __init__(
         self,
@@ -228,11 +218,9 @@ class _Streamed:
 
 class Gradients:
     """start_micro_step -> load, full, notify of each block -> end_micro_step, for every micro-step.
-
     slabs: those that have gradients. shard[name]: this rank's elements of a slab's gradients,
     complete after the last micro-step. slots: of streamed blocks; what nobody needs between
-    micro-steps.
-    """
+    micro-steps."""
 
     def __init__(
         self,
@@ -357,10 +345,8 @@ class Gradients:
         self._step = None
 
     def norm_squared(self, stats: Tensor) -> None:
-        """stats[norm_squared] += the squares of all shards, after the last micro-step.
-
-        stats: F64 (10,). Those in host memory were squared when they left.
-        """
+        """stats[norm_squared] += the squares of all shards, after the last micro-step. stats: F64
+        (10,). Those in host memory were squared when they left."""
         for name, shard in self.shard.items():
             if not shard.on_host:
                 global_norm.partials(self.dev, self._squares[name], shard)

@@ -39,12 +39,10 @@ WEIGHTS = ("master", "work", AVERAGE.name)  # of what an update reads and writes
 
 
 class _State(NamedTuple):
-    """All that the update of one slab's shard reads and writes, or of a piece of it.
-
-    name: of the slab. movable: what of it may be in host memory, by name: "master", "work", "grad"
-    and the moments. Scales stay on the device. codes: of a whole shard, what is made at the end of
-    its master, which all comes from host memory.
-    """
+    """All that the update of one slab's shard reads and writes, or of a piece of it. name: of the
+    slab. movable: what of it may be in host memory, by name: "master", "work", "grad" and the
+    moments. Scales stay on the device. codes: of a whole shard, what is made at the end of its
+    master, which all comes from host memory."""
 
     name: str
     movable: dict[str, Tensor]
@@ -72,11 +70,9 @@ class _State(NamedTuple):
 
 
 class Optimizer:
-    """The moments of this rank's shards, zero at start, and the update by the run's rule.
-
-    table: slabs that are trained; trained: their names. moments, scales: by name of the moment and
-    of the slab; scales: of 8-bit moments, F32 per SCALE_BLOCK elements.
-    """
+    """The moments of this rank's shards, zero at start, and the update by the run's rule. table:
+    slabs that are trained; trained: their names. moments, scales: by name of the moment and of the
+    slab; scales: of 8-bit moments, F32 per SCALE_BLOCK elements."""
 
     def __init__(
         self, dev: Device, table: tuple[Slab, ...], placement: Placement, options: TrainConfig
@@ -234,12 +230,10 @@ class Optimizer:
         )
 
     def _update_matrices(self, slabs: list[Slab], states: dict[str, _State], work: _Work) -> None:
-        """Update slabs that are laid out alike, each whole on one rank, as many on each.
-
-        Shards stay cut anywhere: what is proposed for a slab goes to the rank that has its number,
-        and the change of it comes back, in all as much as two shards. A rank without a slab
-        transforms zeros, so that all launch the same.
-        """
+        """Update slabs that are laid out alike, each whole on one rank, as many on each. Shards
+        stay cut anywhere: what is proposed for a slab goes to the rank that has its number, and the
+        change of it comes back, in all as much as two shards. A rank without a slab transforms
+        zeros, so that all launch the same."""
         dev, first, group = self.dev, slabs[0], self.dev.mesh.group("shard")
         turns = [slabs[i : i + group.size] for i in range(0, len(slabs), group.size)]
         with ExitStack() as temps:
@@ -312,10 +306,8 @@ def _rounds(slabs: Iterable[Slab], ranks: int) -> list[list[Slab]]:
 
 
 class _Staging:
-    """Buffers on the device for what the update needs of host memory, for one update.
-
-    wholes: free buffers, each long enough for a shard's master, or none. codes: for its codes.
-    """
+    """Buffers on the device for what the update needs of host memory, for one update. wholes: free
+    buffers, each long enough for a shard's master, or none. codes: for its codes."""
 
     def __init__(
         self,
@@ -380,10 +372,8 @@ class _Staging:
 
     @contextmanager
     def piece(self, state: _State, master: Tensor | None) -> Iterator[_State]:
-        """The piece with everything on the device; what is written leaves at the end.
-
-        master: where its master stays, if anywhere.
-        """
+        """The piece with everything on the device; what is written leaves at the end. master: where
+        its master stays, if anywhere."""
         moved = self._moved(state)
         if not moved:
             yield state

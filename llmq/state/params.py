@@ -228,10 +228,8 @@ class Param:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
-    """A group of parameters that lies contiguously.
-
-    size: elements, gaps and tail included. shard_size: those of each shard.
-    """
+    """A group of parameters that lies contiguously. size: elements, gaps and tail included.
+    shard_size: those of each shard."""
 
     name: str
     params: tuple[Param, ...]
@@ -307,10 +305,8 @@ class Slab:
 
     def pieces(self, start: int, stop: int) -> list[tuple[Param, int, int]]:
         """Parameters with the elements [first, last) of the slab that they have in [start, stop).
-
-        The gap behind a parameter counts as its own, so that pieces are multiples of
-        ELEMENT_ALIGN where start and stop are.
-        """
+        The gap behind a parameter counts as its own, so that pieces are multiples of ELEMENT_ALIGN
+        where start and stop are."""
         clipped = [(p, max(start, p.offset), min(stop, end)) for p, end in self._ranges()]
         return [(p, first, last) for p, first, last in clipped if first < last]
 
@@ -381,11 +377,9 @@ def _modules(config: ModelConfig) -> dict[str, tuple[Module, ...]]:
 def weight_table(
     config: ModelConfig, shards: int = 1, adapters: Adapters | None = None
 ) -> tuple[Slab, ...]:
-    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied).
-
-    With adapters also "lora_a" and "lora_b", with DoRA "lora_m", and where norms are trained beside
-    them, "norms", biases, "biases", or new rows, "new_rows".
-    """
+    """The slabs of a model: "embed", "layers.0" … "layers.L-1", "vectors", "head" (if untied). With
+    adapters also "lora_a" and "lora_b", with DoRA "lora_m", and where norms are trained beside
+    them, "norms", biases, "biases", or new rows, "new_rows"."""
     rows = [r for block, ms in _modules(config).items() for m in ms for r in _rows(block, m)]
     groups: dict[str, list[tuple]] = {}
     vectors, norms, biases, head = [], [], [], []

@@ -18,11 +18,9 @@ from llmq.state.params import ELEMENT_ALIGN, Slab
 
 
 class SlabPiece(NamedTuple):
-    """Elements [start, stop) of a slab, which a rank holds in `tensor`.
-
-    own: the elements [first, last) that it writes down, where ranks with the same shard each write
-    a part of it; None: all.
-    """
+    """Elements [start, stop) of a slab, which a rank holds in `tensor`. own: the elements [first,
+    last) that it writes down, where ranks with the same shard each write a part of it; None:
+    all."""
 
     slab: Slab
     start: int
@@ -76,10 +74,8 @@ COPIED = 16 * MIB
 
 
 class Snapshot:
-    """Memory for one copy of a state, in pinned memory, and the order between it and updates.
-
-    copy: the state as of the last `take`; may be read once `is_done`, until the next `take`.
-    """
+    """Memory for one copy of a state, in pinned memory, and the order between it and updates. copy:
+    the state as of the last `take`; may be read once `is_done`, until the next `take`."""
 
     def __init__(self, dev: Device, state: State):
         """state: always the same tensors. The parts of it that this rank writes down are copied."""

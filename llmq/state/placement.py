@@ -22,12 +22,9 @@ from llmq.state.rules import kept, rule_class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """Format and place of one kind of tensor of a slab.
-
-    memory: the name of a tier. sharded: a rank keeps one of W shards of the
-    elements, else all of them. streamed: the whole slab is in a slot of the device, only while it
-    is in use; else it is resident.
-    """
+    """Format and place of one kind of tensor of a slab. memory: the name of a tier. sharded: a rank
+    keeps one of W shards of the elements, else all of them. streamed: the whole slab is in a slot
+    of the device, only while it is in use; else it is resident."""
 
     dtype: DType
     memory: str = "device"
@@ -115,11 +112,8 @@ class Placement:
         return any(store.on_host for store in sources)
 
     def stays_whole(self, name: str) -> bool:
-        """Whether an update brings all of a master from host memory at once.
-
-        So it does where codes are made from it and a slot of the gradients, which nobody needs by
-        then, has its format.
-        """
+        """Whether an update brings all of a master from host memory at once. So it does where codes
+        are made from it and a slot of the gradients, which nobody needs by then, has its format."""
         slab = self.slabs[name]
         sums = [other.gradient for other in self.slabs.values() if other.gradient]
         slots = {gradient.dtype for gradient in sums if gradient.streamed}
@@ -180,11 +174,8 @@ def place(
     config: TrainConfig, table: tuple[Slab, ...], shards: int = 1, frozen: Collection[str] = ()
 ) -> Placement:
     """Decide the placement of a run. config: normalized. table: for as many shards. frozen: further
-    slabs that are not trained.
-
-    A frozen slab has no gradient, no moments, and no master, except one in the model's format where
-    fp8 codes are made from it.
-    """
+    slabs that are not trained. A frozen slab has no gradient, no moments, and no master, except one
+    in the model's format where fp8 codes are made from it."""
     slabs = {
         slab.name: _place_slab(
             config, slab, shards, trainable=slab.name not in frozen and trains(config, slab)

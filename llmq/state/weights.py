@@ -62,10 +62,8 @@ class Mirrors:
 
     def get(self, block: str) -> Tensor | None:
         """The memory that peers may read in the gather that comes next on the current stream; None:
-        nothing.
-
-        If mirrors are stale, that of the next block is written while this one is gathered.
-        """
+        nothing. If mirrors are stale, that of the next block is written while this one is
+        gathered."""
         mirror = self._mirrors.get(block)
         if mirror is not None and self._stale:
             self._write(block)
@@ -233,9 +231,7 @@ class Weights:
 
     def take_stale(self) -> bool:
         """Whether the micro-step or evaluation that is enqueued now is the first after an update.
-
-        It has to gather what later ones find in place, so it is another graph.
-        """
+        It has to gather what later ones find in place, so it is another graph."""
         stale, self._updated = self._updated and self.dev.mesh.size("shard") > 1, False
         return stale
 
@@ -252,10 +248,8 @@ class Weights:
                 self._gather_whole(name)
 
     def gather(self, block: str, products: Collection[str] | None = None) -> None:
-        """Start bringing a block's weights to where `get` can hand them out.
-
-        products: keys of the matrices that multiply inputs, and not only gradients; None: all.
-        """
+        """Start bringing a block's weights to where `get` can hand them out. products: keys of the
+        matrices that multiply inputs, and not only gradients; None: all."""
         self._pass.held.add(block)
         if block in self._pass.to_gather:
             self._gather_whole(block)
@@ -429,10 +423,8 @@ class Weights:
     # -- contents --------------------------------------------------------------------------------
 
     def init(self, config: ModelConfig, seed: int, *, zero_projections: bool = False) -> None:
-        """Fresh weights: normal(0, std), projections into the residual stream / sqrt(2L).
-
-        Depends on the seed and the parameter only, never on ranks or dtypes beyond rounding.
-        """
+        """Fresh weights: normal(0, std), projections into the residual stream / sqrt(2L). Depends
+        on the seed and the parameter only, never on ranks or dtypes beyond rounding."""
 
         def begin(param: Param, target: Tensor, first: int) -> None:
             if not (zero_projections and param.init == "residual"):
@@ -461,11 +453,8 @@ class Weights:
         elements: Elements | None = None,
     ) -> None:
         """Fill the masters, and what adapters begin as, from host arrays of the parameters' shapes,
-        any float dtype.
-
-        new: config and seed as of `init`, for parameters of which `read` has none. elements:
-        reads less than a whole parameter; None if nothing is kept as codes.
-        """
+        any float dtype. new: config and seed as of `init`, for parameters of which `read` has none.
+        elements: reads less than a whole parameter; None if nothing is kept as codes."""
         for slab in self._with_masters():
             held = [self.master[slab.name], *filter(None, [self.initial_adapters.get(slab.name)])]
             for tensor in held:

@@ -65,13 +65,10 @@ def directions(
 
 
 class _Kept(NamedTuple):
-    """The tensors kept of one layer.
-
-    qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows, (Hq+Hkv)*Hd), before qk_norm, and
-    qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2); None without it. lse: F32
-    (B, Hq, T), of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd), att_gated: the same, never
-    kept; None where nothing is gated.
-    """
+    """The tensors kept of one layer. qkv: (rows, Q), after qk_norm and RoPE. qk_raw: (rows,
+    (Hq+Hkv)*Hd), before qk_norm, and qk_rstd: F32 (B, T, Hq+Hkv), of it; if it is wide (B, T, 2);
+    None without it. lse: F32 (B, Hq, T), of attention. att: (rows, Hq*Hd). gate: (rows, Hq*Hd),
+    att_gated: the same, never kept; None where nothing is gated."""
 
     qkv: Activation
     qk_raw: Activation | None
@@ -130,10 +127,8 @@ class AttentionHalf:
         self.qk_norm_backward = partial(qk_norm.backward, **kind)
 
     def _rope_tables(self, config: ModelConfig, positions: int) -> list[Tensor | None]:
-        """F32 (positions, Hd/2, 2) for each layer, filled; None for models without RoPE.
-
-        Layers with the same angles share a table.
-        """
+        """F32 (positions, Hd/2, 2) for each layer, filled; None for models without RoPE. Layers
+        with the same angles share a table."""
         tables: dict[tuple, Tensor] = {}
 
         def table_of(layer: int) -> Tensor | None:
@@ -302,8 +297,7 @@ class AttentionHalf:
         inside: bool,
     ) -> None:
         """Do as `Half.backward`. inside: whether the gradient of queries, keys and values is
-        wanted, for d_x or else.
-        """
+        wanted, for d_x or else."""
         dev, (qkv, qk_raw, att, gate) = self.dev, inputs.tensors
         if not inside:
             self.output.backward(here, w, g, inputs.o_input, d_out, None)
@@ -342,11 +336,9 @@ class AttentionHalf:
         d_qkv: Tensor,
         d_gate: Tensor | None,
     ) -> tuple[Operand, Accumulator | None]:
-        """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it.
-
-        d_gate (rows, Hq * Hd): that of the gates, which the product has made too.
-        Returns the gradient of the qkv product, and the bias's gradient if it is left to do.
-        """
+        """RoPE and the q and k norms backward, of d_qkv (rows, Q) as attention has made it. d_gate
+        (rows, Hq * Hd): that of the gates, which the product has made too. Returns the gradient of
+        the qkv product, and the bias's gradient if it is left to do."""
         tensor_id, by_head = here.id_of("d_qkv"), self._by_head(d_qkv)
         table = self.rope_tables[here.index]
         if table is not None and qk_raw is None and d_gate is None:

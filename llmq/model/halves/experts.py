@@ -43,13 +43,10 @@ from llmq.runtime.device import Device
 
 
 class _Kept(NamedTuple):
-    """The tensors kept of one layer.
-
-    router_logits: F32 (S, E). chosen: I32 (S, K), the experts of a row. weights: F32 (S, K), of
-    these. order: I32 (R,), the row and choice s * K + k that each sorted row is. place: I32 (S, K),
-    the sorted row of each choice. starts: I32 (E+1,), where each expert's rows begin. up: (R, 2F).
-    act: (R, F). shared: of the shared expert.
-    """
+    """The tensors kept of one layer. router_logits: F32 (S, E). chosen: I32 (S, K), the experts of
+    a row. weights: F32 (S, K), of these. order: I32 (R,), the row and choice s * K + k that each
+    sorted row is. place: I32 (S, K), the sorted row of each choice. starts: I32 (E+1,), where each
+    expert's rows begin. up: (R, 2F). act: (R, F). shared: of the shared expert."""
 
     router_logits: Tensor
     chosen: Tensor

@@ -23,11 +23,9 @@ from llmq.runtime.device import Device
 
 
 class Shared(NamedTuple):
-    """The objects with which all halves of a model work.
-
-    backend: of attention, as `directions` takes it. positions: of the longest text. starts: I32
-    (B,T), of documents; None: all are 0. balance: of experts; None where nothing is trained.
-    """
+    """The objects with which all halves of a model work. backend: of attention, as `directions`
+    takes it. positions: of the longest text. starts: I32 (B,T), of documents; None: all are 0.
+    balance: of experts; None where nothing is trained."""
 
     dev: Device
     config: ModelConfig
@@ -41,11 +39,9 @@ class Shared(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A pass over one half of a layer.
-
-    temps: how long its scratch lives. position: of the pass's first tokens in their texts; it may
-    be behind 0 where halves have caches, of one text (B = 1). keep: whether backward follows.
-    """
+    """A pass over one half of a layer. temps: how long its scratch lives. position: of the pass's
+    first tokens in their texts; it may be behind 0 where halves have caches, of one text (B = 1).
+    keep: whether backward follows."""
 
     temps: ExitStack
     position: int = 0
@@ -67,11 +63,9 @@ class Half(Protocol):
         """Allocates what a layer keeps from forward to backward."""
 
     def forward(self, frame: Frame, here: HalfLayer, w: BlockWeights, x: Operand) -> None:
-        """here.out from x (rows, C).
-
-        With here.cache it reads what the positions before frame.position have left there, and
-        writes what those behind this pass will read, T positions from frame.position on.
-        """
+        """here.out from x (rows, C). With here.cache it reads what the positions before
+        frame.position have left there, and writes what those behind this pass will read, T
+        positions from frame.position on."""
 
     def recompute(
         self, frame: Frame, here: HalfLayer, w: BlockWeights, g: BlockGrads, x_again: InputAgain
@@ -90,18 +84,14 @@ class Half(Protocol):
         *,
         inside: bool,
     ) -> None:
-        """d_x (rows, C), if it is wanted, and the weights' gradients, from d_out (rows, C).
-
-        inside: whether a gradient in front of the matrix that makes the output is wanted; else
-        what leads there may be left out.
-        """
+        """d_x (rows, C), if it is wanted, and the weights' gradients, from d_out (rows, C). inside:
+        whether a gradient in front of the matrix that makes the output is wanted; else what leads
+        there may be left out."""
 
 
 class Output:
     """The products of all layers with one matrix, of what is made of the product before (rows, n).
-
-    tensor_id: names that tensor for its format.
-    """
+    tensor_id: names that tensor for its format."""
 
     def __init__(self, shared: Shared, key: str):
         self.operands, self.linear, self.key = shared.operands, shared.linear, key

@@ -141,10 +141,8 @@ class MlpHalf:
         d_out: Tensor,
         to: OutputForms,
     ) -> None:
-        """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up).
-
-        The activation is made once more where the down product's weight needs it.
-        """
+        """The down product and the activation: `to` is the gradient of mlp_up (may be mlp_up). The
+        activation is made once more where the down product's weight needs it."""
         with ExitStack() as temps:
             d_down = self.operands.of_tensor(
                 temps, here.out_id, d_out, measured=True, transposed=True

@@ -14,10 +14,8 @@ from llmq.runtime.device import Device
 
 class Distillation(TokenCrossEntropy):
     """A mixture of the targets' cross-entropy and of a divergence from the teacher's probabilities.
-
     The teacher tells its k largest ones of each token, and all others count as one. kl: the mean
-    divergence, in nats, at --kd-temperature. loss_1k is that of the mixture.
-    """
+    divergence, in nats, at --kd-temperature. loss_1k is that of the mixture."""
 
     sums = (*TokenCrossEntropy.sums, "kl")
     inputs = ("scores",)

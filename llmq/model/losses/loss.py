@@ -14,12 +14,9 @@ from llmq.runtime.device import Device
 
 
 class Rows(NamedTuple):
-    """The head's knowledge of a micro-batch, (B, T) each.
-
-    targets: I32, negative where masked. losses: F32, each token's cross-entropy, 0 where masked.
-    lse: F32, the log-sum-exp of its logits. starts: I32, the first position of each one's document;
-    None: each row is one.
-    """
+    """The head's knowledge of a micro-batch, (B, T) each. targets: I32, negative where masked.
+    losses: F32, each token's cross-entropy, 0 where masked. lse: F32, the log-sum-exp of its
+    logits. starts: I32, the first position of each one's document; None: each row is one."""
 
     targets: Tensor
     losses: Tensor

@@ -105,11 +105,9 @@ class Orpo(SimPo):
 
 class Kto(Preferences):
     """KTO: answers with labels. One that is desirable is to gain more than a shift, others less.
-
     The shift estimates how far the model is from the reference: the mean of what the answers to
     other prompts have gained, which are the second documents of the pairs, at least 0. It is that
-    of the micro-batch of a rank, and has no gradient.
-    """
+    of the micro-batch of a rank, and has no gradient."""
 
     kind = KTO
     validated = (*Preferences.validated, "kl")

@@ -46,9 +46,7 @@ class Classes(TokenCrossEntropy):
 
 class Reward(SimPo):
     """Bradley and Terry's: -log sigmoid of what the chosen answer scores above the rejected one.
-
-    Its numbers are those of all pairs; rewards are the scores.
-    """
+    Its numbers are those of all pairs; rewards are the scores."""
 
     kind = SIGMOID
 

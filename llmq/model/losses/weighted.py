@@ -11,11 +11,9 @@ from llmq.options.options import TrainConfig
 
 
 class Weighted(TokenCrossEntropy):
-    """Weights may be advantages, with which this is the gradient of a policy.
-
-    The sum of weighted losses is divided by the number of trained tokens, whatever their weights.
-    loss_1k is weighted, too.
-    """
+    """Weights may be advantages, with which this is the gradient of a policy. The sum of weighted
+    losses is divided by the number of trained tokens, whatever their weights. loss_1k is weighted,
+    too."""
 
     inputs = ("scores",)
 
@@ -36,8 +34,7 @@ class Weighted(TokenCrossEntropy):
 
 class MessageWeights(TokenCrossEntropy):
     """Weights from 0 to 1 that messages have in the token files. The loss is a mean by weight: the
-    sum of weighted losses over that of weights, of all ranks and micro-batches. So is loss_1k.
-    """
+    sum of weighted losses over that of weights, of all ranks and micro-batches. So is loss_1k."""
 
     sums = (*TokenCrossEntropy.sums, "tokens")
     inputs = ("scores",)

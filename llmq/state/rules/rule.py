@@ -69,11 +69,9 @@ class Part(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Neighbouring matrices of equal sizes, as whole as Hugging Face has them.
-
-    proposed: (count, rows, columns), which may be overwritten. change: the same, which must lie
-    there in the end. rows: inout F32 (count, rows), zero at the start, where the rule keeps such.
-    """
+    """Neighbouring matrices of equal sizes, as whole as Hugging Face has them. proposed: (count,
+    rows, columns), which may be overwritten. change: the same, which must lie there in the end.
+    rows: inout F32 (count, rows), zero at the start, where the rule keeps such."""
 
     proposed: Tensor
     change: Tensor
@@ -81,12 +79,9 @@ class Whole(NamedTuple):
 
 
 class UpdateRule(ABC):
-    """How gradients change weights.
-
-    moments: in the order of their memory. of_change: the format of a change. begun: the step, of
-    those that count from 0, at which the moments were zero. Bytes and launches of an update are
-    those of the kernels that it launches.
-    """
+    """How gradients change weights. moments: in the order of their memory. of_change: the format of
+    a change. begun: the step, of those that count from 0, at which the moments were zero. Bytes and
+    launches of an update are those of the kernels that it launches."""
 
     moments: ClassVar[tuple[Moment, ...]]
     of_change: ClassVar[DType] = BF16
