@@ -37,7 +37,6 @@ from llmq.ops import (
     attention,
     attention_backward,
     attention_gate,
-    average,
     clock,
     cross_entropy,
     delta_gates,
@@ -870,8 +869,8 @@ def clock_calls(*shape: int) -> list[Call]:
 def average_calls(n: int) -> list[Call]:
     given = {"average": f32(n), "param": bf16(n)}
     return [
-        Call("update", average.update, given | {"scalars": scalars(), "decay": 0.999}),
-        Call("exchange", average.exchange, given | {"back": False}),
+        Call("update", elementwise.average, given | {"scalars": scalars(), "decay": 0.999}),
+        Call("exchange", elementwise.exchange_average, given | {"back": False}),
     ]
 
 
@@ -971,6 +970,7 @@ KINDS = {
     "abs_max": ("fp8_scale", "ABS_MAX_CASES"),
     "adapter_backward": ("adapter", "BACKWARD_CASES"),
     "attention_sinks": ("attention_gate", "SINKS_CASES"),
+    "average": ("elementwise", "AVERAGE_CASES"),
     "bias": ("reduce", "BIAS_CASES"),
     "clamped_swiglu": ("swiglu", "CLAMPED_CASES"),
     "dropout": ("elementwise", "DROPOUT_CASES"),

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from llmq.base.dtypes import F32, I64, DType
 from llmq.base.tensor import Tensor
 from llmq.comm.collectives import part
-from llmq.ops import average, elementwise
+from llmq.ops import elementwise
 from llmq.ops.common import SCALE_BLOCK
 from llmq.options.options import TrainConfig
 from llmq.runtime.device import Device
@@ -169,7 +169,7 @@ class Optimizer:
         """Let the masters be the average, or give both back, and make from them what products and
         peers read; all ranks do. No step may be made between the two."""
         for name, tensor in self.moments[AVERAGE.name].items():
-            average.exchange(self.dev, tensor, weights.master[name], back=back)
+            elementwise.exchange_average(self.dev, tensor, weights.master[name], back=back)
         weights.refresh()
 
     def _state(self, weights: Weights, grads: Gradients, slab: Slab) -> _State:
@@ -211,7 +211,7 @@ class Optimizer:
                         work.weights.observe(slab, *at, piece.movable["master"])
                         if self.decay:
                             both = piece.movable[AVERAGE.name], piece.movable["master"]
-                            average.update(self.dev, *both, work.scalars, self.decay)
+                            elementwise.average(self.dev, *both, work.scalars, self.decay)
             if whole:
                 work.weights.quantize(slab.name, *whole)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, I32
-from llmq.ops import average
-from llmq.ref.average import CASES
+from llmq.ops import elementwise
+from llmq.ref.elementwise import AVERAGE_CASES as CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import host_device, run, step_scalars
@@ -24,14 +24,16 @@ def test_equals_reference(dev, rng, case, dtype):
     }
     for skipped in (0, 1):
         given = arrays | {"scalars": step_scalars(step=30, skip_update=skipped)}
-        update = partial(average.update, decay=0.9)
+        update = partial(elementwise.average, decay=0.9)
         got, want = (run(d, update, given)["average"] for d in (dev, host_device()))
         np.testing.assert_array_equal(got, want)
         assert np.array_equal(got, arrays["average"]) == bool(skipped)
-    shown = run(dev, partial(average.exchange, back=False), arrays)
-    for name, array in run(host_device(), partial(average.exchange, back=False), arrays).items():
+    shown = run(dev, partial(elementwise.exchange_average, back=False), arrays)
+    for name, array in run(
+        host_device(), partial(elementwise.exchange_average, back=False), arrays
+    ).items():
         np.testing.assert_array_equal(shown[name].view(np.uint8), array.view(np.uint8))
-    back = run(dev, partial(average.exchange, back=True), shown)
+    back = run(dev, partial(elementwise.exchange_average, back=True), shown)
     for name, array in arrays.items():
         np.testing.assert_array_equal(back[name], array)
 
@@ -42,8 +44,8 @@ def test_wrong_arguments():
         dev.alloc("x", (n,), dtype, "Weights") for n, dtype in ((256, F32), (64, F32), (16, I32))
     )
     with pytest.raises(TypeError, match="average: param must be F32"):
-        average.update(dev, one, dev.alloc("x", (256,), I32, "Weights"), scalars, 0.5)
+        elementwise.average(dev, one, dev.alloc("x", (256,), I32, "Weights"), scalars, 0.5)
     with pytest.raises(ValueError, match="average: param must have shape"):
-        average.exchange(dev, one, half, back=False)
+        elementwise.exchange_average(dev, one, half, back=False)
     with pytest.raises(ValueError, match="size must be a positive multiple of 128, got 64"):
-        average.exchange(dev, half, half, back=True)
+        elementwise.exchange_average(dev, half, half, back=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32
-from llmq.ref.average import average_exchange, average_update
+from llmq.ref.elementwise import average_exchange, average_update
 from tests.harness import step_scalars
 
 
