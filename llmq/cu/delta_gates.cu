@@ -7,14 +7,14 @@
 //
 // Data     x, d_x: T (rows, columns), b at column `offset`, a behind it, `heads` each. a_log,
 //          dt_bias: T (heads). gates, d_gates: F32 (rows, 2, heads), decays, betas. a_log_partial,
-//          dt_bias_partial: F32 (rows / 256 rounded up, heads), sums of a block.
-// Launch   256 threads, a head in each lane, a row in each warp; grid (heads / 32, rows / 256), both
+//          dt_bias_partial: F32 (rows / 32 rounded up, heads), sums of a block.
+// Launch   256 threads, a head in each lane, a row in each warp; grid (heads / 32, rows / 32), both
 //          rounded up.
 // Cost     b, a and gates read or written once. Memory-bound, and small.
 // Needs    every element of a sum is added by one thread, in a fixed order.
 #include "common.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 256;
+constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 32;
 
 // As torch has it.
 __device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

@@ -86,7 +86,8 @@ reduce_sum(G* d_sum, const T* part0, const T* part1, const T* part2, const T* pa
 // Data     d_out: (rows, N) of T, 16-byte aligned, N a multiple of one 16-byte vector. partial:
 //          (splits, N) F32, for column_sum any (rows, columns). d: N of G.
 // Launch   backward: 256 threads, (ceil(N / tile), splits) blocks; a tile is 16 threads wide, 16
-//          bytes each. column_sum: 1024 threads, a block for each 32 columns.
+//          bytes each. column_sum: 1024 threads; as many warps of a block as have 8 rows each, a power
+//          of two, share 32 columns.
 // Cost     d_out read once; 8 16-byte loads in flight per thread. column_sum takes a few
 //          microseconds.
 // Needs    no split without rows.
@@ -140,30 +141,32 @@ bias_backward(f32* __restrict__ partial, const T* __restrict__ d_out, i64 rows, 
 extern "C" __global__ void __launch_bounds__(1024, 1)
 column_sum(G* __restrict__ d, const f32* __restrict__ partial, const i32* __restrict__ scalars,
            i32 rows, i32 columns, i32 accumulate, u32 salt) {
-    constexpr int UNROLL = 16;
-    __shared__ float sums[32][33];  // 33: a column of it lies in 32 different banks
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const int mine = blockIdx.x * 32 + lane, c = blockIdx.x * 32 + warp;
-    // Short kernels: what they take is how many loads wait for one another. So the last ones are
-    // not one by one either, and what is needed at the end is loaded first.
+    constexpr int UNROLL = 8;
+    __shared__ float sums[32][32];
+    int groups = 1;  // warps that share 32 columns
+    while (groups < 32 && groups * UNROLL < rows) { groups *= 2; }
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, across = 32 / groups;
+    const int c = (blockIdx.x * across + warp % across) * 32 + lane;
+    // Short kernels: what they take is how many loads wait for one another. So what is needed at the
+    // end is loaded first.
+    const bool mine = warp < across && c < columns;
     const u32 seed = gradient_seed(reinterpret_cast<const StepScalars*>(scalars), salt);
-    G before = from_f32<G>(0.0f);
-    if (lane == 0 && c < columns && accumulate) { before = d[c]; }
+    const G before = mine && accumulate ? d[c] : from_f32<G>(0.0f);
     float sum = 0.0f;
-    for (int start = warp; start < rows; start += 32 * UNROLL) {
+    for (int start = warp / across; start < rows; start += groups * UNROLL) {
         float loaded[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int r = start + 32 * u;
-            loaded[u] = r < rows && mine < columns ? partial[(i64)r * columns + mine] : 0.0f;
+            const int r = start + groups * u;
+            loaded[u] = r < rows && c < columns ? partial[(i64)r * columns + c] : 0.0f;
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) { sum += loaded[u]; }
     }
     sums[warp][lane] = sum;
     __syncthreads();
-    sum = warp_sum(sums[lane][warp]);
-    if (lane == 0 && c < columns) {
+    if (mine) {
+        for (int g = warp + across; g < 32; g += across) { sum += sums[g][lane]; }
         d[c] = accumulate ? add_gradient(before, sum, gradient_bits(seed, c >> 3, c & 7))
                           : from_f32<G>(sum);
     }

@@ -10,15 +10,17 @@
 //          out, d_out: T (B, seq_len, channels). weight: T (channels, TAPS). before: F32 (B, TAPS - 1,
 //          channels), the tokens in front of the text, or null: 0. starts: I32 (B, seq_len), the first
 //          position of each one's document, or null: 0. partial: F32 (B * spans, channels, TAPS),
-//          sums over 64 tokens, or null.
+//          sums of a block, or null.
 // Launch   128 threads, WIDE neighbouring channels each, 8 bytes; grid (channels / (128 WIDE), spans of
-//          32 tokens, backward 64, B), all rounded up; keep: a channel each, (channels / 128, 1, B). A
-//          thread reads a batch of tokens while it computes with the one before.
+//          32 tokens, B), all rounded up; backward: of 32 lanes, a warp has 128 tokens, (channels /
+//          (32 WIDE), spans of 512 tokens, B); keep: a channel each, (channels / 128, 1, B). A thread
+//          reads a batch of tokens while it computes with the one before.
 // Cost     x read once, and TAPS - 1 tokens more of each span; out written once. Memory-bound.
 // Needs    TAPS at least 2. channels and columns multiples of WIDE: 4 in BF16, 2 in F32.
 #include "activation.cuh"
 
-constexpr int SPAN = 32, SPAN_BACKWARD = 64, THREADS = 128, BEFORE = TAPS - 1;
+constexpr int SPAN = 32, SPAN_BACKWARD = 128, THREADS = 128, BEFORE = TAPS - 1;
+constexpr int WARPS = THREADS / 32;
 constexpr int WIDE = 8 / sizeof(T);
 
 // The channels of a thread, of one token.
@@ -114,12 +116,11 @@ struct Channels {
     }
 };
 
-// Calls use(inner, t, read(t)) for tokens [first, stop). read gives a token even behind them. inner: t and
-// its batch are in [from, to), and inside() says so; always a literal. Those tokens take no branches,
-// which would cost as much as the rest: values in turn change registers there.
+// Calls use(inner, t, read(t)) for tokens [first, stop). read gives a token even behind them. inner: all of
+// its batch is in there, and inside() says so; always a literal. Those tokens take no branches, which
+// would cost as much as the rest: values in turn change registers there.
 template <int BATCH, class Read, class Use>
-__device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 stop, i32 from, i32 to,
-                                           Read read, Use use) {
+__device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 stop, Read read, Use use) {
     decltype(read(first)) values[BATCH], coming[BATCH];
 #pragma unroll
     for (int n = 0; n < BATCH; ++n) { coming[n] = read(first + n); }
@@ -130,7 +131,7 @@ __device__ __forceinline__ void in_batches(const Channels& of, i32 first, i32 st
 #pragma unroll
             for (int n = 0; n < BATCH; ++n) { coming[n] = read(t + BATCH + n); }
         }
-        if (t >= from && t + BATCH <= to && of.inside(t, t + BATCH - 1)) {
+        if (t + BATCH <= stop && of.inside(t, t + BATCH - 1)) {
 #pragma unroll
             for (int n = 0; n < BATCH; ++n) { use(true, t + n, values[n]); }
         } else {
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     T* to = out + (i64)blockIdx.z * seq_len * channels + channel;
     const i32 stop = min(first + SPAN, seq_len);
     in_batches<sizeof(T) == 2 ? 8 : 4>(
-        of, first, stop, first, stop, [&](i32 t) { return of.raw(min(t, seq_len - 1)); },
+        of, first, stop, [&](i32 t) { return of.raw(min(t, seq_len - 1)); },
         [&](bool inner, i32 t, uint2 raw) {
             const Few next = unpack_few(raw);
             Few z = inner ? of.meet<true>(t, next) : of.meet<false>(t, next);
@@ -217,38 +218,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
                         const T* __restrict__ d_out, const T* __restrict__ x,
                         const T* __restrict__ weight, const i32* __restrict__ starts, i32 seq_len,
                         i32 channels, i32 columns) {
-    const i32 channel = WIDE * (blockIdx.x * THREADS + threadIdx.x);
-    const i32 first = blockIdx.y * SPAN_BACKWARD;
-    if (channel >= channels) { return; }
+    constexpr int OWN = WIDE * TAPS;  // sums of a thread
+    __shared__ float parts[WARPS][32][OWN + 1];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const i32 begin = blockIdx.x * 32 * WIDE, channel = begin + lane * WIDE;
+    const i32 first = (blockIdx.y * WARPS + warp) * SPAN_BACKWARD;
     const i32 stop = min(first + SPAN_BACKWARD, seq_len);
-    Channels of(x, weight, nullptr, starts, channel, seq_len, channels, columns, first);
-    T* to = d_x + (i64)blockIdx.z * seq_len * columns + channel;
-    const T* from = d_out + (i64)blockIdx.z * seq_len * channels + channel;
     Gradients sums = {};
-    in_batches<4>(
-        of, first, stop + BEFORE, first + BEFORE, stop,
-        [&](i32 t) {
+    if (channel < channels && first < stop) {
+        Channels of(x, weight, nullptr, starts, channel, seq_len, channels, columns, first);
+        T* to = d_x + (i64)blockIdx.z * seq_len * columns + channel;
+        const T* from = d_out + (i64)blockIdx.z * seq_len * channels + channel;
+        const auto read = [&](i32 t) {
             const i32 there = min(t, seq_len - 1);
             const uint2 none = make_uint2(0, 0);  // the gradient behind the sequence
-            return Both{of.raw(there), t < seq_len ? load_raw(from + (i64)there * channels) : none};
-        },
-        [&](bool inner, i32 t, const Both& next) {
+            const uint2 d = load_raw(from + (i64)there * channels);
+            return Both{of.raw(there), t < seq_len ? d : none};
+        };
+        // A token's sums are added where d_x of the one BEFORE it is written: the first ones' by the warp
+        // before, if there is one.
+        const i32 ready = first + BEFORE;
+#pragma unroll 1
+        for (i32 t = first; t < ready; ++t) { sums.meet<false>(of, t, read(t), first == 0); }
+        in_batches<4>(of, ready, stop + BEFORE, read, [&](bool inner, i32 t, const Both& next) {
             T* const there = to + (i64)(t - BEFORE) * columns;
             if (inner) {
                 sums.meet<true>(of, t, next, true);
                 store_few(there, sums.d_x<true>(of, t));
             } else {
-                sums.meet<false>(of, t, next, t < stop);
-                if (t - BEFORE >= first) { store_few(there, sums.d_x<false>(of, t)); }
+                sums.meet<false>(of, t, next, true);
+                store_few(there, sums.d_x<false>(of, t));
             }
         });
+    }
     if (partial) {
-        f32* const row = partial + (((i64)blockIdx.z * gridDim.y + blockIdx.y) * channels + channel) *
-                                       TAPS;
 #pragma unroll
-        for (int n = 0; n < WIDE * TAPS; n += 2) {
-            store_two(row + n, sums.d_weight[n % TAPS].v[n / TAPS],
-                      sums.d_weight[(n + 1) % TAPS].v[(n + 1) / TAPS]);
+        for (int n = 0; n < OWN; ++n) { parts[warp][lane][n] = sums.d_weight[n % TAPS].v[n / TAPS]; }
+        __syncthreads();
+        f32* const row = partial + ((i64)blockIdx.z * gridDim.y + blockIdx.y) * channels * TAPS;
+        for (int n = threadIdx.x; n < 32 * OWN; n += THREADS) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) { sum += parts[w][n / OWN][n % OWN]; }
+            if (begin * TAPS + n < channels * TAPS) { row[begin * TAPS + n] = sum; }
         }
     }
 }

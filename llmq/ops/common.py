@@ -48,8 +48,8 @@ TILE_ROWS = 256  # of a tile of a cluster of two blocks
 NARROW, WIDE = SUM_COLUMNS, 224  # columns of a tile
 STORED_ALONE = 448  # bytes of a row of a, which would be multiplied while a wide tile is stored
 
-# column_sum of cu/reduce.cu: columns and threads of one block.
-COLUMN_SUM_COLUMNS, COLUMN_SUM_THREADS = 32, 1024
+# column_sum of cu/reduce.cu: threads of a block, rows of a warp before several share columns.
+COLUMN_SUM_THREADS, COLUMN_SUM_ROWS = 1024, 8
 
 
 def expect_stats(op: str, stats: Tensor, names: Sequence[str] = STATS) -> None:
@@ -161,9 +161,10 @@ def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) 
         return
     rows, columns = partial.shape
     tensor, accumulate, scalars, salt = target
+    groups = min(32, 1 << (ceil_div(rows, COLUMN_SUM_ROWS) - 1).bit_length())
     dev.launch(
         COLUMN_SUM,
-        ceil_div(columns, COLUMN_SUM_COLUMNS),
+        ceil_div(columns, COLUMN_SUM_THREADS // groups),
         COLUMN_SUM_THREADS,
         (tensor, partial, scalars, rows, columns, int(accumulate), salt),
     )

@@ -20,7 +20,7 @@ BACKWARD = Kernel(
     f"const f32* gates, sparse const T* x, const T* a_log, const T* dt_bias, {SIZES}",
 )
 
-THREADS, ROWS = 256, 256  # rows of a block
+THREADS, ROWS = 256, 32  # rows of a block
 
 
 def _sizes(
@@ -83,7 +83,7 @@ def backward(
         d_dt_bias  inout  F32, BF16  (heads,)   the same
         d_gates    in     F32        as gates
 
-    Workspace: two F32 for a head and every 256 rows.
+    Workspace: two F32 for a head and every 32 rows.
     """
     op = "delta_gates.backward"
     sizes = rows, heads, *_ = _sizes(op, gates, x, a_log, dt_bias, offset)

@@ -21,7 +21,7 @@ BACKWARD = Kernel(
     f"const i32*? starts, {SIZES}",
 )
 
-THREADS, SPAN, SPAN_BACKWARD = 128, 32, 64  # of a block; tokens
+THREADS, SPAN, SPAN_BACKWARD = 128, 32, 512  # of a block; tokens
 
 
 class _Call:
@@ -50,9 +50,9 @@ class _Call:
         self.sizes, self.consts = (self.T, channels, columns), {"TAPS": taps}
         self.spans = ceil_div(self.T, SPAN_BACKWARD)  # of sums
 
-    def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int | None = None) -> None:
-        """channels: of a thread."""
-        grid = (ceil_div(self.out[2], THREADS * (channels or self.wide)), spans, self.B)
+    def launch(self, kernel: Kernel, spans: int, args: tuple, channels: int) -> None:
+        """channels: of a block."""
+        grid = (ceil_div(self.out[2], channels), spans, self.B)
         args, cost = (*args, *self.sizes), BESIDE_ATTENTION
         self.dev.launch(kernel, grid, THREADS, args, consts=self.consts, cost=cost)
 
@@ -81,9 +81,10 @@ def forward(
     expect(op, "out", out, x.dtype, call.out)
     if before is not None:
         expect(op, "before", before, F32, call.before)
-    call.launch(FORWARD, ceil_div(call.T, SPAN), (out, x, weight, before, starts))
+    spans, channels = ceil_div(call.T, SPAN), THREADS * call.wide
+    call.launch(FORWARD, spans, (out, x, weight, before, starts), channels)
     if before is not None:
-        call.launch(KEEP, 1, (before, x), channels=1)
+        call.launch(KEEP, 1, (before, x), THREADS)
 
 
 def backward(
@@ -102,7 +103,7 @@ def backward(
         d_weight  inout  F32, BF16  as weight       or None; added to when accumulating
         d_out     in     T          as out
 
-    Workspace: with d_weight F32, as the weight for every 64 tokens.
+    Workspace: with d_weight F32, as the weight for every 512 tokens.
     """
     op = "short_conv.backward"
     call = _Call(op, dev, x, weight, starts)
@@ -111,9 +112,9 @@ def backward(
     expect_accumulator(op, "d_weight", d_weight, weight.shape)
     rest = (d_out, x, weight, starts)
     if d_weight is None:
-        call.launch(BACKWARD, call.spans, (d_x, None, *rest))
+        call.launch(BACKWARD, call.spans, (d_x, None, *rest), 32 * call.wide)
         return
     with dev.scratch("short_conv partial", (call.B * call.spans, weight.size), F32) as partial:
-        call.launch(BACKWARD, call.spans, (d_x, partial, *rest))
+        call.launch(BACKWARD, call.spans, (d_x, partial, *rest), 32 * call.wide)
         flat = d_weight._replace(tensor=d_weight.tensor.view(weight.size))
         finish_column_sum(dev, flat, partial)

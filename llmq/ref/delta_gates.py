@@ -4,7 +4,7 @@ import numpy as np
 
 from llmq.ref.common import compute, sigmoid
 
-ROWS = 256  # of one partial sum
+ROWS = 32  # of one partial sum
 
 # name: (rows, heads, columns, offset)
 CASES = {
@@ -38,7 +38,7 @@ def delta_gates_backward(
     d_x, a_log_partial, dt_bias_partial, d_gates, gates, x, a_log, dt_bias, rows, heads, columns,
     offset,
 ):  # fmt: skip
-    """The gradients of b and a in d_x (rows, columns), and sums over 256 rows each."""
+    """The gradients of b and a in d_x (rows, columns), and sums over 32 rows each."""
     gates, d_gates = (g.reshape(rows, 2, heads) for g in (gates, d_gates))
     d_b, d_a = _parts(d_x.reshape(rows, columns), heads, offset)
     _, a = _parts(x.reshape(rows, columns), heads, offset)

@@ -4,7 +4,7 @@ import numpy as np
 
 from llmq.ref.common import compute, sigmoid, silu_slope
 
-SPAN = 64  # tokens of one partial sum
+SPAN = 512  # tokens of one partial sum
 
 # name: (B, T, channels, columns, taps)
 CASES = {
@@ -53,7 +53,7 @@ def short_conv_backward(
     d_x, partial, d_out, x, weight, starts, seq_len, channels, columns, *, taps
 ):
     """d_x (B, T, columns), of which it writes the first channels, and partial (B * spans,
-    channels * taps): of the weight's gradient, of 64 tokens each."""
+    channels * taps): of the weight's gradient, of 512 tokens each."""
     T = x.shape[1]
     met, w = _inputs(x, None, starts, channels, taps), compute(weight)
     z = (met * w).sum(-1)
