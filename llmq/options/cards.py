@@ -24,7 +24,9 @@ class Card:
     name: as its driver calls it, with the size behind it where several are sold under one name.
     memory: in GiB, about what CUDA reports. bandwidth: of that; bus: to the host, one direction, as
     copies reach it; link: over NVLink, as collectives reach it, 0 without; in GB/s. tf32, bf16,
-    fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none. sustained: what products
+    fp8: dense peaks with fp32 sums in TFLOP/s, fp8 0 where there is none. power: watts that it is
+    sold to draw at most, None where the sheet leaves that to a laptop; an H100 draws 99 % of them
+    in training. sustained: what products
     reach of the bf16 and of the fp8 peak in a step, at the power limit. source: of that, for the
     user. error: the part by which a predicted speed may be off; None where rates were measured
     here. measured: by `llmq rig`, counts instead.
@@ -40,6 +42,7 @@ class Card:
     tf32: float
     bf16: float
     fp8: float
+    power: int | None
     sustained: tuple[float, float]
     source: str
     error: float | None
@@ -69,12 +72,6 @@ class Card:
         return "GeForce" in self.name or "GB10" in self.name
 
     @property
-    def power(self) -> float | None:
-        """Watts that it is sold to draw at most; None where the sheet leaves that to a laptop."""
-        plain = self.name.removeprefix("NVIDIA ")
-        return _POWER.get(plain) or _POWER.get(_without_size(plain))
-
-    @property
     def size(self) -> int:
         """The memory that it is sold with, in GB."""
         return next(size for size in _SIZES if size >= self.memory)
@@ -99,141 +96,118 @@ _C2C = 350.0  # Grace Hopper
 _NVLINK5, _NVLINK4, _NVLINK3 = 450.0, 225.0, 150.0
 
 # By name (after "NVIDIA "). Where some words fit several cards, the first one is meant.
-_COLUMNS = "capability num_sms memory bandwidth bus link tf32 bf16 fp8".split()
-_SHEETS: dict[str, tuple[int, int, float, float, float, float, float, float, float]] = {
-    "H100 80GB HBM3": (90, 132, 79.1, 3350, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9),
-    "H100 PCIe": (90, 114, 79.1, 2000, _PCIE5, 0, 378.0, 756.0, 1513.0),
-    "H200": (90, 132, 139.8, 4800, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9),
-    "GH200 480GB": (90, 132, 94.5, 4000, _C2C, _NVLINK4, 494.7, 989.4, 1978.9),
-    "GH200 120GB": (90, 132, 94.5, 4000, _C2C, _NVLINK4, 494.7, 989.4, 1978.9),
-    "B200": (100, 148, 178.3, 8000, _PCIE5, _NVLINK5, 1100.0, 2200.0, 4500.0),
-    "A100-SXM4-80GB": (80, 108, 79.1, 2039, _PCIE4, _NVLINK3, 156.0, 312.0, 0.0),
-    "A100-SXM4-40GB": (80, 108, 39.3, 1555, _PCIE4, _NVLINK3, 156.0, 312.0, 0.0),
-    "A100 80GB PCIe": (80, 108, 79.1, 1935, _PCIE4, 0, 156.0, 312.0, 0.0),
-    "A100-PCIE-80GB": (80, 108, 79.1, 1935, _PCIE4, 0, 156.0, 312.0, 0.0),
-    "A100-PCIE-40GB": (80, 108, 39.3, 1555, _PCIE4, 0, 156.0, 312.0, 0.0),
-    "L40S": (89, 142, 44.3, 864, _PCIE4, 0, 183.0, 362.05, 733.0),
-    "L40": (89, 142, 44.3, 864, _PCIE4, 0, 90.5, 181.0, 362.0),
-    "L4": (89, 58, 22.0, 300, _PCIE4, 0, 60.0, 121.0, 242.0),
-    "A40": (86, 84, 44.3, 696, _PCIE4, 0, 74.8, 149.7, 0.0),
-    "GeForce RTX 4090": (89, 128, 23.515, 1008, _PCIE4, 0, 82.6, 165.2, 330.3),
-    "GeForce RTX 4080": (89, 76, 15.5, 717, _PCIE4, 0, 48.7, 97.5, 194.9),
-    "GeForce RTX 4070": (89, 46, 11.6, 504, _PCIE4, 0, 29.1, 58.3, 116.6),
-    "GeForce RTX 4070 Ti": (89, 60, 11.6, 504, _PCIE4, 0, 40.1, 80.2, 160.4),
-    "GeForce RTX 5090": (120, 170, 31.3, 1792, _PCIE5, 0, 104.8, 209.5, 419.0),
-    "GeForce RTX 5080": (120, 84, 15.5, 960, _PCIE5, 0, 56.3, 112.6, 225.1),
-    "GeForce RTX 5070": (120, 48, 11.6, 672, _PCIE5, 0, 30.9, 61.7, 123.5),
-    "GeForce RTX 5070 Ti": (120, 70, 15.5, 896, _PCIE5, 0, 43.9, 87.9, 175.8),
-    "GeForce RTX 3090": (86, 82, 23.5, 936, _PCIE4, 0, 35.6, 71.0, 0.0),
-    "GeForce RTX 3090 Ti": (86, 84, 23.5, 1008, _PCIE4, 0, 40.0, 80.0, 0.0),
-    "GeForce RTX 3080": (86, 68, 9.6, 760, _PCIE4, 0, 29.8, 59.5, 0.0),
-    "GeForce RTX 3080 Ti": (86, 80, 11.6, 912, _PCIE4, 0, 34.1, 68.2, 0.0),
-    "GeForce RTX 3070": (86, 46, 7.6, 448, _PCIE4, 0, 20.3, 40.6, 0.0),
-    "GeForce RTX 3070 Ti": (86, 48, 7.6, 608, _PCIE4, 0, 21.7, 43.5, 0.0),
-    "RTX A6000": (86, 84, 47.4, 768, _PCIE4, 0, 77.4, 154.8, 0.0),
-    "RTX 6000 Ada Generation": (89, 142, 47.4, 960, _PCIE4, 0, 182.1, 364.2, 728.5),
+_COLUMNS = "capability num_sms memory bandwidth bus link tf32 bf16 fp8 power".split()
+_SHEETS: dict[str, tuple[float, ...]] = {
+    "H100 80GB HBM3": (90, 132, 79.1, 3350, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9, 700),
+    "H100 PCIe": (90, 114, 79.1, 2000, _PCIE5, 0, 378.0, 756.0, 1513.0, 350),
+    "H200": (90, 132, 139.8, 4800, _PCIE5, _NVLINK4, 494.7, 989.4, 1978.9, 700),
+    "GH200 480GB": (90, 132, 94.5, 4000, _C2C, _NVLINK4, 494.7, 989.4, 1978.9, 900),
+    "GH200 120GB": (90, 132, 94.5, 4000, _C2C, _NVLINK4, 494.7, 989.4, 1978.9, 900),
+    "B200": (100, 148, 178.3, 8000, _PCIE5, _NVLINK5, 1100.0, 2200.0, 4500.0, 1000),
+    "A100-SXM4-80GB": (80, 108, 79.1, 2039, _PCIE4, _NVLINK3, 156.0, 312.0, 0.0, 400),
+    "A100-SXM4-40GB": (80, 108, 39.3, 1555, _PCIE4, _NVLINK3, 156.0, 312.0, 0.0, 400),
+    "A100 80GB PCIe": (80, 108, 79.1, 1935, _PCIE4, 0, 156.0, 312.0, 0.0, 300),
+    "A100-PCIE-80GB": (80, 108, 79.1, 1935, _PCIE4, 0, 156.0, 312.0, 0.0, 300),
+    "A100-PCIE-40GB": (80, 108, 39.3, 1555, _PCIE4, 0, 156.0, 312.0, 0.0, 250),
+    "L40S": (89, 142, 44.3, 864, _PCIE4, 0, 183.0, 362.05, 733.0, 350),
+    "L40": (89, 142, 44.3, 864, _PCIE4, 0, 90.5, 181.0, 362.0, 300),
+    "L4": (89, 58, 22.0, 300, _PCIE4, 0, 60.0, 121.0, 242.0, 72),
+    "A40": (86, 84, 44.3, 696, _PCIE4, 0, 74.8, 149.7, 0.0, 300),
+    "GeForce RTX 4090": (89, 128, 23.515, 1008, _PCIE4, 0, 82.6, 165.2, 330.3, 450),
+    "GeForce RTX 4080": (89, 76, 15.5, 717, _PCIE4, 0, 48.7, 97.5, 194.9, 320),
+    "GeForce RTX 4070": (89, 46, 11.6, 504, _PCIE4, 0, 29.1, 58.3, 116.6, 200),
+    "GeForce RTX 4070 Ti": (89, 60, 11.6, 504, _PCIE4, 0, 40.1, 80.2, 160.4, 285),
+    "GeForce RTX 5090": (120, 170, 31.3, 1792, _PCIE5, 0, 104.8, 209.5, 419.0, 575),
+    "GeForce RTX 5080": (120, 84, 15.5, 960, _PCIE5, 0, 56.3, 112.6, 225.1, 360),
+    "GeForce RTX 5070": (120, 48, 11.6, 672, _PCIE5, 0, 30.9, 61.7, 123.5, 250),
+    "GeForce RTX 5070 Ti": (120, 70, 15.5, 896, _PCIE5, 0, 43.9, 87.9, 175.8, 300),
+    "GeForce RTX 3090": (86, 82, 23.5, 936, _PCIE4, 0, 35.6, 71.0, 0.0, 350),
+    "GeForce RTX 3090 Ti": (86, 84, 23.5, 1008, _PCIE4, 0, 40.0, 80.0, 0.0, 450),
+    "GeForce RTX 3080": (86, 68, 9.6, 760, _PCIE4, 0, 29.8, 59.5, 0.0, 320),
+    "GeForce RTX 3080 Ti": (86, 80, 11.6, 912, _PCIE4, 0, 34.1, 68.2, 0.0, 350),
+    "GeForce RTX 3070": (86, 46, 7.6, 448, _PCIE4, 0, 20.3, 40.6, 0.0, 220),
+    "GeForce RTX 3070 Ti": (86, 48, 7.6, 608, _PCIE4, 0, 21.7, 43.5, 0.0, 290),
+    "RTX A6000": (86, 84, 47.4, 768, _PCIE4, 0, 77.4, 154.8, 0.0, 300),
+    "RTX 6000 Ada Generation": (89, 142, 47.4, 960, _PCIE4, 0, 182.1, 364.2, 728.5, 300),
     "RTX PRO 6000 Blackwell Server Edition": (
-        120, 188, 94.9, 1792, _PCIE5, 0, 251.9, 503.8, 1007.6,
+        120, 188, 94.9, 1792, _PCIE5, 0, 251.9, 503.8, 1007.6, 600,
     ),
     "RTX PRO 6000 Blackwell Workstation Edition": (
-        120, 188, 94.9, 1792, _PCIE5, 0, 251.9, 503.8, 1007.6,
+        120, 188, 94.9, 1792, _PCIE5, 0, 251.9, 503.8, 1007.6, 600,
     ),
     "RTX PRO 6000 Blackwell Max-Q Workstation Edition": (
-        120, 188, 94.9, 1792, _PCIE5, 0, 219.5, 438.9, 877.9,
+        120, 188, 94.9, 1792, _PCIE5, 0, 219.5, 438.9, 877.9, 300,
     ),
-    "GB10": (121, 48, 119.6, 273, _PCIE5, 0, 29.7, 59.4, 118.8),
+    "GB10": (121, 48, 119.6, 273, _PCIE5, 0, 29.7, 59.4, 118.8, 140),
 }  # fmt: skip
 
 # Cards whose peaks follow from a sibling's by multiprocessors x clock in MHz: their own, GiB, GB/s,
-# bus, and the sibling with its own clock.
+# bus, watts, and the sibling with its own clock.
 _RTX_4090 = ("GeForce RTX 4090", 2520)
 _RTX_5070 = ("GeForce RTX 5070", 2512)
 _RTX_3070 = ("GeForce RTX 3070", 1725)
 _RTX_A6000 = ("RTX A6000", 1800)
 _RTX_6000_ADA = ("RTX 6000 Ada Generation", 2505)
 _RTX_PRO_6000 = ("RTX PRO 6000 Blackwell Workstation Edition", 2617)
-_SCALED: dict[str, tuple[int, int, float, float, float, tuple[str, int]]] = {
-    "GeForce RTX 4080 SUPER": (80, 2550, 15.5, 736, _PCIE4, _RTX_4090),
-    "GeForce RTX 4070 SUPER": (56, 2475, 11.6, 504, _PCIE4, _RTX_4090),
-    "GeForce RTX 4070 Ti SUPER": (66, 2610, 15.5, 672, _PCIE4, _RTX_4090),
-    "GeForce RTX 4060": (24, 2460, 7.6, 272, _PCIE4_X8, _RTX_4090),
-    "GeForce RTX 4060 Ti": (34, 2535, 15.5, 288, _PCIE4_X8, _RTX_4090),
-    "GeForce RTX 5060": (30, 2497, 7.6, 448, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 5060 Ti": (36, 2572, 15.5, 448, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 3060": (28, 1777, 11.6, 360, _PCIE4, _RTX_3070),
-    "GeForce RTX 3060 Ti": (38, 1665, 7.6, 448, _PCIE4, _RTX_3070),
-    "RTX A5500": (80, 1665, 23.5, 768, _PCIE4, _RTX_A6000),
-    "RTX A5000": (64, 1695, 23.5, 768, _PCIE4, _RTX_A6000),
-    "RTX A4500": (56, 1650, 19.6, 640, _PCIE4, _RTX_A6000),
-    "RTX A4000": (48, 1560, 15.5, 448, _PCIE4, _RTX_A6000),
-    "RTX A2000": (26, 1200, 11.6, 288, _PCIE4, _RTX_A6000),
-    "RTX 5880 Ada Generation": (110, 2460, 47.4, 960, _PCIE4, _RTX_6000_ADA),
-    "RTX 5000 Ada Generation": (100, 2550, 31.3, 576, _PCIE4, _RTX_6000_ADA),
-    "RTX 4500 Ada Generation": (60, 2580, 23.5, 432, _PCIE4, _RTX_6000_ADA),
-    "RTX 4000 Ada Generation": (48, 2175, 19.6, 360, _PCIE4, _RTX_6000_ADA),
-    "RTX 2000 Ada Generation": (22, 2130, 15.5, 224, _PCIE4_X8, _RTX_6000_ADA),
-    "RTX PRO 4000 Blackwell": (70, 2055, 23.5, 672, _PCIE5, _RTX_PRO_6000),
+_SCALED: dict[str, tuple[int, int, float, float, float, int | None, tuple[str, int]]] = {
+    "GeForce RTX 4080 SUPER": (80, 2550, 15.5, 736, _PCIE4, 320, _RTX_4090),
+    "GeForce RTX 4070 SUPER": (56, 2475, 11.6, 504, _PCIE4, 220, _RTX_4090),
+    "GeForce RTX 4070 Ti SUPER": (66, 2610, 15.5, 672, _PCIE4, 285, _RTX_4090),
+    "GeForce RTX 4060": (24, 2460, 7.6, 272, _PCIE4_X8, 115, _RTX_4090),
+    "GeForce RTX 4060 Ti": (34, 2535, 15.5, 288, _PCIE4_X8, 165, _RTX_4090),
+    "GeForce RTX 5060": (30, 2497, 7.6, 448, _PCIE5_X8, 145, _RTX_5070),
+    "GeForce RTX 5060 Ti": (36, 2572, 15.5, 448, _PCIE5_X8, 180, _RTX_5070),
+    "GeForce RTX 3060": (28, 1777, 11.6, 360, _PCIE4, 170, _RTX_3070),
+    "GeForce RTX 3060 Ti": (38, 1665, 7.6, 448, _PCIE4, 200, _RTX_3070),
+    "RTX A5500": (80, 1665, 23.5, 768, _PCIE4, 230, _RTX_A6000),
+    "RTX A5000": (64, 1695, 23.5, 768, _PCIE4, 230, _RTX_A6000),
+    "RTX A4500": (56, 1650, 19.6, 640, _PCIE4, 200, _RTX_A6000),
+    "RTX A4000": (48, 1560, 15.5, 448, _PCIE4, 140, _RTX_A6000),
+    "RTX A2000": (26, 1200, 11.6, 288, _PCIE4, 70, _RTX_A6000),
+    "RTX 5880 Ada Generation": (110, 2460, 47.4, 960, _PCIE4, 285, _RTX_6000_ADA),
+    "RTX 5000 Ada Generation": (100, 2550, 31.3, 576, _PCIE4, 250, _RTX_6000_ADA),
+    "RTX 4500 Ada Generation": (60, 2580, 23.5, 432, _PCIE4, 210, _RTX_6000_ADA),
+    "RTX 4000 Ada Generation": (48, 2175, 19.6, 360, _PCIE4, 130, _RTX_6000_ADA),
+    "RTX 2000 Ada Generation": (22, 2130, 15.5, 224, _PCIE4_X8, 70, _RTX_6000_ADA),
+    "RTX PRO 4000 Blackwell": (70, 2055, 23.5, 672, _PCIE5, 140, _RTX_PRO_6000),
     # Sold under a name that is above, with other memory; some have other chips, too.
-    "GeForce RTX 5060 Ti 8GB": (36, 2572, 7.6, 448, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 4060 Ti 8GB": (34, 2535, 7.6, 288, _PCIE4_X8, _RTX_4090),
-    "GeForce RTX 3080 12GB": (70, 1710, 11.6, 912, _PCIE4, _RTX_3070),
-    "GeForce RTX 3060 8GB": (28, 1777, 7.6, 240, _PCIE4, _RTX_3070),
-    "GeForce RTX 3050": (20, 1777, 7.6, 224, _PCIE4_X8, _RTX_3070),
-    "GeForce RTX 3050 6GB": (18, 1470, 5.6, 168, _PCIE4_X8, _RTX_3070),
-    "RTX A2000 6GB": (26, 1200, 5.6, 288, _PCIE4, _RTX_A6000),
+    "GeForce RTX 5060 Ti 8GB": (36, 2572, 7.6, 448, _PCIE5_X8, 180, _RTX_5070),
+    "GeForce RTX 4060 Ti 8GB": (34, 2535, 7.6, 288, _PCIE4_X8, 165, _RTX_4090),
+    "GeForce RTX 3080 12GB": (70, 1710, 11.6, 912, _PCIE4, 350, _RTX_3070),
+    "GeForce RTX 3060 8GB": (28, 1777, 7.6, 240, _PCIE4, 170, _RTX_3070),
+    "GeForce RTX 3050": (20, 1777, 7.6, 224, _PCIE4_X8, 130, _RTX_3070),
+    "GeForce RTX 3050 6GB": (18, 1470, 5.6, 168, _PCIE4_X8, 70, _RTX_3070),
+    "RTX A2000 6GB": (26, 1200, 5.6, 288, _PCIE4, 70, _RTX_A6000),
     # The laptops' multiprocessors (CUDA cores / 128), the upper end of the boost clock, memory and
     # the width of its bus are from NVIDIA's table for GeForce laptops
     # (nvidia.com/geforce/gaming-laptops/compare); bandwidth is width x rate of its chips. Those of
     # RTX Ada: the clock at which they have their data sheets' FP32 TFLOP/s. No laptop of the
     # generation after Ada gives the card more than 8 lanes for certain.
-    "GeForce RTX 5090 Laptop GPU": (82, 2160, 23.5, 896, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 5080 Laptop GPU": (60, 2287, 15.5, 896, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 5070 Ti Laptop GPU": (46, 2220, 11.6, 672, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 5070 Laptop GPU": (36, 2347, 7.6, 384, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 5060 Laptop GPU": (26, 2497, 7.6, 384, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 5050 Laptop GPU": (20, 2662, 7.6, 384, _PCIE5_X8, _RTX_5070),
-    "GeForce RTX 4090 Laptop GPU": (76, 2040, 15.5, 576, _PCIE4, _RTX_4090),
-    "GeForce RTX 4080 Laptop GPU": (58, 2280, 11.6, 432, _PCIE4, _RTX_4090),
-    "GeForce RTX 4070 Laptop GPU": (36, 2175, 7.6, 256, _PCIE4_X8, _RTX_4090),
-    "GeForce RTX 4060 Laptop GPU": (24, 2370, 7.6, 256, _PCIE4_X8, _RTX_4090),
-    "GeForce RTX 4050 Laptop GPU": (20, 2370, 5.6, 192, _PCIE4_X8, _RTX_4090),
-    "GeForce RTX 3080 Ti Laptop GPU": (58, 1590, 15.5, 512, _PCIE4, _RTX_3070),
-    "GeForce RTX 3080 Laptop GPU": (48, 1710, 15.5, 448, _PCIE4, _RTX_3070),
-    "GeForce RTX 3080 Laptop GPU 8GB": (48, 1710, 7.6, 448, _PCIE4, _RTX_3070),
-    "GeForce RTX 3070 Ti Laptop GPU": (46, 1485, 7.6, 448, _PCIE4, _RTX_3070),
-    "GeForce RTX 3070 Laptop GPU": (40, 1620, 7.6, 448, _PCIE4, _RTX_3070),
-    "GeForce RTX 3060 Laptop GPU": (30, 1703, 5.6, 336, _PCIE4, _RTX_3070),
-    "GeForce RTX 3050 Ti Laptop GPU": (20, 1695, 3.6, 192, _PCIE4_X8, _RTX_3070),
-    "GeForce RTX 3050 Laptop GPU": (16, 1740, 3.6, 192, _PCIE4_X8, _RTX_3070),
-    "RTX 5000 Ada Generation Laptop GPU": (76, 2190, 15.5, 576, _PCIE4, _RTX_6000_ADA),
-    "RTX 4000 Ada Generation Laptop GPU": (58, 2263, 11.6, 432, _PCIE4, _RTX_6000_ADA),
-    "RTX 3500 Ada Generation Laptop GPU": (40, 2246, 11.6, 432, _PCIE4, _RTX_6000_ADA),
-    "RTX 3000 Ada Generation Laptop GPU": (36, 2159, 7.6, 256, _PCIE4_X8, _RTX_6000_ADA),
-    "RTX 2000 Ada Generation Laptop GPU": (24, 2360, 7.6, 256, _PCIE4_X8, _RTX_6000_ADA),
+    "GeForce RTX 5090 Laptop GPU": (82, 2160, 23.5, 896, _PCIE5_X8, None, _RTX_5070),
+    "GeForce RTX 5080 Laptop GPU": (60, 2287, 15.5, 896, _PCIE5_X8, None, _RTX_5070),
+    "GeForce RTX 5070 Ti Laptop GPU": (46, 2220, 11.6, 672, _PCIE5_X8, None, _RTX_5070),
+    "GeForce RTX 5070 Laptop GPU": (36, 2347, 7.6, 384, _PCIE5_X8, None, _RTX_5070),
+    "GeForce RTX 5060 Laptop GPU": (26, 2497, 7.6, 384, _PCIE5_X8, None, _RTX_5070),
+    "GeForce RTX 5050 Laptop GPU": (20, 2662, 7.6, 384, _PCIE5_X8, None, _RTX_5070),
+    "GeForce RTX 4090 Laptop GPU": (76, 2040, 15.5, 576, _PCIE4, None, _RTX_4090),
+    "GeForce RTX 4080 Laptop GPU": (58, 2280, 11.6, 432, _PCIE4, None, _RTX_4090),
+    "GeForce RTX 4070 Laptop GPU": (36, 2175, 7.6, 256, _PCIE4_X8, None, _RTX_4090),
+    "GeForce RTX 4060 Laptop GPU": (24, 2370, 7.6, 256, _PCIE4_X8, None, _RTX_4090),
+    "GeForce RTX 4050 Laptop GPU": (20, 2370, 5.6, 192, _PCIE4_X8, None, _RTX_4090),
+    "GeForce RTX 3080 Ti Laptop GPU": (58, 1590, 15.5, 512, _PCIE4, None, _RTX_3070),
+    "GeForce RTX 3080 Laptop GPU": (48, 1710, 15.5, 448, _PCIE4, None, _RTX_3070),
+    "GeForce RTX 3080 Laptop GPU 8GB": (48, 1710, 7.6, 448, _PCIE4, None, _RTX_3070),
+    "GeForce RTX 3070 Ti Laptop GPU": (46, 1485, 7.6, 448, _PCIE4, None, _RTX_3070),
+    "GeForce RTX 3070 Laptop GPU": (40, 1620, 7.6, 448, _PCIE4, None, _RTX_3070),
+    "GeForce RTX 3060 Laptop GPU": (30, 1703, 5.6, 336, _PCIE4, None, _RTX_3070),
+    "GeForce RTX 3050 Ti Laptop GPU": (20, 1695, 3.6, 192, _PCIE4_X8, None, _RTX_3070),
+    "GeForce RTX 3050 Laptop GPU": (16, 1740, 3.6, 192, _PCIE4_X8, None, _RTX_3070),
+    "RTX 5000 Ada Generation Laptop GPU": (76, 2190, 15.5, 576, _PCIE4, None, _RTX_6000_ADA),
+    "RTX 4000 Ada Generation Laptop GPU": (58, 2263, 11.6, 432, _PCIE4, None, _RTX_6000_ADA),
+    "RTX 3500 Ada Generation Laptop GPU": (40, 2246, 11.6, 432, _PCIE4, None, _RTX_6000_ADA),
+    "RTX 3000 Ada Generation Laptop GPU": (36, 2159, 7.6, 256, _PCIE4_X8, None, _RTX_6000_ADA),
+    "RTX 2000 Ada Generation Laptop GPU": (24, 2360, 7.6, 256, _PCIE4_X8, None, _RTX_6000_ADA),
 }
-
-# The power limit that a card is sold with, in W; an H100 draws 99 % of it in training.
-_POWER = {
-    "H100 80GB HBM3": 700, "H100 PCIe": 350, "H200": 700, "GH200 480GB": 900, "GH200 120GB": 900,
-    "B200": 1000, "A100-SXM4-80GB": 400, "A100-SXM4-40GB": 400, "A100 80GB PCIe": 300,
-    "A100-PCIE-80GB": 300, "A100-PCIE-40GB": 250, "L40S": 350, "L40": 300, "L4": 72, "A40": 300,
-    "GeForce RTX 5090": 575, "GeForce RTX 5080": 360, "GeForce RTX 5070 Ti": 300,
-    "GeForce RTX 5070": 250, "GeForce RTX 5060 Ti": 180, "GeForce RTX 5060": 145,
-    "GeForce RTX 4090": 450, "GeForce RTX 4080 SUPER": 320, "GeForce RTX 4080": 320,
-    "GeForce RTX 4070 Ti SUPER": 285, "GeForce RTX 4070 Ti": 285, "GeForce RTX 4070 SUPER": 220,
-    "GeForce RTX 4070": 200, "GeForce RTX 4060 Ti": 165, "GeForce RTX 4060": 115,
-    "GeForce RTX 3090 Ti": 450, "GeForce RTX 3090": 350, "GeForce RTX 3080 Ti": 350,
-    "GeForce RTX 3080": 320, "GeForce RTX 3080 12GB": 350, "GeForce RTX 3070 Ti": 290,
-    "GeForce RTX 3070": 220, "GeForce RTX 3060 Ti": 200, "GeForce RTX 3060": 170,
-    "GeForce RTX 3050": 130, "GeForce RTX 3050 6GB": 70, "RTX A6000": 300, "RTX A5500": 230,
-    "RTX A5000": 230, "RTX A4500": 200, "RTX A4000": 140, "RTX A2000": 70,
-    "RTX 6000 Ada Generation": 300, "RTX 5880 Ada Generation": 285, "RTX 5000 Ada Generation": 250,
-    "RTX 4500 Ada Generation": 210, "RTX 4000 Ada Generation": 130, "RTX 2000 Ada Generation": 70,
-    "RTX PRO 6000 Blackwell Server Edition": 600,
-    "RTX PRO 6000 Blackwell Workstation Edition": 600,
-    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": 300, "RTX PRO 4000 Blackwell": 140,
-    "GB10": 140,
-}  # fmt: skip
 
 MEASURED = "measured on this card"
 PUBLISHED = "from llm.q's published speeds on this card"
@@ -288,11 +262,11 @@ def _like(name: str, capability: int) -> str:
 
 def _card(name: str) -> Card:
     if name in _SCALED:
-        num_sms, clock, memory, bandwidth, bus, (sibling, sibling_clock) = _SCALED[name]
-        capability, sibling_sms, *_, tf32, bf16, fp8 = _SHEETS[sibling]
+        num_sms, clock, memory, bandwidth, bus, power, (sibling, sibling_clock) = _SCALED[name]
+        capability, sibling_sms, *_, tf32, bf16, fp8, _ = _SHEETS[sibling]
         ratio = num_sms * clock / (sibling_sms * sibling_clock)
         peaks = (tf32 * ratio, bf16 * ratio, fp8 * ratio)
-        sheet = (capability, num_sms, memory, bandwidth, bus, 0.0, *peaks)
+        sheet = (capability, num_sms, memory, bandwidth, bus, 0.0, *peaks, power)
     else:
         sheet = _SHEETS[name]
     own = _without_size(name)
@@ -373,6 +347,8 @@ def card_of(spec: DeviceSpec) -> Card:
     ratio = spec.num_sms / near.num_sms
     scaled = {name: ratio * getattr(near, name) for name in ("bandwidth", "tf32", "bf16", "fp8")}
     own = {"capability": spec.capability, "num_sms": spec.num_sms, "memory": spec.memory / GIB}
+    named = CARDS.get(_without_size(spec.name))
+    own["power"] = None if named is None else named.power
     own["source"] = f"not known, taken as {near.name} with {spec.num_sms} multiprocessors"
     own["error"] = max(near.error, _GEFORCE_ERROR if "GeForce" in spec.name else _OTHER_ERROR)
     return replace(near, name=spec.name, **own, **scaled)
