@@ -11,6 +11,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from io import BufferedReader
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -294,22 +295,33 @@ class Wanted(Protocol):
         """A document, empty for none. DataError, which begins with `where`, for bad values."""
 
 
-def read_csv(path: str, wanted: Wanted, row: int) -> Iterator[Item]:
-    """Yield what `wanted` makes of each row of CSV or TSV, without the empty ones. row: where to
-    begin."""
-    for at, read, record in _csv_records(path, lambda n: wanted.columns(n, f"'{path}'"), row):
+def read_table(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
+    """What `wanted` makes of each row, without the empty ones. size: of the file in bytes. row:
+    where to begin."""
+    columns = partial(wanted.columns, where=f"'{path}'")
+    for at, read, record in _rows(path, columns, size, row):
         where = f"{path}: row {at}"
         if text := wanted.of(record, where):
             yield Item(text, True, at, 0, read, where)
 
 
-def _csv_records(
-    path: str, choose: Callable[[list[str]], Any], row: int
-) -> Iterator[tuple[int, int, dict[str, str]]]:
+def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The rows of a table as JSON's types, each with where it is, for messages."""
+    for at, _, record in _rows(path, list, 0, 0):
+        yield record, f"{path}: row {at}"
+
+
+def _rows(
+    path: str, choose: Callable[[list[str]], Sequence[str]], size: int, row: int
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Each row's number from 1, the bytes of the file that have been read, and its columns.
 
-    choose: told their names, before the first. row: so many are left out.
+    choose: told their names, before the first; Parquet has those that it takes. size: of the file.
+    row: how many to leave out; of Parquet whole row groups of them are not read.
     """
+    if layout_of_name(path) == "parquet":
+        yield from _parquet_rows(path, choose, size, row)
+        return
     with open(path, "rb") as raw:
         rows = _csv_rows(path, raw)
         names = _columns(path, rows)
@@ -347,31 +359,9 @@ def _columns(path: str, rows: Iterator[list[str]]) -> list[str]:
     return names
 
 
-def read_parquet(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-    """Yield what `wanted` makes of each row, without the empty ones. size: of the file in bytes.
-
-    row: where to begin.
-    """
-    for at, rows, record in _rows(path, lambda names: wanted.columns(names, f"'{path}'"), row):
-        where = f"{path}: row {at}"
-        if text := wanted.of(record, where):
-            yield Item(text, True, at, 0, size * at // rows, where)
-
-
-def read_rows(path: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The rows of a table as JSON's types, each with where it is, for messages."""
-    read = _rows if layout_of_name(path) == "parquet" else _csv_records
-    for at, _, record in read(path, list, 0):
-        yield record, f"{path}: row {at}"
-
-
-def _rows(
-    path: str, choose: Callable[[list[str]], Sequence[str]], row: int
+def _parquet_rows(
+    path: str, choose: Callable[[list[str]], Sequence[str]], size: int, row: int
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each row's number from 1, how many there are, and the columns that `choose` takes of it.
-
-    row: how many to leave out; whole row groups of them are not read.
-    """
     arrow_error = _pyarrow(path, "pyarrow").ArrowException
     try:
         file = _pyarrow(path, "pyarrow.parquet").ParquetFile(path)
@@ -388,7 +378,8 @@ def _rows(
                 for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                     at += 1
                     if at > row:
-                        yield at, rows, dict(zip(batch.schema.names, values, strict=True))
+                        record = dict(zip(batch.schema.names, values, strict=True))
+                        yield at, size * at // rows, record
     except arrow_error as error:
         raise DataError(f"cannot read '{path}': {error}") from error
 

@@ -37,9 +37,8 @@ from llmq.base.records import (
     json_layout,
     layout_of_name,
     packing_of,
-    read_csv,
     read_json,
-    read_parquet,
+    read_table,
     skip,
     too_long,
     unpack,
@@ -450,10 +449,8 @@ def _read(
 ) -> Iterator[Item]:
     if source.kind == "text":
         return _read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
-    if source.kind in ("csv", "tsv"):
-        return read_csv(source.path, wanted, at.offset)
-    if source.kind == "parquet":
-        return read_parquet(source.path, wanted, source.size, at.offset)
+    if source.kind in TABLES:
+        return read_table(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
         return source.dataset.read(wanted, source.size, at.offset)
     return read_json(source.path, source.kind, at.offset, at.line, max_record)
