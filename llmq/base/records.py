@@ -296,8 +296,8 @@ class Wanted(Protocol):
 
 
 def read_table(path: str, wanted: Wanted, size: int, row: int) -> Iterator[Item]:
-    """What `wanted` makes of each row, without the empty ones. size: of the file in bytes. row:
-    where to begin."""
+    """Yield what `wanted` makes of each row, without the empty ones. size: of the file in bytes.
+    row: where to begin."""
     columns = partial(wanted.columns, where=f"'{path}'")
     for at, read, record in _rows(path, columns, size, row):
         where = f"{path}: row {at}"

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llmq.base.errors import ConfigError, DataError
 from llmq.base.locks import LOCK, locked
@@ -99,7 +99,11 @@ def tokenize(
         if not was_complete:
             workers = workers or _default_workers(sources, loaded)
             limits = (workers, max_record, bounds, progress)
-            _run_or_discard(manifest, sources, Encoder(loaded, recipe), *limits)
+            try:
+                _run(manifest, sources, Encoder(loaded, recipe), *limits)
+            except BaseException:  # nothing stays behind of a run that fails at once
+                manifest.discard_if_empty()
+                raise
         return manifest.summary(warnings, was_complete, was_resumed, seq_len)
 
 
@@ -231,15 +235,6 @@ def _default_workers(sources: Sequence[InputSource], tokenizer: Tokenizer) -> in
         return 1
     cpus = getattr(os, "process_cpu_count", os.cpu_count)() or 1  # the former since Python 3.13
     return min(cpus, 16)
-
-
-def _run_or_discard(manifest: Manifest, *args: Any) -> None:
-    """Run, and leave nothing behind of a run that fails at once."""
-    try:
-        _run(manifest, *args)
-    except BaseException:
-        manifest.discard_if_empty()
-        raise
 
 
 def _run(

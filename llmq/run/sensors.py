@@ -29,16 +29,8 @@ _CAPS = ("power cap", "thermal cap", "other cap")
 
 # A window's samples become their mean and the largest value, in fields NAME and NAME_max, ...
 _MEANS = (
-    "clock",
-    "fan",
-    "power",
-    "temperature",
-    "gpu_util",
-    "mem_util",
-    "pcie_rx",
-    "pcie_tx",
-    "util",
-    "memory_used",
+    *("clock", "fan", "power", "temperature", "gpu_util", "mem_util", "pcie_rx", "pcie_tx"),
+    *("util", "memory_used"),
 )
 _NO_MAX = ("fan",)
 # ... and of free memory the mean and the least.
