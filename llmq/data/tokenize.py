@@ -97,8 +97,7 @@ def tokenize(
         was_complete = manifest.data["complete"]
         was_resumed = not was_complete and manifest.data["position"] != asdict(Position())
         if not was_complete:
-            workers = workers or _default_workers(sources, loaded)
-            limits = (workers, max_record, bounds, progress)
+            limits = (workers or _default_workers(sources, loaded), max_record, bounds, progress)
             try:
                 _run(manifest, sources, Encoder(loaded, recipe), *limits)
             except BaseException:  # nothing stays behind of a run that fails at once
