@@ -11,11 +11,10 @@ from typing import Any
 from llmq.base.tensor import Tensor
 from llmq.comm import nccl
 from llmq.comm.collectives import Comm, join, storages
-from llmq.comm.copies import Copies, Memories
+from llmq.comm.copies import Copies, Memories, Rings
 from llmq.comm.links import LinkTable, probe
 from llmq.comm.nccl import Nccl
 from llmq.comm.options import STAGING_CHUNKS, CommMemory, CommOptions, Flags, allocate
-from llmq.comm.staged import Rings
 from llmq.runtime import cuda_api
 from llmq.runtime.cuda_device import CudaDevice
 from llmq.runtime.device import Event

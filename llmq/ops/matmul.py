@@ -1,7 +1,7 @@
 """Matrix product; a library call on CUDA (llmq/runtime/cublaslt.py), NumPy's BLAS on the host.
 
 On GeForce cards of Blackwell FP8 codes may be multiplied as block-scaled ones, whose scales are one
-(llmq/runtime/block_scales.py): their tensor cores do that at twice the speed.
+(llmq/runtime/product.py): their tensor cores do that at twice the speed.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,10 @@ from llmq.base.operand import ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops.common import FP8_MULTIPLE, MULTIPLE, expect_added, expect_matrix, expect_operands
 from llmq.runtime.arena import ALIGN
-from llmq.runtime.block_scales import BLOCK, SCALARS, scales_bytes
 from llmq.runtime.cost import Cost, product_cost
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
-from llmq.runtime.product import Product
+from llmq.runtime.product import BLOCK, SCALARS, Product, scales_bytes
 
 _ARGS = (
     "const S* a, const S* b, const D*? bias, const D*? addend, u8* workspace, "

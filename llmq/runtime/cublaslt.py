@@ -12,9 +12,18 @@ import numpy as np
 
 from llmq.base.errors import LlmqError
 from llmq.base.tensor import Tensor
-from llmq.runtime.block_scales import BETA, computes_right
 from llmq.runtime.kernel import POINTER_ALIGN
-from llmq.runtime.product import Algorithm, Operands, Plan, Product, describe, free, set_attribute
+from llmq.runtime.product import (
+    BETA,
+    Algorithm,
+    Operands,
+    Plan,
+    Product,
+    computes_right,
+    describe,
+    free,
+    set_attribute,
+)
 from llmq.runtime.tuning import CHOICE_BYTES, Unsupported, algorithm_file, fastest
 
 CANDIDATES = 48  # algorithms asked of the heuristic

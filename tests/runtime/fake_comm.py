@@ -12,10 +12,9 @@ import numpy as np
 from llmq.base.tensor import Storage, Tensor
 from llmq.comm.collectives import join, part, same_memory, storages
 from llmq.comm.connect import connect
-from llmq.comm.copies import Copies, Memories
+from llmq.comm.copies import Copies, Memories, Rings
 from llmq.comm.cuda import CudaComm, Watch
 from llmq.comm.options import STAGING_CHUNKS, CommOptions, Flags, allocate
-from llmq.comm.staged import Rings
 from llmq.runtime.device import Event
 from llmq.runtime.workers import Workers
 from tests.runtime.fake_streams import PATIENCE, StreamDevice

@@ -11,11 +11,11 @@ from llmq.base.dtypes import BF16, E4M3, E5M2, F32
 from llmq.base.operand import ProductCodes
 from llmq.ops.matmul import matmul_fp8
 from llmq.runtime import tuning
-from llmq.runtime.block_scales import scales_bytes
 from llmq.runtime.cublaslt import CublasLt
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.host_device import HostDevice
 from llmq.runtime.plan_device import PlanDevice
+from llmq.runtime.product import scales_bytes
 from llmq.runtime.tuning import Choices
 from tests.harness import GPU_SPEC, MIB, host_device, run
 from tests.runtime.fake_cublaslt import STREAM, FakeCublasLt, FakeCuda

@@ -9,6 +9,7 @@ import pytest
 from llmq.base.dtypes import F32, I32, U8
 from llmq.comm import copies
 from llmq.comm.collectives import part
+from llmq.comm.copies import Rings, Staging
 from llmq.comm.options import (
     EMPTY,
     EXCHANGED,
@@ -21,7 +22,6 @@ from llmq.comm.options import (
     CommOptions,
     Flags,
 )
-from llmq.comm.staged import Rings, Staging
 from llmq.runtime.device import MemorySizes
 from llmq.runtime.mesh import Mesh
 from llmq.runtime.workers import Stopped, Workers
