@@ -324,7 +324,7 @@ def test_skipping_for_ever_is_refused(monkeypatch, capsys):
 
 ROLLBACK = SHORT | {
     "guard": "rollback", "guard_recovery": 8, "ckpt_interval": 10, "ckpt_keep_n": 1,
-    "save_training_state": True, "steps": 60,
+    "save_training_state": True, "steps": 52,
 }  # fmt: skip
 
 
@@ -348,7 +348,7 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "enqueue_step", note)
         assert train(**ROLLBACK, log_file="without.json") == 0
-    exploding(monkeypatch, *range(60), data=where[35])
+    exploding(monkeypatch, *range(52), data=where[35])
     shutil.rmtree("ckpt")
     assert train(**ROLLBACK | {"guard": "warn"}, log_file="warn.json") == 0
     shutil.rmtree("ckpt")
@@ -357,7 +357,7 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
     assert (record["back_to"], record["steps_done"], record["step"]) == (10, 40, 38)
     assert "back from step 40 to 10, checkpoint 'ckpt/step_00000010'" in record["message"]
     steps = [step for step, *_ in losses()]
-    assert steps == [*range(40), *range(10, 60)]
+    assert steps == [*range(40), *range(10, 52)]
     lowered = rates()[40:49]
     assert lowered == sorted(lowered) and lowered[0] == pytest.approx(0.1 * lowered[8])
     plain, warned, back = (losses(log)[-1][1] for log in ("without.json", "warn.json", "log.json"))
@@ -367,20 +367,14 @@ def test_rollback_goes_back_and_past_the_data(monkeypatch, capsys):
     # With results that are read one step late, as on a GPU, and stopped and continued anywhere, it
     # is the same run.
     whole = losses()
-    shutil.rmtree("ckpt")
-    with monkeypatch.context() as patch:
-        read_late(patch)
-        assert train(**ROLLBACK, log_file="late.json") == 0
-    assert losses("late.json") == whole
     for stop in (39, 45):
         shutil.rmtree("ckpt")
-        count = iter(range(1000))
         with monkeypatch.context() as patch:
-            stop_at_call(patch, count, stop)
+            read_late(patch)
+            stop_at_call(patch, iter(range(1000)), stop)
             assert train(**ROLLBACK, log_file="again.json") == 130
         assert train(**ROLLBACK, log_file="again.json", **{"continue": ""}) == 0
-        again = losses("again.json")
-        assert again[-45:] == whole[-45:], stop
+        assert losses("again.json")[-37:] == whole[-37:], stop
 
 
 def read_late(patch):

@@ -82,9 +82,12 @@ def _blocks(text: str, line: int) -> Iterator[Sentence]:
 
 def fragments(path: Path) -> list[Sentence]:
     """The sentences of a Python file that are only a clause."""
+    source = path.read_text()
+    if not re.search(rf"\b{FIRST.pattern}", source):
+        return []  # most have none, and to take them apart takes seconds
     return [
         Sentence(line, sentence)
-        for line, text in paragraphs(path.read_text())
+        for line, text in paragraphs(source)
         for sentence in END.split(" ".join(text.split()))
         if is_fragment(sentence)
     ]

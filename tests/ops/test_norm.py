@@ -195,7 +195,7 @@ def test_backward_adds_to_the_gradients_and_works_without_residual(
 
 @CENTRED
 @pytest.mark.parametrize(
-    "name, dtype", [("narrow", BF16), ("narrow", F32), ("widest", BF16)], ids=str
+    "name, dtype", [("narrow", BF16), ("narrow", F32), ("two_warps_per_row", BF16)], ids=str
 )
 def test_abs_max(dev, rng, name, dtype, centred):
     *shape, _ = CASES[name]
