@@ -214,17 +214,13 @@ def test_refusal_where_coarser_numbers_help():
 
 
 def test_refusal_for_want_of_device_memory():
-    text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=32768)
+    """It is found out quickly."""
+    with counted_plans() as (layers, _):
+        text = refusal("Qwen2.5-0.5B", None, 2.0, seq_len=32768)
+    assert layers.count(preset("Qwen2.5-0.5B").num_layers) == 1 and len(layers) < 400
     assert " it is out of memory: " in text and "out of host memory" not in text
     assert help_in(text) == ["--seq-len=8192"]
     assert " --seq-len=8192 " in text.splitlines()[-1]
-
-
-def test_what_is_hopeless_is_found_out_quickly():
-    model = "Qwen2.5-3B"
-    with counted_plans() as (layers, _):
-        refusal(model, host=None, memory=1, seq_len=32768)
-    assert layers.count(preset(model).num_layers) == 1 and len(layers) < 550
 
 
 def test_machines_share_a_state_where_one_has_no_room_for_it():
@@ -505,7 +501,7 @@ def test_coarser_numbers_that_are_faster(card, options, flags):
 
 
 def test_moments_of_8_bits_where_they_make_room():
-    given = FULL | {"model": "gpt2-355m", "batch-size": 8, "grad-accumulation": 1}
+    given = FULL | {"model": "gpt2-355m", "batch-size": 2, "grad-accumulation": 1}
     planner = planner_for("gpt2-355m", "3090")
     fit = Fit(make_config(given), planner, Limits(device=int(2.8 * GIB)), frozenset())
     (way,) = eight_bit_gain(fit, fit.search()[0])

@@ -23,8 +23,9 @@ from llmq.options.rule import Options
 
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
 # Tokens whose logits are made at a time: rows with which products of the LM head still fill a GPU,
-# and with which adding its gradient up once more for each part is little beside them.
-CHUNK_ROWS, TRAINED_CHUNK_ROWS = 512, 16384
+# and with which adding its gradient up once more for each part is little beside them. A plan goes
+# through all parts: more of them than MOST_PARTS nobody needs, and to refuse them would take hours.
+CHUNK_ROWS, TRAINED_CHUNK_ROWS, MOST_PARTS = 512, 16384, 512
 
 
 def parts_of_logits(o: Options) -> int:
@@ -35,6 +36,7 @@ def parts_of_logits(o: Options) -> int:
     parts, trained = 1, {"embeddings", "head", *NEW_PARTS}
     frozen = o.wants_adapters and trained.isdisjoint(o.train or ())
     rows = CHUNK_ROWS if frozen else TRAINED_CHUNK_ROWS
+    rows = max(rows, o.micro_tokens // MOST_PARTS)
     while o.micro_tokens % (2 * parts * CODES_MULTIPLE) == 0 and o.micro_tokens >= 2 * parts * rows:
         parts *= 2
     return parts

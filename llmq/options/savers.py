@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from llmq.options.conditions import MOST_PARTS
 from llmq.options.rule import EXACT, SAVE, Changes, Options, Rule, each
 
 MIN_CHUNK_ROWS = 256  # of the LM head's products, below which advice does not go
@@ -19,7 +20,7 @@ def _more_chunks(head: int, attention: int) -> Callable[[Options], Changes]:
         chunks = o.lmhead_chunks * head
         rows, rest = divmod(o.micro_tokens, chunks)
         parts, batch = o.attn_bwd_chunks * attention, o.batch_size
-        too_few = head > 1 and rows < MIN_CHUNK_ROWS
+        too_few = head > 1 and (rows < MIN_CHUNK_ROWS or chunks > MOST_PARTS)
         if rest or too_few or (batch % parts and parts % batch):
             return {}
         return {"lmhead_chunks": chunks, "attn_bwd_chunks": parts}
