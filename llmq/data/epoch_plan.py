@@ -166,25 +166,31 @@ def _tell_now_and_then() -> Progress:
     return tell
 
 
+T = TypeVar("T")
 FILE_ORDER = 0x73653753  # second counter word of the file shuffle; the i-th file's chunks use i
-_order_lock = threading.Lock()
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
+def remembered(make: Callable[..., T], most: int) -> Callable[..., T]:
+    """Have a function keep its last results, so many of them, each made once for all threads: ranks
+    ask for the same one at about the same time."""
+    cached, lock = functools.lru_cache(most)(make), threading.Lock()
+
+    def of(*given: int) -> T:
+        with lock:
+            return cached(*given)
+
+    return of
+
+
+def _epoch_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
+    """Permutation (n,) int32 of the files (which = FILE_ORDER) or of the which-th file's chunks."""
     word = philox_4x32((seed & 0xFFFFFFFF, seed >> 32), (epoch, which, 0, 0))[0]
     order = shuffled(n, word, _tell_now_and_then())
     order.flags.writeable = False
     return order
 
 
-def epoch_order(n: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """Permutation (n,) int32 of the files (which = FILE_ORDER) or of the which-th file's chunks.
-
-    Computed once for all ranks of the process: they ask for the same one at about the same time.
-    """
-    with _order_lock:
-        return _cached_order(n, seed, epoch, which)
+epoch_order = remembered(_epoch_order, 8)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -241,7 +247,6 @@ class Split:
 # Sources of sequences
 
 
-T = TypeVar("T")
 _NO_ENDS = np.empty(0, np.int64)
 _PASSES = 3  # remembered: one ends while the next one begins, and one of a validation
 
@@ -307,7 +312,7 @@ class WindowSource:
         self._edges = np.cumsum([0, *(windows.counts[i] for i in files)])
         self.count = int(self._edges[-1])
         self.tokens = windows.tokens(files)
-        self._order = remembered(self._make_order)
+        self._order = remembered(self._make_order, _PASSES)
 
     def _make_order(self, seed: int, number: int) -> np.ndarray:
         return hashed_order(self.count, seed, number, self._which)
@@ -333,7 +338,7 @@ class PackedSource:
         self._rows = None if alone else best_fit(pieces.length, seq_len)
         self.count = len(pieces) if alone else len(self._rows)
         self.tokens = pieces.tokens
-        self._pass = remembered(self._make_pass)
+        self._pass = remembered(self._make_pass, _PASSES)
 
     def _make_pass(self, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Orders of the rows, and of the pieces that fill them: the longest first."""
@@ -372,17 +377,6 @@ def spans_of(pieces: Pieces, chosen: np.ndarray) -> list[Span]:
         Span(file, start, length, goes_on, (first,) * (first > 0) + (length,) * (not goes_on))
         for file, start, length, goes_on, first in zip(*columns, strict=True)
     ]
-
-
-def remembered(make: Callable[[int, int], T]) -> Callable[[int, int], T]:
-    """Have a function of (seed, pass) keep its last results, each made once for all threads."""
-    cached, lock = functools.lru_cache(maxsize=_PASSES)(make), threading.Lock()
-
-    def of(seed: int, number: int) -> T:
-        with lock:
-            return cached(seed, number)
-
-    return of
 
 
 # ------------------------------------------------------------------------------------------------
