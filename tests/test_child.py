@@ -8,7 +8,7 @@ import time
 import pytest
 
 from llmq.bench import child
-from llmq.bench.child import KEPT_LINES, run_child, run_watched, watched
+from llmq.bench.child import KEPT_LINES, run_child, watched
 
 TOUCHING = "import pathlib, sys, time; alive = pathlib.Path(sys.argv[1])\n"
 
@@ -21,7 +21,7 @@ def impatient(monkeypatch):
 
 def run(tmp_path, code: str, limit: float, text: str = "") -> int | None:
     alive = tmp_path / "alive"
-    return run_watched([sys.executable, "-c", code, str(alive)], text, alive, limit)
+    return watched([sys.executable, "-c", code, str(alive)], text, alive, limit).status
 
 
 @pytest.mark.parametrize("limit", [0, 60])

@@ -1,10 +1,11 @@
 """Signals that ask a run to end, and how they end what is going on."""
 
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -88,6 +89,13 @@ class FirstSignal:
         self.__exit__()
         if signal.SIGHUP in self._before:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def signal_from_parent(signum: int) -> None:
+    """Have Linux send this signal to this process when its parent has died."""
+    PR_SET_PDEATHSIG = 1
+    with suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 @contextmanager

@@ -2,12 +2,9 @@
 Runs, and all plans before, are made in child processes (llmq/bench/measure.py): this one loads no
 CUDA."""
 
-import json
-import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Hashable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -18,7 +15,7 @@ from llmq.base.errors import ConfigError, LlmqError, warn
 from llmq.base.files import read_json
 from llmq.base.signals import Interrupted
 from llmq.bench import BenchOptions
-from llmq.bench.child import CHILD, EXTRA_STEPS, WARM_UP, run_child, run_watched
+from llmq.bench.child import CHILD, EXTRA_STEPS, WARM_UP, ask, run_child
 from llmq.bench.report import describe, full_title, markdown, shared_flags
 from llmq.bench.report_file import Report, ReportFile, differences, in_order, merge
 from llmq.bench.sweep_file import Row, flag_of, identity, read_runs
@@ -89,14 +86,10 @@ Prediction = dict[str, Any]
 def predict(runs: list[dict[str, Any]]) -> tuple[list[Prediction], dict[str, Any] | None]:
     """The prediction of each run, and the machine. A child that fails is reported, and nothing is
     known."""
-    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
-        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
-        text = json.dumps({"runs": runs, "parent": os.getpid()})
-        status = run_watched([*PLANNER, str(path), str(alive)], text, alive, LIMIT)
-        if path.exists():
-            result = json.loads(path.read_text())
-            return result["runs"], result["machine"]
-    warn(f"the runs cannot be planned: the process that does it ended with {status}")
+    found, ended = ask(PLANNER, {"runs": runs}, LIMIT)
+    if found is not None:
+        return found["runs"], found["machine"]
+    warn(f"the runs cannot be planned: the process that does it ended with {ended.status}")
     return [{}] * len(runs), None
 
 

@@ -4,7 +4,6 @@ The child says by a file that it goes on: it gives it a new modification time.
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -14,10 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from llmq.base.signals import signal_from_parent
 from llmq.options.options_io import make_config
 from llmq.run.restarts import in_words
 
@@ -40,12 +40,6 @@ class Ended(NamedTuple):
     status: int | None
     late: bool
     words: list[str]
-
-
-def run_watched(command: list[str], text: str, alive: Path, limit: float) -> int | None:
-    """Run a command as `watched` does, without a limit for the whole; only its exit status is
-    returned."""
-    return watched(command, text, alive, limit).status
 
 
 def watched(command: list[str], text: str, alive: Path, limit: float, timeout: float = 0) -> Ended:
@@ -132,15 +126,25 @@ def end_with(parent: int | None) -> None:
     """
     if parent is None:
         return
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_from_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 # ------------------------------------------------------------------------------------------------
 # The child that measures
+
+
+def ask(
+    command: Sequence[str], job: dict[str, Any], limit: float, timeout: float = 0
+) -> tuple[Any, Ended]:
+    """The JSON that llmq/bench/measure.py writes for a job, None if it writes none, and how it has
+    ended. command: CHILD. limit, timeout: as of `watched`."""
+    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
+        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
+        text = json.dumps(job | {"parent": os.getpid()})
+        ended = watched([*command, str(path), str(alive)], text, alive, limit, timeout)
+        return json.loads(path.read_text()) if path.exists() else None, ended
 
 
 def run_child(
@@ -151,19 +155,12 @@ def run_child(
     `last_words`, lines."""
     watchdog = make_config(options).watchdog
     limit = watchdog + START_SECONDS if watchdog else 0
-    with tempfile.TemporaryDirectory(prefix="llmq-bench-") as folder:
-        path, alive = Path(folder) / "result.json", Path(folder) / "alive"
-        job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
-        job["parent"] = os.getpid()
-        command = [*CHILD, str(path), str(alive)]
-        try:
-            ended = watched(command, json.dumps(job), alive, limit, timeout)
-        except OSError as error:  # there is no memory for a process, say
-            return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
-        if path.exists():
-            outcome = json.loads(path.read_text())
-        else:
-            outcome = _without_result(ended, limit, timeout)
+    job = {"options": options, "steps": steps, "repeats": repeats, "started": time.time()}
+    try:
+        outcome, ended = ask(CHILD, job, limit, timeout)
+    except OSError as error:  # there is no memory for a process, say
+        return {"status": "failed", "message": f"no process can be made: {error.strerror}"}
+    outcome = _without_result(ended, limit, timeout) if outcome is None else outcome
     said = outcome["status"] in ("failed", "hung") and ended.words
     return outcome | ({"last_words": ended.words} if said else {})
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmq.base.files import write_file
-from llmq.bench.child import job_of_parent, run_watched
+from llmq.bench.child import job_of_parent, watched
 from llmq.run.restarts import in_words
 
 PARTS = {
@@ -65,7 +65,7 @@ def run_part(part: str, seconds: float, options: dict[str, Any]) -> dict[str, An
         job = json.dumps(
             {"part": part, "seconds": seconds, "options": options, "parent": os.getpid()}
         )
-        status = run_watched([*CHILD, str(path)], job, alive, seconds + GRACE)
+        status = watched([*CHILD, str(path)], job, alive, seconds + GRACE).status
         found = json.loads(path.read_text()) if path.exists() else {"result": {}, "error": None}
     if status is None:
         return found | {"error": f"it took more than {seconds + GRACE:.0f} s and was ended"}

@@ -4,7 +4,6 @@ one log."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import signal
@@ -13,10 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from llmq.base.errors import LlmqError, MachineError
-from llmq.base.signals import SUPERVISED, OutOfTime, ending_signals
+from llmq.base.signals import SUPERVISED, OutOfTime, ending_signals, signal_from_parent
 from llmq.checkpoint.manifest import MANIFEST
 from llmq.checkpoint.store import checkpoints_by_name
 from llmq.options.option_types import NEWEST
@@ -25,7 +25,6 @@ from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu, all_gpus, open_nvml, xid_tex
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; twice as long each time
 POLL = 0.05  # seconds
-DEATH = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def is_crash(status: int) -> bool:
@@ -177,7 +176,8 @@ class _Run:
             command,
             env=os.environ | {SUPERVISED: str(self.begin)},
             process_group=0,
-            preexec_fn=_end_with_parent,
+            # After it the run writes a checkpoint.
+            preexec_fn=partial(signal_from_parent, signal.SIGTERM),
         )
         self._process = process
         if self.signum is not None:  # it came meanwhile
@@ -193,9 +193,3 @@ class _Run:
         while self.signum is None and time.monotonic() < end:
             time.sleep(POLL)
         return self.signum is not None
-
-
-def _end_with_parent() -> None:
-    """Linux sends SIGTERM when the parent has died, after which the run writes a checkpoint."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(DEATH, int(signal.SIGTERM))
