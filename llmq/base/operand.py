@@ -64,11 +64,17 @@ Result = Tensor | ProductCodes
 
 class OutputForms(NamedTuple):
     """The forms in which a kernel writes a tensor: as it is, its largest absolute value F32 (1,),
-    as fp8."""
+    as fp8.
+
+    settle: None, unless the scale of fp8 follows from that largest value. It enqueues what makes
+    the scale, and of the tensor, if it is given, the codes: a kernel writes the tensor before it,
+    or looks for the largest value before it and writes the codes after it.
+    """
 
     out: Tensor | None
     abs_max: Tensor | None = None
     fp8: Fp8Out | None = None
+    settle: Callable[[Tensor | None], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 //   update   history[h] = history[h + 1], the last one = abs_max, or 0 where that is not finite
 //            m = largest of history      scale = max(m, 1e-10) / limit, 1 where m is 0
 //            factor = 1 / scale
+//   now      scale = max(abs_max, 1e-10) / limit, NaN where that is not finite
 //   count    stats[saturated] += sum of saturated
 //            stats[norm_squared] = NaN if an abs_max is not finite
 //
@@ -10,7 +11,8 @@
 //          counts, the others keep addresses multiples of 16 bytes. history: F32 (length, n),
 //          oldest first. limits: F32 (n). factors may be null, and abs_maxes: then history stays as
 //          it is. stats: F64, first llmq.base.dtypes.STATS.
-// Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block.
+//          now: scale, abs_max: F32 (1).
+// Launch   update: 256 threads, ceil(n / 256) blocks. count: 256 threads, one block. now: one thread.
 // Cost     history read and written once; launches of some microseconds.
 // Needs    limits positive, history finite and not negative. Counts are exact below 2^32 each.
 #include "common.cuh"
@@ -41,6 +43,11 @@ fp8_scale_update(f32* __restrict__ scales, f32* __restrict__ factors, f32* __res
     const float scale = largest > 0.0f ? fmaxf(largest, LEAST_ABS_MAX) / limits[i] : 1.0f;
     scales[i * STRIDE] = scale;
     if (factors != nullptr) { factors[i * STRIDE] = 1.0f / scale; }
+}
+
+extern "C" __global__ void fp8_scale_now(f32* scale, const f32* abs_max, f32 limit) {
+    const float m = *abs_max;
+    *scale = isfinite(m) ? fmaxf(m, LEAST_ABS_MAX) / limit : m - m;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

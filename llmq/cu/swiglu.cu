@@ -4,7 +4,8 @@
 //   d_up = d_out * (gate * s)    d_gate = d_out * up * d(gate * s) / d gate
 //
 // Data     up_gate, d_up_gate: (rows, 2F), [up | gate] in every row. out, d_out: (rows, F). All
-//          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate.
+//          of T, 16-byte aligned, F a multiple of one 16-byte vector. d_up_gate may be up_gate, or
+//          null where only abs_max is wanted.
 //          abs_max: F32 (1), with ABS_MAX = 1 raised to the largest |out| of forward, |d_up_gate|,
 //          as stored; else not touched, may be null. backward writes the out of forward again with
 //          OUT = 1, which may be d_out; else it may be null.
@@ -145,8 +146,10 @@ swiglu_backward(T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F,
         const Vec<T> d_i = unpack<T>(d[i]), up_i = unpack<T>(up[i]), gate_i = unpack<T>(gate[i]);
         Vec<T> d_up, d_gate, out_i;
         gradients<N, sizeof(T) == 4>(d_up, d_gate, out_i, d_i, up_i, gate_i);
-        store_vec(d_up_gate + place.up, d_up);
-        store_vec(d_up_gate + place.up + F, d_gate);
+        if (d_up_gate != nullptr) {
+            store_vec(d_up_gate + place.up, d_up);
+            store_vec(d_up_gate + place.up + F, d_gate);
+        }
         if constexpr (OUT) { store_vec(out + place.out, out_i); }
         largest = max(largest, max(abs_max_bits(d_up), abs_max_bits(d_gate)));
     }

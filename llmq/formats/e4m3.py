@@ -280,9 +280,21 @@ class E4m3(Format):
     ) -> Operand:
         keeps = tensor_id in self.whole
         known = self._known or (settles and self.products)
-        if (keeps and not both) or not known:
+        follows = settles and not (bias or keeps)
+        if (keeps and not both) or not (known or follows):
             return super().gradient(temps, tensor_id, write, shape=shape, out=out)
         q, q_t = self._codes(temps, tensor_id, shape)
+        if not known:
+
+            def settle(x: Tensor | None) -> None:
+                if x is None:
+                    self.scales.follow(tensor_id, self.formats[tensor_id.rpartition(".")[2]])
+                else:
+                    self._quantize(tensor_id, q, q_t, x)
+
+            codes = self.scales.fp8_out_again(tensor_id, q, q_t)
+            write(OutputForms(out, self.scales.abs_max(tensor_id), codes, settle))
+            return self._fp8(tensor_id, None, q, q_t)
         source = out if bias or keeps else None
         write(self._direct(tensor_id, source, q, q_t))
         return self._fp8(tensor_id, source, q, q_t)

@@ -198,7 +198,8 @@ class Format:
         """The gradient of a product's output. out: memory of its shape; None: if its result is
         codes, and bias is False. bias: the tensor itself is wanted besides, because a bias's
         gradient is its sum. both: whether the kernel can write a tensor and its codes. settles:
-        whether `written` enqueues it."""
+        whether it is the epilogue of a product, which goes by `settle` and is enqueued by
+        `written`."""
         write(self.measured(tensor_id, out))
         return self.of_tensor(temps, tensor_id, out, measured=True, transposed=True)
 

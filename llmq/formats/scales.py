@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llmq.base.dtypes import F32, I32
+from llmq.base.dtypes import F32, I32, DType
 from llmq.base.operand import Fp8Out, ProductCodes
 from llmq.base.tensor import Tensor
 from llmq.ops import fp8_scale
@@ -82,6 +82,10 @@ class Scales(NoScales):
         """The place where a kernel writes the codes of a tensor that it makes again. The scale is
         that of the first time, when what saturates was counted."""
         return Fp8Out(codes, transposed, self.scale(name), self._ignored)
+
+    def follow(self, name: str, dtype: DType) -> None:
+        """The scale of a tensor in this format from its own largest value."""
+        fp8_scale.now(self.dev, self.scale(name), self.abs_max(name), dtype)
 
     def forget(self) -> None:
         """Begin to record largest values anew."""

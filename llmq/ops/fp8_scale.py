@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from llmq.base.dtypes import F32, I32
+from llmq.base.dtypes import F32, FP8_MAX, I32, DType
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float, expect_stats
 from llmq.runtime.device import Device
@@ -17,6 +17,7 @@ UPDATE = Kernel(
     args="f32* scales, f32*? factors, inout f32* history, const f32*? abs_maxes, "
     "const f32* limits, i32 length, i32 n",
 )
+NOW = Kernel("fp8_scale.cu", "fp8_scale_now", args="f32* scale, const f32* abs_max, f32 limit")
 COUNT = Kernel(
     "fp8_scale.cu",
     "fp8_scale_count",
@@ -64,6 +65,19 @@ def update(
         expect("fp8_scale", "factors", factors, F32, (n, STRIDE))
     args = (scales, factors, history, abs_maxes, limits, length, n)
     dev.launch(UPDATE, ceil_div(n, THREADS), THREADS, args)
+
+
+def now(dev: Device, scale: Tensor, abs_max: Tensor, dtype: DType) -> None:
+    """scale = that of `quantize`, for kernels that write codes: max(abs_max, 1e-10) / MAX.
+
+    Args:
+        scale    out  F32 (1,)
+        abs_max  in   F32 (1,)
+        dtype         of the codes, FP8, whose largest finite value is MAX
+    """
+    expect("fp8_scale", "scale", scale, F32, (1,))
+    expect("fp8_scale", "abs_max", abs_max, F32, (1,))
+    dev.launch(NOW, 1, 1, (scale, abs_max, FP8_MAX[dtype]))
 
 
 def count(dev: Device, stats: Tensor, saturated: Tensor, abs_maxes: Tensor) -> None:

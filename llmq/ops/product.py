@@ -397,18 +397,32 @@ def _activation_gradient(terms: _Terms, out: Handed, epilogue: ActivatedGradient
     name, up, to, again = epilogue.name, epilogue.up, epilogue.to, epilogue.again
     # Two kernels are faster if these are codes.
     route = terms.route("glu_grad") if name in GATED and isinstance(up, Tensor) else None
-    results = {"abs_max": to.abs_max, "fp8": to.fp8, "out": again.out, "out_fp8": again.fp8}
+    # One that has to know its scale: gated activations are computed twice, which moves fewer bytes
+    # than writing them and making codes of that.
+    late = to.settle is not None
+    twice = late and route is None and name in GATED
+    results = {"abs_max": to.abs_max, "out": again.out, "out_fp8": again.fp8}
+    results["fp8"] = None if late else to.fp8
     if route is not None:
         with terms.operands() as operands:
             how = {"up_gate": up, "gelu": name == "geglu"} | results
             matmul_fused.swiglu_backward(terms.dev, to.out, **operands, **how)
+        if late:
+            to.settle(to.out)
         return
     _, backward = ACTIVATIONS[name]
     with ExitStack() as temps:
         # The activation may go where its gradient is, which is not needed again.
         place = out.place(temps) if again.out is None else again.out
         d_act = out.result(place, _alone(terms, None))
+        if twice:
+            backward(terms.dev, None, d_act, up, abs_max=to.abs_max)
+            to.settle(None)
+            backward(terms.dev, None, d_act, up, **results | {"abs_max": None, "fp8": to.fp8})
+            return
         out.written(partial(backward, terms.dev, to.out, d_act, up, **results))
+        if late:
+            to.settle(to.out)
 
 
 def _cross_entropy(terms: _Terms, out: Tensor, epilogue: CrossEntropy) -> None:

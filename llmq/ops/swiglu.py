@@ -34,7 +34,7 @@ FORWARD = Kernel(
 BACKWARD = Kernel(
     "swiglu.cu",
     "swiglu_backward",
-    args="T* d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max, "
+    args="T*? d_up_gate, const T* d_out, const T* up_gate, i64 rows, i32 F, inout f32*? abs_max, "
     "T*? out",
 )
 FORWARD_FP8 = Kernel(
@@ -113,7 +113,8 @@ def backward(
     If forward's result was not kept, it can be written again, without another look at up_gate.
 
     Args (T is BF16 or F32):
-        d_up_gate  out    T (*S, 2F)   [d_up | d_gate]; may be up_gate itself; or None with fp8
+        d_up_gate  out    T (*S, 2F)   [d_up | d_gate]; may be up_gate itself; or None with fp8, or
+                                       if only abs_max is wanted
         d_out      in     T (*S, F)     or with up_gate the codes of a product (rows, F)
         up_gate    in     T (*S, 2F)    or codes, as in forward; then there is no `out`
         abs_max    inout  F32 (1,)     or None; raised to the largest |d_up_gate|
@@ -134,7 +135,7 @@ def backward(
     else:
         rows, F = _check(op, "d_out", d_out, up_gate)
     dtype = BF16 if coded else up_gate.dtype
-    if d_up_gate is not None or fp8 is None:
+    if d_up_gate is not None or (fp8 is None and abs_max is None):
         expect(op, "d_up_gate", d_up_gate, dtype, up_gate.shape)
     args, consts = (d_up_gate, d_out, up_gate, rows, F, abs_max), abs_max_consts(op, abs_max)
     consts |= again_consts(op, out, out_fp8, dtype, d_out.shape)

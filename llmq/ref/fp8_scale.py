@@ -25,6 +25,12 @@ def fp8_scale_update(scales, factors, history, abs_maxes, limits, length, n):
         factors[:, 0] = np.float32(1) / scales[:, 0]
 
 
+def fp8_scale_now(scale, abs_max, limit):
+    """The scale that `quantize` writes; limit: the largest finite value of the codes' format."""
+    finite = np.isfinite(abs_max[0])
+    scale[0] = max(abs_max[0], LEAST_ABS_MAX) / np.float32(limit) if finite else np.nan
+
+
 def fp8_scale_count(stats, saturated, abs_maxes, n):
     """stats[saturated] += sum of the counts, which have no sign; the norm NaN for an infinity."""
     stats[STAT["saturated"]] += saturated[:, 0].view(np.uint32).sum(dtype=np.uint64)

@@ -42,6 +42,8 @@ def swiglu_forward(out, up_gate, rows, F, abs_max=None, *, gelu=0):
 def swiglu_backward(d_up_gate, d_out, up_gate, rows, F, abs_max=None, out=None, *, gelu=0):
     """out: forward's result again; may be d_out."""
     d_out = d_out.reshape(rows, F)
+    if d_up_gate is None:
+        d_up_gate = np.empty((rows, 2 * F), up_gate.dtype)
     up_gate, d_up_gate = up_gate.reshape(rows, 2 * F), d_up_gate.reshape(rows, 2 * F)
     with np.errstate(over="ignore"):
         for block in row_blocks(rows, F):

@@ -1,10 +1,12 @@
 """Scales from history on a device: the same bits as the reference."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from llmq.base.dtypes import F32, F64, I32, STAT, STATS
-from llmq.ops import fp8_scale
+from llmq.base.dtypes import F32, F64, FP8, I32, STAT, STATS
+from llmq.ops import fp8_scale, quantize
 from llmq.ref.fp8_scale import CASES
 from llmq.runtime.device import HOST_SPEC
 from llmq.runtime.plan_device import PlanDevice
@@ -57,6 +59,18 @@ def test_count(dev, rng, n, spoiled):
         want[STAT["norm_squared"]] = np.nan
     for device in (dev, host_device()):
         np.testing.assert_array_equal(run(device, fp8_scale.count, arrays)["stats"], want)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-12, 3.0, np.inf, np.nan])
+def test_now_is_the_scale_of_quantize(dev, largest):
+    abs_max = np.float32([largest])
+    for device in (dev, host_device()):
+        for dtype in FP8:
+            q, x = np.zeros(16, dtype.numpy), np.zeros(16, np.float32)
+            scales = {"scale": np.zeros(1, np.float32), "abs_max": abs_max}
+            got = run(device, partial(fp8_scale.now, dtype=dtype), scales)["scale"]
+            want = run(device, quantize.quantize, {"q": q, "q_t": None, "x": x} | scales)["scale"]
+            np.testing.assert_array_equal(got, want)
 
 
 def test_wrong_arguments():

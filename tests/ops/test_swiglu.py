@@ -76,6 +76,13 @@ def test_abs_max(dev, rng, name, dtype):
         }
         arrays["up_gate"][:, half] *= 64
         check_abs_max(dev, swiglu.backward, arrays, stored="d_up_gate", spoiled="d_out")
+        alone = arrays | {"d_up_gate": None, "abs_max": np.zeros(1, np.float32)}
+        for device in (dev, host_device()):
+            largest = run(device, swiglu.backward, alone)["abs_max"]
+            whole = run(device, swiglu.backward, arrays | {"abs_max": alone["abs_max"]})
+            assert (
+                largest == whole["abs_max"] == np.abs(whole["d_up_gate"].astype(np.float32)).max()
+            )
 
 
 @FP8_CASES
