@@ -23,6 +23,7 @@ from llmq.plan.cost import (
     COPY_SHARE,
     HOST_MEMORY,
     HOST_SHARE,
+    KERNEL_SHARE,
     LAUNCH,
     PARTS,
     Network,
@@ -156,7 +157,7 @@ def test_kernels_of_the_main_stream_wait_for_those_of_others():
     phase = replay([beside, work(size=gigabyte // 4), work(size=gigabyte // 4)], rates)
     assert phase.busy["memory_bound"] == pytest.approx(one + 2 * seconds(gigabyte // 4))
     # For one that reads host memory as long as it waits for the bus; for a copy not at all.
-    for file, delay in (("quantize.cu", 1 / H100.bus), ("", 0.0)):
+    for file, delay in (("quantize.cu", 1 / (KERNEL_SHARE[False] * H100.bus)), ("", 0.0)):
         loading = work("comm", file=file, loaded=gigabyte, size=gigabyte // 2)
         phase = replay([loading, work(size=gigabyte), work(size=gigabyte)], rates)
         assert phase.busy["memory_bound"] == pytest.approx(delay + 2 * one)

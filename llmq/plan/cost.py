@@ -54,6 +54,9 @@ SMALL, SMALL_TILES, SMALL_LAUNCH = (86, 89, 120, 121), 0.5, 3e-6
 # Both directions together have so many times one direction's rate: 48 of 55 GB/s each
 # (h200_x4_bus.txt).
 BOTH_WAYS = 1.74
+# Kernels that work in host memory themselves reach so much of a copy's rate, by whether they write
+# there (h200_bus.txt).
+KERNEL_SHARE = {False: 0.94, True: 0.87}
 # Exchanges through the host, by whether NCCL makes them: of one direction's rate of the bus, what
 # they reach in both at once (two H200), and bytes per second that host memory gives and takes, of
 # all GPUs and directions together (four). Plain copies of four H200 pass 134 to 180 GB/s; one alone
@@ -257,17 +260,19 @@ class Rates:
     def transfers(self, work: Work) -> Transfers:
         """How long each carrier is busy with a piece of work."""
         sizes = (work.loaded, work.stored, work.received, work.shared, work.sent, work.network)
-        key = (work.entry, *sizes) if work.received else sizes
+        kernel = bool(work.file)
+        key = (work.entry, *sizes) if work.received else (kernel, *sizes)
         if key not in self._transfers:  # pieces of transfers are all alike
             carried = None if self._links is None else self._links.carried(work)
-            found = carried or self._carried(*sizes[:5])
+            share = KERNEL_SHARE[bool(work.stored)] if kernel else 1.0
+            found = carried or self._carried(*sizes[:5], share)
             if work.network:
                 found.carriers["network"] = work.network / self._network.rate
             self._transfers[key] = found
         return self._transfers[key]
 
     def _carried(
-        self, loaded: int, stored: int, received: int, shared: int, sent: int
+        self, loaded: int, stored: int, received: int, shared: int, sent: int, share: float
     ) -> Transfers:
         if self._link:
             link = (received + shared) / self._link
@@ -275,7 +280,7 @@ class Rates:
         else:
             link, loaded = 0.0, loaded + shared
             staged_in, staged_out = received, sent
-        load, store = loaded / self._bus, stored / self._bus
+        load, store = (size / (share * self._bus) for size in (loaded, stored))
         host = 0.0
         if self._host < BOTH_WAYS * self._bus:
             host = (loaded + stored + staged_in + staged_out) / self._host
