@@ -33,7 +33,6 @@ from llmq.checkpoint.exports import export
 from llmq.checkpoint.folder import discard, move
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.manifest import MANIFEST, Manifest, digest_of
-from llmq.checkpoint.safetensors_file import HashingSink
 from llmq.checkpoint.store import (
     checkpoint_at,
     delete_old,
@@ -473,7 +472,7 @@ def test_a_write_that_finds_no_space(tmp_path, monkeypatch):
     writer = CheckpointWriter(tmp_path, 10)
     name = "weights.shard_000_of_001.safetensors"
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(HashingSink, "write", Mock(side_effect=full))
+    monkeypatch.setattr("llmq.checkpoint.checkpoint.write_safetensors", Mock(side_effect=full))
     ranges = [(param, 0, param.size) for param in PARAMS]
     with pytest.raises(LlmqError, match=rf"^the disk is full, writing '.*{name}': [^\n]*$"):
         writer.write("weights", F32, ranges, lambda p, a, b: np.zeros(b - a, np.float32))

@@ -39,7 +39,6 @@ from llmq.checkpoint.folder import check_own, checkpoint_path, discard, problem_
 from llmq.checkpoint.manifest import MANIFEST, VERSION, Manifest, digest_of, read_manifest
 from llmq.checkpoint.safetensors_file import (
     NUMPY_DTYPES,
-    HashingSink,
     SafetensorsFile,
     TensorSpec,
     write_safetensors,
@@ -168,9 +167,8 @@ class CheckpointWriter:
         name = f"{group}.shard_{self.rank:03d}_of_{self.world:03d}.safetensors"
         metadata = {"format": "pt", "group": group, "ranges": json.dumps(index)}
         with replacing(self.temporary / name) as file:
-            sink = HashingSink(file)
-            write_safetensors(sink, specs, arrays, metadata)
-        return FileEntry(name, group, self.rank, sink.bytes, sink.digest.hexdigest())
+            written = write_safetensors(file, specs, arrays, metadata)
+        return FileEntry(name, group, self.rank, *written)
 
     def commit(self, manifest: Manifest, entries: Iterable[FileEntry]) -> Path:
         """Make the checkpoint visible, in place of one of the same step; returns its path.

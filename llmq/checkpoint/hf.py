@@ -38,12 +38,7 @@ from llmq.checkpoint.export_files import (
     write_json,
 )
 from llmq.checkpoint.finite import all_finite
-from llmq.checkpoint.safetensors_file import (
-    HashingSink,
-    SafetensorsFile,
-    TensorSpec,
-    write_safetensors,
-)
+from llmq.checkpoint.safetensors_file import SafetensorsFile, TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE, TokenizerId
 from llmq.data.tokenizer import Tokenizer
 from llmq.ref.common import row_blocks
@@ -564,7 +559,6 @@ def _write_weights(
     sums = {}
     for name, shard in zip(names, shards, strict=True):
         with open(directory / name, "wb") as file:
-            sink = HashingSink(file)
-            write_safetensors(sink, shard, islice(arrays, len(shard)), {"format": "pt"})
-        sums[name] = sink.digest.hexdigest()
+            of_shard = islice(arrays, len(shard))
+            _, sums[name] = write_safetensors(file, shard, of_shard, {"format": "pt"})
     return sums

@@ -29,7 +29,7 @@ from llmq.checkpoint.peft import (
     nested_name,
     tied_names,
 )
-from llmq.checkpoint.safetensors_file import HashingSink, TensorSpec, write_safetensors
+from llmq.checkpoint.safetensors_file import TensorSpec, write_safetensors
 from llmq.data.identity import RUN_FILE
 from llmq.data.tokenizer import Tokenizer
 from llmq.options.adapters import Adapters, adapted_modules, adapted_tables, all_adapted
@@ -68,9 +68,8 @@ def export_adapter(
                 specs.append(TensorSpec(_peft_name(name, nested), dtype, array.shape))
                 arrays.append(array)
         with open(staging / ADAPTER_FILE, "wb") as file:
-            sink = HashingSink(file)
-            write_safetensors(sink, specs, arrays, {"format": "pt"})
-        sums = {ADAPTER_FILE: sink.digest.hexdigest()}
+            _, digest = write_safetensors(file, specs, arrays, {"format": "pt"})
+        sums = {ADAPTER_FILE: digest}
         kept = {"base_dtype": config.base_dtype} if config.base_dtype else {}
         kept |= {"lora_init": "pissa"} if config.split else {}
         kept |= {"add_tokens": config.add_tokens} if config.add_tokens else {}

@@ -145,15 +145,13 @@ class TensorSpec(NamedTuple):
 
 
 def write_safetensors(
-    file: BinaryIO | HashingSink,
+    file: BinaryIO,
     specs: Sequence[TensorSpec],
     arrays: Iterable[np.ndarray],
     metadata: dict[str, str],
-) -> None:
-    """Write a whole file; arrays yields the tensors in the order of specs, one at a time.
-
-    ValueError if an array is not what its spec says.
-    """
+) -> tuple[int, str]:
+    """Write a whole file; returns its size and SHA-256. arrays yields the tensors in the order of
+    specs, one at a time. ValueError if an array is not what its spec says."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for spec in specs:
@@ -165,27 +163,21 @@ def write_safetensors(
         offset += spec.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-(8 + len(text)) // HEADER_ALIGN) * HEADER_ALIGN - 8)
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)
+    digest, size = hashlib.sha256(), 0
+
+    def put(data: bytes | memoryview) -> None:
+        nonlocal size
+        file.write(data)
+        digest.update(data)
+        size += len(data)
+
+    put(len(text).to_bytes(8, "little"))
+    put(text)
     for spec, array in zip(specs, arrays, strict=True):
         if array.dtype != spec.dtype.numpy or array.shape != spec.shape:
             raise ValueError(
                 f"write_safetensors: {spec.name} must be {spec.dtype} {list(spec.shape)}, "
                 f"got {array.dtype} {list(array.shape)}"
             )
-        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
-class HashingSink:
-    """Passes bytes on to a file; counts and hashes them."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.bytes = 0
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append these bytes."""
-        self._file.write(data)
-        self.bytes += len(data)
-        self.digest.update(data)
+        put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return size, digest.hexdigest()
