@@ -204,8 +204,8 @@ def test_no_recipe_passes_over_the_data_more_than_four_times():
     data = {"train_tokens": 1 << 20, "eval_tokens": 1000, "tokenizer": "bytes"}
     made = search(depths=(2, 3), given={"seq-len": 256}, **data)
     best = recipe_report._best(made, ours=True)
-    assert best.parameters == max(recipe.parameters for recipe in made.tried)
-    assert 3.9 < best.passes <= 4 and best.loss == min(recipe.loss for recipe in made.tried)
+    carried = 4 * math.sqrt(2 * (1 << 20) / best.parameters)  # large models bear fewer
+    assert 0.95 * carried < best.passes <= carried < 4 and best.loss == min(recipe.loss for recipe in made.tried)
     assert best.time < 0.9 * 3600 * HOURS
     record = recipe_report.recipe_record(best, made, None, None)
     left = 3600 * HOURS - best.time
@@ -218,16 +218,17 @@ def test_no_recipe_passes_over_the_data_more_than_four_times():
     assert smaller.parameters < best.parameters and smaller.law == law
 
 
-def test_muon_takes_the_next_power_of_two_of_tokens_a_step():
-    """Twice the tokens a step, with AdamW's the nearest one."""
-    made = search(depths=(3,), given={"seq-len": 1024})
-    near = batch_tokens(1.1e8) / 1024
-    assert 16 < near < 16 * 2**0.5
-    sequences = {
-        name: made._sequences(replace(made.config, optimizer=name), 1.1e8, 1)
-        for name in ("adamw", "muon")
-    }
-    assert sequences == {"adamw": 16, "muon": 32}
+def test_muon_takes_more_tokens_a_step_as_long_as_they_are_faster():
+    """A small model's steps are too short to keep a card busy. AdamW's are what its paper says."""
+    tokens = {}
+    for optimizer in ("adamw", "muon"):
+        given = {"seq-len": 1024, "optimizer": optimizer}
+        made = search(0.0048, depths=(3,), given=given, laws=read_laws())
+        best = made.best()
+        nearest = 1024 * made._sequences(best.config, best.tokens, 1)
+        tokens[optimizer] = best.need.tokens / nearest
+        assert best.need.tokens <= 4 * batch_tokens(best.tokens)
+    assert tokens["adamw"] == 1 and tokens["muon"] in (2, 4)
 
 
 def test_formats_that_do_not_go_with_what_is_given_are_not_tried():
@@ -359,7 +360,7 @@ def test_the_file_is_the_run_that_was_promised(folder, capsys):
     assert config.max_hours == record["max_hours"] > 0.03
     assert config.eval_file == "data/eval*.bin" and "hidden_size" in fields
     assert record["law"].startswith("a fit to") and record["of_other_text"]
-    assert config.optimizer == "muon" and 3 < record["passes"] <= 4
+    assert config.optimizer == "muon" and 1 < record["passes"] <= 4
     assert [tried["loss"] for tried in record["tried"]] == [record["loss"]]
     hours, kwh = record["seconds"] / 3600, record["kwh"]
     assert math.isclose(kwh, 0.7 * hours) and math.isclose(record["cost"], 3 * hours + 0.5 * kwh)
@@ -442,14 +443,14 @@ def test_run_trains_what_was_written(folder, monkeypatch):
 
     def short(config, steps):
         tried.append(steps)
-        ends = np.cumsum([2.0] * 5 + [0.3] * (steps - 5))
-        return 9 + steps * 0.3, ends.tolist()
+        ends = np.cumsum([4.0] * 5 + [0.75] * (steps - 5))
+        return 9 + steps * 0.75, ends.tolist()
 
     monkeypatch.setattr("llmq.commands.recipe._short_run", short)
     one = SIZES.replace("--batch-size 8", "--batch-size 1")  # else four passes take fewer steps
     assert _run(f"recipe --hours 0.03 --data data {one} --run --out a.yaml".split()) == 0
     ((config, model, _, _),) = started
-    assert 94 < config.steps * 0.3 < 99.1 and config.hidden_size == 128  # of 108 seconds 9 are lost
+    assert 94 < config.steps * 0.75 < 99.1 and config.hidden_size == 128  # of 108 seconds 9 are lost
     assert tried[1] > tried[0] == 12
     assert config.max_hours > 0.03 and model.hidden_size == 128
 

@@ -17,7 +17,7 @@ from llmq.options.options import TrainConfig
 from llmq.options.sizes import SIZES, resized
 from llmq.plan.disk import disk_use
 from llmq.plan.estimate import Estimate
-from llmq.plan.fit import PRODUCT, Fit
+from llmq.plan.fit import PRODUCT, Candidate, Fit
 from llmq.plan.law import PASSES, Law, worth
 from llmq.plan.memory import OutOfMemory
 from llmq.plan.shrink import FP8, changed
@@ -48,7 +48,10 @@ DELAYED = FP8 | {"fp8_recipe": "delayed"}
 FP8_LOSS = 1.002  # with delayed scales after 540 steps (docs/speed.md): 0.07 and 0.21 % more
 
 # Li et al., arXiv:2503.04715, for AdamW: N without embeddings, D in tokens.
-BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571; Muon bears more (docs/recipe.md)
+BATCH = (0.58, 0.571)  # tokens of a step: 0.58 D^0.571
+# Muon bears up to four times as many. Twice as many had the lower loss in runs that were as long,
+# where they trained 18 to 30 % more tokens (benchmarks/h200/2026-11-26/h200_recipe_around).
+MUON_BATCH, MUON_GAIN = 4, 1.15
 RATE = (1.79, -0.713, 0.307)  # 1.79 N^-0.713 D^0.307
 MOST_RATE = 0.004  # what the formula says of models smaller than its own is higher
 # Muon's times 1 / sqrt(width), at most MOST_RATE: 0.02 of Keller Jordan's code is 0.1 so, as
@@ -65,7 +68,9 @@ WIDTH_EXPONENTS = {"adamw": 1.0, "muon": 0.5}
 
 MOST_PASSES = 4
 """So many passes over data are worth nearly as much as new data (arXiv:2305.16264), and no recipe
-makes more: eight to fifteen ended far above four (docs/recipe.md)."""
+makes more. Larger models learn data by heart sooner: of 55 and 91 million parameters on 24 million
+tokens, the losses of 7 and of 4 passes were 0.5 and 0.15 above the law (docs/recipe.md)."""
+CARRIED = 2.0  # parameters for each token, above which the passes fall as their root
 
 CHOSEN = {"steps", "epochs", "max_hours"}
 """Options that follow from the hours, so that they cannot be given."""
@@ -144,10 +149,9 @@ class Wanted:
         """Tokens that are there before they are repeated."""
         return math.inf if self.train_tokens is None else self.train_tokens
 
-    @property
-    def most(self) -> float:
-        """Tokens that a run may train on."""
-        return MOST_PASSES * self.unique
+    def most(self, parameters: float) -> float:
+        """Tokens that a model may be trained on."""
+        return most_tokens(self.unique, parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +190,7 @@ class Recipe:
     @property
     def is_all_data(self) -> bool:
         """Whether another step would be more passes than data bear."""
-        return self.tokens + self.need.tokens > MOST_PASSES * self.unique
+        return self.tokens + self.need.tokens > most_tokens(self.unique, self.parameters)
 
     @property
     def beyond(self) -> float:
@@ -216,6 +220,11 @@ class Recipe:
         """Energy of the GPUs at their power limit; None where that is not known."""
         watts = self.where.card.power
         return None if watts is None else watts * self.time * self.where.world_size
+
+
+def most_tokens(unique: float, parameters: float) -> float:
+    """The tokens of all passes over so many that a model of so many parameters bears."""
+    return MOST_PASSES * unique * min(math.sqrt(CARRIED * unique / parameters), 1.0)
 
 
 def batch_tokens(tokens: float) -> float:
@@ -332,28 +341,39 @@ class Search:
         where = self.where(config, model)
         planner = where.planner(model)
         flops = self._flops or GUESS * where.card.bf16 * where.world_size
-        count, before = 6 * parameter_count(model), 0
-        seconds = 3600 * self.wanted.hours - self.wanted.start
-        tokens = min(flops / count * max(seconds, 1.0), self.wanted.most)
+        count, before = parameter_count(model), 0
+        seconds, most = 3600 * self.wanted.hours - self.wanted.start, self.wanted.most(count)
+
+        def with_sequences(number: int) -> Candidate | None:
+            base = replace(config, batch_size=number, grad_accumulation=1)
+            return next(iter(Fit(base, planner, where.limits, self.fixed).found()), None)
+
+        tokens = min(flops / (6 * count) * max(seconds, 1.0), most)
         for _ in range(ROUNDS):
             sequences = self._sequences(config, tokens, where.world_size)
             if sequences == before:
                 break
-            base = replace(config, batch_size=sequences, grad_accumulation=1)
-            found = Fit(base, planner, where.limits, self.fixed).found()
-            if not found:
+            found, before = with_sequences(sequences), sequences
+            if found is None:
                 return None
-            before, speed = sequences, found[0].need.speed
-            self._flops = speed * count
-            tokens = min(speed * max(seconds, 1.0), self.wanted.most)
-        return self._of(found[0].config, model, where, found[0].need)
+            tokens = min(found.need.speed * max(seconds, 1.0), most)
+        bound = MUON_BATCH * batch_tokens(tokens) / (config.seq_len * where.world_size)
+        bound = 0 if config.optimizer != "muon" or PRODUCT & self.fixed else bound
+        while 2 * sequences <= bound and found.config.grad_accumulation == 1:
+            sequences *= 2
+            larger = with_sequences(sequences)
+            if larger is None or larger.need.speed < MUON_GAIN * found.need.speed:
+                break
+            found = larger
+        self._flops = 6 * count * found.need.speed
+        return self._of(found.config, model, where, found.need)
 
     def _sequences(self, config: TrainConfig, tokens: float, ranks: int) -> int:
-        """Sequences of a rank and step: a power of two, or as given. Muon's is the next one up."""
+        """Sequences of a rank and step: a power of two, or as given."""
         if PRODUCT & self.fixed:
             return config.batch_size * config.grad_accumulation
-        exact = math.log2(batch_tokens(tokens) / (config.seq_len * ranks))
-        return 2 ** max(math.ceil(exact) if config.optimizer == "muon" else round(exact), 0)
+        exact = batch_tokens(tokens) / (config.seq_len * ranks)
+        return 2 ** max(round(math.log2(exact)), 0)
 
     def _of(
         self, config: TrainConfig, model: ModelConfig, where: PlanTarget, need: Estimate
@@ -411,7 +431,9 @@ class Search:
         often = often if validation else 0
         saves = int(left // (60 * CHECKPOINT_MINUTES))
         left -= often * validation + saves * disk.checkpoint / DISK
-        steps = max(int(min(left / step, max(wanted.most / need.tokens, 1))), 0)
+        steps = max(
+            int(min(left / step, max(wanted.most(parameter_count(model)) / need.tokens, 1))), 0
+        )
         own: dict[str, Any] = {"steps": steps, "epochs": None}
         own |= {"eval_every_n_steps": -(-steps // (often + 1)) if often else 0}
         own |= {"eval_num_steps": batches, "ckpt_interval": 0}
