@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import llmq.data.inputs
 from llmq.base.errors import DataError
 from llmq.data.document_file import documents_path, partial_path
 from llmq.data.document_index import DocumentIndex
+from llmq.data.inputs import Portions
 from llmq.data.tokens import TokenFile, TokenWriter, open_token_files
 from tests.text_data import EOS, documents, encoded, ids, run, write_jsonl
 
@@ -211,14 +211,19 @@ def test_what_is_written_wins_over_the_separator(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("shard_tokens", [17, 10**6])
-def test_documents_of_tokenize(tmp_path, monkeypatch, workers, shard_tokens):
+def test_documents_of_tokenize(tmp_path, workers, shard_tokens):
     """In files cut anywhere, of training and of evaluation, from one process or from two."""
-    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 4)
+    small = Portions(documents=4)
     texts = [*documents(30), "", "x" * 40, "y"]
     write_jsonl(tmp_path / "a.jsonl", texts)
     out = tmp_path / "out"
     run(
-        tmp_path / "a.jsonl", out=out, eval_fraction=0.2, shard_tokens=shard_tokens, workers=workers
+        tmp_path / "a.jsonl",
+        out=out,
+        eval_fraction=0.2,
+        shard_tokens=shard_tokens,
+        workers=workers,
+        portions=small,
     )
     found = []
     for split in ("train", "eval"):

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 import llmq.base.records
-import llmq.data.inputs
 from llmq.base.errors import DataError
-from llmq.data.inputs import find_cut, find_files
+from llmq.data.inputs import Portions, find_cut, find_files
 from llmq.data.loader import DataLoader
 from llmq.data.tokenizer import END_OF_TEXT, ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile
@@ -181,19 +180,19 @@ def test_byte_order_mark_is_dropped(tmp_path):
 
 
 @pytest.mark.parametrize("piece", [7, 50, 333])
-def test_pieces_do_not_change_the_bytes(tmp_path, monkeypatch, piece):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", max(piece, 20))
+def test_pieces_do_not_change_the_bytes(tmp_path, piece):
+    small = Portions(size=max(piece, 20))
     text = mixed_text(5000)
     (tmp_path / "a.txt").write_bytes(text.encode())
-    run(tmp_path / "a.txt", out=tmp_path / "out")
+    run(tmp_path / "a.txt", out=tmp_path / "out", portions=small)
     assert ids(tmp_path / "out") == [*ByteTokenizer().encode(text), EOS]
 
 
-def test_pieces_do_not_change_bpe_tokens_of_lines(tmp_path, monkeypatch, bpe):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
+def test_pieces_do_not_change_bpe_tokens_of_lines(tmp_path, bpe):
+    small = Portions(size=300)
     text = "".join(f"{text.strip()}\n" for text in documents(200))
     (tmp_path / "a.txt").write_bytes(text.encode())
-    run(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=str(bpe))
+    run(tmp_path / "a.txt", out=tmp_path / "out", tokenizer=str(bpe), portions=small)
     assert ids(tmp_path / "out") == [*load_tokenizer(bpe).encode(text), 0]
 
 
@@ -377,8 +376,8 @@ def test_bad_inputs(tmp_path):
         assert name in one_line(error) or "no text" in message
 
 
-def test_binary_without_boundaries_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 100)
+def test_binary_without_boundaries_ends(tmp_path):
+    small = Portions(size=100)
     (tmp_path / "a.txt").write_bytes(b"\x80" * 300)
     with pytest.raises(DataError, match="not UTF-8 text at byte 0"):
-        run(tmp_path / "a.txt", out=tmp_path / "out")
+        run(tmp_path / "a.txt", out=tmp_path / "out", portions=small)

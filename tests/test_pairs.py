@@ -13,6 +13,7 @@ from llmq.commands.cli import _run
 from llmq.data.dataset import SequenceLayout
 from llmq.data.document_index import DocumentIndex
 from llmq.data.epoch_plan import Split
+from llmq.data.inputs import Portions
 from llmq.data.loader import DataLoader
 from llmq.data.tokens import MASKED_TARGET, TokenFile
 from tests.chat_templates import CHATML, assistant, system, user
@@ -140,14 +141,13 @@ def test_bad_pairs_are_named(tmp_path, record, error):
 
 
 def test_interrupted_pairs_are_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("llmq.data.inputs.BLOCK_PIECES", 2)
-    monkeypatch.setattr("llmq.data.tokenize.SAVE_SECONDS", 0)
+    small = Portions(documents=2, seconds=0)
     pairs = [{"prompt": f"q{i}", "chosen": "a" * i, "rejected": "b"} for i in range(1, 12)]
-    tokenized(tmp_path / "a", pairs, eval_fraction=0.25)
+    tokenized(tmp_path / "a", pairs, eval_fraction=0.25, portions=small)
     interrupt_report(monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
-        tokenized(tmp_path / "b", pairs, eval_fraction=0.25)
-    assert tokenized(tmp_path / "b", pairs, eval_fraction=0.25).was_resumed
+        tokenized(tmp_path / "b", pairs, eval_fraction=0.25, portions=small)
+    assert tokenized(tmp_path / "b", pairs, eval_fraction=0.25, portions=small).was_resumed
     for name, content in contents(tmp_path / "a" / "out").items():
         assert content == (tmp_path / "b" / "out" / name).read_bytes(), name
 

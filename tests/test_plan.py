@@ -213,12 +213,13 @@ def test_command_prints_json_and_says_by_its_status_whether_it_fits(capsys, args
 
 
 def test_memory_is_what_the_kept_runs_have_used(monkeypatch):
-    """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides."""
+    """Within 1 %, as nvidia-smi would say it; with up to 96 GiB of pinned memory besides. Every
+    second run: test_cost.py makes the plans of all."""
     spec = spec_of(find_card("h100"))
     older, newer = ("h100_offload",), ("h100_recipes", "h100_lora", "h100_int8")
     runs = [(report, run) for report, _, run in kept_runs() if report in older + newer]
     assert len(runs) >= 8 + 15
-    for report, run in runs:
+    for report, run in runs[::2]:
         config, model = make_config(run["options"]), preset(run["model"])
         with monkeypatch.context() as patch:
             if run["date"] < "2026-11-23 02":  # gradients were not added by their products yet

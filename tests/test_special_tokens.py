@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-import llmq.data.inputs
 from llmq.base.errors import ConfigError
+from llmq.data.inputs import Portions
 from llmq.data.tokenizer import END_OF_TEXT, HfTokenizer
 from tests.text_data import encoded, ids, mixed_text, run, write_bpe, write_jsonl, write_parquet
 
@@ -87,8 +87,8 @@ def test_what_was_added_is_said(tmp_path):
         run(tmp_path / "a.jsonl", **kwargs | {"special_tokens": "some"})
 
 
-def test_a_long_text_has_them_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 400)
+def test_a_long_text_has_them_once(tmp_path):
+    small = Portions(size=400)
     folder = make_tokenizer(tmp_path / "t", f"{BOS} $A {EOS}")
     (tmp_path / "in").mkdir()
     for name in ("a", "b"):
@@ -97,7 +97,7 @@ def test_a_long_text_has_them_once(tmp_path, monkeypatch):
     one, two = (tokenizer.encode(token)[0] for token in (BOS, EOS))
     for workers in (1, 2):
         out = tmp_path / str(workers)
-        run(tmp_path / "in", out=out, tokenizer=str(folder), workers=workers)
+        run(tmp_path / "in", out=out, tokenizer=str(folder), workers=workers, portions=small)
         found = ids(out)
         middle = len(found) // 2
         assert found[:middle] == found[middle:] and found.count(one) == found.count(two) == 2

@@ -14,11 +14,9 @@ from types import SimpleNamespace
 import pytest
 import zstandard
 
-import llmq.data.inputs
-import llmq.data.tokenize
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.inputs import HubDataset, dataset_of
+from llmq.data.inputs import HubDataset, Portions, dataset_of
 from llmq.data.record_format import RecordText, one_field
 from tests.text_data import (
     contents,
@@ -130,12 +128,11 @@ def test_an_interrupted_table_goes_on(tmp_path, monkeypatch):
     texts = documents(9)
     with open(tmp_path / "a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["text"], *([text] for text in texts)])
-    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 2)
-    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+    small = Portions(documents=2, seconds=0.0)
     interrupt_report(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a.csv", out=tmp_path / "out")
-    assert run(tmp_path / "a.csv", out=tmp_path / "out").was_resumed
+        run(tmp_path / "a.csv", out=tmp_path / "out", portions=small)
+    assert run(tmp_path / "a.csv", out=tmp_path / "out", portions=small).was_resumed
     assert ids(tmp_path / "out") == encoded(*texts)
 
 
@@ -198,25 +195,25 @@ def test_the_text_is_said_once(tmp_path, capsys):
 
 @pytest.mark.parametrize("pack", [gzip.compress, zst])
 @pytest.mark.parametrize("fraction", [0.0, 0.25])
-def test_packed_texts_are_cut_like_plain_ones(tmp_path, monkeypatch, pack, fraction):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
+def test_packed_texts_are_cut_like_plain_ones(tmp_path, pack, fraction):
+    small = Portions(size=300)
     text = "\ufeff" + mixed_text(4000)
     plain = tmp_path / "plain.txt"
     plain.write_text(text)
     packed = tmp_path / f"packed.txt{'.gz' if pack is gzip.compress else '.zst'}"
     packed.write_bytes(pack(text.encode()))
-    run(plain, out=tmp_path / "a", eval_fraction=fraction)
-    run(packed, out=tmp_path / "b", eval_fraction=fraction)
+    run(plain, out=tmp_path / "a", eval_fraction=fraction, portions=small)
+    run(packed, out=tmp_path / "b", eval_fraction=fraction, portions=small)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert len([*(tmp_path / "b").glob("*.bin")]) == (2 if fraction else 1)
 
 
 @pytest.mark.parametrize("count", [0, 299, 300, 301, 600])
-def test_the_end_of_a_packed_text(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
+def test_the_end_of_a_packed_text(tmp_path, count):
+    small = Portions(size=300)
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"a" * count))
     (tmp_path / "y.txt").write_text("b")
-    run(tmp_path / "x.txt.gz", tmp_path / "y.txt", out=tmp_path / "out")
+    run(tmp_path / "x.txt.gz", tmp_path / "y.txt", out=tmp_path / "out", portions=small)
     assert ids(tmp_path / "out") == encoded(*["a" * count] * bool(count), "b")
 
 
@@ -292,24 +289,23 @@ def test_standard_input_may_be_packed(tmp_path, piped, pack):
 
 
 def test_the_same_standard_input_goes_on(tmp_path, piped, monkeypatch):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 300)
-    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+    small = Portions(size=300, seconds=0.0)
     data = mixed_text(4000).encode()
     piped(data)
-    run("-", out=tmp_path / "whole")
+    run("-", out=tmp_path / "whole", portions=small)
     interrupt_report(monkeypatch, 4)
     piped(data)
     with pytest.raises(KeyboardInterrupt):
-        run("-", out=tmp_path / "out")
+        run("-", out=tmp_path / "out", portions=small)
     assert not list((tmp_path / "out").glob("*standard-input*"))
     piped(data)
-    assert run("-", out=tmp_path / "out").was_resumed
+    assert run("-", out=tmp_path / "out", portions=small).was_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     piped(data)
-    assert run("-", out=tmp_path / "out").was_complete
+    assert run("-", out=tmp_path / "out", portions=small).was_complete
     piped(data[:-1] + b"!")
     with pytest.raises(DataError, match="made with other inputs"):
-        run("-", out=tmp_path / "out")
+        run("-", out=tmp_path / "out", portions=small)
 
 
 def test_standard_input_that_cannot_be(tmp_path, piped):
@@ -379,16 +375,15 @@ def test_data_sets_that_cannot_be_read(dataset, tmp_path, monkeypatch):
 
 
 def test_a_data_set_goes_on_where_it_was(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("llmq.data.inputs.BLOCK_PIECES", 2)
-    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+    small = Portions(documents=2, seconds=0.0)
     chosen = HubDataset(dataset, "en", "train")
-    run(out=tmp_path / "whole", dataset=chosen)
+    run(out=tmp_path / "whole", dataset=chosen, portions=small)
     interrupt_report(monkeypatch, 3)
     with pytest.raises(KeyboardInterrupt):
-        run(out=tmp_path / "out", dataset=chosen)
-    assert run(out=tmp_path / "out", dataset=chosen).was_resumed
+        run(out=tmp_path / "out", dataset=chosen, portions=small)
+    assert run(out=tmp_path / "out", dataset=chosen, portions=small).was_resumed
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     path = Path(dataset, "first.jsonl")
     write_jsonl(path, documents(8))  # another content
     with pytest.raises(DataError, match="made with other inputs"):
-        run(out=tmp_path / "out", dataset=chosen)
+        run(out=tmp_path / "out", dataset=chosen, portions=small)

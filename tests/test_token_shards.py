@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-import llmq.data.inputs
 import llmq.data.tokenize
 import llmq.data.tokens
 from llmq.base.errors import DataError, LlmqError
 from llmq.base.locks import LOCK, locked
+from llmq.data.inputs import Portions
 from llmq.data.token_shards import Manifest
 from llmq.data.tokenizer import load_tokenizer
 from tests.text_data import (
@@ -28,11 +28,8 @@ from tests.text_data import (
 
 
 @pytest.fixture
-def all_inputs(tmp_path, monkeypatch):
-    """One of each kind, in small blocks; the state is saved after each."""
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 400)
-    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 4)
-    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", 0.0)
+def all_inputs(tmp_path):
+    """One of each kind."""
     return write_inputs(tmp_path / "in")
 
 
@@ -40,16 +37,17 @@ class StopError(Exception):
     pass
 
 
-OPTIONS = {"eval_fraction": 0.2, "shard_tokens": 300}
+# In small blocks; the state is saved after each.
+SMALL = Portions(size=400, documents=4, seconds=0.0)
+OPTIONS = {"eval_fraction": 0.2, "shard_tokens": 300, "portions": SMALL}
 
 
 @pytest.mark.parametrize("save_seconds", [0.0, 1e9])
 def test_resume_after_every_block(tmp_path, all_inputs, monkeypatch, bpe, save_seconds):
     """Killed again and again, the result is the same to the byte."""
     monkeypatch.setattr(Manifest, "discard_if_empty", lambda self: None)
-    options = {**OPTIONS, "tokenizer": str(bpe)}
+    options = OPTIONS | {"tokenizer": str(bpe), "portions": SMALL._replace(seconds=save_seconds)}
     whole = run(all_inputs, out=tmp_path / "whole", **options)
-    monkeypatch.setattr(llmq.data.tokenize, "SAVE_SECONDS", save_seconds)
     interruptions, limit = 0, 0
     while True:
         # The state is saved after the report: 2 blocks a run are 1 block of progress. Without

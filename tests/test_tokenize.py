@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-import llmq.data.inputs
 import llmq.data.tokenize
 import llmq.report.views
 from llmq.base.errors import ConfigError, DataError
 from llmq.commands.cli import _run
-from llmq.data.inputs import EvalSplit, InputSource
+from llmq.data.inputs import EvalSplit, InputSource, Portions
 from llmq.data.tokenizer import ByteTokenizer, load_tokenizer
 from llmq.data.tokens import TokenFile, open_token_files
 from tests.text_data import (
@@ -93,11 +92,11 @@ def test_two_documents_are_enough_for_both_parts(tmp_path, fraction, count):
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
-def test_single_text_is_split_by_position(tmp_path, monkeypatch, fraction):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 1000)
+def test_single_text_is_split_by_position(tmp_path, fraction):
+    small = Portions(size=1000)
     text = "".join(f"line {i} of the text\n" for i in range(500))
     (tmp_path / "a.txt").write_text(text)
-    summary = run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=fraction)
+    summary = run(tmp_path / "a.txt", out=tmp_path / "out", eval_fraction=fraction, portions=small)
     train, evaluation = ids(tmp_path / "out"), ids(tmp_path / "out", "eval")
     assert train + evaluation == encoded(text)  # the end of the text only at its end
     assert train[-1] == ord("\n")
@@ -116,8 +115,8 @@ def test_too_few_documents_for_an_eval_split(tmp_path):
 # Workers
 
 
-def test_workers_do_not_change_the_result(tmp_path, bpe, monkeypatch):
-    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 7)
+def test_workers_do_not_change_the_result(tmp_path, bpe):
+    small = Portions(documents=7)
     write_jsonl(tmp_path / "a.jsonl", documents(100))
     (tmp_path / "b.txt").write_text(mixed_text(3000))
     for workers in (1, 2):
@@ -128,6 +127,7 @@ def test_workers_do_not_change_the_result(tmp_path, bpe, monkeypatch):
             workers=workers,
             eval_fraction=0.1,
             shard_tokens=700,
+            portions=small,
         )
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
     assert len(contents(tmp_path / "1")) > 4
@@ -221,10 +221,11 @@ def test_tokenizer_without_an_end(tmp_path):
 
 
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llmq.data.inputs, "PIECE_BYTES", 400)
-    monkeypatch.setattr(llmq.data.inputs, "BLOCK_PIECES", 4)
+    small = Portions(size=400, documents=4)
     monkeypatch.setattr(llmq.report.views, "REPORT_SECONDS", 0.0)
-    summary = run(write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True)
+    summary = run(
+        write_inputs(tmp_path / "in"), out=tmp_path / "out", progress=True, portions=small
+    )
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 10
     assert lines[-1].startswith("tokenize 100.0% | 0.0M tokens")

@@ -317,8 +317,12 @@ def dataset_of(spec: str | None, split: str | None) -> HubDataset | None:
     return HubDataset(name, config, split or "train")
 
 
-BLOCK_PIECES = 1024  # small documents that travel together
-PIECE_BYTES = 1 << 18  # read of a long text at once; small, so that Ctrl-C is prompt
+class Portions(NamedTuple):
+    """How much is read and encoded at a time."""
+
+    size: int = 1 << 18  # bytes of a long text; small, so that Ctrl-C is prompt
+    documents: int = 1024  # small ones that travel together
+    seconds: float = 15.0  # between saved states: an interruption costs no more than this
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +377,7 @@ class EvalSplit:
     def _cut(self, source: InputSource) -> int:
         size = unpacked_size(source.path) if is_packed(source.path) else source.size
         offset = int(size * (1 - self._fraction))
-        start = max(0, offset - PIECE_BYTES)
+        start = max(0, offset - Portions().size)
         with open(source.path, "rb") as raw, unpack(source.path, raw) as file:
             skip(file, start)
             return start + find_cut(file.read(offset - start))
@@ -402,8 +406,9 @@ def read_blocks(
     split: EvalSplit,
     start: Position,
     max_record: int = MAX_RECORD,
+    portions: Portions = Portions(),
 ) -> Iterator[Block]:
-    """All documents from `start` on, in order, in blocks of about 256 KiB; the last may be empty.
+    """All documents from `start` on, in order, in blocks of such portions; the last may be empty.
 
     wanted: the reader of a table's rows. max_record: bytes of one record. DataError if a source
     cannot be read, or has a longer one.
@@ -415,7 +420,7 @@ def read_blocks(
     for number in range(start.source, len(sources)):
         source = sources[number]
         try:
-            for item in _read(source, wanted, at, split.offset, max_record):
+            for item in _read(source, wanted, at, split.offset, max_record, portions.size):
                 if len(item.text) > max_record and source.kind in (*TABLES, "dataset"):
                     raise too_long(item.where, max_record)
                 is_eval = split.is_eval(at.document)
@@ -432,7 +437,7 @@ def read_blocks(
                 )
                 pieces.append(DocumentPart(item.text, is_eval, item.is_end, item.where, is_start))
                 size += len(item.text)
-                if size >= PIECE_BYTES or len(pieces) >= BLOCK_PIECES:
+                if size >= portions.size or len(pieces) >= portions.documents:
                     yield Block(pieces, at)
                     pieces, size = [], 0
         except NotTextError:
@@ -445,10 +450,10 @@ def read_blocks(
 
 
 def _read(
-    source: InputSource, wanted: Wanted, at: Position, cut: int | None, max_record: int
+    source: InputSource, wanted: Wanted, at: Position, cut: int | None, max_record: int, piece: int
 ) -> Iterator[Item]:
     if source.kind == "text":
-        return _read_text(source.path, source.size, at.offset, cut, lenient=source.in_folder)
+        return _read_text(source.path, source.size, at.offset, cut, piece, lenient=source.in_folder)
     if source.kind in TABLES:
         return read_table(source.path, wanted, source.size, at.offset)
     if source.dataset is not None:
@@ -464,10 +469,13 @@ class NotTextError(Exception):
     """A file in a folder is not text."""
 
 
-def _read_text(path: str, size: int, offset: int, cut: int | None, lenient: bool) -> Iterator[Item]:
+def _read_text(
+    path: str, size: int, offset: int, cut: int | None, piece: int, *, lenient: bool
+) -> Iterator[Item]:
     """Pieces of a text from byte `offset` of its content on, also cut at byte `cut`, if given.
 
-    size: the file's, in bytes. lenient: raise NotTextError if it is no text, else DataError.
+    size, piece: bytes of the file, of a piece. lenient: raise NotTextError if it is no text, else
+    DataError.
     """
     with open(path, "rb") as raw, unpack(path, raw) as file:
         skip(file, offset)
@@ -476,7 +484,7 @@ def _read_text(path: str, size: int, offset: int, cut: int | None, lenient: bool
         while True:
             # A piece depends on its own offset only, so a resumed run makes the same ones.
             stop = cut if cut is not None and offset < cut else None
-            wanted = PIECE_BYTES if stop is None else min(PIECE_BYTES, stop - offset)
+            wanted = piece if stop is None else min(piece, stop - offset)
             left = wanted + 1 if end is None else end - offset
             data += _read_bytes(
                 path, file, min(wanted + 1, left) - len(data), complete=end is not None

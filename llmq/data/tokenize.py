@@ -26,6 +26,7 @@ from llmq.data.inputs import (
     EvalSplit,
     HubDataset,
     InputSource,
+    Portions,
     Position,
     find_sources,
     read_blocks,
@@ -38,7 +39,6 @@ from llmq.data.tokens import MAX_TOKENS
 from llmq.report.views import Progress
 
 SHARD_TOKENS = 100_000_000  # if not given
-SAVE_SECONDS = 15.0  # between saved states: an interruption costs no more than this
 NO_TEMPLATE = "none"  # --chat-template: even if the tokenizer has one
 _SMALL_INPUT = 4 << 20  # bytes; below, starting workers takes longer than encoding
 
@@ -66,6 +66,7 @@ def tokenize(
     weights: bool = False,
     max_record: int = MAX_RECORD,
     record_seconds: float = 10.0,
+    portions: Portions = Portions(),
 ) -> TokenizeSummary:
     """Write the documents of `inputs`, files, folders, globs, `-`, or of `dataset`, to `out`.
 
@@ -74,16 +75,15 @@ def tokenize(
     processes. format: of FORMATS. special_tokens: "auto" adds what transformers' AutoTokenizer adds
     to a text, and its end; "none": only that end. chat_template: see load_chat_template. train_on:
     of TRAIN_ON. seq_len: the summary counts longer documents. weights: messages may have some.
-    max_record: bytes. record_seconds: see Bounds. Goes on where the same arguments were
-    interrupted. DataError or ConfigError for what the user can mend.
+    max_record: bytes. record_seconds: see Bounds. portions: of reading. Goes on where the same
+    arguments were interrupted. DataError or ConfigError for what the user can mend.
     """
     numbers = {"--max-record": max_record, "--record-seconds": record_seconds}
     numbers |= {"--workers": workers, "--seq-len": seq_len, "--shard-tokens": shard_tokens}
     _check_options(eval_fraction, special_tokens, train_on, numbers)
     sources = find_sources(inputs, dataset, exclude=(out := Path(out)))
     wanted, sources, warnings = choose_format(sources, format, RecordText(field, template))
-    bounds = Bounds(seconds=record_seconds)
-    how = _How(special_tokens, train_on, chat_template, weights)
+    bounds, how = Bounds(record_seconds), _How(special_tokens, train_on, chat_template, weights)
     recipe, said, stop = _prepared(tokenizer, wanted, how, bounds)
     loaded, warnings = load_tokenizer(tokenizer), warnings + said
     options = {"tokenizer": loaded.fingerprint, "eval_fraction": eval_fraction}
@@ -99,7 +99,7 @@ def tokenize(
         if not was_complete:
             limits = (workers or _default_workers(sources, loaded), max_record, bounds, progress)
             try:
-                _run(manifest, sources, Encoder(loaded, recipe), *limits)
+                _run(manifest, sources, Encoder(loaded, recipe), portions, *limits)
             except BaseException:  # nothing stays behind of a run that fails at once
                 manifest.discard_if_empty()
                 raise
@@ -240,6 +240,7 @@ def _run(
     manifest: Manifest,
     sources: Sequence[InputSource],
     encoder: Encoder,
+    portions: Portions,
     workers: int,
     max_record: int,
     bounds: Bounds,
@@ -259,7 +260,7 @@ def _run(
     }
     split = EvalSplit(options["eval_fraction"], options["seed"], sources)
     start = Position(**state["position"])
-    blocks = read_blocks(sources, recipe.wanted, split, start, max_record)
+    blocks = read_blocks(sources, recipe.wanted, split, start, max_record, portions)
     if workers > 1 or recipe.chat is not None or not isinstance(encoder.tokenizer, ByteTokenizer):
         encoded = encode_in_workers(blocks, encoder, workers, bounds)
     else:
@@ -273,7 +274,7 @@ def _run(
                     shards[name].write(ids)
                     manifest.note(ids)
                 report.update(end.bytes_read, sum(writer.tokens for writer in shards.values()))
-                if time.monotonic() - saved >= SAVE_SECONDS:
+                if time.monotonic() - saved >= portions.seconds:
                     manifest.save(end, shards)
                     saved = time.monotonic()
         if not any(writer.tokens for writer in shards.values()):
