@@ -17,7 +17,8 @@ from llmq.checkpoint.exports import export
 from llmq.checkpoint.hf import HfWeights
 from llmq.checkpoint.merge import merge_adapter
 from llmq.options.presets import resolve_model
-from llmq.ref.mxfp4 import BLOCK, mxfp4_encode
+from llmq.ref.four_bits import MXFP4_BLOCK as BLOCK
+from llmq.ref.four_bits import mxfp4_encode
 from llmq.state.params import weight_table
 from tests.models import exported, hf_model, random_batch, torch_gradients, torch_loss, trainer_for
 from tests.test_experts import steps

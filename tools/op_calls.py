@@ -46,6 +46,7 @@ from llmq.ops import (
     embedding,
     exp_rows,
     expert_rows,
+    four_bits,
     fp8_scale,
     gated_norm,
     gelu,
@@ -55,8 +56,6 @@ from llmq.ops import (
     matmul,
     matmul_fused,
     muon,
-    mxfp4,
-    nf4,
     norm,
     pairs,
     qk_norm,
@@ -69,7 +68,7 @@ from llmq.ops import (
     swiglu,
 )
 from llmq.ops.common import FP8_MULTIPLE, SCALE_BLOCK, num_sums, padded_columns
-from llmq.ref.nf4 import scale_levels
+from llmq.ref.four_bits import scale_levels
 from llmq.runtime.attention_parts import divisions
 from llmq.runtime.device import FUSED, Device
 
@@ -468,13 +467,13 @@ def matmul_swiglu_calls(M: int, F: int, K: int, R: int) -> list[Call]:
 def mxfp4_calls(n: int) -> list[Call]:
     both = {"codes": Spec((n // 2,), U8), "exponents": Spec((n // 32,), U8, 127)}
     return [
-        Call("encode", mxfp4.encode, both | {"x": bf16(n)}),
-        Call("decode", mxfp4.decode, both | {"out": bf16(n)}),
+        Call("encode", four_bits.encode_mxfp4, both | {"x": bf16(n)}),
+        Call("decode", four_bits.decode_mxfp4, both | {"out": bf16(n)}),
     ]
 
 
 def nf4_calls(n: int) -> list[Call]:
-    half, blocks, groups = nf4.sizes(n)
+    half, blocks, groups = four_bits.sizes(n)
     codes, scales = Spec((half,), U8, value=7), f32(blocks)
     mean, levels = f32(1, value=0.0), scale_levels()
     second = {"groups": f32(groups), "mean": mean, "levels": levels}
@@ -482,10 +481,10 @@ def nf4_calls(n: int) -> list[Call]:
     fp8 = {"out": Spec((n,), E4M3), "fp8_scale": f32(1, value=0.01)}
     made = {"codes": kept["scale_codes"], "scales": scales}
     return [
-        Call("quantize", nf4.quantize, {"codes": codes, "scales": scales, "x": bf16(n)}),
-        Call("scales", nf4.quantize_scales, made | second),
-        Call("decode", nf4.decode, {"out": bf16(n)} | kept),
-        Call("decode fp8", nf4.decode, kept | fp8),
+        Call("quantize", four_bits.quantize, {"codes": codes, "scales": scales, "x": bf16(n)}),
+        Call("scales", four_bits.quantize_scales, made | second),
+        Call("decode", four_bits.decode, {"out": bf16(n)} | kept),
+        Call("decode fp8", four_bits.decode, kept | fp8),
     ]
 
 
@@ -948,7 +947,7 @@ OPS: dict[str, Callable[..., list[Call]]] = {
     "matmul_swiglu_backward": matmul_swiglu_backward_calls,
     "muon": muon_calls,
     "mxfp4": mxfp4_calls,
-    "nf4": nf4_calls,
+    "four_bits": nf4_calls,
     "norm": norm_calls,
     "outliers": outliers_calls,
     "pairs": pairs_calls,
@@ -976,6 +975,7 @@ KINDS = {
     "dropout": ("elementwise", "DROPOUT_CASES"),
     "matmul_fp8": ("matmul", "FP8_CASES"),
     "matmul_int8": ("matmul", "INT8_CASES"),
+    "mxfp4": ("four_bits", "MXFP4_CASES"),
     "outliers": ("quantize_int8", "OUTLIERS_CASES"),
     "random": ("elementwise", "CASES"),
 }

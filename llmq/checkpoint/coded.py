@@ -15,7 +15,8 @@ from llmq.arch.common import QUANTIZATIONS
 from llmq.base.errors import LlmqError
 from llmq.checkpoint.safetensors_file import NUMPY_DTYPES, SafetensorsFile
 from llmq.ref.common import row_blocks
-from llmq.ref.mxfp4 import BLOCK, mxfp4_decode
+from llmq.ref.four_bits import MXFP4_BLOCK as BLOCK
+from llmq.ref.four_bits import mxfp4_decode
 
 PIECE = 1 << 20  # elements that are read at once: they stay in the processor's cache
 

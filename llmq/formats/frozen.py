@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from llmq.arch.matrix import HfPart
 from llmq.base.dtypes import F32, U8, DType
 from llmq.base.tensor import Tensor
-from llmq.ref.nf4 import GROUP
+from llmq.ref.four_bits import GROUP
 from llmq.runtime.arena import align_up
 from llmq.runtime.device import Device
 

@@ -1,7 +1,7 @@
 """mxfp4: frozen experts of four bits as gpt-oss's files have them, decoded before products.
 
 Files of such codes are kept without a loss: what is decoded has the same codes again
-(`ops/mxfp4.py`). All other matrices of blocks are kept in BF16, as there.
+(`ops/four_bits.py`). All other matrices of blocks are kept in BF16, as there.
 """
 
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from llmq.base.dtypes import BF16, U8, DType
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
-from llmq.ops import mxfp4
+from llmq.ops import four_bits
 from llmq.ops.elementwise import convert
-from llmq.ref import mxfp4 as ref
+from llmq.ref import four_bits as ref
 
 
 def _of_experts(matrix: Frozen) -> bool:
@@ -32,7 +32,8 @@ class Mxfp4(Format):
     def layout(self, matrix: Frozen) -> Lies:
         if not _of_experts(matrix):
             return {"values": ((matrix.size,), BF16)}
-        return {"codes": ((matrix.size // 2,), U8), "exponents": ((matrix.size // ref.BLOCK,), U8)}
+        blocks = matrix.size // ref.MXFP4_BLOCK
+        return {"codes": ((matrix.size // 2,), U8), "exponents": ((blocks,), U8)}
 
     def piece(self, matrix: Frozen) -> int:
         return piece_of(matrix.size)
@@ -41,12 +42,12 @@ class Mxfp4(Format):
         if not _of_experts(made.matrix):
             self._values(made)
             return
-        for first, count in made.pieces(made.matrix.size, ref.BLOCK):
+        for first, count in made.pieces(made.matrix.size, ref.MXFP4_BLOCK):
             codes = made.codes.rows(0, count // 2)
-            exponents = _bytes_as(made.scales, U8).rows(0, count // ref.BLOCK)
-            mxfp4.encode(self.dev, codes, exponents, made.read(first, count))
+            exponents = _bytes_as(made.scales, U8).rows(0, count // ref.MXFP4_BLOCK)
+            four_bits.encode_mxfp4(self.dev, codes, exponents, made.read(first, count))
             made.put("codes", codes, first // 2)
-            made.put("exponents", exponents, first // ref.BLOCK)
+            made.put("exponents", exponents, first // ref.MXFP4_BLOCK)
 
     def _values(self, made: Encoder) -> None:
         rounded = _bytes_as(made.codes, BF16)
@@ -65,7 +66,7 @@ class Mxfp4(Format):
     ) -> None:
         flat = out.view(matrix.size)
         if _of_experts(matrix):
-            mxfp4.decode(self.dev, flat, kept["codes"], kept["exponents"])
+            four_bits.decode_mxfp4(self.dev, flat, kept["codes"], kept["exponents"])
         else:
             convert(self.dev, flat, kept["values"])
 
@@ -73,7 +74,7 @@ class Mxfp4(Format):
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
         if not _of_experts(matrix):
             return x.astype(BF16.numpy).astype(np.float32)
-        codes, exponents = np.empty(x.size // 2, np.uint8), np.empty(x.size // ref.BLOCK, np.uint8)
+        codes, exponents = (np.empty(x.size // n, np.uint8) for n in (2, ref.MXFP4_BLOCK))
         ref.mxfp4_encode(codes, exponents, x, x.size)
         out = np.empty(x.size, np.float32)
         ref.mxfp4_decode(out, codes, exponents, x.size)

@@ -1,4 +1,4 @@
-"""nf4: frozen matrices of four bits, which are decoded before products; `ops/nf4.py` has codes.
+"""nf4: frozen matrices of four bits, decoded before products; `ops/four_bits.py` has codes.
 
 Modules that Hugging Face names are quantized one by one, as others do it. Those of one size that
 follow each other, as of experts, are a *run*, whose tensors lie together: one launch decodes it.
@@ -14,8 +14,8 @@ from llmq.base.dtypes import E4M3_MAX, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.formats.format import Format
 from llmq.formats.frozen import Encoder, Frozen, Lies, piece_of
-from llmq.ops import nf4
-from llmq.ref import nf4 as ref
+from llmq.ops import four_bits
+from llmq.ref import four_bits as ref
 from llmq.ref.quantize import LEAST_ABS_MAX
 from llmq.runtime.kernel import ceil_div
 
@@ -46,7 +46,7 @@ class Nf4(Format):
     def layout(self, matrix: Frozen) -> Lies:
         lies: Lies = {"scale": ((1,), F32)}
         for number, (_, size, count) in enumerate(_runs(matrix)):
-            half, blocks, groups = nf4.sizes(size)
+            half, blocks, groups = four_bits.sizes(size)
             lies |= {
                 f"codes.{number}": ((count * half,), U8),
                 f"scale_codes.{number}": ((count * blocks,), U8),
@@ -59,7 +59,7 @@ class Nf4(Format):
         return piece_of(max(run.size * run.count for run in _runs(matrix)))
 
     def start(self, matrices: Iterable[Frozen], *, multiplied: bool) -> None:
-        self._levels = self.dev.alloc("nf4_levels", (nf4.NUM_LEVELS,), F32, "Quants")
+        self._levels = self.dev.alloc("nf4_levels", (four_bits.NUM_LEVELS,), F32, "Quants")
         self.dev.upload(self._levels, ref.scale_levels())
 
     def encode(self, made: Encoder) -> None:
@@ -72,12 +72,12 @@ class Nf4(Format):
     def _run(self, made: Encoder, number: int, run: _Run) -> np.float32:
         """Returns the largest scale. Scales wait here for their means, each of a module."""
         dev, (first, size, count) = self.dev, run
-        _, blocks, groups = nf4.sizes(size)
+        _, blocks, groups = four_bits.sizes(size)
         found = np.zeros((count, blocks), np.float32)
         for start, n in made.pieces(count * size):
-            half, some, _ = nf4.sizes(n)
+            half, some, _ = four_bits.sizes(n)
             codes, scales = made.codes.rows(0, half), made.scales.rows(0, some)
-            nf4.quantize(dev, codes, scales, made.read(first + start, n))
+            four_bits.quantize(dev, codes, scales, made.read(first + start, n))
             made.put(f"codes.{number}", codes, start // 2)
             found.reshape(-1)[start // ref.BLOCK :][:some] = dev.download(scales)
         means = np.array([row.mean(dtype=np.float64) for row in found], np.float32)
@@ -103,7 +103,7 @@ class Nf4(Format):
             given, codes = made.scales.rows(0, part.size), made.codes.rows(0, part.size)
             groups = made.groups.rows(0, ceil_div(part.size, ref.GROUP))
             dev.upload(given, part)
-            nf4.quantize_scales(dev, codes, groups, given, made.number(0), self._levels)
+            four_bits.quantize_scales(dev, codes, groups, given, made.number(0), self._levels)
             made.put(f"scale_codes.{number}", codes, before[0] + start)
             group = before[1] + start // ref.GROUP
             made.put(f"groups.{number}", groups, group * F32.itemsize)
@@ -117,7 +117,7 @@ class Nf4(Format):
             names = ("codes", "scale_codes", "groups", "mean")
             coded = [kept[f"{name}.{number}"] for name in names]
             flat = out.view(out.size).rows(first, first + count * size)
-            nf4.decode(self.dev, flat, *coded, self._levels, fp8_scale=scale)
+            four_bits.decode(self.dev, flat, *coded, self._levels, fp8_scale=scale)
 
     @staticmethod
     def rounded(matrix: Frozen, x: np.ndarray) -> np.ndarray:
@@ -125,7 +125,7 @@ class Nf4(Format):
         for part in matrix.hf:
             own = slice(part.start * matrix.columns, part.stop * matrix.columns)
             n = own.stop - own.start
-            half, blocks, num_groups = nf4.sizes(n)
+            half, blocks, num_groups = four_bits.sizes(n)
             codes, scales = np.empty(half, np.uint8), np.empty(blocks, np.float32)
             ref.nf4_quantize(codes, scales, x[own], n)
             mean = scales.mean(dtype=np.float64, keepdims=True).astype(np.float32)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from llmq.base.dtypes import BF16, F32, U8
-from llmq.ops import mxfp4
-from llmq.ref.mxfp4 import CASES
+from llmq.ops import four_bits
+from llmq.ref.four_bits import MXFP4_CASES as CASES
 from llmq.runtime.plan_device import PlanDevice
 from tests.harness import GPU_SPEC, compared
 
@@ -21,10 +21,10 @@ def test_equals_reference(dev, rng, n, dtype):
     if n > 32:
         x[32:64] = 0
     codes, exponents = np.empty(n // 2, np.uint8), np.empty(n // 32, np.uint8)
-    made = compared(dev, mxfp4.encode, {"codes": codes, "exponents": exponents, "x": x})
+    made = compared(dev, four_bits.encode_mxfp4, {"codes": codes, "exponents": exponents, "x": x})
     out = np.full(n, np.nan, dtype.numpy)
     given = {"out": out, "codes": made["codes"], "exponents": made["exponents"]}
-    got = compared(dev, mxfp4.decode, given)["out"]
+    got = compared(dev, four_bits.decode_mxfp4, given)["out"]
     np.testing.assert_array_equal(got[:4].astype(np.float32), [0, 0, 6, 4])
 
 
@@ -32,6 +32,6 @@ def test_wrong_arguments():
     plan = PlanDevice(GPU_SPEC)
     x, codes = plan.alloc("x", (64,), BF16, "Weights"), plan.alloc("c", (32,), U8, "Weights")
     with pytest.raises(ValueError, match=r"mxfp4_encode: exponents must have shape \(2,\)"):
-        mxfp4.encode(plan, codes, codes, x)
+        four_bits.encode_mxfp4(plan, codes, codes, x)
     with pytest.raises(ValueError, match="mxfp4_decode: out must be a multiple of 32 elements"):
-        mxfp4.decode(plan, plan.alloc("x", (65,), BF16, "Weights"), codes, codes)
+        four_bits.decode_mxfp4(plan, plan.alloc("x", (65,), BF16, "Weights"), codes, codes)

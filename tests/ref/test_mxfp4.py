@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmq.base.dtypes import BF16
-from llmq.ref import mxfp4 as ref
+from llmq.ref import four_bits as ref
 
 
 def test_values_are_those_of_transformers_and_encode_to_themselves(rng):
@@ -32,8 +32,8 @@ def test_codes_are_the_nearest_ones(rng):
     ref.mxfp4_encode(codes, exponents, x, x.size)
     got = np.empty_like(x)
     ref.mxfp4_decode(got, codes, exponents, x.size)
-    power = np.repeat(np.exp2(exponents.astype(np.float32) - ref.BIAS), 32)
-    grid = np.concatenate([ref.LEVELS, -ref.LEVELS])
+    power = np.repeat(np.exp2(exponents.astype(np.float32) - ref.MXFP4_BIAS), 32)
+    grid = np.concatenate([ref.MXFP4_LEVELS, -ref.MXFP4_LEVELS])
     error = np.abs(x[:, None] - grid * power[:, None]).min(axis=1)
     np.testing.assert_array_equal(np.abs(got - x), error)
     largest = np.abs(x).reshape(-1, 32).max(axis=1) / power[::32]

@@ -9,7 +9,7 @@ levels. This is the QLoRA paper's format (Dettmers et al., 2023); codes are thos
 from llmq.base.dtypes import E4M3, F32, U8
 from llmq.base.tensor import Tensor
 from llmq.ops.common import expect_float
-from llmq.ref.nf4 import BLOCK, GROUP
+from llmq.ref.four_bits import BLOCK, GROUP, MXFP4_BLOCK
 from llmq.runtime.device import Device
 from llmq.runtime.kernel import Kernel, ceil_div, expect
 
@@ -18,15 +18,15 @@ PER_THREAD, DECODED = 8, 16  # elements that a thread encodes, and decodes
 NUM_LEVELS = 256  # of scales
 
 _SCALES = "const u8* scale_codes, const f32* groups, const f32* mean, const f32* levels"
-QUANTIZE = Kernel("nf4.cu", "nf4_quantize", args="u8* codes, f32* scales, const T* x, i64 n")
+QUANTIZE = Kernel("four_bits.cu", "nf4_quantize", args="u8* codes, f32* scales, const T* x, i64 n")
 QUANTIZE_SCALES = Kernel(
-    "nf4.cu",
+    "four_bits.cu",
     "nf4_quantize_scales",
     args="u8* codes, f32* groups, const f32* scales, const f32* mean, const f32* levels, i64 count",
 )
-DECODE = Kernel("nf4.cu", "nf4_decode", args=f"T* out, const u8* codes, {_SCALES}, i64 n")
+DECODE = Kernel("four_bits.cu", "nf4_decode", args=f"T* out, const u8* codes, {_SCALES}, i64 n")
 DECODE_FP8 = Kernel(
-    "nf4.cu",
+    "four_bits.cu",
     "nf4_decode_fp8",
     args=f"e4m3* out, const f32* scale, const u8* codes, {_SCALES}, i64 n",
 )
@@ -62,7 +62,7 @@ def quantize_scales(
         groups  out  F32 (ceil(m/256),)  the largest |scale - mean|
         scales  in   F32 (m,)
         mean    in   F32 (1,)            of all scales of the matrix
-        levels  in   F32 (256,)          ref.nf4.scale_levels()
+        levels  in   F32 (256,)          ref.four_bits.scale_levels()
     """
     count = scales.size
     expect("nf4", "scales", scales, F32, (count,))
@@ -129,3 +129,49 @@ def _check_count(name: str, tensor: Tensor, modules: int = 1) -> None:
         raise ValueError(
             f"nf4: {name} must be (n,), n a multiple of {modules * BLOCK}, got shape {tensor.shape}"
         )
+
+
+# -- MXFP4: four bits for each weight, and a power of two for 32 of them (`ref/four_bits.py`)
+#
+# Values that were decoded are encoded again to the same ones: files of such codes lose nothing.
+
+ENCODE_MXFP4 = Kernel(
+    "four_bits.cu", "mxfp4_encode", args="u8* codes, u8* exponents, const T* x, i64 n"
+)
+DECODE_MXFP4 = Kernel(
+    "four_bits.cu", "mxfp4_decode", args="T* out, const u8* codes, const u8* exponents, i64 n"
+)
+
+
+def encode_mxfp4(dev: Device, codes: Tensor, exponents: Tensor, x: Tensor) -> None:
+    """The codes of x, and the exponents of its blocks.
+
+    Args:
+        codes      out  U8 (n/2,)          of two neighbours each, the first one in the lower bits
+        exponents  out  U8 (n/32,)
+        x          in   BF16 or F32 (n,)   finite; n a multiple of 32
+    """
+    _launch_mxfp4(dev, ENCODE_MXFP4, "x", x, codes, exponents, (codes, exponents, x))
+
+
+def decode_mxfp4(dev: Device, out: Tensor, codes: Tensor, exponents: Tensor) -> None:
+    """The values of codes. Args as encode_mxfp4's, but out is written, and the others are read."""
+    _launch_mxfp4(dev, DECODE_MXFP4, "out", out, codes, exponents, (out, codes, exponents))
+
+
+def _launch_mxfp4(
+    dev: Device,
+    kernel: Kernel,
+    name: str,
+    wide: Tensor,
+    codes: Tensor,
+    exponents: Tensor,
+    args: tuple[Tensor, ...],
+) -> None:
+    op, n = kernel.entry, wide.size
+    expect_float(op, name, wide)
+    if n % MXFP4_BLOCK:
+        raise ValueError(f"{op}: {name} must be a multiple of {MXFP4_BLOCK} elements, got {n}")
+    expect(op, "codes", codes, U8, (n // 2,))
+    expect(op, "exponents", exponents, U8, (n // MXFP4_BLOCK,))
+    dev.launch(kernel, ceil_div(n, THREADS * PER_THREAD), THREADS, (*args, n))

@@ -2,26 +2,26 @@
 
 import numpy as np
 
-from llmq.ref import nf4
+from llmq.ref import four_bits as ref
 
 
 def quantized(x: np.ndarray) -> dict[str, np.ndarray]:
     """All that is kept of x (n,)."""
     blocks = x.size // 64
     made = {"codes": np.zeros(x.size // 2, np.uint8), "scales": np.zeros(blocks, np.float32)}
-    nf4.nf4_quantize(made["codes"], made["scales"], x, x.size)
+    ref.nf4_quantize(made["codes"], made["scales"], x, x.size)
     made["mean"] = np.array([made["scales"].mean(dtype=np.float64)], np.float32)
     made["scale_codes"] = np.zeros(blocks, np.uint8)
     made["groups"] = np.zeros(-(-blocks // 256), np.float32)
-    rest = (made["scales"], made["mean"], nf4.scale_levels(), blocks)
-    nf4.nf4_quantize_scales(made["scale_codes"], made["groups"], *rest)
+    rest = (made["scales"], made["mean"], ref.scale_levels(), blocks)
+    ref.nf4_quantize_scales(made["scale_codes"], made["groups"], *rest)
     return made
 
 
 def decoded(made: dict[str, np.ndarray]) -> np.ndarray:
     out = np.full(2 * made["codes"].size, np.nan, np.float32)
-    rest = (made["scale_codes"], made["groups"], made["mean"], nf4.scale_levels(), out.size)
-    nf4.nf4_decode(out, made["codes"], *rest)
+    rest = (made["scale_codes"], made["groups"], made["mean"], ref.scale_levels(), out.size)
+    ref.nf4_decode(out, made["codes"], *rest)
     return out
 
 
@@ -50,7 +50,7 @@ def test_codes_are_those_of_bitsandbytes():
 
 
 def test_levels_of_scales():
-    levels = nf4.scale_levels()
+    levels = ref.scale_levels()
     assert len(np.unique(levels)) == 256 and levels[127] == 0 and levels[255] == 1
     np.testing.assert_array_equal(levels[:127], -levels[254:127:-1])
     # The largest ones: middles of 64 parts of [0.1, 1].

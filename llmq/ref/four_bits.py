@@ -1,4 +1,4 @@
-"""References of cu/nf4.cu: four-bit codes in blocks of 64, whose scales are codes themselves."""
+"""References of cu/four_bits.cu: NF4, blocks of 64 whose scales are codes themselves; and MXFP4."""
 
 import functools
 from collections.abc import Iterator
@@ -133,3 +133,47 @@ def nf4_decode_fp8(out, scale, codes, scale_codes, groups, mean, levels, n):
     blocks = out.view(np.uint8).reshape(-1, BLOCK)
     for part, values in _decoded(codes, scale_codes, groups, mean, levels, n):
         encode_fp8(blocks[part], values, factor, out.dtype)
+
+
+# -- MXFP4: codes of four bits (E2M1), 32 of which share a power of two (E8M0)
+#
+# Source: the OCP's Microscaling Formats specification, version 1.0.
+
+# elements
+MXFP4_CASES = {"one_block": (32,), "ragged": (5 * 1024 + 96,), "gpt_oss_expert": (5760 * 2880,)}
+
+MXFP4_BLOCK = 32
+MXFP4_BIAS = 127  # of a block's exponent
+MXFP4_LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""Values of codes; a fourth bit is the sign."""
+_SIGNED = np.concatenate([MXFP4_LEVELS, -MXFP4_LEVELS])
+_PAIRS = np.stack([_SIGNED[np.arange(256) & 15], _SIGNED[np.arange(256) >> 4]], axis=1)
+_PAIRS = _PAIRS.view(np.uint64)[:, 0]
+"""The values of a byte's two codes, taken as one number, which is faster."""
+
+
+def mxfp4_encode(codes, exponents, x, n):
+    """The smallest power of two with which no value of a block is above 6, and the nearest codes,
+    of two the even one. codes: U8 (n/2,), the first of two in the lower bits. exponents: U8
+    (n/32,). x: (n,), finite."""
+    blocks = x.reshape(-1, MXFP4_BLOCK).astype(np.float32)
+    bits = np.abs(blocks).max(axis=1).view(np.uint32)
+    # 4 * 1.m is at most 6, or half of it is.
+    exponent = (bits >> 23).astype(np.int32) - 2 + ((bits & 0x7FFFFF) > 0x400000)
+    exponents[...] = np.clip(exponent, 0, 2 * MXFP4_BIAS)
+    size = np.ldexp(np.abs(blocks), MXFP4_BIAS - exponents.astype(np.int32)[:, None])
+    edges = (MXFP4_LEVELS[1:] + MXFP4_LEVELS[:-1]) / 2
+    code = np.zeros(blocks.shape, np.uint8)
+    for number, edge in enumerate(edges):
+        code += size >= edge if number % 2 else size > edge
+    code |= np.signbit(blocks).astype(np.uint8) << 3
+    pairs = code.reshape(-1, 2)
+    codes[...] = pairs[:, 0] | pairs[:, 1] << 4
+
+
+def mxfp4_decode(out, codes, exponents, n):
+    """out = level * 2^(exponent - 127), which BF16 holds exactly."""
+    values = _PAIRS[codes].view(np.float32).reshape(-1, MXFP4_BLOCK)
+    with np.errstate(over="ignore", invalid="ignore"):  # an exponent of 255 makes no number
+        values *= np.exp2(exponents.astype(np.float32) - MXFP4_BIAS)[:, None]
+    out[...] = values.reshape(out.shape)
