@@ -154,13 +154,11 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix(Module):
-    """A matrix that multiplies the activations of a half of a block.
-
-    input: the name of what it multiplies, gradient: that of the gradient of its output; fp8 has a
-    scale for each of both. active: how many of the experts a token meets. fused: the parameter with
-    all experts that transformers makes of the parts, which may have adapters instead of these, and
-    which files may hold.
-    """
+    """A matrix that multiplies the activations of a half of a block. input: the name of what it
+    multiplies, gradient: that of the gradient of its output; fp8 has a scale for each of both.
+    active: how many of the experts a token meets. fused: the parameter with all experts that
+    transformers makes of the parts, which may have adapters instead of these, and which files may
+    hold."""
 
     kind: str = "matrix"
     input: str

@@ -83,13 +83,11 @@ class Comm(ABC):
         self, buffer: Tensor, spare: Tensor | None, written: Event | None = None
     ) -> list[Tensor]:
         """Everyone's part for this rank: W tensors (n,) by source rank, inside buffer or spare.
-
         buffer (W*n,) with part p for rank p, spare (n,) of the same dtype (None with one rank).
         Destroys the other parts of buffer: in round k rank r sends to rank r + k and receives from
         rank r - k, in the first round into spare, later into the part sent in the round before.
         written: after it nothing else changes buffer. Then data that go through host memory leave,
-        even if the current stream is still busy with an exchange before.
-        """
+        even if the current stream is still busy with an exchange before."""
         self._check_parts("all_to_all", buffer)
         if self.size > 1:
             if spare is None or spare.dtype != buffer.dtype:

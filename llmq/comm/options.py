@@ -20,14 +20,12 @@ STAGING_CHUNKS = 4  # of the ring: one is written, one is read, and two keep bot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommOptions:
-    """How data travels between GPUs; means nothing to the other devices.
-
-    memcpy_all_gather: all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients
-    are reduced with all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy
-    engines, else by NCCL. p2p: "on", "off" or "auto", direct access to the memory of other GPUs.
-    gathers_from_host: blocks are gathered from pinned memory, sources or mirrors. matrices: ranks
-    exchange what becomes of whole matrices, with all_to_all.
-    """
+    """How data travels between GPUs; means nothing to the other devices. memcpy_all_gather:
+    all_gather by the copy engines, else by NCCL. all_to_all_reduce: gradients are reduced with
+    all_to_all, else with reduce_scatter. memcpy_send_recv: all_to_all by the copy engines, else by
+    NCCL. p2p: "on", "off" or "auto", direct access to the memory of other GPUs. gathers_from_host:
+    blocks are gathered from pinned memory, sources or mirrors. matrices: ranks exchange what
+    becomes of whole matrices, with all_to_all."""
 
     memcpy_all_gather: bool = False
     memcpy_send_recv: bool = False

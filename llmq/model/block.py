@@ -42,13 +42,11 @@ from llmq.runtime.device import Device
 
 
 class LayerStreams(NamedTuple):
-    """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py.
-
-    before, after: the residual stream in front of the layer and behind it. between: that between
-    its halves; None: a tensor of its own. branch, last_branch: what the first and the second half
-    put out, of all layers, and branch_before, what the layer in front has put out; None where
-    halves add to the stream themselves.
-    """
+    """The buffers that a layer shares with its neighbours, (rows, C) each; see norms.py. before,
+    after: the residual stream in front of the layer and behind it. between: that between its
+    halves; None: a tensor of its own. branch, last_branch: what the first and the second half put
+    out, of all layers, and branch_before, what the layer in front has put out; None where halves
+    add to the stream themselves."""
 
     before: Tensor
     after: Tensor
@@ -236,13 +234,11 @@ class Blocks:
         *,
         wanted: bool,
     ) -> None:
-        """d_residual (rows, C): gradient of the block's output in, of its input out.
-
-        d_x (rows, C): scratch for the gradient of a half's input, or with post_norm that of the
-        second half's output in. wanted: whether that of the block's input is; else both hold
-        anything afterwards. Tensors that were not kept are computed again first; scales are those
-        of the forward pass.
-        """
+        """d_residual (rows, C): gradient of the block's output in, of its input out. d_x (rows, C):
+        scratch for the gradient of a half's input, or with post_norm that of the second half's
+        output in. wanted: whether that of the block's input is; else both hold anything afterwards.
+        Tensors that were not kept are computed again first; scales are those of the forward
+        pass."""
         layer, d_out = self.layers[index], self.norms.d_out(d_residual, d_x)
         first, here = self.halves[index][0], layer.halves[0]
         reach = WantedGradients.of(tuple(half.spec for half in layer.halves), g, block_in=wanted)

@@ -25,13 +25,11 @@ class EmbeddingParameters(NamedTuple, Generic[T]):
 
 
 class BlockParameters(dict[str, T]):
-    """By key of the weight table, with what the architecture declares for the layer.
-
-    Matrices are (out_features, in_features); biases (out_features,). Norms around the halves are
-    (C,): ln1, ln2, of what goes into a half, and ln1_post, ln2_post, of what the half before has
-    put out. KEY_a, KEY_b, KEY_m are of adapters, as `state/params.py` says. A parameter that
-    does not exist, or is not needed, or is frozen, lacks its key: `get` gives None.
-    """
+    """By key of the weight table, with what the architecture declares for the layer. Matrices are
+    (out_features, in_features); biases (out_features,). Norms around the halves are (C,): ln1, ln2,
+    of what goes into a half, and ln1_post, ln2_post, of what the half before has put out. KEY_a,
+    KEY_b, KEY_m are of adapters, as `state/params.py` says. A parameter that does not exist, or is
+    not needed, or is frozen, lacks its key: `get` gives None."""
 
     def bias(self, key: str) -> T | None:
         """That of a matrix or a norm."""

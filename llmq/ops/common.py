@@ -99,9 +99,7 @@ class RowLayout:
 @cache
 def row_layout(columns: int, itemsize: int, lane_vectors: int) -> RowLayout:
     """The layout for rows of this many elements: the fewest warps that hold one, a power of 2.
-
-    lane_vectors: how many vectors of a row a lane has registers for.
-    """
+    lane_vectors: how many vectors of a row a lane has registers for."""
     vectors = columns * itemsize // VECTOR_BYTES
     warps = 1
     while warps * WARP * lane_vectors < vectors:
@@ -153,10 +151,8 @@ def expect_qkv(
 
 
 def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) -> None:
-    """target (columns,) = or += the sum of partial, F32 (rows, columns), over its rows.
-
-    target None: nothing, because nobody wants it.
-    """
+    """target (columns,) = or += the sum of partial, F32 (rows, columns), over its rows. target
+    None: nothing, because nobody wants it."""
     if target is None:
         return
     rows, columns = partial.shape
@@ -171,10 +167,8 @@ def finish_column_sum(dev: Device, target: Accumulator | None, partial: Tensor) 
 
 
 def expect_head_dim(op: str, dev: Device, head_dim: int, multiple: int, most: int) -> None:
-    """Raise ValueError for a head size whose vectors and tiles a GPU kernel cannot form.
-
-    The CPU's references take any size.
-    """
+    """Raise ValueError for a head size whose vectors and tiles a GPU kernel cannot form. The CPU's
+    references take any size."""
     on_gpu = dev.spec.capability > 0
     if on_gpu and (head_dim % multiple or head_dim > most):
         raise ValueError(
@@ -183,10 +177,8 @@ def expect_head_dim(op: str, dev: Device, head_dim: int, multiple: int, most: in
 
 
 def abs_max_consts(op: str, abs_max: Tensor | None) -> dict[str, int]:
-    """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off.
-
-    Raises TypeError or ValueError if the tensor is not one.
-    """
+    """The constant that switches a kernel's optional result abs_max, F32 (1,), on or off. Raises
+    TypeError or ValueError if the tensor is not one."""
     if abs_max is not None:
         expect(op, "abs_max", abs_max, F32, (1,))
     return {"ABS_MAX": int(abs_max is not None)}
@@ -207,10 +199,8 @@ def fp8_args(fp8: Fp8Out | None) -> tuple[Tensor | None, ...]:
 def fp8_consts(
     op: str, fp8: Fp8Out | None, rows: int, features: int, name: str = "fp8"
 ) -> dict[str, int]:
-    """The constants that switch a kernel's two optional FP8 results on or off.
-
-    Raises TypeError or ValueError if fp8 does not fit a result of (rows, features).
-    """
+    """The constants that switch a kernel's two optional FP8 results on or off. Raises TypeError or
+    ValueError if fp8 does not fit a result of (rows, features)."""
     if fp8 is None:
         return {"CODES": 0, "TRANSPOSED": 0}
     if fp8.codes is None and fp8.transposed is None:
@@ -278,9 +268,7 @@ def again_consts(
     op: str, out: Tensor | None, out_fp8: Fp8Out | None, dtype: DType, shape: tuple[int, ...]
 ) -> dict[str, int]:
     """The constants that switch forward's result, of this dtype and shape, or its codes on or off.
-
-    Raises TypeError or ValueError if both are given, or one that does not fit.
-    """
+    Raises TypeError or ValueError if both are given, or one that does not fit."""
     if out is not None and out_fp8 is not None:
         raise TypeError(f"{op}: out and out_fp8 are both given, only one of them can be written")
     if out is not None:
@@ -368,11 +356,9 @@ def expect_operands(
     dtypes: tuple[DType, ...],
     codes: tuple[DType, ...] = FP8,
 ) -> None:
-    """Raise TypeError or ValueError unless a and b can be multiplied, but for their sizes.
-
-    dtypes: those that a may have; b has a's, or is of `codes` if a is fp8, whose scales F32 (1,)
-    are given then, and no others.
-    """
+    """Raise TypeError or ValueError unless a and b can be multiplied, but for their sizes. dtypes:
+    those that a may have; b has a's, or is of `codes` if a is fp8, whose scales F32 (1,) are given
+    then, and no others."""
     expect_matrix(op, "a", a, dtypes)
     is_fp8 = a.dtype in FP8
     expect_matrix(op, "b", b, codes if is_fp8 else (a.dtype,))
@@ -470,10 +456,8 @@ class Tiles(NamedTuple):
 
 def tile_columns(dev: Device, M: int, N: int, row_bytes: int) -> int:
     """The columns of tiles with which `adapted` takes the least time. row_bytes: of a row of a.
-
     Turns of all clusters take as long as tiles are wide and K is long. While narrow tiles are
-    stored, others are multiplied; while wide ones are, nothing is.
-    """
+    stored, others are multiplied; while wide ones are, nothing is."""
 
     def seconds(columns: int) -> int:  # in no unit
         alone = STORED_ALONE if columns == WIDE else 0

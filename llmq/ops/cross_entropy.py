@@ -41,13 +41,11 @@ ADD_STATS = Kernel(
 
 def register_layout(row_bytes: int, capability: int) -> dict[str, int] | None:
     """How rows are held in registers, as compile-time constants; None where a row does not fit.
-
     THREADS per block, VECTORS of 16 bytes per thread, blocks per CLUSTER (compute capability 9.0
     and later) that share a row, ROWS one after the other in each. One block is the fastest: a
     cluster's start and end together. Two blocks of half the threads fit into a multiprocessor, and
     belong to different rows: one reads and writes while the other computes. Only with clusters does
-    it pay to go on to another row, the next one being read while one is written.
-    """
+    it pay to go on to another row, the next one being read while one is written."""
     vectors = ceil_div(row_bytes, VECTOR_BYTES)
     layouts = [(THREADS // 2, 1), (THREADS, 1)]
     if capability >= 90:

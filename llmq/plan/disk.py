@@ -17,12 +17,10 @@ from llmq.state.rules.rule import SCALES
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUse:
     """Bytes on the disk, of tensors: what is beside them are some KiB and the tokenizer's files.
-
     checkpoint: of one. kept: checkpoints that are there in the end. every: None, or that kept grows
     by one after so many steps, the number of which only the data tells. deletes: whether older ones
     are deleted, each of which is there until the next one is complete. model: of the exported one.
-    at_most: with --keep-best, where the numbers decide how often there is a better one.
-    """
+    at_most: with --keep-best, where the numbers decide how often there is a better one."""
 
     checkpoint: int
     kept: int

@@ -57,13 +57,11 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
-    """A fit for one optimizer.
-
-    source: for the user. resampled: fits to random choices of the runs; how far they lie apart is
-    what the fit does not know. off: the relative error of runs by a fit without them, 0 where there
-    are none of ours. tokenizer: the fingerprint of the runs' tokens, None of others' runs.
-    derived: it is a law of another optimizer, with other tokens to the same loss.
-    """
+    """A fit for one optimizer. source: for the user. resampled: fits to random choices of the runs;
+    how far they lie apart is what the fit does not know. off: the relative error of runs by a fit
+    without them, 0 where there are none of ours. tokenizer: the fingerprint of the runs' tokens,
+    None of others' runs. derived: it is a law of another optimizer, with other tokens to the same
+    loss."""
 
     source: str
     constants: Constants

@@ -54,12 +54,10 @@ class Usage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One optimizer step, counted. usage, flops, traffic and launches are those of one rank.
-
     placement: where weights, gradients and moments are. sources: what its kernels, and those of an
     evaluation, are compiled from. micro_steps: what each of them enqueues, and how many of them do;
     update: what follows them. machines: that the ranks are on. shards: in how many parts these keep
-    the state. gpus: ranks of one machine, None if it has all.
-    """
+    the state. gpus: ranks of one machine, None if it has all."""
 
     usage: Usage
     world_size: int

@@ -46,14 +46,11 @@ def run_recipe(
     json: bool = False,
 ) -> TrainConfig:
     """Choose the options of a run of so many hours, print what they give, and write them to `out`.
-
     config, model: with the options of `fixed` as given. data: whether the training files are there.
     card, card_file, host_memory, reserve: as run_plan has them; without the first two it is this
     machine. law, rates: files of tools/scaling_law.py and `llmq sweep-lr`. price: of a GPU's hour,
     kwh_price: of electricity. timed: tries a recipe, whose seconds then count instead of the
-    plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has
-    no ground.
-    """
+    plan's. Raises OutOfMemory if nothing fits, and ConfigError where a promise has no ground."""
     _check(config, fixed)
     asked = card is not None or card_file is not None
 

@@ -128,14 +128,11 @@ def run_plan(
     json: bool = False,
 ) -> TrainConfig:
     """`llmq plan`: print the plan of a run, or (fit) the fastest ones that fit; returns the first.
-
     gpu_memory, host_memory: bytes of the machine it is meant for. card: words of its card's name.
     card_file: the report of `llmq rig` there. reserve: bytes of its memory that are to stay free,
     None for what --reserve says. machines: of so many GPUs each, and bytes per second of what joins
-    them.
-    fit: options that keep their values in a search. placement: print, too, where everything lies.
-    Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does.
-    """
+    them. fit: options that keep their values in a search. placement: print, too, where everything
+    lies. Raises OutOfMemory, after printing the plan, if it does not fit, or nothing does."""
     if placement and fit is not None:
         raise ConfigError("--placement: has no meaning with --fit, use it with what that finds")
     given, search = (gpu_memory, host_memory, card, reserve), fit is not None

@@ -82,13 +82,11 @@ def _mask(scores: np.ndarray, rows: int, window: int) -> None:
 def attention_forward(
     out, lse, qkv, seq_len, num_heads, num_kv_heads, starts, window, workspace=None, rounded=None
 ):
-    """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator.
-
-    out: (B, T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd);
-    starts: I32 (B, T), the first position of each one's document, or None; window: keys up to its
-    own that a query sees. workspace: the cuDNN kernel's memory, not used here. rounded: of
-    probabilities, what is multiplied by v.
-    """
+    """out = softmax(q k^T / sqrt(Hd), causal) v, lse = log of the softmax's denominator. out: (B,
+    T, Hq, Hd); lse: F32 (B, Hq, T), natural logarithm; qkv: (B, T, Hq + 2 Hkv, Hd); starts: I32 (B,
+    T), the first position of each one's document, or None; window: keys up to its own that a query
+    sees. workspace: the cuDNN kernel's memory, not used here. rounded: of probabilities, what is
+    multiplied by v."""
     scale = qkv.shape[-1] ** -0.5
     for batch, part in _parts(qkv, num_heads, starts):
         x, part_out, part_lse = compute(qkv[batch, part]), out[batch, part], lse[batch, :, part]

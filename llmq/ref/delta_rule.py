@@ -44,14 +44,11 @@ CASES = {
 
 
 class Factors(NamedTuple):
-    """Numbers of all tokens of chunks, (B, Hv, chunks, 64) each.
-
-    to_key: the decay to the state behind, over the key's length. from_query: the decay from the
-    state in front, over the query's length and sqrt(DK). sums: of decays since the document's first
-    token, or the chunk's. from_state: the decay from the state in front, 0 if the document does not
-    see it; that of the last token is the state's own. key_length: 1 / length; query_length: that
-    over sqrt(DK).
-    """
+    """Numbers of all tokens of chunks, (B, Hv, chunks, 64) each. to_key: the decay to the state
+    behind, over the key's length. from_query: the decay from the state in front, over the query's
+    length and sqrt(DK). sums: of decays since the document's first token, or the chunk's.
+    from_state: the decay from the state in front, 0 if the document does not see it; that of the
+    last token is the state's own. key_length: 1 / length; query_length: that over sqrt(DK)."""
 
     to_key: np.ndarray
     from_query: np.ndarray

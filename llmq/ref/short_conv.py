@@ -34,9 +34,7 @@ def _inputs(
 
 def short_conv_forward(out, x, weight, before, starts, seq_len, channels, columns, *, taps):
     """out (B, T, channels) = silu(sum over taps of weight (channels, taps) * x), x (B, T, columns).
-
-    before: (B, taps - 1, channels), the tokens in front; None: 0.
-    """
+    before: (B, taps - 1, channels), the tokens in front; None: 0."""
     z = (_inputs(x, before, starts, channels, taps) * compute(weight)).sum(-1)
     with np.errstate(over="ignore"):
         z *= sigmoid(z)

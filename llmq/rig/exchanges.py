@@ -52,8 +52,7 @@ class Exchanges:
     none, while kernels run. slowdown: how many times as long these take meanwhile, at the largest
     size. load: bytes that come from host memory, seconds of that alone, and how much longer an
     exchange through host memory takes with them; None where exchanges do not go there. intact:
-    whether what was gathered is what had been sent; None where that was not looked at.
-    """
+    whether what was gathered is what had been sent; None where that was not looked at."""
 
     links: LinkTable | None
     alone: Times

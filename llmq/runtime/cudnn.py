@@ -37,13 +37,11 @@ def backward_workspace_bytes(
     head_dim: int,
     deterministic: bool = True,
 ) -> int:
-    """Bytes that the backward may ask for. An estimate: the first call on a GPU checks it.
-
-    Fitted on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where it is within 2 MiB:
-    F32 dQ, or when deterministic one for every block of keys, which is 2 T^2 bytes for a head of
-    any size; BF16 dK and dV of every query head before their group is summed, if there are several
-    in one; F32 row sums. Other lengths are taken to be padded.
-    """
+    """Bytes that the backward may ask for. An estimate: the first call on a GPU checks it. Fitted
+    on cuDNN 9.19, H100, T a multiple of 256, head sizes 64 to 128, where it is within 2 MiB: F32
+    dQ, or when deterministic one for every block of keys, which is 2 T^2 bytes for a head of any
+    size; BF16 dK and dV of every query head before their group is summed, if there are several in
+    one; F32 row sums. Other lengths are taken to be padded."""
     padded = 256 * ceil_div(seq_len, 256)
     rows = batch * num_heads * padded
     d_q = 2 * rows * padded if deterministic else 4 * rows * head_dim

@@ -35,13 +35,11 @@ FUSED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """The properties of a machine that launchers and the planner need.
-
-    capability: compute capability times 10 (90 for an H100), 0 for the CPU. num_sms: sizes the
-    grids and with them the workspaces. memory: bytes in total. library_workspace: bytes that the
-    matrix-product library gets, taken from the arena; if not given, what NVIDIA advises: 32 MiB on
-    Hopper and later, 4 before.
-    """
+    """The properties of a machine that launchers and the planner need. capability: compute
+    capability times 10 (90 for an H100), 0 for the CPU. num_sms: sizes the grids and with them the
+    workspaces. memory: bytes in total. library_workspace: bytes that the matrix-product library
+    gets, taken from the arena; if not given, what NVIDIA advises: 32 MiB on Hopper and later, 4
+    before."""
 
     name: str
     capability: int
@@ -129,14 +127,12 @@ class Clock(NamedTuple):
 
 
 class Device(ABC):
-    """Memory, launches, copies and order on one rank's machine.
-
-    mesh: where its rank is among all ranks, and its ends of their collectives. last_operation: what
-    was enqueued of them last, for diagnosis; of a graph that is replayed its name. clock: measures
-    how long the main stream waits for other ranks; None with one rank. stream_name: the current
-    stream. fused: the products of our own that it takes wherever they can be computed, and no
-    others (LLMQ_FUSED); None: it takes those that are faster.
-    """
+    """Memory, launches, copies and order on one rank's machine. mesh: where its rank is among all
+    ranks, and its ends of their collectives. last_operation: what was enqueued of them last, for
+    diagnosis; of a graph that is replayed its name. clock: measures how long the main stream waits
+    for other ranks; None with one rank. stream_name: the current stream. fused: the products of our
+    own that it takes wherever they can be computed, and no others (LLMQ_FUSED); None: it takes
+    those that are faster."""
 
     kind: str  # "cuda", "host" or "plan"
     last_operation = "none"
@@ -218,13 +214,11 @@ class Device(ABC):
     def choose(
         self, work: str, ways: dict[str, Callable[[], None]], kept: tuple[Tensor, ...] = ()
     ) -> None:
-        """Enqueue a piece of work in one of several ways, the first where nothing is timed.
-
-        work: tells it from all other. ways: by name; each enqueues launches on the current stream,
-        and has all that it writes written over by any other, but for `kept`, what it adds to, or
-        reads. A CUDA device that tunes takes the fastest one, and the same ever after; it does
-        without those that raise Unsupported (llmq/runtime/tuning.py).
-        """
+        """Enqueue a piece of work in one of several ways, the first where nothing is timed. work:
+        tells it from all other. ways: by name; each enqueues launches on the current stream, and
+        has all that it writes written over by any other, but for `kept`, what it adds to, or reads.
+        A CUDA device that tunes takes the fastest one, and the same ever after; it does without
+        those that raise Unsupported (llmq/runtime/tuning.py)."""
         next(iter(ways.values()))()
 
     def choices(self) -> dict[str, str]:

@@ -81,14 +81,11 @@ def _parse(text: str) -> Arg:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """An entry point of llmq/cu/<file>, or of a library when file has no `.cu` ending.
-
-    The reference of the entry is the function of the same name in llmq/ref/<stem of file>.py.
-    A one-letter type is a type variable: bound by its tensors at launch, all of one dtype, and
-    passed to the compiler as -D<letter>=<type>.
-
-    capability: the only one, times 10, that has the instructions; None: all that are supported.
-    """
+    """An entry point of llmq/cu/<file>, or of a library when file has no `.cu` ending. The
+    reference of the entry is the function of the same name in llmq/ref/<stem of file>.py. A
+    one-letter type is a type variable: bound by its tensors at launch, all of one dtype, and passed
+    to the compiler as -D<letter>=<type>. capability: the only one, times 10, that has the
+    instructions; None: all that are supported."""
 
     file: str
     entry: str

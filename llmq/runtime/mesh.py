@@ -18,13 +18,10 @@ DATA = ("replica", "shard")
 
 class Mesh:
     """Named axes and their sizes, the outermost first: along the last one ranks are neighbours.
-
     Whatever is counted, ordered or divided among ranks asks here, by the names of axes in any
-    order; without a name all axes are meant. ValueError for an axis that there is not.
-
-    axes: sizes by name. rank: this one, counted through all axes. groups: this rank's ends of the
-    collectives by axes, which llmq.comm.connect gives it.
-    """
+    order; without a name all axes are meant. ValueError for an axis that there is not. axes: sizes
+    by name. rank: this one, counted through all axes. groups: this rank's ends of the collectives
+    by axes, which llmq.comm.connect gives it."""
 
     def __init__(self, axes: Mapping[str, int], rank: int = 0):
         self.axes, self.rank = dict(axes), rank

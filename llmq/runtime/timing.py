@@ -88,13 +88,11 @@ def time_ranges(dev: Device) -> Iterator[list[tuple[str, float]]]:
 
 def time_launches(dev: Device, fn: Callable[[], Any], *, in_turn: bool = False) -> list[LaunchTime]:
     """Run fn without graphs and time each launch, copy and fill of it; waits for the device.
-
     in_turn: all on the main stream, in the order in which they are enqueued, which is right for any
     order that events ask for. A launch beside one of another stream has waits for that in its time.
     The time that a pair of marks takes by itself is taken off. The host must stay ahead of the
     device, as it does once the device has work for a few milliseconds, or gaps count as time of the
-    launches.
-    """
+    launches."""
     marks = Marks(dev)
     spans: list[tuple[Callable[[], tuple], bool, int, int]] = []
 

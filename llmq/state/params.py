@@ -45,13 +45,11 @@ NEW_ROWS = "new_rows"
 
 def adapter_rows(config: ModelConfig, adapters: Adapters) -> dict[str, list[tuple]]:
     """By slab, "lora_a", "lora_b", with DoRA "lora_m" and, where they are trained, the new rows:
-    (block, key, full name, shape, kind, init, hf parts, first row).
-
-    The adapters' A (n * rank, in_features) of a matrix lie below each other, padded with zeros as
-    `padded_columns` says; their B (rows of all, rank) do, too. rank: the largest of the matrix.
-    Magnitudes (out_features,) are where the matrix has its rows; they begin as the rows' norms, of
-    which nobody here knows anything.
-    """
+    (block, key, full name, shape, kind, init, hf parts, first row). The adapters' A (n * rank,
+    in_features) of a matrix lie below each other, padded with zeros as `padded_columns` says; their
+    B (rows of all, rank) do, too. rank: the largest of the matrix. Magnitudes (out_features,) are
+    where the matrix has its rows; they begin as the rows' norms, of which nobody here knows
+    anything."""
     slabs: dict[str, list[tuple]] = {"lora_a": [], "lora_b": []}
     for block, matrix in all_adapted(config, adapters):
         a, b = _rows_of_adapters(matrix, block)
@@ -148,15 +146,12 @@ ELEMENT_ALIGN = 128  # elements: 256 bytes of BF16, and a whole number of 16-byt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter.
-
-    name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head". key: its name
-    there. shape: with padded rows. kind: as of Module. init: as of Module, or "adapter" (normal,
-    1/sqrt(3 in_features)), or "unit" (normal, 1). index: number in the whole model, seeds its
-    random numbers. offset: first element in the slab. first_row: of the block's token table, whose
-    rows from there on these are; None: it is no part of another parameter. fused: one tensor that
-    files may hold instead of those of hf.
-    """
+    """One parameter. name: as in checkpoints. block: what uses it: "embed", "layers.3" or "head".
+    key: its name there. shape: with padded rows. kind: as of Module. init: as of Module, or
+    "adapter" (normal, 1/sqrt(3 in_features)), or "unit" (normal, 1). index: number in the whole
+    model, seeds its random numbers. offset: first element in the slab. first_row: of the block's
+    token table, whose rows from there on these are; None: it is no part of another parameter.
+    fused: one tensor that files may hold instead of those of hf."""
 
     name: str
     block: str

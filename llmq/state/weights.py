@@ -110,12 +110,10 @@ def first_values(
 @dataclass(slots=True, kw_only=True)
 class _Pass:
     """One micro-step, evaluation or update while it is enqueued: of capture time, as lanes are.
-
     stale: what other ranks updated is not here yet; to_gather: the resident slabs that it is in.
     held: blocks between gather and release. partly: of blocks in slots, the matrices that are
     there, if not all. changing: slabs whose masters the update writes; quantized: those whose codes
-    it has made.
-    """
+    it has made."""
 
     stale: bool = False
     to_gather: set[str] = field(default_factory=set)
@@ -126,13 +124,11 @@ class _Pass:
 
 
 class Weights:
-    """All slabs of a model, as far as this rank holds them.
-
-    master[name]: this rank's shard; without a master of its own, of the work weights themselves.
-    work[name]: what an update also writes, rounded: this rank's shard of the work weights, or None.
-    initial_adapters[name]: this rank's shard of what adapters were taken from the model as.
-    slots: of streamed blocks; what nobody needs in an update.
-    """
+    """All slabs of a model, as far as this rank holds them. master[name]: this rank's shard;
+    without a master of its own, of the work weights themselves. work[name]: what an update also
+    writes, rounded: this rank's shard of the work weights, or None. initial_adapters[name]: this
+    rank's shard of what adapters were taken from the model as. slots: of streamed blocks; what
+    nobody needs in an update."""
 
     def __init__(self, dev: Device, table: tuple[Slab, ...], placement: Placement):
         self.dev, self.table, self.placement = dev, table, placement

@@ -17,12 +17,10 @@ from llmq.runtime.device import Device
 
 class Preferences(Loss):
     """DPO: an answer's log-probability less that of a reference model is its reward, times beta.
-
     Both answers are in one row, where "partner" says (`Batch.more`). A pair of which one answer has
     no target counts nothing. The loss is a mean over pairs, and so are its numbers: margin, the
     difference of the answers' rewards; accuracy, how often it is more than 0; reward_chosen,
-    reward_rejected; logp_chosen, logp_rejected, their log-probabilities.
-    """
+    reward_rejected; logp_chosen, logp_rejected, their log-probabilities."""
 
     sums = SUMS
     inputs = ("partner", "scores")

@@ -19,13 +19,11 @@ SCALES = ".scales"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A number for each element that is trained, which the rule keeps from update to update.
-
-    name: of its tensors and its column of [Placement]. group: of its files in checkpoints.
-    category: of its memory. dtype, offload: the options that give its format, if it has no other
-    than F32, and put it into host memory. In E4M3 it has scales, F32, one for SCALE_BLOCK elements.
-    It is zero at the start.
-    """
+    """A number for each element that is trained, which the rule keeps from update to update. name:
+    of its tensors and its column of [Placement]. group: of its files in checkpoints. category: of
+    its memory. dtype, offload: the options that give its format, if it has no other than F32, and
+    put it into host memory. In E4M3 it has scales, F32, one for SCALE_BLOCK elements. It is zero at
+    the start."""
 
     name: str
     group: str
@@ -49,13 +47,11 @@ ROWS = "rows"
 
 class Part(NamedTuple):
     """The elements that one call of a rule updates: n elements of a slab from element `first` on.
-
     master inout F32 or BF16 (n,). work: out BF16 (n,), the master rounded to nearest, or None.
-    grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32
-    (n / SCALE_BLOCK,), by name, of the moments that are E4M3. segments: I64 (S, 2), as
-    Slab.segments. change: (n,) in the rule's `of_change`, which
-    `propose` writes, and `apply` reads: the one gets no master, and the other no gradient.
-    """
+    grad: F32 or BF16 (n,), the sum over tokens. moments: inout (n,) by name. scales: inout F32 (n /
+    SCALE_BLOCK,), by name, of the moments that are E4M3. segments: I64 (S, 2), as Slab.segments.
+    change: (n,) in the rule's `of_change`, which `propose` writes, and `apply` reads: the one gets
+    no master, and the other no gradient."""
 
     slab: Slab
     first: int
