@@ -47,14 +47,13 @@ CRASH = {"kill": int(signal.SIGKILL)}
 @pytest.fixture(autouse=True)
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(restarts, "FIRST_PAUSE", 0.01)
 
 
-def run(monkeypatch, *actions, count=2, **options):
+def run(monkeypatch, *actions, count=2, pauses=(0.01, 300.0), **options):
     """The status, and what each attempt got beside what all of them get."""
     monkeypatch.setenv("ACTIONS", json.dumps(actions))
     config = make_config({"name": "x", "log-file": LOG, "model": "tiny"} | options)
-    status = supervise([sys.executable, "-S", "-c", CHILD, "own"], config, count)
+    status = supervise([sys.executable, "-S", "-c", CHILD, "own"], config, count, pauses)
     calls = [json.loads(line) for line in Path("calls").read_text().splitlines()]
     assert all(call[:3] == ["own", "--restarts=0", f"--log-file={LOG}"] for call in calls)
     return status, [call[3:] for call in calls]
@@ -107,10 +106,9 @@ def test_a_continued_run_begins_again_where_it_did(monkeypatch):
 
 def test_it_gives_up_and_pauses_grow(monkeypatch, capfd):
     paused = []
-    monkeypatch.setattr(restarts, "FIRST_PAUSE", 5.0)
-    monkeypatch.setattr(restarts, "LONGEST_PAUSE", 15.0)
     monkeypatch.setattr(restarts._Run, "sleeps", lambda self, pause: paused.append(pause))
-    status, _ = run(monkeypatch, *[CRASH] * 4, CRASH | {"write": [STEP]}, *[CRASH] * 2, count=6)
+    actions = [*[CRASH] * 4, CRASH | {"write": [STEP]}, *[CRASH] * 2]
+    status, _ = run(monkeypatch, *actions, count=6, pauses=(5.0, 15.0))
     assert status == 128 + signal.SIGKILL
     assert paused == [5.0, 10.0, 15.0, 15.0, 5.0, 10.0], "from the first on where it got further"
     assert capfd.readouterr().err.splitlines()[-1] == (
@@ -149,9 +147,8 @@ def test_signals_are_passed_on(monkeypatch):
 
 
 def test_a_signal_in_a_pause_ends_it(monkeypatch, capfd):
-    monkeypatch.setattr(restarts, "FIRST_PAUSE", 20.0)
     when(LOG, lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGINT)))
-    status, calls = run(monkeypatch, {"write": [LOG], "exit": 1})
+    status, calls = run(monkeypatch, {"write": [LOG], "exit": 1}, pauses=(20.0, 300.0))
     assert (status, len(calls)) == (128 + signal.SIGINT, 1)
     assert capfd.readouterr().err.endswith("\nStopped by SIGINT; go on with --continue\n")
 

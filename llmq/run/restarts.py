@@ -23,7 +23,7 @@ from llmq.options.option_types import NEWEST
 from llmq.options.options import TrainConfig
 from llmq.runtime.nvml import UNSUPPORTED, NvmlGpu, all_gpus, open_nvml, xid_text
 
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds before a restart; twice as long each time
+PAUSES = 5.0, 300.0  # seconds before a restart; from the first twice as long each time, to the last
 POLL = 0.05  # seconds
 
 
@@ -45,11 +45,16 @@ def in_words(status: int) -> str:
     return f"ended with status {status}{hung}"
 
 
-def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int:
+def supervise(
+    command: Sequence[str],
+    config: TrainConfig,
+    restarts: int,
+    pauses: tuple[float, float] = PAUSES,
+) -> int:
     """Run the command until it ends otherwise than by a crash, or `restarts` more times; the status
     to exit with. command: of `llmq train`, whose last options win. Ending signals and SIGUSR1 are
     passed on."""
-    errors, before, pause = _GpuErrors(), _Before(config), FIRST_PAUSE
+    errors, before, pause = _GpuErrors(), _Before(config), pauses[0]
     shared = ["--restarts=0", f"--log-file={config.log_file}"]  # the name of a log may have a time
     more: list[str] = []
     with _Run() as run:
@@ -64,7 +69,7 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
                 _tell(f"error: {why}; it was started {restarts + 1} times, see --restarts")
                 break
             more = before.arguments()
-            pause = FIRST_PAUSE if before.made() != known else pause
+            pause = pauses[0] if before.made() != known else pause
             if time.monotonic() + pause >= end:
                 _tell(f"error: {why}; --max-hours leaves no time to start it again")
                 return OutOfTime.STATUS
@@ -74,7 +79,7 @@ def supervise(command: Sequence[str], config: TrainConfig, restarts: int) -> int
             if run.sleeps(pause):
                 _tell(f"Stopped by {signal.Signals(run.signum).name}; go on with --continue")
                 return 128 + run.signum
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, pauses[1])
     return status if status >= 0 else 128 - status
 
 
