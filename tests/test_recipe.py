@@ -205,7 +205,9 @@ def test_no_recipe_passes_over_the_data_more_than_four_times():
     made = search(depths=(2, 3), given={"seq-len": 256}, **data)
     best = recipe_report._best(made, ours=True)
     carried = 4 * math.sqrt(2 * (1 << 20) / best.parameters)  # large models bear fewer
-    assert 0.95 * carried < best.passes <= carried < 4 and best.loss == min(recipe.loss for recipe in made.tried)
+    assert 0.95 * carried < best.passes <= carried < 4 and best.loss == min(
+        recipe.loss for recipe in made.tried
+    )
     assert best.time < 0.9 * 3600 * HOURS
     record = recipe_report.recipe_record(best, made, None, None)
     left = 3600 * HOURS - best.time
@@ -450,7 +452,8 @@ def test_run_trains_what_was_written(folder, monkeypatch):
     one = SIZES.replace("--batch-size 8", "--batch-size 1")  # else four passes take fewer steps
     assert _run(f"recipe --hours 0.03 --data data {one} --run --out a.yaml".split()) == 0
     ((config, model, _, _),) = started
-    assert 94 < config.steps * 0.75 < 99.1 and config.hidden_size == 128  # of 108 seconds 9 are lost
+    # Nine of 108 seconds are lost.
+    assert 94 < config.steps * 0.75 < 99.1 and config.hidden_size == 128
     assert tried[1] > tried[0] == 12
     assert config.max_hours > 0.03 and model.hidden_size == 128
 
