@@ -69,7 +69,7 @@ def expected_epoch(epoch, world_size, micro_batch, seed=TRAIN_SEED):
 def drain(loader):
     """All remaining batches' inputs of this epoch: (batches, B, T)."""
     out = []
-    while loader.has_next():
+    while loader.batches_left:
         inputs, targets, *_ = loader.next_batch()
         np.testing.assert_array_equal(targets, inputs + 1)
         out.append(inputs)
@@ -113,20 +113,19 @@ def test_some_batches_straddle_files(data):
     assert max(len(names) for names in files) >= 3  # over the file with a single chunk, too
 
 
-def test_has_next_counts_all_files(data):
+def test_batches_left_count_all_files(data):
     with loader(data, micro_batch=2) as one:
         total = one.batches_per_epoch
         assert total == 29 // 2
         for done in range(total):
-            assert one.has_next(total - done)
-            assert not one.has_next(total - done + 1)
+            assert one.batches_left == total - done
             one.next_batch()
-        assert not one.has_next()
+        assert not one.batches_left
         with pytest.raises(RuntimeError, match="advance_epoch"):
             one.next_batch()
         one.advance_epoch()
         assert one.epoch == 1
-        assert one.has_next(total)
+        assert one.batches_left >= total
 
 
 def test_epoch_can_be_left_early(data):
@@ -191,7 +190,7 @@ def test_resume_at_every_batch_of_every_epoch(data, world_size):
     states, batches = [], []
     with loader(data, rank, world_size) as one:
         for _ in range(3):
-            while one.has_next():
+            while one.batches_left:
                 states.append(one.state())
                 batches.append(one.next_batch())
             states.append(one.state())
@@ -205,7 +204,7 @@ def test_resume_at_every_batch_of_every_epoch(data, world_size):
                     assert resumed.state() == state
                     for batch in batches[i : i + 3]:
                         if batch is None:
-                            assert not resumed.has_next()
+                            assert not resumed.batches_left
                             resumed.advance_epoch()
                         else:
                             same(resumed.next_batch(), batch)
@@ -355,7 +354,7 @@ def test_everything_is_each_sequence_once(data, world_size, micro_batch):
     found, counts = [], []
     for number in range(batches):
         for one in loaders:
-            assert one.has_next(batches - number) and not one.has_next(batches - number + 1)
+            assert one.batches_left == batches - number
             inputs, targets, *_ = one.next_batch()
             is_real = targets[:, 0] != MASKED_TARGET
             np.testing.assert_array_equal(targets[is_real], inputs[is_real] + 1)
@@ -369,12 +368,12 @@ def test_everything_is_each_sequence_once(data, world_size, micro_batch):
     assert sorted(found) == [1000 * i + T * c for i, chunks in files for c in range(chunks)]
     assert [loaders[0].sequences(n + 1) for n in range(batches)] == counts
     for one in loaders:
-        assert not one.has_next()
+        assert not one.batches_left
         assert one.state()["file_name"]  # the end is a place, too
         with pytest.raises(RuntimeError, match="no further batch"):
             one.next_batch()
         one.reset()
-        assert one.has_next(batches)
+        assert one.batches_left >= batches
         one.close()
 
 

@@ -393,7 +393,7 @@ def test_resume_at_every_batch(data, tmp_path, packing, masked, weighted, monkey
     states, batches = [], []
     with loader(data, packing, masked, rank=1, world_size=2, micro_batch=1, **kwargs) as one:
         for _ in range(3):
-            while one.has_next():
+            while one.batches_left:
                 states.append(one.state())
                 batches.append(one.next_batch())
             one.advance_epoch()

@@ -136,7 +136,7 @@ def our_losses(
     ) as trainer:  # fmt: skip
         loader = trainer.train_loader
         for _ in range(steps):
-            if not loader.has_next(trainer.micro_batches):
+            if loader.batches_left < trainer.micro_batches:
                 loader.advance_epoch()
             batches = [loader.next_batch() for _ in range(trainer.micro_batches)]
             taken.append(batches)

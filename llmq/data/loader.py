@@ -196,10 +196,6 @@ class DataLoader(Closing):
         in_turn = isinstance(self.data.plan, FilesInTurn)
         return self._groups.count(0) if in_turn else self.data.empty_files
 
-    def has_next(self, batches: int = 1) -> bool:
-        """Whether this epoch still has that many batches."""
-        return self.batches_left >= batches
-
     def next_batch(self) -> Batch:
         """The next batch, arrays of (micro_batch, seq_len) int32; masked targets are -100.
 
