@@ -90,6 +90,7 @@ SHORTER = [
     (r"^llmq top", "$", " --once"),
     (r"^llmq watch", "$", " --interval 0"),
     (r"^llmq recipe", "--hours 24", "--hours 0.03 --num-layers 2 --hidden-size 128 --seq-len 64"),
+    (r"^llmq recipe", "$", " --matmul-dtype bf16 --batch-size 8 --grad-accumulation 1"),
     (r"^llmq sweep-lr", "$", f" {TINY} --rates 3 --depth 1"),
 ]  # fmt: skip
 
