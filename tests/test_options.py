@@ -119,7 +119,7 @@ LLMQ_DEFAULTS = {
 
 @pytest.mark.parametrize(
     ("batch", "more", "parts"),
-    [(32, {}, 2), (16, {}, 1), (31, {}, 1), (64, {}, 4), (4, {"lora-rank": 8}, 8)],
+    [(32, {}, 2), (31, {}, 1), (64, {}, 4), (4, {"lora-rank": 8}, 8), (1000000, {}, 512)],
 )
 def test_logits_are_made_of_so_many_tokens_that_products_are_as_fast(batch, more, parts):
     config = make_config({"batch-size": batch, "seq-len": 1024, "from-scratch": True} | more)

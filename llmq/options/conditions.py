@@ -24,7 +24,7 @@ from llmq.options.rule import Options
 CODES_MULTIPLE = 16  # 16 bytes, in every size of a product of 8-bit codes
 # Tokens whose logits are made at a time: rows with which products of the LM head still fill a GPU,
 # and with which adding its gradient up once more for each part is little beside them. A plan goes
-# through all parts: more of them than MOST_PARTS nobody needs, and to refuse them would take hours.
+# through all parts: more than MOST_PARTS nobody needs, and to refuse those takes it minutes.
 CHUNK_ROWS, TRAINED_CHUNK_ROWS, MOST_PARTS = 512, 16384, 512
 
 

@@ -46,10 +46,7 @@ def in_words(status: int) -> str:
 
 
 def supervise(
-    command: Sequence[str],
-    config: TrainConfig,
-    restarts: int,
-    pauses: tuple[float, float] = PAUSES,
+    command: Sequence[str], config: TrainConfig, restarts: int, pauses: Sequence[float] = PAUSES
 ) -> int:
     """Run the command until it ends otherwise than by a crash, or `restarts` more times; the status
     to exit with. command: of `llmq train`, whose last options win. Ending signals and SIGUSR1 are
