@@ -104,7 +104,7 @@ class Fit:
 
     def _may_fit(self, config: TrainConfig) -> bool:
         """Whether it fits into the device, if as much as possible saves memory there."""
-        # As it is it often fits, which is seen sooner than with the logits in hundreds of parts.
+        # It often fits as it is, which is seen sooner than with the logits in hundreds of parts.
         if not self.limits.excess(self.planner.estimate(config).device, 0):
             return True
         return not self.limits.excess(self.shrinker.least_device(config), 0)
