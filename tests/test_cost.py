@@ -49,12 +49,17 @@ RTX_4090 = CARDS["NVIDIA GeForce RTX 4090"]
 FULL = {"from-scratch": True, "device": "cuda", "model": "Qwen2.5-0.5B", "batch-size": 16}
 
 
+WITHIN = 0.15  # by what part predictions may be off
+
+
 def measured_runs() -> list:
     """Kept runs on one card that the tables know, so that every two have met of: the card, the
-    model, each option that is no size. benchmarks/predicted.md has all of them."""
+    model, each option that is no size. A run of which two repeats differ by more than a prediction
+    may has no speed to compare with. benchmarks/predicted.md has all of them."""
     found = {}
     for report, device, run in kept_runs():
-        if device in CARDS and run["gpus"] == 1:
+        repeatable = run["result"]["spread"] <= WITHIN
+        if device in CARDS and run["gpus"] == 1 and repeatable:
             chosen = {n: v for n, v in run["options"].items() if not str(v).isdecimal()}
             columns = {"card": device, "model": run["model"], "dtype": run["dtype"]} | chosen
             name = f"{report}-{run['model']}-{run['dtype']}-{run['batch']}"
@@ -71,7 +76,7 @@ def test_prediction_is_what_was_measured(card, run):
     speed = run["result"]["tokens_per_second"]
     # The aim of the model. It has two constants fitted to such runs; the rest is from tables of
     # single operations.
-    assert plan.tokens / time.total == pytest.approx(speed, rel=0.15)
+    assert plan.tokens / time.total == pytest.approx(speed, rel=WITHIN)
 
 
 def predicted(card=H100, **options):
