@@ -12,7 +12,7 @@ constexpr int GRADIENT_BLOCKS = sizeof(T) == 2 ? 2 : 1;
 #else
 constexpr int GRADIENT_BLOCKS = 1;
 #endif
-constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? GRADIENT_BLOCKS + 1 : 1;
+constexpr int PREPARE_BLOCKS = sizeof(T) == 2 ? 2 * GRADIENT_BLOCKS : 1;
 constexpr int FACTORS = 6;  // for every token of a chunk, in this order:
 enum Factor { TO_KEY, FROM_QUERY, SUMS, FROM_STATE, KEY_LENGTH, QUERY_LENGTH };
 
@@ -220,6 +220,13 @@ struct Tokens {
     }
 };
 
+// Calls use(element, its place in a (DK, DV)) for sums of 16 channels of keys, from 16 n on, and this
+// warp's 16 columns of v.
+template <class Use> __device__ __forceinline__ void each_place(Sums& sums, int n, Use use) {
+    each_sum(sums, blockIdx.x * SLICE + warp_id() * 16, 16 * n,
+             [&](int v, int channel, float& x) { use(x, channel * DV + v); });
+}
+
 // The part of a state that a warp has, transposed: 16 columns of v, from `value` of the block's SLICE
 // on, and all channels of keys. In registers; beside factors in F32, which take two times as many, every
 // thread keeps its elements in shared memory, DK * SLICE of a block.
@@ -263,13 +270,7 @@ struct State {
         }
     }
     template <class Use> __device__ __forceinline__ void each(Use use) {
-        each_tile([&](int n, Sums& sums) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const int v = blockIdx.x * SLICE + value + lane_row() + i / 2 % 2 * 8;
-                use(sums[i / 4][i % 4], (n * 16 + i / 4 * 8 + lane_column() + i % 2) * DV + v);
-            }
-        });
+        each_tile([&](int n, Sums& sums) { each_place(sums, n, use); });
     }
     // To a (DV, DK) of T.
     __device__ __forceinline__ void put_into(T* states) {
@@ -277,10 +278,7 @@ struct State {
         each_tile([&](int n, Sums& sums) { put(to + n * 16, DK, 16, sums); });
     }
     __device__ __forceinline__ void times(float factor) {
-        each_tile([&](int, Sums& sums) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] *= factor; }
-        });
+        each_tile([&](int, Sums& sums) { multiply_by(sums, factor); });
     }
     // S += get(k) (16 columns of v, tokens from 16 k on) times a tile of 64 tokens' rows.
     template <class Get> __device__ __forceinline__ void add(Get get, const Tile<T>& rows) {
@@ -334,16 +332,6 @@ __device__ __forceinline__ void put_changes(T* changes, const Place& at, int c, 
 __device__ __forceinline__ void put_out(T* out, const Place& at, int c, const T* tile) {
     const int first = c * CHUNK;
     copy_out(out + at.out(first) + blockIdx.x * SLICE, at.value_heads * DV, at.seq_len - first, tile);
-}
-
-// Calls use(row, column, element) for this thread's part of 16 x 16 sums.
-template <class Use>
-__device__ __forceinline__ void each_sum(Sums& sums, int row, int column, Use use) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        use(row + lane_row() + i / 2 % 2 * 8, column + i / 4 * 8 + lane_column() + i % 2,
-            sums[i / 4][i % 4]);
-    }
 }
 
 // 16 x 16 sums of pairs of tokens times the decays from one to the other, and over lengths: of_k of two

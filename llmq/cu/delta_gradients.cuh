@@ -153,8 +153,11 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                                           const int* starts, int seq_len, int key_heads,
                                           int value_heads, int carried) {
     __shared__ Chunk chunk;
-    __shared__ float known[FACTORS][CHUNK], dots[3][2][CHUNK], of_change[CHUNK], reduced[32];
-    enum Dot { OF_VALUE, OF_QUERY, OF_BEHIND };
+    __shared__ float lengths[2][CHUNK], dots[COPIED ? 2 : 3][2][CHUNK], of_change[CHUNK], reduced[32];
+    __shared__ float queried[CHUNK];  // products of q and d_q of the heads before
+    __shared__ Scale<T> by[3][CHUNK];
+    enum { OF_KEY, OF_QUERY, OF_REST };  // lengths, by
+    enum Dot { OF_VALUE, DOT_QUERY, OF_BEHIND };
     T* const rests = reinterpret_cast<T*>(memory);  // (64, DV), first values, then queries
     T* const squares[2] = {rests + CHUNK * (WIDE + 8), rests + CHUNK * (WIDE + 8 + SQUARE)};
     T* const big[2] = {squares[1] + CHUNK * SQUARE, squares[1] + CHUNK * (SQUARE + WIDE + 8)};
@@ -170,7 +173,7 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
     };
     Gradient d_q = begin(of_key.query(first)), d_k = begin(of_key.key(first));
     Tile<T> k, q;
-    float queried = 0.0f;  // of token i, the products of q and d_q of the heads before
+    if (i < CHUNK) { queried[i] = 0.0f; }
     for (int h = 0; h < group; ++h) {
         const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
         const i64 of_chunk = at.of_chunk(blockIdx.x);
@@ -188,11 +191,6 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             cp_async_commit();
         };
         __syncthreads();
-        if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
-        for (int n = i; n < FACTORS * CHUNK; n += THREADS) {
-            const float x = factors[of_factors(at, blockIdx.x) + n];
-            known[n / CHUNK][n % CHUNK] = x;
-        }
         const Tile<T> solved = stage<CHUNK, CHUNK, THREADS>(
             squares[1], inverse + of_chunk * CHUNK * CHUNK, CHUNK, CHUNK);
         const Tile<T> d_change = stage<CHUNK, DV, THREADS>(
@@ -205,27 +203,45 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         const Tile<T> change =
             stage<CHUNK, DV, THREADS>(change_memory, changes + of_chunk * CHUNK * DV, DV, CHUNK);
         cp_async_commit();
+        if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
+        const float* const known = factors + of_factors(at, blockIdx.x) + i;
+        float of_rest = 0.0f;
+        if (i < CHUNK) {
+            const float length = known[KEY_LENGTH * CHUNK];
+            lengths[OF_KEY][i] = length, lengths[OF_QUERY][i] = known[QUERY_LENGTH * CHUNK];
+            by[OF_KEY][i].set(known[TO_KEY * CHUNK]);
+            by[OF_QUERY][i].set(known[FROM_QUERY * CHUNK]);
+            of_rest = -known[FROM_STATE * CHUNK] * length;
+        }
         cp_async_wait<1>();
         __syncthreads();
+        if (i < CHUNK) { by[OF_REST][i].set(chunk.beta[i] * of_rest); }
         {
             const float beta[2] = {chunk.beta[m + lane_row()], chunk.beta[m + lane_row() + 8]};
             float of_value[2] = {};
+            constexpr int TOGETHER = COPIED && DV % 64 == 0 ? 2 : 1;  // tiles
 #pragma unroll 1
-            for (int c = 0; c < DV / 32; ++c) {
-                const int column = v_column + 16 * c;
-                const Left<T> values = left<false>(v, m, column);
-                Sums d_rest = {};
+            for (int c = v_column; c < v_column + DV / 2; c += 16 * TOGETHER) {
+                Sums d_rest[TOGETHER] = {};
 #pragma unroll 1
                 for (int n = m; n < CHUNK; n += 16) {
-                    multiply(d_rest, left<true>(solved, m, n), right<false>(d_change, n, column));
-                }
-                add_dots(of_value, d_rest, values);
-                __syncwarp();  // values have been read
-                put_tile<false>(rests, DV + 8, m, column, d_rest);
+                    const Left<T> a = left<true>(solved, m, n);
 #pragma unroll
-                for (int n = 0; n < 8; ++n) { d_rest[n / 4][n % 4] *= beta[n / 2 % 2]; }
-                put(d_qkv + at.value(first) + (i64)m * at.columns() + column, at.columns(),
-                    rows - m, d_rest);
+                    for (int t = 0; t < TOGETHER; ++t) {
+                        multiply(d_rest[t], a, right<false>(d_change, n, c + 16 * t));
+                    }
+                }
+#pragma unroll
+                for (int t = 0; t < TOGETHER; ++t) {
+                    const int column = c + 16 * t;
+                    add_dots(of_value, d_rest[t], left<false>(v, m, column));
+                    __syncwarp();  // values have been read
+                    put_tile<false>(rests, DV + 8, m, column, d_rest[t]);
+#pragma unroll
+                    for (int n = 0; n < 8; ++n) { d_rest[t][n / 4][n % 4] *= beta[n / 2 % 2]; }
+                    put(d_qkv + at.value(first) + (i64)m * at.columns() + column, at.columns(),
+                        rows - m, d_rest[t]);
+                }
             }
             put_dots(dots[OF_VALUE][half] + m, of_value);
         }
@@ -250,16 +266,20 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                         if (row == column) { of_change[row] = x; }
                     });
                 }
-                scale_pairs(by_system, by_scores, chunk, -1.0f, known[KEY_LENGTH],
-                            known[QUERY_LENGTH], m, c);
+                scale_pairs(by_system, by_scores, chunk, -1.0f, lengths[OF_KEY], lengths[OF_QUERY], m,
+                            c);
                 put_tile<false>(squares[0], SQUARE, m, c, by_scores);
                 put_tile<false>(squares[1], SQUARE, m, c, by_system);
             }
         }
-        constexpr int VECTORS = 16 * DK / Vec<T>::N, OWN = (VECTORS + THREADS - 1) / THREADS;
         const bool last = blockIdx.x == at.chunks - 1;
-        // Products of the gradient of the state behind with that state; F32: with the one in front.
+        // Products of the gradient of the state behind with that state, which is read a turn ahead; F32:
+        // with the one in front.
         float both = 0.0f, from_front[2] = {}, to_behind[2] = {};
+        const bool reads = COPIED && !last && i * Vec<T>::N < 16 * DK;
+        const auto next = [&](int n) { return pack(load_vec(S + (DV + n * 16) * DK + i * Vec<T>::N)); };
+        uint4 behind;
+        if (reads) { behind = next(0); }
         if constexpr (!COPIED) {
             k = {qkv + at.key(first), at.columns(), rows};
             q = {qkv + at.query(first), at.columns(), rows};
@@ -269,32 +289,19 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             cp_async_wait<1>();
             __syncthreads();
             slice(n + 2);
-            const T* const next = S + ((COPIED ? DV : 0) + n * 16) * DK;
-            uint4 behind[OWN];
-#pragma unroll
-            for (int v = 0; v < OWN; ++v) {
-                const int vector = i + v * THREADS;
-                if (COPIED && !last && vector < VECTORS) {  // F32 has no registers for that
-                    behind[v] = pack(load_vec(next + vector * Vec<T>::N));
-                }
-            }
             const T* const here = slice_memory(n);
             const int pitch = COPIED ? DK + 8 : DK;
             const Tile<T> s = {COPIED ? here : S + n * 16 * DK, pitch, 16};
             const Tile<T> d_s = {COPIED ? here + 16 * (DK + 8) : dS + n * 16 * DK, pitch, 16};
-            float of_query[2], of_rest[2], to_state[2];
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int row = m + lane_row() + 8 * r;
-                of_query[r] = known[FROM_QUERY][row];
-                of_rest[r] = -chunk.beta[row] * known[FROM_STATE][row] * known[KEY_LENGTH][row];
-                to_state[r] = known[TO_KEY][row];
-            }
-            const Left<T> x = times_rows(left<false>(change, m, 16 * n), to_state);
+            const auto scaled = [&](const Tile<T>& tile, int what) {
+                const Scale<T>* const of = by[what] + m + lane_row();
+                return times_rows(left<false>(tile, m, 16 * n), of[0], of[8]);
+            };
+            const Left<T> x = scaled(change, OF_KEY);
             const auto of_s = [&](int c) { return right<false>(s, 0, k_column + 16 * c); };
             const auto of_d_s = [&](int c) { return right<false>(d_s, 0, k_column + 16 * c); };
-            const auto of_o = [&] { return times_rows(left<false>(d_o, m, 16 * n), of_query); };
-            const auto of_r = [&] { return times_rows(left<false>(rest, m, 16 * n), of_rest); };
+            const auto of_o = [&] { return scaled(d_o, OF_QUERY); };
+            const auto of_r = [&] { return scaled(rest, OF_REST); };
             if constexpr (COPIED) {
                 d_k.each([&](int c, Sums& sums) { multiply(sums, x, of_d_s(c)); });
                 multiply_both(d_q, of_o, d_k, of_r, of_s);
@@ -303,17 +310,17 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
                 multiply_dot(d_q, of_o(), of_s, q, m, k_column, from_front);
                 multiply_dot(d_k, of_r(), of_s, k, m, k_column, from_front);
             }
+            const auto add_both = [&](const Vec<T>& x, int element) {
+                const Vec<T> y = load_vec(d_s.at + element / DK * pitch + element % DK);
 #pragma unroll
-            for (int v = 0; v < OWN; ++v) {
-                const int element = (i + v * THREADS) * Vec<T>::N;
-                if (!(COPIED && last) && element < 16 * DK) {
-                    const Vec<T> x = COPIED ? unpack<T>(behind[v]) : load_vec(next + element);
-                    const Vec<T> y = load_vec(d_s.at + element / DK * pitch + element % DK);
-#pragma unroll
-                    for (int e = 0; e < Vec<T>::N; ++e) {
-                        both = fmaf(to_f32(x[e]), to_f32(y[e]), both);
-                    }
-                }
+                for (int e = 0; e < Vec<T>::N; ++e) { both = fmaf(to_f32(x[e]), to_f32(y[e]), both); }
+            };
+            if (reads) {
+                add_both(unpack<T>(behind), i * Vec<T>::N);
+                if (n + 1 < DV / 16) { behind = next(n + 1); }
+            }
+            for (int e = i * Vec<T>::N; !COPIED && e < 16 * DK; e += THREADS * Vec<T>::N) {
+                add_both(load_vec(s.at + e), e);
             }
         }
         float crossing = 0.0f;
@@ -323,11 +330,13 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             put_pairs(big[0], squares, q, k, m, 32 * half);
             __syncthreads();
             crossing = crossing_of(big[0], dots[OF_VALUE], dots[OF_BEHIND]);
-            both *= known[FROM_STATE][CHUNK - 1];
+            both *= known[FROM_STATE * CHUNK + CHUNK - 1 - i];
         }
         __syncthreads();
-        k = stage<CHUNK, DK, THREADS>(big[1], qkv + at.key(first), at.columns(), rows);
-        q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(first), at.columns(), rows);
+        int from = first;
+        forget(from);  // or addresses would stay in registers from head to head
+        k = stage<CHUNK, DK, THREADS>(big[1], qkv + at.key(from), at.columns(), rows);
+        q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(from), at.columns(), rows);
         cp_async_commit();
         if (COPIED && last && state) { both = both_states(state + at.of_head() * DK * DV, dS); }
         const float of_last = block_sum(both, reduced);
@@ -356,15 +365,15 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
         d_q.each([&](int c, Sums& sums) {
             add_dots(of_q, sums, left<false>(q, m, k_column + 16 * c));
         });
-        put_dots(dots[OF_QUERY][half] + m, of_q);
+        put_dots(dots[DOT_QUERY][half] + m, of_q);
         __syncthreads();
         // The gradient of the sum of decays up to token i, and of all those behind it that have it.
         float total = 0.0f;
         if (i < CHUNK) {
-            const float now = dots[OF_QUERY][0][i] + dots[OF_QUERY][1][i];
+            const float now = dots[DOT_QUERY][0][i] + dots[DOT_QUERY][1][i];
             const float of_value = dots[OF_VALUE][0][i] + dots[OF_VALUE][1][i];
-            total = now - queried - chunk.beta[i] * of_value + (i == CHUNK - 1 ? of_last : 0.0f);
-            queried = now;
+            total = now - queried[i] - chunk.beta[i] * of_value + (i == CHUNK - 1 ? of_last : 0.0f);
+            queried[i] = now;
 #pragma unroll
             for (int n = 1; COPIED && n < 32; n *= 2) {
                 const float behind = __shfl_down_sync(0xFFFFFFFFu, total, n);
@@ -409,7 +418,6 @@ __device__ __forceinline__ void gradients(uint4* memory, T* d_qkv, float* d_gate
             if (COPIED) { put(to + 16 * c, at.columns(), rows - m, sums); }
         });
     };
-    finish(d_q, q, dots[OF_QUERY], known[QUERY_LENGTH], sqrtf((float)DK),
-           own + at.query(first));
-    finish(d_k, k, dots[OF_VALUE], known[KEY_LENGTH], 1.0f, own + at.key(first));
+    finish(d_q, q, dots[DOT_QUERY], lengths[OF_QUERY], sqrtf((float)DK), own + at.query(first));
+    finish(d_k, k, dots[OF_VALUE], lengths[OF_KEY], 1.0f, own + at.key(first));
 }

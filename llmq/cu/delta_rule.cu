@@ -24,13 +24,14 @@
 //          states, d_states (DV, DK); and F32 factors (6, 64), named in delta_chunk.cuh. state,
 //          d_state: F32 (B, Hv, DK, DV) or null, read and overwritten. starts: I32 (B, seq_len), the
 //          first position of each one's document, or null: then all see the state if carried.
-// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB but on Hopper. prepare,
-//          gradients: 256 threads, grid (chunks, Hk, B), over the value heads of each key; scan,
-//          states, scan_backward: two threads for each of 64 columns of v, or 32 if DV is no
-//          multiple of 64, grid (DV / 64, Hv, B); recurrence: 128 threads, grid (DV / 32, Hv, B). A
-//          warp of a scan has 16 columns of v of a state in registers, F32, transposed: as the left
-//          factor of its next product it is rounded to T there, and no warp waits for another's.
-//          .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in clusters of 2.
+// Launch   dynamic shared memory as llmq/ops/delta_rule.py says, less than 100 KB but on Hopper. prepare:
+//          256 threads, grid (chunks, Hv, B); gradients: 256 threads, grid (chunks, Hk, B), over the
+//          value heads of each key; scan, states, scan_backward: two threads for each of 64 columns
+//          of v, or 32 if DV is no multiple of 64, grid (DV / 64, Hv, B); recurrence: 128 threads,
+//          grid (DV / 32, Hv, B). A warp of a scan has 16 columns of v of a state in registers, F32,
+//          transposed: as the left factor of its next product it is rounded to T there, and no warp
+//          waits for another's. .._sm90 (delta_sm90.cuh): 192 threads, grid (2, Hv, B) in clusters
+//          of 2.
 // Cost     products on the tensor cores, FMAs for a token and a value head: prepare 64 (DK + DV) +
 //          128 DK, states 2 DK DV, scan 3 DK DV + 64 DV, scan_backward 3 DK DV + 64 DV,
 //          gradients 3 DK DV + 64 (3 DV + 4 DK). All tensors are read and written once; what the
@@ -43,7 +44,7 @@
 #include "delta_gradients.cuh"
 #include "delta_sm90.cuh"
 
-constexpr int SYSTEM = CHUNK + 4;  // floats of a row in shared memory
+constexpr int SYSTEM = CHUNK + 8;  // floats of a row in shared memory
 constexpr int LANE_KEYS = DK / 32;
 constexpr float EPS = 1e-6f;  // of lengths of queries and keys
 
@@ -56,7 +57,6 @@ __device__ __forceinline__ void invert(float* system) {
     constexpr bool EXACT = sizeof(T) == 4;
     const int warp = warp_id(), column = lane_id() % 16;
     const Tile<float, true> tile = {system, SYSTEM, CHUNK};
-    const float minus[2] = {-1.0f, -1.0f};
     if (warp < 4) {  // a column each
         float* const block = system + warp * 16 * (SYSTEM + 1);
         float x[16];
@@ -76,7 +76,7 @@ __device__ __forceinline__ void invert(float* system) {
         const int row = warp * 32 + 16, column = warp * 32;
         Sums x = {}, y = {};
         multiply<EXACT>(x, left<false>(tile, row, row), right<false>(tile, row, column));
-        multiply<EXACT>(y, times_rows(to_left<float>(x), minus), right<false>(tile, column, column));
+        multiply<EXACT>(y, negative(to_left<float>(x)), right<false>(tile, column, column));
         __syncwarp();
         put_tile<false>(system, SYSTEM, row, column, y);
     }
@@ -97,8 +97,8 @@ __device__ __forceinline__ void invert(float* system) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             if (k < side) { continue; }
-            multiply<EXACT>(y, times_rows(to_left<float>(x[k]), minus),
-                            right<false>(tile, 16 * k, 16 * side));
+            const Right<float> b = right<false>(tile, 16 * k, 16 * side);
+            multiply<EXACT>(y, negative(to_left<float>(x[k])), b);
         }
     }
     __syncthreads();  // what y takes the place of has been read
@@ -133,28 +133,6 @@ __device__ __forceinline__ void apply(T* to, const float* solved, const Tile<T>&
     }
 }
 
-// scale over the lengths of a tile's 64 rows. Four threads have a row.
-__device__ __forceinline__ void put_lengths(float* lengths, const Tile<T>& tile, float scale) {
-    const int row = threadIdx.x / 4, part = threadIdx.x % 4;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int c = part * 8; c < DK; c += 32) {
-        if constexpr (sizeof(T) == 2) {
-            const Vec<T> x = load_vec(tile.at + row * tile.pitch + c);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) { sum = fmaf(to_f32(x[e]), to_f32(x[e]), sum); }
-        } else {
-            for (int e = 0; e < 8; ++e) {
-                const float x = tile.get(row, c + e);
-                sum = fmaf(x, x, sum);
-            }
-        }
-    }
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
-    if (part == 0) { lengths[row] = scale / sqrtf(sum + EPS); }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     delta_rule_prepare(T* __restrict__ u, T* __restrict__ w, T* __restrict__ inverse,
                        T* __restrict__ scores, float* __restrict__ factors,
@@ -166,88 +144,89 @@ extern "C" __global__ void __launch_bounds__(THREADS, PREPARE_BLOCKS)
     __shared__ float k_length[CHUNK], q_length[CHUNK], of_w[CHUNK];
     float* const system = reinterpret_cast<float*>(memory);
     T* const k_memory = reinterpret_cast<T*>(system + CHUNK * SYSTEM);
-    T *const q_memory = k_memory + CHUNK * (DK + 8), *const v_memory = q_memory + CHUNK * (DK + 8);
+    T* const rests = k_memory + CHUNK * (DK + 8);  // first queries, then values
     const int first = blockIdx.x * CHUNK, rows = min(CHUNK, seq_len - first), i = threadIdx.x;
-    const int m = warp_id() / 2 * 16, column = warp_id() % 2 * 32, group = value_heads / key_heads;
-    const Place of_key(blockIdx.y * group, blockIdx.y, seq_len, key_heads, value_heads);
-    const int columns = of_key.columns();
-    const auto values = [&](int h) {
-        const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
-        if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
-        return stage<CHUNK, DV, THREADS>(v_memory, qkv + at.value(first), columns, rows);
+    const int m = warp_id() / 2 * 16, column = warp_id() % 2 * 32;
+    const Place at(blockIdx.y, seq_len, key_heads, value_heads);
+    const int columns = at.columns();
+    const i64 of_chunk = at.of_chunk(blockIdx.x);
+    const Tile<T> k = stage<CHUNK, DK, THREADS>(k_memory, qkv + at.key(first), columns, rows);
+    const Tile<T> q = stage<CHUNK, DK, THREADS>(rests, qkv + at.query(first), columns, rows);
+    cp_async_commit();
+    if (warp_id() == 0) { chunk.read(at, first, gates, starts, carried); }
+    cp_async_wait<0>();
+    __syncthreads();
+    const auto put_length = [&](float* lengths, Sums& squares, float scale) {
+        each_sum(squares, m, m, [&](int r, int c, float x) { if (r == c) { lengths[r] = x; } });
+        __syncwarp();
+        if (lane_id() < 16) { lengths[m + lane_id()] = scale / sqrtf(lengths[m + lane_id()] + EPS); }
     };
-    const Tile<T> k = stage<CHUNK, DK, THREADS>(k_memory, qkv + of_key.key(first), columns, rows);
-    const Tile<T> q = stage<CHUNK, DK, THREADS>(q_memory, qkv + of_key.query(first), columns, rows);
-    cp_async_commit();
-    Tile<T> v = values(0);
-    cp_async_commit();
-    cp_async_wait<1>();
-    __syncthreads();
-    put_lengths(k_length, k, 1.0f);
-    put_lengths(q_length, q, query_scale());
-    __syncthreads();
-    for (int h = 0; h < group; ++h) {
-        const Place at(blockIdx.y * group + h, blockIdx.y, seq_len, key_heads, value_heads);
-        const i64 of_chunk = at.of_chunk(blockIdx.x);
-        Sums kk[2] = {}, qk[2] = {};
+    if (column) {  // these warps have less to do below
+        Sums qq = {};
 #pragma unroll 2
-        for (int d = 0; d < DK; d += 16) {
-            const Left<T> key = left<false>(k, m, d), query = left<false>(q, m, d);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                if (column + 16 * n > m) { continue; }
-                const Right<T> b = right<true>(k, d, column + 16 * n);
-                multiply(kk[n], key, b);
-                multiply(qk[n], query, b);
-            }
-        }
-        if (i < CHUNK) {
-            const float sum = chunk.sums[i];
-            const float from_state = chunk.begin[i] < 0 ? exponential(sum) : 0.0f;
-            float* const to = factors + of_factors(at, blockIdx.x) + i;
-            of_w[i] = chunk.beta[i] * (from_state * k_length[i]);
-            to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, i) * k_length[i];
-            to[FROM_QUERY * CHUNK] = from_state * q_length[i];
-            to[SUMS * CHUNK] = sum;
-            to[FROM_STATE * CHUNK] = from_state;
-            to[KEY_LENGTH * CHUNK] = k_length[i];
-            to[QUERY_LENGTH * CHUNK] = q_length[i];
-        }
+        for (int d = 0; d < DK; d += 16) { multiply(qq, left<false>(q, m, d), right<true>(q, d, m)); }
+        put_length(q_length, qq, query_scale());
+    }
+    Sums kk[2] = {}, qk[2] = {};
+#pragma unroll 1
+    for (int d = 0; d < DK; d += 16) {
+        const Left<T> key = left<false>(k, m, d), query = left<false>(q, m, d);
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-            const int c = column + 16 * n;
-            if (c <= m) {
-                scale_pairs(kk[n], qk[n], chunk, 1.0f, k_length, q_length, m, c);
-                put_tile<false>(system, SYSTEM, m, c, kk[n]);
-            }
-            if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
+            if (column + 16 * n > m) { continue; }
+            const Right<T> b = right<true>(k, d, column + 16 * n);
+            multiply(kk[n], key, b);
+            multiply(qk[n], query, b);
         }
-        __syncthreads();
-        invert(system);
-        cp_async_wait<0>();
-        __syncthreads();
-        apply<DV>(u + of_chunk * CHUNK * DV, system, v, chunk.beta);
-        __syncthreads();
-        if (h + 1 < group) {
-            v = values(h + 1);
-            cp_async_commit();
-        }
-        apply<DK>(w + of_chunk * CHUNK * DK, system, k, of_w);
-        if (inverse) {
-            T* const to = inverse + of_chunk * CHUNK * CHUNK;
-            for (int n = Vec<T>::N * i; n < CHUNK * CHUNK; n += Vec<T>::N * THREADS) {
-                const int row = n / CHUNK, c = n % CHUNK;
-                const bool below = c / 16 <= row / 16;
-                Vec<T> x;
+    }
 #pragma unroll
-                for (int e = 0; e < Vec<T>::N; ++e) {
-                    const float y = system[row * SYSTEM + c + e];
-                    x[e] = from_f32<T>(below ? y : 0.0f);
-                }
-                store_vec(to + n, x);
-            }
+    for (int n = 0; n < 2; ++n) {
+        if (column + 16 * n == m) { put_length(k_length, kk[n], 1.0f); }
+    }
+    __syncthreads();
+    const Tile<T> v = stage<CHUNK, DV, THREADS>(rests, qkv + at.value(first), columns, rows);
+    cp_async_commit();
+    if (i < CHUNK) {
+        const float sum = chunk.sums[i];
+        const float from_state = chunk.begin[i] < 0 ? exponential(sum) : 0.0f;
+        float* const to = factors + of_factors(at, blockIdx.x) + i;
+        of_w[i] = chunk.beta[i] * (from_state * k_length[i]);
+        to[TO_KEY * CHUNK] = chunk.decays(CHUNK - 1, i) * k_length[i];
+        to[FROM_QUERY * CHUNK] = from_state * q_length[i];
+        to[SUMS * CHUNK] = sum;
+        to[FROM_STATE * CHUNK] = from_state;
+        to[KEY_LENGTH * CHUNK] = k_length[i];
+        to[QUERY_LENGTH * CHUNK] = q_length[i];
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+        const int c = column + 16 * n;
+        if (c <= m) {
+            scale_pairs(kk[n], qk[n], chunk, 1.0f, k_length, q_length, m, c);
+            put_tile<false>(system, SYSTEM, m, c, kk[n]);
         }
-        __syncthreads();
+        if (scores) { put(scores + (of_chunk * CHUNK + m) * CHUNK + c, CHUNK, 16, qk[n]); }
+    }
+    __syncthreads();
+    invert(system);
+    cp_async_wait<0>();
+    __syncthreads();
+    apply<DV>(u + of_chunk * CHUNK * DV, system, v, chunk.beta);
+    apply<DK>(w + of_chunk * CHUNK * DK, system, k, of_w);
+    if (inverse) {
+        T* const to = inverse + of_chunk * CHUNK * CHUNK;
+        for (int n = Vec<T>::N * i; n < CHUNK * CHUNK; n += Vec<T>::N * THREADS) {
+            const int row = n / CHUNK, c = n % CHUNK;
+            Vec<T> x = {};
+            if (c / 16 <= row / 16) {
+#pragma unroll
+                for (int e = 0; e < Vec<T>::N; e += 2) {
+                    const float2 two = load_two(system + row * SYSTEM + c + e);
+                    x.set_two(e, two.x, two.y);
+                }
+            }
+            store_vec(to + n, x);
+        }
     }
 }
 
@@ -275,11 +254,7 @@ __device__ __forceinline__ void scan(T* out, T* states, T* changes, float* state
 #pragma unroll
         for (int n = 0; n < 4; ++n) { to_sums(change[n], left<true>(u, here.value, 16 * n), -1.0f); }
         here.read_by(change, ring.template next<1>(c));
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) { change[n][i / 4][i % 4] = -change[n][i / 4][i % 4]; }
-        }
+        multiply_by(change, -1.0f);
         if constexpr (OUT) {
             const Tokens from_query{known[c % 2] + FROM_QUERY * CHUNK};
             const Tile<T> queries = ring.template next<2>(c);
@@ -384,9 +359,7 @@ extern "C" __global__ void __launch_bounds__(SCAN_THREADS, 0)
         const Tile<T> queries = ring.next<3>(turn);
         here.times(whole);
         here.add([&](int k) { return from_query.scaled(d_o[k], 16 * k); }, queries);
-        const float minus[2] = {-1.0f, -1.0f};
-        here.add([&](int k) { return times_rows(to_left<T>(d_change[k]), minus); },
-                 ring.next<4>(turn));
+        here.add([&](int k) { return negative(to_left<T>(d_change[k])); }, ring.next<4>(turn));
     }
     __syncthreads();
     finish(0);

@@ -49,13 +49,6 @@ __device__ __forceinline__ void round_left(Left<bf16> (&a)[N], const Sums (&sums
 #pragma unroll
     for (int n = 0; n < N; ++n) { a[n] = to_left<bf16>(sums[n]); }
 }
-template <int N> __device__ __forceinline__ void multiply_by(Sums (&sums)[N], float factor) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) { sums[n][i / 4][i % 4] *= factor; }
-    }
-}
 
 // Each warp's 16 rows to a tile, as they are or (turned) as its columns.
 template <bool TURNED, int N>
@@ -189,10 +182,7 @@ template <Way WAY> struct Walk {
     }
     template <class Use> __device__ __forceinline__ void each(Sums (&S)[CHANNEL_TILES], Use use) const {
 #pragma unroll
-        for (int n = 0; n < 8 * CHANNEL_TILES; ++n) {
-            const int i = n % 8, v = blockIdx.x * 64 + warp_id() * 16 + lane_row() + i / 2 % 2 * 8;
-            use(S[n / 8][i / 4][i % 4], (n / 8 * 16 + i / 4 * 8 + lane_column() + i % 2) * DV + v);
-        }
+        for (int n = 0; n < CHANNEL_TILES; ++n) { each_place(S[n], n, use); }
     }
     __device__ __forceinline__ void multiply_chunks() const {
         Sums S[CHANNEL_TILES];
@@ -293,11 +283,10 @@ template <Way WAY> struct Walk {
             }
             start_product<false, true>(d_change, d_o, tile(SCORES));
             finish_product<0>(d_change);
-            const float factors[2] = {-1.0f, -1.0f};
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 rounded[n] = to_left<bf16>(d_change[n]);
-                minus[n] = times_rows(rounded[n], factors);
+                minus[n] = negative(rounded[n]);
             }
             start_product<false, true>(S, minus, tile(W));
             give<true>(0, turn, rounded);

@@ -128,6 +128,24 @@ __device__ __forceinline__ Right<float> right(const Tile<float, WHOLE>& tile, in
 // Sums of 16 rows and 16 columns: of each half of the columns, the elements of m16n8k16's D.
 using Sums = float[2][4];
 
+// Calls use(row, column, element) for this thread's part of sums.
+template <class Use>
+__device__ __forceinline__ void each_sum(Sums& sums, int row, int column, Use use) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        use(row + lane_row() + i / 2 % 2 * 8, column + i / 4 * 8 + lane_column() + i % 2,
+            sums[i / 4][i % 4]);
+    }
+}
+__device__ __forceinline__ void multiply_by(Sums& sums, float factor) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { sums[i / 4][i % 4] *= factor; }
+}
+template <int N> __device__ __forceinline__ void multiply_by(Sums (&sums)[N], float factor) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) { multiply_by(sums[n], factor); }
+}
+
 __device__ __forceinline__ void multiply(Sums& d, const Left<bf16>& a, const Right<bf16>& b) {
     mma_m16n8k16_bf16(d[0], a.r, b.of.r[0], b.of.r[1]);
     mma_m16n8k16_bf16(d[1], a.r, b.of.r[2], b.of.r[3]);
@@ -227,16 +245,42 @@ template <class E> __device__ __forceinline__ void to_sums(Sums& d, const Left<E
     }
 }
 
-// Its rows g and g + 8, times a factor each; its inner indices, times those at `factors`.
-template <class E>
-__device__ __forceinline__ Left<E> times_rows(const Left<E>& a, const float (&factor)[2]) {
-    Left<E> scaled;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 x = a.get(i);
-        scaled.set(i, x.x * factor[i % 2], x.y * factor[i % 2]);
+// A number that elements are multiplied by. Beside BF16 the sum of two, each in both halves of a word:
+// two instructions multiply a pair, and round it as a product in F32, but for 2^-8 of a rounding.
+template <class E> struct Scale {
+    float of;
+    __device__ __forceinline__ void set(float x) { of = x; }
+    __device__ __forceinline__ float2 times(float2 x) const { return make_float2(x.x * of, x.y * of); }
+};
+template <> struct Scale<bf16> {
+    __nv_bfloat162 high, low;
+    __device__ __forceinline__ void set(float x) {
+        high = __floats2bfloat162_rn(x, x);
+        const float rest = x - to_f32(high.x);
+        low = __floats2bfloat162_rn(rest, rest);
     }
-    return scaled;
+    __device__ __forceinline__ u32 times(u32 x) const {
+        const auto pair = *reinterpret_cast<const __nv_bfloat162*>(&x);
+        const __nv_bfloat162 product = __hfma2(pair, high, __hmul2(pair, low));
+        return *reinterpret_cast<const u32*>(&product);
+    }
+};
+// Its rows g and g + 8, times a factor each; with the other sign; its inner indices, times those at
+// `factors`.
+template <class E>
+__device__ __forceinline__ Left<E> times_rows(const Left<E>& a, const Scale<E>& top,
+                                              const Scale<E>& bottom) {
+    return {top.times(a.r[0]), bottom.times(a.r[1]), top.times(a.r[2]), bottom.times(a.r[3])};
+}
+__device__ __forceinline__ Left<bf16> negative(const Left<bf16>& a) {
+    constexpr u32 SIGNS = 0x80008000u;
+    return {a.r[0] ^ SIGNS, a.r[1] ^ SIGNS, a.r[2] ^ SIGNS, a.r[3] ^ SIGNS};
+}
+__device__ __forceinline__ Left<float> negative(const Left<float>& a) {
+    Left<float> b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) { b.r[i] = make_float2(-a.r[i].x, -a.r[i].y); }
+    return b;
 }
 template <class E>
 __device__ __forceinline__ Left<E> times_inner(const Left<E>& a, const float2 (&factors)[2]) {
@@ -253,14 +297,22 @@ __device__ __forceinline__ Left<E> times_inner(const Left<E>& a, const float2 (&
 // zeros, the first one is there. The tile. F32: nothing is copied.
 template <int ROWS, int COLUMNS, int THREADS>
 __device__ __forceinline__ Tile<bf16> stage(void* memory, const bf16* from, int pitch, int rows) {
-    constexpr int UNITS = COLUMNS / 8, TOGETHER = THREADS > 128 ? 1 : 4;  // as registers allow
-    const SharedAddress to = shared_address(memory);
-#pragma unroll TOGETHER
-    for (int i = threadIdx.x; i < ROWS * UNITS; i += THREADS) {
-        const int row = i / UNITS, unit = i % UNITS;
-        const bool valid = row < rows;
-        cp_async_16(to + row * (COLUMNS + 8) * 2 + unit * 16,
-                    from + (i64)(valid ? row : 0) * pitch + unit * 8, valid);
+    constexpr int UNITS = COLUMNS / 8, STEP = THREADS / UNITS;  // rows at once
+    constexpr bool EVEN = THREADS % UNITS == 0 && ROWS % STEP == 0;
+    int thread = threadIdx.x;
+    forget(thread);  // or what follows from it stays in registers from call to call
+    int row = thread / UNITS;
+    const int column = thread % UNITS * 8;
+    SharedAddress to = shared_address(memory) + (row * (COLUMNS + 8) + column) * 2;
+    const bf16* source = from + (i64)row * pitch + column;
+#pragma unroll 4
+    for (int n = 0; n < (ROWS + STEP - 1) / STEP; ++n) {
+        if (EVEN || (thread < STEP * UNITS && row < ROWS)) {
+            cp_async_16(to, source, row < rows);
+        }
+        row += STEP;
+        to += STEP * (COLUMNS + 8) * 2;
+        source += (i64)STEP * pitch;
     }
     return {reinterpret_cast<const bf16*>(memory), COLUMNS + 8, ROWS};
 }

@@ -177,9 +177,9 @@ class _Call:
 
     def prepare(self, made: tuple, inputs: tuple) -> None:
         """made: u, w, inverse, scores, factors, as the kernel takes them."""
-        Hk, _, DK, DV = self.heads
-        shared = CHUNK * (CHUNK + 4) * 4 + self.tiles(CHUNK, DK, DK, DV)
-        self.each_chunk(PREPARE, Hk, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
+        _, Hv, DK, DV = self.heads
+        shared = CHUNK * (CHUNK + 8) * 4 + self.tiles(CHUNK, DK, max(DK, DV))
+        self.each_chunk(PREPARE, Hv, (*made, *inputs), shared, CHUNK * (3 * DK + DV))
 
     def on_hopper(self) -> bool:
         """Whether scans are those of delta_sm90.cuh. They load 64 tokens at once, of which none may
