@@ -80,7 +80,7 @@ def test_what_llmq_publishes_for_four_cards_fits_with_the_command_that_the_messa
     (command,) = commands(message)
     plan = make_plan(config_of([*command, "--device=cuda"]), model, SPEC, "native", 4)
     assert needed_bytes(plan, SPEC) <= SPEC.memory
-    assert "--offload-residual" in command
+    assert any(word.startswith("--offload-") for word in {*command} - {*given})
 
 
 @cache
