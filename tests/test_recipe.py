@@ -229,6 +229,9 @@ def test_muon_takes_more_tokens_a_step_as_long_as_they_are_faster():
         best = made.best()
         nearest = 1024 * made._sequences(best.config, best.tokens, 1)
         tokens[optimizer] = best.need.tokens / nearest
+        if optimizer == "muon":  # its rate is 0.004 with 16,384 tokens, and rises as their root
+            rate = 0.004 * math.sqrt(best.need.tokens / 16384)
+            assert best.config.muon_lr == pytest.approx(rate, rel=0.01)
         assert best.need.tokens <= 4 * batch_tokens(best.tokens)
     assert tokens["adamw"] == 1 and tokens["muon"] in (2, 4)
 

@@ -468,7 +468,9 @@ class Search:
         if muon:
             why = "What was best in our runs, by width and tokens; `llmq sweep-lr` measures it"
             rate = min(MUON_RATE / math.sqrt(model.hidden_size), MOST_RATE)
-            rate *= math.sqrt(min(step / MUON_STEP, 1.0))
+            least = min(step, 2 ** round(math.log2(batch_tokens(tokens))))
+            more = min(step / least, MUON_BATCH)  # tokens a step than the paper has
+            rate *= math.sqrt(min(least / MUON_STEP, 1.0) * more)
             over = TABLES * max(tokens / TABLES_TOKENS, 1.0) ** TABLES_EXPONENT
             rates = {"learning_rate": rate * max(over, 1.0), "muon_lr": rate}
             return {name: round_rate(each) for name, each in rates.items()}, why
