@@ -149,10 +149,6 @@ class Wanted:
         """Tokens that are there before they are repeated."""
         return math.inf if self.train_tokens is None else self.train_tokens
 
-    def most(self, parameters: float) -> float:
-        """Tokens that a model may be trained on."""
-        return most_tokens(self.unique, parameters)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -231,6 +227,11 @@ def batch_tokens(tokens: float) -> float:
     """Tokens of a step, for a run of so many."""
     factor, exponent = BATCH
     return factor * tokens**exponent
+
+
+def _nearest_power(number: float) -> int:
+    """The power of two that is nearest, by its logarithm."""
+    return 2 ** max(round(math.log2(number)), 0)
 
 
 def published_rate(parameters: float, tokens: float) -> float:
@@ -342,7 +343,8 @@ class Search:
         planner = where.planner(model)
         flops = self._flops or GUESS * where.card.bf16 * where.world_size
         count, before = parameter_count(model), 0
-        seconds, most = 3600 * self.wanted.hours - self.wanted.start, self.wanted.most(count)
+        seconds = 3600 * self.wanted.hours - self.wanted.start
+        most = most_tokens(self.wanted.unique, count)
 
         def with_sequences(number: int) -> Candidate | None:
             base = replace(config, batch_size=number, grad_accumulation=1)
@@ -372,8 +374,7 @@ class Search:
         """Sequences of a rank and step: a power of two, or as given."""
         if PRODUCT & self.fixed:
             return config.batch_size * config.grad_accumulation
-        exact = batch_tokens(tokens) / (config.seq_len * ranks)
-        return 2 ** max(round(math.log2(exact)), 0)
+        return _nearest_power(batch_tokens(tokens) / (config.seq_len * ranks))
 
     def _of(
         self, config: TrainConfig, model: ModelConfig, where: PlanTarget, need: Estimate
@@ -431,9 +432,8 @@ class Search:
         often = often if validation else 0
         saves = int(left // (60 * CHECKPOINT_MINUTES))
         left -= often * validation + saves * disk.checkpoint / DISK
-        steps = max(
-            int(min(left / step, max(wanted.most(parameter_count(model)) / need.tokens, 1))), 0
-        )
+        most = max(most_tokens(wanted.unique, parameter_count(model)) / need.tokens, 1)
+        steps = max(int(min(left / step, most)), 0)
         own: dict[str, Any] = {"steps": steps, "epochs": None}
         own |= {"eval_every_n_steps": -(-steps // (often + 1)) if often else 0}
         own |= {"eval_num_steps": batches, "ckpt_interval": 0}
@@ -468,7 +468,7 @@ class Search:
         if muon:
             why = "What was best in our runs, by width and tokens; `llmq sweep-lr` measures it"
             rate = min(MUON_RATE / math.sqrt(model.hidden_size), MOST_RATE)
-            least = min(step, 2 ** round(math.log2(batch_tokens(tokens))))
+            least = min(step, _nearest_power(batch_tokens(tokens)))
             more = min(step / least, MUON_BATCH)  # tokens a step than the paper has
             rate *= math.sqrt(min(least / MUON_STEP, 1.0) * more)
             over = TABLES * max(tokens / TABLES_TOKENS, 1.0) ** TABLES_EXPONENT

@@ -87,17 +87,18 @@ def _best(search: Search, *, ours: bool) -> Recipe:
     """The best recipe: by the published law if it is larger than the runs of ours, where that is
     the law. If data bear fewer tokens than there is time for it is one of sizes that ours
     knows: others would train on as many tokens."""
-    best = search.best()
+    best, shapes = search.best(), search.shapes
     if not ours or best.beyond <= FAR:
         return best
     if best.is_all_data:
-        counted = [(parameter_count(resized(search.model, s)), s) for s in search.shapes]
+        counted = [(parameter_count(resized(search.model, s)), s) for s in shapes]
         known = [shape for count, shape in counted if best.law.beyond(count, 0) <= FAR]
-        search.shapes = known or search.shapes
+        search.shapes = known or shapes
         search.tried.clear()
         best = search.best()
         if best.beyond <= FAR:
             return best
+        search.shapes = shapes
     search.wanted = replace(search.wanted, laws=published_laws())
     search.tried.clear()
     return search.best()
