@@ -206,13 +206,12 @@ def test_four_ranks_are_continued_by_three_and_by_one(changes):
             again = [t.step() for _ in range(3)]
             if t.config.model_dtype == "fp32":
                 assert_close(again, after)
-            for ours, theirs in zip(again, after, strict=True):
+            for ours, theirs, norms in zip(again, after, (0.01, 0.01, 0.03), strict=True):
                 # BF16 sums: 0.4 % apart in each element, with random numbers of each rank, and
                 # what two more steps make of that. Other sequences are 1e-3 apart.
                 np.testing.assert_allclose(ours.loss, theirs.loss, rtol=2e-4)
-            # In the third step norms are 0.5 % apart in the mean of eight seeds, before it 0.15.
-            for ours, theirs in zip(again[:2], after[:2], strict=True):
-                np.testing.assert_allclose(ours.norm, theirs.norm, rtol=0.01)
+                # Of eight seeds norms are 0.5 % apart in the third step, before it 0.15.
+                np.testing.assert_allclose(ours.norm, theirs.norm, rtol=norms)
 
 
 def test_going_back_in_a_trainer_that_goes_on(tmp_path):
