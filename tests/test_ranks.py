@@ -210,7 +210,7 @@ def test_four_ranks_are_continued_by_three_and_by_one(changes):
                 # BF16 sums: 0.4 % apart in each element, with random numbers of each rank, and
                 # what two more steps make of that. Other sequences are 1e-3 apart.
                 np.testing.assert_allclose(ours.loss, theirs.loss, rtol=2e-4)
-                # Of eight seeds norms are 0.5 % apart in the third step, before it 0.15.
+                # Norms of the third step are several times as far apart as those before it.
                 np.testing.assert_allclose(ours.norm, theirs.norm, rtol=norms)
 
 

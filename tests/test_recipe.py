@@ -218,9 +218,7 @@ def test_no_recipe_passes_over_the_data_more_than_four_times():
     made = search(depths=(2, 3), given={"seq-len": 256}, laws={"adamw": law}, **data)
     smaller = recipe_report._best(made, ours=True)
     assert smaller.parameters < best.parameters and smaller.law == law
-    short = replace(
-        law, tokens=Range(1, 2)
-    )  # of fewer than all sizes have
+    short = replace(law, tokens=Range(1, 2))  # of fewer than all sizes have
     made = search(depths=(2, 3), given={"seq-len": 256}, laws={"adamw": short}, **data)
     shapes = made.shapes
     assert recipe_report._best(made, ours=True).law == PUBLISHED and made.shapes == shapes
