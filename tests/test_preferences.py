@@ -15,7 +15,7 @@ import torch
 from llmq.base.dtypes import NO_LIMITS
 from llmq.base.errors import ConfigError, DataError, LlmqError
 from llmq.commands.cli import _run
-from llmq.commands.score import DEFAULTS
+from llmq.commands.models import SCORED
 from llmq.data.document_index import DocumentIndex
 from llmq.data.identity import TokenizerId
 from llmq.data.scores import HEADER_BYTES, Scored, ScoreFile, ScoreWriter, scores_path
@@ -294,7 +294,7 @@ def test_scoring_trains_nothing(data, tmp_path):
         given = {"model": str(exported("qwen2")), "train-file": [str(data)], "base-dtype": "nf4"}
         given |= {"device": "cpu", "gpus": 1, "model-dtype": "fp32", "seq-len": T, "batch-size": 2}
         more = more and more | {"offload-master": True}
-        config = config_of(layers_of(given | more), DEFAULTS)
+        config = config_of(layers_of(given | more), SCORED)
         model, model_dir = model_of_run(config)
         with Trainer.from_config(config, model, model_dir, BYTES) as trainer:
             trainer.load_weights()

@@ -1,4 +1,4 @@
-"""`llmq bench`: the speed of configurations."""
+"""Commands on speed: `llmq bench`, of configurations, and `llmq rig`, of the machine."""
 
 import sys
 from pathlib import Path
@@ -106,3 +106,23 @@ def bench(
 
     with ending_children():
         run_bench(given, config_file, how, sys.argv)
+
+
+def rig(
+    out: Annotated[
+        Path,
+        typer.Option(
+            parser=report_path,
+            metavar="<path>",
+            help="Report to write, without .md, .json and .png.",
+        ),
+    ] = Path("rig"),
+    minutes: Annotated[
+        float, typer.Option(min=2, max=10, help="That it takes at most; parts become shorter.")
+    ] = 10.0,
+) -> None:
+    """Measure this machine, say what is wrong with it, and keep its rates for plans."""
+    from llmq.rig.rig import run_rig
+
+    with ending_children():
+        run_rig(out, minutes)

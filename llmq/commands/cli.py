@@ -1,4 +1,4 @@
-"""`llmq`: its commands, one module each, and what becomes of their errors.
+"""`llmq`: its commands, and what becomes of their errors.
 
 A command imports its implementation when it runs, so that --help answers at once.
 """
@@ -16,29 +16,7 @@ from llmq import __version__
 from llmq.base.console import doors
 from llmq.base.errors import LlmqError, discard
 from llmq.base.signals import Interrupted, OutOfTime
-from llmq.commands import (
-    bench,
-    check,
-    data,
-    demo,
-    export,
-    merge,
-    plan,
-    plot,
-    recipe,
-    rig,
-    sample,
-    score,
-    show,
-    sweep_lr,
-    tokenize,
-    top,
-    train,
-    train_tokenizer,
-    verify,
-    watch,
-)
-from llmq.commands import eval as evaluation
+from llmq.commands import bench, data, logs, models, plan, recipe, train
 from llmq.commands.common import Command, Group, TrainCommand, UsageError, one_line
 from llmq.runtime.processes import refuse_several
 
@@ -73,33 +51,31 @@ def _common(
         refuse_several(f"llmq {context.invoked_subcommand}")
 
 
-app.command(cls=TrainCommand)(train.train)
-app.command(cls=TrainCommand)(plan.plan)
-app.command(cls=TrainCommand)(verify.verify)
-app.command(cls=Command)(tokenize.tokenize)
-app.command(cls=Command)(train_tokenizer.train_tokenizer)
-app.command(cls=Command)(data.data)
-app.command(cls=Command)(show.show)
-app.command(cls=Command)(check.check)
-app.command(cls=Command)(demo.demo)
-app.command(cls=Command)(sample.sample)
-app.command(cls=TrainCommand)(score.score)
-app.command("eval", cls=Command)(evaluation.evaluate)
-app.command(cls=Command)(export.export)
-app.command(cls=Command)(merge.merge)
-app.command(cls=Command)(plot.plot)
-app.command(cls=Command)(watch.watch)
-app.command(cls=Command)(top.top)
-app.command(cls=TrainCommand)(bench.bench)
-app.command(cls=Command)(rig.rig)
-app.command(cls=TrainCommand)(recipe.recipe)
-app.command(cls=TrainCommand)(sweep_lr.sweep_lr)
-
-
-NAMES = {
-    command.name or typer.main.get_command_name(command.callback.__name__): command
-    for command in app.registered_commands
+COMMANDS = {  # by name, in the order of --help; of a TrainCommand: with the options of a run
+    "train": (train.train, TrainCommand),
+    "plan": (plan.plan, TrainCommand),
+    "verify": (train.verify, TrainCommand),
+    "tokenize": (data.tokenize, Command),
+    "train-tokenizer": (data.train_tokenizer, Command),
+    "data": (data.data, Command),
+    "show": (data.show, Command),
+    "check": (data.check, Command),
+    "demo": (train.demo, Command),
+    "sample": (models.sample, Command),
+    "score": (models.score, TrainCommand),
+    "eval": (models.evaluate, Command),
+    "export": (models.export, Command),
+    "merge": (models.merge, Command),
+    "plot": (logs.plot, Command),
+    "watch": (logs.watch, Command),
+    "top": (logs.top, Command),
+    "bench": (bench.bench, TrainCommand),
+    "rig": (bench.rig, Command),
+    "recipe": (recipe.recipe, TrainCommand),
+    "sweep-lr": (recipe.sweep_lr, TrainCommand),
 }
+for _name, (_function, _kind) in COMMANDS.items():
+    app.command(_name, cls=_kind)(_function)
 
 
 @cache
@@ -110,7 +86,7 @@ def _command(prog_name: str, name: str | None = None) -> Any:
     name: of the only one that is wanted, else None: to make all takes most of a short run's time.
     """
     some = copy(app)
-    some.registered_commands = [command for each, command in NAMES.items() if name in (None, each)]
+    some.registered_commands = [c for c in app.registered_commands if name in (None, c.name)]
     made = typer.main.get_command(some)
     if prog_name != TRAIN:
         return made
@@ -151,7 +127,7 @@ def _status(args: list[str], prog_name: str) -> int:
     try:
         if not args and prog_name != TRAIN:
             args = ["--help"]
-        name = "train" if prog_name == TRAIN else args[0] if args[0] in NAMES else None
+        name = "train" if prog_name == TRAIN else args[0] if args[0] in COMMANDS else None
         command = _command(prog_name, name)
         status = command.main(args=args, prog_name=prog_name, standalone_mode=False)
         sys.stdout.flush()

@@ -261,12 +261,7 @@ def checks(name: str) -> Callable[[str | None], str | None]:
     return checked
 
 
-Model = Annotated[str, typer.Argument(help="Model directory or cached repository.")]
-Adapter = Annotated[
-    Path | None, typer.Option(help="Adapters of the model in PEFT's format, a directory.")
-]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", callback=checks("device"))]
-ModelDtype = Annotated[str, typer.Option(help="bf16 or fp32.", callback=checks("model_dtype"))]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Reserve = Annotated[
     str | None,
@@ -338,23 +333,6 @@ def load_run(
         return config, model, model_dir, fields_of(layers)
 
     return processes().each(load)
-
-
-Inputs = Annotated[
-    list[str] | None,
-    typer.Argument(help="Text, JSON lines, JSON, CSV, TSV or Parquet; globs; -: standard input."),
-]
-Dataset = Annotated[
-    str | None,
-    typer.Option(metavar="NAME[:CONFIG]", help="Data set of the hub, streamed; no inputs."),
-]
-Split = Annotated[str | None, typer.Option(help="Of --dataset; train if not given.")]
-Field = Annotated[
-    list[str] | None, typer.Option(help="Field that holds the text; text if not given.")
-]
-Template = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="Text of several fields: '{title}\\n{text}'.")
-]
 
 
 # The base of all errors of the command-line parser, whose own module is not public.

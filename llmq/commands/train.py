@@ -1,5 +1,5 @@
 """`llmq train`: a run, or the plan of one, also in several processes that a launcher of MPI has
-started.
+started; and two commands that train by themselves: `llmq verify`, `demo`.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ from llmq.base.errors import ConfigError, LlmqError, keep_warnings, status_of, t
 from llmq.base.signals import Interrupted, OutOfTime
 from llmq.commands.common import (
     ConfigFile,
+    Device,
+    Json,
     Reserve,
     SaveConfig,
     load_run,
@@ -24,7 +26,7 @@ from llmq.commands.common import (
     size_of,
     train_options,
 )
-from llmq.options.options_io import config_of, layers_of
+from llmq.options.options_io import config_of, fields_of, layers_of
 from llmq.runtime.processes import (
     ALONE,
     Processes,
@@ -182,3 +184,38 @@ def _train(
     from llmq.run.training import run_training
 
     run_training(config, model, model_dir, argv)
+
+
+@train_options
+def verify(
+    given: dict[str, Any],
+    config_file: ConfigFile = None,
+    save: SaveConfig = None,
+    verify_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="Random tokens instead of token files.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Check that recomputation and offloading change no bit: two runs, exit status 0 if equal."""
+    config, model, model_dir, _ = load_run(given, config_file, trains=not synthetic)
+    save_config(save, config)
+    from llmq.bench.verify import run_verify
+
+    options = {"steps": verify_steps, "synthetic": synthetic, "json": json}
+    options["given"] = fields_of(layers_of(given))  # a file may be that of a run
+    return 0 if run_verify(config, model, model_dir, **options) else 1
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Directory of everything it writes.")] = Path("demo"),
+    device: Device = "auto",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--continue", help="Go on where the last demo was stopped.")
+    ] = False,
+) -> None:
+    """Tokenize a small text, train a tiny model on it, plot the loss and sample from it."""
+    from llmq.run.demo import run_demo
+
+    run_demo(out, device, steps, resume)

@@ -44,16 +44,14 @@ LEAST = 16  # tokens of the shortest sequences that batches are made for
 
 
 def run_eval(
-    model: str, specs: list[str], *, limit: int | None, out: Path | None, **how: Any
+    model: str, task: list[str], *, limit: int | None, out: Path | None, **how: Any
 ) -> None:
-    """Print a table of the tasks' numbers, and write them with what they are of to `out`.
-
-    how: as for ask_model.
-    """
+    """Print a table of the numbers of tasks, and write them with what they are of to `out`. task:
+    [KIND=]FILE each. how: as for ask_model."""
     if out is not None:
         check_writable("--out", out.absolute().parent)
     start = time.perf_counter()
-    asked, likelihoods = ask_model(model, read_tasks(specs, limit), **how)
+    asked, likelihoods = ask_model(model, read_tasks(task, limit), **how)
     if not np.isfinite(likelihoods).all():
         raise LlmqError(
             "the model's predictions are not finite numbers: its weights are damaged, use an "

@@ -294,29 +294,51 @@ def run_sample(
     adapter: Path | None = None,
     prompt: str,
     num_samples: int,
+    chat: bool,
+    system: str | None,
+    chat_template: str | None,
     device: str,
     model_dtype: str,
     **how: Any,
 ) -> None:
-    """Print samples that continue the prompt as they come, separated by lines of three dashes.
+    """Print samples that continue the prompt as they come, separated by lines of three dashes; with
+    `chat` replies to it, or without one to each line of standard input.
 
-    adapter: as of open_model. how: fields of `Sampling`.
+    adapter: as of open_model. system, chat_template: of a chat. how: fields of `Sampling`.
     """
-    choice = Sampling(**how)
+    for flag, value in (("--system", system), ("--chat-template", chat_template)):
+        if value is not None and not chat:
+            raise ConfigError(f"{flag}: needs --chat")
+    if chat and num_samples > 1 and not prompt:
+        raise ConfigError("--num-samples: with --chat it needs --prompt")
+    choice, prompt = Sampling(**how), clean_text(prompt)
     warn(*choice.idle(num_samples))
     machine = choose_machine(device, 1)
-    prompt = clean_text(prompt)
     with open_model(model, adapter) as (config, read, source):
         check_sizes(config, machine)
         tokenizer: Tokenizer = load_tokenizer(source)
-        positions = len(prompt_ids(tokenizer, config, prompt)) + choice.max_new_tokens
-        dtype = parse_dtype(model_dtype)
+        talk = _begin(model, tokenizer, system, chat_template) if chat else None
+        if talk is None:
+            ids = prompt_ids(tokenizer, config, prompt)
+        else:
+            ids = talk.ask(prompt) if prompt else []
+        positions = len(ids) + choice.max_new_tokens if ids else POSITIONS
         positions = min(positions, config.max_positions)
-        sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
+        if ids:
+            check_prompt(ids, config)
+        sampler = Sampler(
+            machine, config, lambda w: w.load(read), positions, parse_dtype(model_dtype)
+        )
     with sampler:
-        for sample in range(num_samples):
-            _show(prompt, choice.texts(sampler, tokenizer, prompt, sample))
-            if sample + 1 < num_samples:
+        if not ids:
+            _converse(talk, positions, choice, sampler)
+            return
+        for number in range(num_samples):
+            if talk is None:
+                _show(prompt, choice.texts(sampler, tokenizer, prompt, number))
+            else:
+                _reply(talk, ids, choice.ids(sampler, ids, number, talk.stop.ids))
+            if number + 1 < num_samples:
                 print("---")
 
 
@@ -359,9 +381,6 @@ def first_token(config: ModelConfig, flag: str = "--prompt") -> int:
 
 
 POSITIONS = 4096  # tokens of a conversation that is typed, if the model has as many
-
-Generate = Callable[[list[int], int], Iterator[int]]
-"""Prompt and number of the reply to new ids, one after the other."""
 
 
 class Conversation:
@@ -410,46 +429,6 @@ class Conversation:
         return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
-def run_chat(
-    model: str,
-    *,
-    adapter: Path | None = None,
-    prompt: str,
-    system: str | None,
-    chat_template: str | None,
-    num_samples: int,
-    device: str,
-    model_dtype: str,
-    **how: Any,
-) -> None:
-    """Print replies to the prompt, separated by lines of three dashes; without one each line of
-    standard input is a message. adapter: as of open_model. how: fields of `Sampling`."""
-    choice = Sampling(**how)
-    if num_samples > 1 and not prompt:
-        raise ConfigError("--num-samples: with --chat it needs --prompt")
-    warn(*choice.idle(num_samples))
-    machine = choose_machine(device, 1)
-    with open_model(model, adapter) as (config, read, source):
-        check_sizes(config, machine)
-        talk = _begin(model, load_tokenizer(source), system, chat_template)
-        ids = talk.ask(clean_text(prompt)) if prompt else []
-        positions = len(ids) + choice.max_new_tokens if ids else POSITIONS
-        positions = min(positions, config.max_positions)
-        if ids:
-            check_prompt(ids, config)
-        dtype = parse_dtype(model_dtype)
-        sampler = Sampler(machine, config, lambda w: w.load(read), positions, dtype)
-
-    def generate(ids: list[int], number: int) -> Iterator[int]:
-        return choice.ids(sampler, ids, number, talk.stop.ids)
-
-    with sampler:
-        if prompt:
-            _answer(talk, ids, num_samples, generate)
-        else:
-            _converse(talk, positions, generate)
-
-
 def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | None) -> Conversation:
     template = load_chat_template(tokenizer, given)
     if template is None:
@@ -460,15 +439,12 @@ def _begin(model: str, tokenizer: Tokenizer, system: str | None, given: str | No
     return Conversation(template, tokenizer, clean_text(system))
 
 
-def _answer(talk: Conversation, ids: list[int], count: int, generate: Generate) -> None:
-    for number in range(count):
-        talk.reply(ids, generate(ids, number), print_text)
-        print(flush=True)
-        if number + 1 < count:
-            print("---")
+def _reply(talk: Conversation, ids: list[int], new: Iterator[int]) -> None:
+    talk.reply(ids, new, print_text)
+    print(flush=True)
 
 
-def _converse(talk: Conversation, positions: int, generate: Generate) -> None:
+def _converse(talk: Conversation, positions: int, choice: Sampling, sampler: Sampler) -> None:
     """Replies to lines of standard input, until it ends."""
     lines = filter(str.strip, _typed() if sys.stdin.isatty() else sys.stdin)
     for number, line in enumerate(lines):
@@ -478,8 +454,7 @@ def _converse(talk: Conversation, positions: int, generate: Generate) -> None:
                 f"the conversation has {len(ids)} tokens, and there is room for {positions}: begin "
                 "another one"
             )
-        talk.reply(ids, _until_interrupted(generate(ids, number)), print_text)
-        print(flush=True)
+        _reply(talk, ids, _until_interrupted(choice.ids(sampler, ids, number, talk.stop.ids)))
 
 
 def _typed() -> Iterator[str]:
